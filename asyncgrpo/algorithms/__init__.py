@@ -1,0 +1,1 @@
+"""The formulas of the papers, as pure functions on packed tokens."""

@@ -1,0 +1,1 @@
+"""Who may generate, what is ready, and what is trained next."""

@@ -1,0 +1,1 @@
+"""Where every process runs, and who watches it."""

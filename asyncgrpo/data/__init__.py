@@ -1,0 +1,1 @@
+"""Which prompts are trained on, and in which order."""

@@ -1,0 +1,42 @@
+"""What can go wrong at the doors, as one small hierarchy. Every message names the file, the key and the value.
+
+`AsyncGRPOError` and its children mean that someone outside got it wrong, and the command line prints their message as
+one sentence and exits with 1. A broken promise inside the project is an `assert`. All of them pickle, because Ray
+carries them between processes.
+"""
+
+
+class AsyncGRPOError(Exception):
+    """Base of every error that a user can mend."""
+
+
+class ConfigError(AsyncGRPOError):
+    """A configuration file, a `key=value` or a flag cannot be used as it is."""
+
+
+class DataError(AsyncGRPOError):
+    """A data file cannot be read, or its rows fit no known schema."""
+
+
+class RewardError(AsyncGRPOError):
+    """A reward function cannot be loaded. (A call that fails is data: see `types.Score.failure`.)"""
+
+
+class WireError(AsyncGRPOError):
+    """A message cannot be decoded, or a peer did not answer in time."""
+
+
+class WeightsError(AsyncGRPOError):
+    """A weight version did not arrive whole on every generator."""
+
+
+class EngineError(AsyncGRPOError):
+    """An inference engine cannot start or refused a call."""
+
+
+class CheckpointError(AsyncGRPOError):
+    """A checkpoint cannot be written or read."""
+
+
+class StalledError(AsyncGRPOError):
+    """Something awaited did not come before its deadline. The message names what was awaited and for how long."""

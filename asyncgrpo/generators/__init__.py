@@ -1,0 +1,1 @@
+"""How prompts become groups of scored answers."""

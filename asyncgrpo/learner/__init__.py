@@ -1,0 +1,1 @@
+"""How groups become the next weight version."""

@@ -1,0 +1,159 @@
+"""The nouns of asyncgrpo: what a prompt, a lease, a group and a weight version are.
+
+Everything here is frozen. The structs made of plain values are also the schema on the wire; the two that hold arrays
+(`Rollout`, `Group`) are packed by `wire/codec.py`. Nothing here does anything.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the structs that travel: immutable, by keyword, and strict about unknown fields."""
+
+
+class WeightVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Names one set of weights. A version is never reused: `lineage` changes whenever a learner starts again."""
+
+    lineage: int
+    version: int
+    """Optimizer steps behind these weights."""
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.version}"
+
+    @classmethod
+    def parse(cls, text: str) -> "WeightVersion":
+        """The inverse of `str`; engines carry versions as text. Raises ValueError."""
+        lineage, _, version = text.partition(".")
+        return cls(int(lineage), int(version))
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens `start` (included) to `end` (excluded) of one answer were sampled by `version`."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+class Sampling(Frozen):
+    """How answers are sampled."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: no limit."""
+    max_tokens: int = 256
+    """Longest answer, tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the answer; the token is kept as its last token."""
+
+
+class Prompt(Frozen):
+    """A tokenised question and what its reward needs."""
+
+    prompt_id: str
+    """Stable over restarts and unique in a run, for example `train/17` (row 17 of the training file)."""
+    token_ids: tuple[int, ...]
+    answer: Any = None
+    """Ground truth as the data file gave it: anything JSON can hold."""
+    source: str = ""
+    """`data_source` of the row; chooses the rule when rewards are rule-based."""
+    info: dict[str, Any] = {}
+    """`extra_info` of the row."""
+
+
+class Lease(Frozen):
+    """Permission to generate one group."""
+
+    lease_id: str
+    group_id: str
+    attempt: int
+    """0 for the first lease of a group; each later lease of the same group adds 1."""
+    order: int
+    """Position in the run's prompt order; the oldest group has the smallest."""
+    purpose: Literal["train", "eval"]
+    prompt: Prompt
+    num_answers: int
+    sampling: Sampling
+    seed: int
+    """Seeds the sampling of this group; answer i uses `seed + i`."""
+
+
+class Score(Frozen):
+    """What a reward said of one answer: a number, or the name of what went wrong."""
+
+    value: float | None = None
+    """None exactly when `failure` is given."""
+    failure: str | None = None
+    """`timeout`, `crash`, `exception`, `not_finite`, `bad_type` or `aborted`."""
+    parts: dict[str, float] = {}
+    """Named parts of a dict reward; they become metrics."""
+    detail: str = ""
+    """For a person: the exception's text, for example. At most 500 characters."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer as the engine gave it."""
+
+    index: int
+    """Which of the `num_answers` of the request this is, from 0."""
+    token_ids: np.ndarray
+    """[L] int32, sampled tokens only, an end token included."""
+    logprobs: np.ndarray
+    """[L] float32, log of the probability with which each token was sampled: of logits / temperature, in nats, over
+    the whole vocabulary (before top-p and top-k)."""
+    spans: tuple[VersionSpan, ...]
+    """Partition [0, L); versions never decrease."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One scored answer."""
+
+    completion: Completion
+    score: Score
+
+
+@dataclass(frozen=True)
+class Group:
+    """The n scored answers to one prompt: the unit of admission, of the wire, of eviction and of the baseline."""
+
+    group_id: str
+    lease_id: str
+    attempt: int
+    order: int
+    purpose: Literal["train", "eval"]
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    generator_id: str = ""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase: `generate`, `reward`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all answers."""
+        return sum(len(r.completion.token_ids) for r in self.rollouts)
+
+    @property
+    def versions(self) -> list[WeightVersion]:
+        """Every version that sampled in this group, each once, oldest first."""
+        return sorted({span.version for r in self.rollouts for span in r.completion.spans})
+
+
+class TensorInfo(Frozen):
+    """One tensor of the published weights, in Hugging Face's naming."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Name of the torch dtype, for example `bfloat16`."""

@@ -1,0 +1,1 @@
+"""How processes talk: messages, their packing, and the sockets that carry them."""
