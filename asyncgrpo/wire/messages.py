@@ -227,7 +227,15 @@ class Assemble(Message):
     timeout_s: float
 
 
-class Assembled(Message):
+class Muster(Message):
+    """Who is there? Asked before a group is built, so that nobody waits in it for the dead."""
+
+    epoch: int
+
+
+class Present(Message):
+    """Answer to Muster."""
+
     generator_id: str
     epoch: int
 
@@ -280,5 +288,5 @@ AnyMessage = (
     Hello | Serving | Deliver | LeaseFailed | Welcome | Grant | Ack | Nack | Cancel
     | Take | Published | RequestEval | TakeSnapshot | Finished | Batch | Waiting | NoMore | Snapshot
     | Drain | GeneratorLost
-    | Join | Assemble | Assembled | Offer | Staged | Swap | Swapped | SyncFailed
+    | Join | Muster | Present | Assemble | Offer | Staged | Swap | Swapped | SyncFailed
 )  # fmt: skip
