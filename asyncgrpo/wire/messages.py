@@ -108,6 +108,10 @@ class Cancel(Message):
     reason: str
 
 
+class Farewell(Message):
+    """The run is over: close the engine and end."""
+
+
 # -- learner -> buffer -----------------------------------------------------------------------------------------------
 
 
@@ -134,10 +138,12 @@ class TakeSnapshot(Message):
     """Ask for what a checkpoint must hold of the buffer."""
 
 
-class Finished(Message):
-    """The learner is done: no more groups are needed. `why`: `done` or `drained`."""
+class LastEvals(Message):
+    """No more batches are wanted: grant no training leases, and answer NoMore once no evaluation is under way."""
 
-    why: str
+
+class Finished(Message):
+    """The learner is done; the buffer may end."""
 
 
 # -- buffer -> learner -----------------------------------------------------------------------------------------------
@@ -285,8 +291,8 @@ class SyncFailed(Message):
 
 
 AnyMessage = (
-    Hello | Serving | Deliver | LeaseFailed | Welcome | Grant | Ack | Nack | Cancel
-    | Take | Published | RequestEval | TakeSnapshot | Finished | Batch | Waiting | NoMore | Snapshot
+    Hello | Serving | Deliver | LeaseFailed | Welcome | Grant | Ack | Nack | Cancel | Farewell
+    | Take | Published | RequestEval | TakeSnapshot | LastEvals | Finished | Batch | Waiting | NoMore | Snapshot
     | Drain | GeneratorLost
     | Join | Muster | Present | Assemble | Offer | Staged | Swap | Swapped | SyncFailed
 )  # fmt: skip
