@@ -12,6 +12,8 @@ import logging
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import Buffer, Entry, State
 from asyncgrpo.buffer.evaluation import Evaluations
@@ -133,7 +135,7 @@ class BufferService:
             case RequestEval(step=step):
                 self._evaluations.request(step, now_s)
             case TakeSnapshot():
-                self._server.send(peer, Snapshot(state=self._buffer.snapshot()))
+                self._server.send(peer, Snapshot(state=msgspec.to_builtins(self._buffer.snapshot())))
             case LastEvals():
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
             case Drain(reason=reason):

@@ -23,14 +23,18 @@ async def generate_group(lease: Lease, engine: Engine, reward: Reward, decode: D
         EngineError: the engine failed; the lease must be returned.
     """
     started = time.monotonic()
-    async with asyncio.TaskGroup() as scoring:
-        tasks: list[tuple[Completion, asyncio.Task[Score]]] = []
+    tasks: list[tuple[Completion, asyncio.Task[Score]]] = []
+    try:
         async for completion in engine.generate(
             lease.lease_id, lease.prompt.token_ids, lease.num_answers, lease.sampling, lease.seed
         ):
-            tasks.append((completion, scoring.create_task(_score(completion, lease, reward, decode))))
+            tasks.append((completion, asyncio.create_task(_score(completion, lease, reward, decode))))
         generated = time.monotonic()
-    rollouts = sorted((Rollout(c, task.result()) for c, task in tasks), key=lambda r: r.completion.index)
+        rollouts = [Rollout(completion, await task) for completion, task in tasks]
+    finally:
+        for _, task in tasks:
+            task.cancel()
+    rollouts.sort(key=lambda r: r.completion.index)
     return Group(
         group_id=lease.group_id,
         lease_id=lease.lease_id,

@@ -58,9 +58,7 @@ class Publication:
 class Publisher:
     """Rank 0 of the weight group. One thread uses it."""
 
-    def __init__(
-        self, config: WeightsConfig, layout: list[TensorInfo], *, backend: str, bind: str, host: str, keys: Keys | None
-    ) -> None:
+    def __init__(self, config: WeightsConfig, *, backend: str, bind: str, host: str, keys: Keys | None) -> None:
         """Bind the control socket and the store.
 
         Args:
@@ -68,8 +66,8 @@ class Publisher:
             host: address at which the generators reach this process.
         """
         self._config = config
-        self._layout = tuple(layout)
-        self._buckets = plan_buckets(layout, config.bucket_mb * 2**20)
+        self._layout: tuple[TensorInfo, ...] = ()
+        self._buckets: list[Bucket] = []
         self._backend = backend
         self._host = host
         self._server = Server(bind, keys, advertise=host)
@@ -78,6 +76,11 @@ class Publisher:
         self._group: BroadcastGroup | None = None
         self._epoch = 0
         self.endpoint = self._server.endpoint
+
+    def describe(self, layout: list[TensorInfo]) -> None:
+        """Say what will be published: names, shapes and dtypes, in the order in which `publish` gives them."""
+        self._layout = tuple(layout)
+        self._buckets = plan_buckets(layout, self._config.bucket_mb * 2**20)
 
     @property
     def generators(self) -> list[str]:

@@ -43,8 +43,9 @@ class Engine:
 def plane():
     """A publisher, and a way to add receivers to it."""
     publisher = Publisher(
-        WeightsConfig(bucket_mb=1, timeout_s=3.0), LAYOUT, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
+        WeightsConfig(bucket_mb=1, timeout_s=3.0), backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
     )
+    publisher.describe(LAYOUT)
     receivers: list[Receiver] = []
 
     def add(name: str, engine: Engine, incarnation: str = "0") -> Receiver:
