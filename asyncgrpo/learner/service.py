@@ -65,6 +65,7 @@ class LearnerService:
         self._last_step = last_step
         self._clock = Stopwatch()
         self._stall_told_s = 0.0
+        self._evaluated = -1
         self.version = WeightVersion(lineage, 0)
 
     @property
@@ -134,7 +135,8 @@ class LearnerService:
         return self._learner.weights()
 
     def _evaluate(self) -> None:
-        if self._config.data.eval is not None:
+        if self._config.data.eval is not None and self._evaluated != self.step:
+            self._evaluated = self.step
             self._inbox.request_eval(self.step)
 
     def _checkpoint(self) -> Path:
