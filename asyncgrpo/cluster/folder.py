@@ -26,7 +26,9 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise CheckpointError(f"run.out {self.path} belongs to a run that is still going; stop it or choose another") from error
+            raise CheckpointError(
+                f"run.out {self.path} belongs to a run that is still going; stop it or choose another"
+            ) from error
 
     def next_lineage(self) -> int:
         """The number of this start of the run, from 1; on disk before it is used, so that none is used twice."""

@@ -19,7 +19,15 @@ from typing import Any
 import ray
 
 from asyncgrpo import logs, metrics
-from asyncgrpo.cluster.actors import BufferActor, BufferReady, GeneratorActor, LearnerActor, LearnerReady, Setup, _uses_cuda
+from asyncgrpo.cluster.actors import (
+    BufferActor,
+    BufferReady,
+    GeneratorActor,
+    LearnerActor,
+    LearnerReady,
+    Setup,
+    _uses_cuda,
+)
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.placement import Placement
 from asyncgrpo.cluster.session import ray_session
@@ -78,7 +86,8 @@ class Run:
         logs.setup("driver", None, self._folder.path)
         address = ("127.0.0.1", metrics.serve("driver"))
         config = self._config
-        with _Signals(self._stop), ray_session(config.cluster.ray_address, config.generators.gpus_each == 0):
+        # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
+        with ray_session(config.cluster.ray_address, config.generators.gpus_each == 0), _Signals(self._stop):
             placement = Placement(config, learner_on_gpu=_uses_cuda(config))
             try:
                 status = self._run(placement, address, tick, tell)
@@ -128,7 +137,9 @@ class Run:
             "data_schema": ready.schema,
             "dropped_too_long": ready.dropped_too_long,
         }
-        fleet = Fleet(setup, placement, ready.endpoint, leaders[0].weights_endpoint, self._events, self._control, targets)
+        fleet = Fleet(
+            setup, placement, ready.endpoint, leaders[0].weights_endpoint, self._events, self._control, targets
+        )
         buffer_run = buffer.run.remote()
         fleet.start()
         training = [learner.run.remote(leaders[0], ready.endpoint, about) for learner in learners]
@@ -198,7 +209,7 @@ class Fleet:
         self._events = events
         self._control = control
         self._targets = targets
-        self._running: dict[int, Any] = {}
+        self._running: dict[int, tuple[Any, Any]] = {}  # actor and its `run`; Ray ends an actor nobody holds
         self._restarts: dict[int, int] = {}
         self._due: dict[int, float] = {}
 
@@ -210,10 +221,11 @@ class Fleet:
 
     def watch(self, *, may_restart: bool) -> None:
         """Notice who ended and start who is due. Raises ConfigError when one has used up its restarts."""
-        for index, reference in list(self._running.items()):
+        for index, (actor, reference) in list(self._running.items()):
             if ray.wait([reference], timeout=0)[0]:
                 del self._running[index]
                 self._ended(index, reference, may_restart)
+                ray.kill(actor)
         for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
             del self._due[index]
             self._start(index)
@@ -221,13 +233,15 @@ class Fleet:
 
     def farewell(self, timeout_s: float) -> None:
         """Wait for the generators to end by themselves."""
-        ray.wait(list(self._running.values()), num_returns=max(1, len(self._running)), timeout=timeout_s)
+        references = [reference for _, reference in self._running.values()]
+        if references:
+            ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
     def _start(self, index: int) -> None:
         options = self._placement.generator(index)
         actor = ray.remote(GeneratorActor).options(**options).remote(self._setup, index)
         self._targets[f"generator-{index}"] = ray.get(actor.start.remote())
-        self._running[index] = actor.run.remote(*self._endpoints)
+        self._running[index] = actor, actor.run.remote(*self._endpoints)
 
     def _ended(self, index: int, reference: Any, may_restart: bool) -> None:
         try:
@@ -244,7 +258,9 @@ class Fleet:
         self._events.write("restart", actor=name, reason=reason, count=count)
         metrics.actor_restarts_total.labels(actor="generator").inc()
         if count > self._setup.config.generators.restarts:
-            raise ConfigError(f"{name} ended {count} times (generators.restarts allows {count - 1}); the last time: {reason}")
+            raise ConfigError(
+                f"{name} ended {count} times (generators.restarts allows {count - 1}); the last time: {reason}"
+            )
         self._due[index] = time.monotonic() + BACKOFF_S[min(count - 1, len(BACKOFF_S) - 1)]
 
 
@@ -256,14 +272,11 @@ class _Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        self._install()
-
-    def _install(self) -> None:
         def handle(number: int, frame: FrameType | None) -> None:
             self._stop()
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before.setdefault(number, signal.signal(number, handle))
+            self._before[number] = signal.signal(number, handle)
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():

@@ -34,7 +34,12 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
         os.environ.setdefault(name, value)
     if cpu_only:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    common = {"namespace": "asyncgrpo", "log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    common = {
+        "namespace": "asyncgrpo",
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "configure_logging": False,
+    }
     try:
         if address is not None:
             ray.init(address=address, **common)

@@ -109,7 +109,9 @@ class GeneratorService:
             keys=self._keys,
         )
         receiver.start()
-        await self._send(Hello(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window))
+        await self._send(
+            Hello(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
+        )
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 background = [

@@ -1,9 +1,9 @@
 """Checkpoints of a run: a folder appears whole or not at all, and the newest whole one is where a run goes on.
 
-    <run>/checkpoints/step_000020/
-        state.json     step, version, the buffer's prompt ledger, totals
-        resume/        torch distributed checkpoint: model, optimizer, schedule
-        hf/            Hugging Face folder, for use
+<run>/checkpoints/step_000020/
+    state.json     step, version, the buffer's prompt ledger, totals
+    resume/        torch distributed checkpoint: model, optimizer, schedule
+    hf/            Hugging Face folder, for use
 """
 
 import logging

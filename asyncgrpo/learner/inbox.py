@@ -123,4 +123,6 @@ class Inbox:
                 if now - heard > ANSWER_WITHIN_S:
                     raise WireError(f"the buffer has said nothing for {now - heard:.0f} s")
                 if now - started > self._stall_timeout_s:
-                    raise StalledError(f"nothing to train for {now - started:.0f} s (cluster.stall_timeout_s): waited for {what}")
+                    raise StalledError(
+                        f"nothing to train for {now - started:.0f} s (cluster.stall_timeout_s): waited for {what}"
+                    )

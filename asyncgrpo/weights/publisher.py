@@ -111,7 +111,9 @@ class Publisher:
         if not self._members:
             raise WeightsError(f"no generator asked for weights within {timeout_s:.0f} s; their logs say why")
 
-    def publish(self, version: WeightVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]) -> Publication:
+    def publish(
+        self, version: WeightVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
+    ) -> Publication:
         """Bring `version` to every generator, and prove it.
 
         Args:

@@ -43,7 +43,9 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, memoryview]:
         WireError: wrong number of frames, digest mismatch, or a header that fits no message.
     """
     if len(frames) != 2 or len(frames[0]) <= DIGEST_BYTES:
-        raise WireError(f"a message has 2 frames, the first longer than {DIGEST_BYTES} bytes; got {[len(f) for f in frames]}")
+        raise WireError(
+            f"a message has 2 frames, the first longer than {DIGEST_BYTES} bytes; got {[len(f) for f in frames]}"
+        )
     first, payload = memoryview(frames[0]), memoryview(frames[1])
     header = first[DIGEST_BYTES:]
     if _digest(header, payload) != first[:DIGEST_BYTES]:
@@ -134,7 +136,9 @@ def check_group(message: Deliver, payload_bytes: int) -> None:
                 raise WireError(f"{where}, answer {header.index}: version spans do not partition the answer")
             edges.append(span.end)
         if edges[-1] != header.num_tokens:
-            raise WireError(f"{where}, answer {header.index}: version spans end at {edges[-1]} of {header.num_tokens} tokens")
+            raise WireError(
+                f"{where}, answer {header.index}: version spans end at {edges[-1]} of {header.num_tokens} tokens"
+            )
         versions = [span.version for span in header.spans]
         if versions != sorted(versions):
             raise WireError(f"{where}, answer {header.index}: weight versions decrease")
