@@ -46,15 +46,18 @@ class _Worker:
     @classmethod
     async def start(cls, target: str, argument: str, timeout_s: float) -> "_Worker":
         """Start a process and wait until it has loaded its scorer. Raises RewardError with the reason."""
-        process = await asyncio.create_subprocess_exec(
-            *command(target, argument),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | _ONE_THREAD,
-            start_new_session=True,  # its own process group to kill, and no Ctrl-C from the terminal
-        )
-        worker = cls(process)
         what = argument or target
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command(target, argument),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=os.environ | _ONE_THREAD,
+                start_new_session=True,  # its own process group to kill, and no Ctrl-C from the terminal
+            )
+        except OSError as error:
+            raise RewardError(f"no process could be started to score with {what}: {error}") from error
+        worker = cls(process)
         try:
             hello = msgspec.msgpack.decode(await asyncio.wait_for(worker._reply(), timeout_s), type=Hello)
         except TimeoutError:

@@ -2,7 +2,8 @@
 
 Text rules (`qa`, `trivia`, `classification`, `exact_match`) and the caller's extra rules are quick string functions
 that cannot hang: they run in this process. Mathematics can hang, so it runs in worker processes (`maths.py`). A source
-is known by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` is `openai/gsm8k`, `mathqa` is not `math`.
+is known by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as `openai/gsm8k`, but
+`mathqa` not as `math`.
 """
 
 import re
@@ -103,8 +104,8 @@ def exact_match(answer_text: str, ground_truth: Any) -> float:
 def text_match(answer_text: str, ground_truth: Any) -> float:
     """1.0 if the answer says the ground truth, or one of a list; upper case, punctuation and articles do not count.
 
-    What stands in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是` must equal it. Without such
-    a mark it must occur as whole words in the last line that is not empty.
+    What stands in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是` must equal it. Without
+    such a mark it must occur as whole words in the last line that is not empty.
     """
     golds = [normalise(gold) for gold in _golds(ground_truth)]
     marked = _marked(answer_text)

@@ -1,8 +1,9 @@
 """Reward functions that users bring: `my_reward.py` or `my_reward.py:name`.
 
 The file is only ever run inside a worker process. What is wrong with it is said at the start in one sentence, before
-any GPU time is spent. Two ways of naming parameters are known, and a function may take any of their names: verl's
-`compute_score(data_source, solution_str, ground_truth, extra_info=None)` and `f(prompt, completion, answer, info)`. It gives a number, or a dict with `score` and named parts; it may be `async`.
+any GPU time is spent. A function may take any of the names of verl's `compute_score(data_source, solution_str,
+ground_truth, extra_info=None)` and of `f(prompt, completion, answer, info)`. It gives a number, or a dict with `score`
+and named parts, and may be `async`; one worker awaits one call at a time.
 """
 
 import asyncio
