@@ -27,6 +27,7 @@ START_TIMEOUT_S = 60.0
 """How long a worker may take to import what it scores with."""
 _GRACE_S = 0.05
 """A late call gets this much longer, so that a reply which only waited for our own event loop still counts."""
+_PLACE_TIMEOUT_S = 0.2
 _KILL_TIMEOUT_S = 5.0
 """SIGKILL works at once unless the kernel itself is stuck, for example on a dead network disk."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -100,12 +101,15 @@ class _Worker:
 
     async def place(self) -> str:
         """`FILE:LINE` where the worker is now, if it can say. After this the worker is good for nothing but killing."""
+        text, place = b"", ""
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             self._process.send_signal(signal.SIGUSR1)
-            text = await asyncio.wait_for(self._stdout.read(1 << 16), timeout=0.2)
-            frames = re.findall(r'File "([^"]+)", line (\d+)', text.decode(errors="replace"))
-            return place_of([(path, int(line)) for path, line in frames])
-        return ""
+            async with asyncio.timeout(_PLACE_TIMEOUT_S):
+                while not place and (more := await self._stdout.read(1 << 16)):
+                    text += more  # the stack arrives in many small pieces, innermost frame first
+                    frames = re.findall(r'File "([^"]+)", line (\d+) in', text.decode(errors="replace"))
+                    place = place_of([(path, int(line)) for path, line in frames])
+        return place
 
     async def kill(self) -> str:
         """End the process and all it started; says how it had ended, for a person."""

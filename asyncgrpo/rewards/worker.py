@@ -13,6 +13,7 @@ import importlib
 import inspect
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -48,6 +49,7 @@ def command(target: str, argument: str) -> list[str]:
 def main(boot: dict[str, Any]) -> None:
     """Serve calls until the pool closes the pipe."""
     _die_with(boot["parent"])
+    _be_expendable()
     calls, scores = _take_pipes()
     # A crash leaves its Python stack on stderr; the pool asks for the stack of a call that is late with SIGUSR1.
     faulthandler.enable()
@@ -97,8 +99,13 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
+
+
+def _be_expendable() -> None:
+    """When memory runs out, lose a worker and not the trainer; and a crash leaves no core file."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory runs out, lose a worker and not the trainer
+        file.write("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
