@@ -15,6 +15,7 @@ deadline names it instead.
 
 import logging
 import re
+import resource
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
@@ -25,6 +26,9 @@ from asyncgrpo.rewards.frames import Call
 TAIL = 4_000
 """Characters of free text that are searched for an answer."""
 
+MAX_MEMORY = 4 << 30
+"""Bytes of address space of a worker: a tower of powers must not take the machine's memory before its deadline."""
+
 _HASH = re.compile(
     r"####[ ]*(?P<number>[-+−]?[$€£¥]?[ ]?\d[\d,]*(?:\.\d+)?(?:/\d+)?[ ]?%?)(?:[ ]*[^\W\d]+)?[.。]?[ ]*$", re.MULTILINE
 )
@@ -33,11 +37,15 @@ _CHINESE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+")
 _FULL_WIDTH = str.maketrans("０１２３４５６７８９％＋－−＝／．（）", "0123456789%+--=/.()")
 _SPACE = r"(?:\s|\\[ ,;:!])+"
 _THOUSANDS = re.compile(rf"(?<=\d){_SPACE}(?=\d{{3}}(?!\d))")
+_MIXED = re.compile(rf"(?<=\d){_SPACE}(\d+)/(\d+)(?!\d)")
 _APART = re.compile(rf"(?<=\d){_SPACE}(?=\d+(?![\d/]))")
 
 
 def load_maths(_: str = "") -> Callable[[Call], float]:
-    """Import math-verify and use each of its parts once, so that the first call finds them warm."""
+    """Bound this process's memory, import math-verify and use it once, so that the first call finds it warm."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the timers that we turn off on purpose
     score_maths(Call(data_source="math", answer_text="the answer is $\\frac{1}{2}$", ground_truth="0.5"))
     return score_maths
@@ -114,10 +122,10 @@ def _parse_whole(text: str) -> list[Any]:
 def _tidy(text: str) -> str:
     """One expression without Chinese units and trailing stops. Numbers that only a space parts stay apart.
 
-    (LaTeX reads `40 2` as a mixed number and adds: without this, it would be the answer 42.)
+    (math-verify reads `40 2` as a mixed number and adds: without this, it would be the answer 42.)
     """
     text = _spaced(text).strip().strip("$").rstrip(".,").strip() or text.strip()
-    return _APART.sub(", ", _THOUSANDS.sub("", text))
+    return _APART.sub(", ", _THOUSANDS.sub("", _MIXED.sub(r"\\frac{\1}{\2}", text)))
 
 
 def _spaced(text: str) -> str:
