@@ -27,7 +27,8 @@ START_TIMEOUT_S = 60.0
 """How long a worker may take to import what it scores with."""
 _GRACE_S = 0.05
 """A late call gets this much longer, so that a reply which only waited for our own event loop still counts."""
-_PLACE_TIMEOUT_S = 0.2
+_PLACE_TIMEOUT_S = 1.0
+"""For a late worker to say where it is. Only one that ignores signals takes it all."""
 _KILL_TIMEOUT_S = 5.0
 """SIGKILL works at once unless the kernel itself is stuck, for example on a dead network disk."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -105,8 +106,9 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             self._process.send_signal(signal.SIGUSR1)
             async with asyncio.timeout(_PLACE_TIMEOUT_S):
-                while not place and (more := await self._stdout.read(1 << 16)):
-                    text += more  # the stack arrives in many small pieces, innermost frame first
+                # The stack arrives in many small pieces, the innermost frame first, the worker's own start last.
+                while not place and b"in <module>" not in text and (more := await self._stdout.read(1 << 16)):
+                    text += more
                     frames = re.findall(r'File "([^"]+)", line (\d+) in', text.decode(errors="replace"))
                     place = place_of([(path, int(line)) for path, line in frames])
         return place

@@ -23,7 +23,7 @@ async def reward():
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def hasty():
-    reward = UserReward(BEHAVIOURS, timeout_s=0.3, workers=1)
+    reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
     yield reward
     await reward.close()
 
@@ -90,7 +90,7 @@ async def test_a_hang_is_killed_and_named(hasty, behaviour):
     worker = int((await hasty.score(prompt(), "pid")).value)
     score = await hasty.score(prompt(), behaviour)
     assert (score.value, score.failure) == (None, "timeout")
-    assert "0.3 s" in score.detail
+    assert "0.5 s" in score.detail
     assert ("behaviours.py:" in score.detail) == (behaviour in ("hang", "hang_in_c"))
     assert not psutil.pid_exists(worker)
     assert (await hasty.score(prompt(), "one")).value == 1.0

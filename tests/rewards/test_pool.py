@@ -73,7 +73,7 @@ async def test_a_worker_that_dies_between_calls_costs_no_score():
 
 
 async def test_a_cancelled_caller_leaves_the_pool_usable():
-    reward = UserReward(BEHAVIOURS, timeout_s=1, workers=1)
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     worker = await pid_of_worker(reward)
     running = asyncio.create_task(reward.score(prompt(), "slow_but_sure"))
     waiting = asyncio.create_task(reward.score(prompt(), "exits"))
