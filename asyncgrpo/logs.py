@@ -13,7 +13,7 @@ _OURS = "asyncgrpo setup"
 
 
 class _Format(logging.Formatter):
-    """UTC with milliseconds; the further lines of a message or traceback are indented, so that only events start a line."""
+    """UTC with milliseconds. Further lines of a message or traceback are indented, so that only events start a line."""
 
     converter = staticmethod(time.gmtime)
 
@@ -26,7 +26,9 @@ class _Format(logging.Formatter):
         return super().format(record).rstrip("\n").replace("\n", "\n    ")
 
 
-def setup(role: str, rank: int | str | None = None, folder: Path | None = None, level: int = logging.INFO) -> Path | None:
+def setup(
+    role: str, rank: int | str | None = None, folder: Path | None = None, level: int = logging.INFO
+) -> Path | None:
     """Send this process's log records where they belong. Calling it again replaces what the last call set up.
 
     Args:

@@ -167,7 +167,7 @@ def mean_lag(lags: Mapping[int, int]) -> float:
 
 
 def short_version(version: str) -> str:
-    """"1.17" as "v17"."""
+    """ "1.17" as "v17"."""
     return f"v{version.rpartition('.')[2]}"
 
 

@@ -1,7 +1,7 @@
 """The live screen: a run in one terminal page, drawn from its events alone.
 
-`Screen` is a pure function of the events it was given (and of `now`, for the clock). `watch` follows a metrics.jsonl and
-shows it: as a live page on a terminal, as one tidy line a step where the output is a file or a pipe.
+`Screen` is a pure function of the events it was given (and of `now`, for the clock). `watch` follows a metrics.jsonl
+and shows it: as a live page on a terminal, as one tidy line a step where the output is a file or a pipe.
 """
 
 import threading
@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncgrpo.recording.events import Event, follow
-from asyncgrpo.recording.progress import RECENT, Progress, mean_lag, short_version, sync_line
+from asyncgrpo.recording.lines import line_of, number, position, thousands
+from asyncgrpo.recording.progress import RECENT, Progress, sync_line
 from asyncgrpo.recording.textplot import bar, line_plot
 
 _ACTIVITIES = {"wait_data": "wait for data", "train": "train", "publish": "publish", "checkpoint": "checkpoint"}
@@ -62,10 +63,6 @@ def _clock(seconds: float) -> str:
     return f"{hour}:{minute:02d}:{second:02d}"
 
 
-def _position(progress: Progress) -> str:
-    return f"{progress.step}/{progress.total_steps}" if progress.total_steps else f"{progress.step}"
-
-
 def _header(progress: Progress, now: float | None) -> RenderableType:
     until = progress.updated if now is None or progress.end else now
     elapsed = max(0.0, (until or 0.0) - (progress.started or 0.0))
@@ -79,7 +76,7 @@ def _header(progress: Progress, now: float | None) -> RenderableType:
     else:
         state = Text("starting" if not progress.steps else "training", style="bold")
     head.add_row(
-        Text.assemble((progress.run or "run", "bold cyan"), f"  step {_position(progress)}  ", state),
+        Text.assemble((progress.run or "run", "bold cyan"), f"  step {position(progress)}  ", state),
         ProgressBar(total=1.0, completed=share or 0.0) if share is not None else "",
         f"{share:4.0%}  {_clock(elapsed)}" if share is not None else _clock(elapsed),
     )
@@ -118,27 +115,15 @@ def _numbers(progress: Progress) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     evaluation = progress.evals[-1] if progress.evals else None
-    table.add_row("reward", Text(_number(last.get("reward_mean")), style="bold green"))
-    table.add_row("eval", f"{_number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else "-")
-    table.add_row("loss", _number(last.get("loss"), 4))
-    table.add_row("answer length", _number(last.get("answer_length_mean"), 1))
+    table.add_row("reward", Text(number(last.get("reward_mean")), style="bold green"))
+    table.add_row("eval", f"{number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else "-")
+    table.add_row("loss", number(last.get("loss"), 4))
+    table.add_row("answer length", number(last.get("answer_length_mean"), 1))
     gap = last.get("logprob_gap_max")
     table.add_row("log-prob gap", "-" if gap is None else f"{gap:.1e}")
-    table.add_row("generated", f"{_thousands(last.get('tokens_generated') or 0)}  {_thousands(generated)}/s")
-    table.add_row("trained", f"{_thousands(progress.tokens_trained())}  {_thousands(trained)}/s")
+    table.add_row("generated", f"{thousands(last.get('tokens_generated') or 0)}  {thousands(generated)}/s")
+    table.add_row("trained", f"{thousands(progress.tokens_trained())}  {thousands(trained)}/s")
     return table
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _thousands(value: float) -> str:
-    for unit in ("", "k", "M"):
-        if abs(value) < 999.5:
-            return f"{value:.0f}{unit}" if not unit else f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g}G"
 
 
 def _time_bars(progress: Progress) -> RenderableType:
@@ -167,8 +152,8 @@ def _bars(rows: dict[str, tuple[float, str, str]]) -> RenderableType:
     table.add_column(style="dim", no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
-    for label, (share, number, colour) in rows.items():
-        table.add_row(label, Text(bar(share, 18), style=colour), number)
+    for label, (share, figure, colour) in rows.items():
+        table.add_row(label, Text(bar(share, 18), style=colour), figure)
     return table
 
 
@@ -185,44 +170,6 @@ def _notes(progress: Progress) -> RenderableType:
     return notes
 
 
-def line_of(event: Event, progress: Progress) -> str | None:
-    """One line for an event that a person wants in a log, or None. `progress` has taken the event in already."""
-    kind = event["event"]
-    if kind == "start":
-        return f"start {event.get('run', '')}  {event.get('sizes', '')}"
-    if kind == "step":
-        return _step_line(event, progress)
-    if kind == "eval":
-        return f"eval  {_position(progress)}  reward {_number(event.get('reward_mean'))}  answers {event.get('answers')}"
-    if kind == "checkpoint":
-        return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
-    if kind in ("restart", "drain", "stall") or (kind == "sync" and event.get("checksum") != "ok"):
-        return f"warning: {progress.warnings[-1]}"
-    if kind == "end":
-        return f"end   {event.get('status')} at step {event.get('step')}"
-    return None
-
-
-def _step_line(step: Event, progress: Progress) -> str:
-    lags = {int(lag): groups for lag, groups in (step.get("lags") or {}).items()}
-    generated, trained = progress.tokens_per_second()
-    seconds = step.get("seconds") or {}
-    waited = seconds.get("wait_data", 0.0) / total if (total := sum(seconds.values())) > 0 else 0.0
-    width = len(str(progress.total_steps or 0))
-    of = f"/{progress.total_steps}" if progress.total_steps else ""
-    line = (
-        f"step {step['step']:>{max(3, width)}}{of}  reward {_number(step.get('reward_mean'))}"
-        f"  lag {mean_lag(lags):.1f} (max {max(lags, default=0)})  loss {_number(step.get('loss'), 4)}"
-        f"  tok/s {_thousands(generated)} gen {_thousands(trained)} train  wait {waited:3.0%}"
-    )
-    if progress.syncs:
-        sync = progress.syncs[-1]
-        line += f"  sync {short_version(str(sync['version']))} {sync.get('ms') or 0:.0f} ms {sync.get('checksum')}"
-    if failures := step.get("failures"):
-        line += f"  failures {sum(failures.values())}"
-    return line
-
-
 def watch(
     path: Path,
     *,
@@ -231,7 +178,7 @@ def watch(
     poll_s: float = 0.25,
     clock: Callable[[], float] = time.time,
 ) -> Progress:
-    """Show the run that writes `path` until its `end` event, or until `stop` is set. What was written before is shown too.
+    """Show the run that writes `path`, from its first event, until its `end` event or until `stop` is set.
 
     Returns:
         The run as it stood at the end.

@@ -1,6 +1,7 @@
 """Small pictures made of characters: a line plot in braille dots and a bar in eighths."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bit of each dot of a braille cell, by row from the top, then column."""
@@ -14,7 +15,7 @@ def resample(values: Sequence[float], count: int) -> list[float]:
         return [values[0]] * count
     if n >= count:
         edges = [i * n // count for i in range(count + 1)]
-        return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     points = []
     for i in range(count):
         x = i * (n - 1) / (count - 1)

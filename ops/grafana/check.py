@@ -55,7 +55,9 @@ def problem_of(url: str, expression: str, last_s: int, known: set[str]) -> str |
     """Why this query shows nothing, or None if it shows something."""
     end = time.time()
     try:
-        result = ask(url, "query_range", query=expression, start=end - last_s, end=end, step=max(1, last_s // 120))["result"]
+        result = ask(url, "query_range", query=expression, start=end - last_s, end=end, step=max(1, last_s // 120))[
+            "result"
+        ]
     except RuntimeError as error:
         return f"refused: {error}"
     if has_finite_point(result):

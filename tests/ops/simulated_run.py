@@ -1,4 +1,4 @@
-"""A process that exports the metrics of all roles and moves them as a healthy run would. Prints its port, then runs until killed."""
+"""Exports the metrics of all roles and moves them as a healthy run would. Prints its port, then runs until killed."""
 
 import itertools
 import random

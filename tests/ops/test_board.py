@@ -1,6 +1,5 @@
 """The Grafana board: generated, whole, and asking only for what we export."""
 
-import importlib.util
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,16 +20,13 @@ from asyncgrpo.recording.targets import write_targets
 OPS = Path(__file__).parents[2] / "ops"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"ops_grafana_{name}", OPS / "grafana" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+sys.path.insert(0, str(OPS / "grafana"))
+try:
+    import build
+    import check
+finally:
+    sys.path.pop(0)
 
-
-build, check = load("build"), load("check")
 BOARD: dict[str, Any] = json.loads((OPS / "grafana" / "overview.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 
@@ -104,7 +99,7 @@ def test_check_fills_in_grafanas_variables():
 
 @pytest.fixture
 def prometheus(tmp_path):
-    """A Prometheus that scrapes, with our rules and service discovery, a process that exports our metrics; gives its URL."""
+    """URL of a Prometheus that scrapes, with our rules and discovery, a process that exports our metrics."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
     run = subprocess.Popen(
@@ -123,8 +118,12 @@ def prometheus(tmp_path):
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     server = subprocess.Popen(
-        ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--web.listen-address={address}"]
-        + [f"--storage.tsdb.path={tmp_path / 'tsdb'}"],
+        [
+            "prometheus",
+            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--web.listen-address={address}",
+            f"--storage.tsdb.path={tmp_path / 'tsdb'}",
+        ],
         stderr=subprocess.DEVNULL,
     )
     try:
