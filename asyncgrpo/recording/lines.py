@@ -12,7 +12,7 @@ def line_of(event: Event, progress: Progress) -> str | None:
     if kind == "step":
         return _step_line(event, progress)
     if kind == "eval":
-        return f"eval  {position(progress)}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
+        return f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
     if kind == "checkpoint":
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
     if kind in ("restart", "drain", "stall") or (kind == "sync" and event.get("checksum") != "ok"):
@@ -43,7 +43,7 @@ def _step_line(step: Event, progress: Progress) -> str:
 
 
 def position(progress: Progress) -> str:
-    """ "17/60", or "17" where the number of steps is not known."""
+    """Steps done of all, "17/60", or "17" where their number is not known."""
     return f"{progress.step}/{progress.total_steps}" if progress.total_steps else f"{progress.step}"
 
 

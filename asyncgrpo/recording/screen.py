@@ -175,11 +175,15 @@ def watch(
     *,
     console: Console | None = None,
     stop: threading.Event | None = None,
+    since: float = 0.0,
     poll_s: float = 0.25,
     clock: Callable[[], float] = time.time,
 ) -> Progress:
-    """Show the run that writes `path`, from its first event, until its `end` event or until `stop` is set.
+    """Show the run that writes `path` until its `end` event or until `stop` is set.
 
+    Args:
+        since: Unix time. Give the time of the start for a run that resumes: an `end` before it is an earlier process's,
+            and no line is printed for what happened before it.
     Returns:
         The run as it stood at the end.
     """
@@ -187,18 +191,25 @@ def watch(
     stop = stop or threading.Event()
     follower, screen = follow(path), Screen()
     live = Live(screen.render(clock()), console=console, auto_refresh=False) if console.is_terminal else None
+    newest = skip_until = since
+    drawn = 0.0
     try:
         if live:
             live.start()
         while True:
             stopping = stop.is_set()
-            for event in follower.poll():
+            for event in (events := follower.poll()):
                 screen.update(event)
-                if live is None and (line := line_of(event, screen.progress)) is not None:
+                if event["event"] == "rewound":
+                    skip_until = newest  # the follower tells the whole file again; nobody wants to read it again
+                at = event.get("time", 0.0)
+                newest = max(newest, at)
+                if live is None and at > skip_until and (line := line_of(event, screen.progress)) is not None:
                     console.print(line, markup=False, highlight=False, soft_wrap=True)
-            if live:
-                live.update(screen.render(clock()), refresh=True)
-            if screen.progress.end or stopping:
+            if live and (events or clock() >= drawn + 1):
+                live.update(screen.render(drawn := clock()), refresh=True)
+            end = screen.progress.end
+            if stopping or (end and end["time"] >= since):
                 return screen.progress
             stop.wait(poll_s)
     finally:

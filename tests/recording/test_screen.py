@@ -128,7 +128,7 @@ def test_a_file_gets_one_tidy_line_a_step(tmp_path):
         "start demo  8 prompts x 8 answers",
         "step   1/20  reward 0.050  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
         "step   2/20  reward 0.100  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
-        "eval  2/20  reward 0.450  answers 32",
+        "eval   2  reward 0.450  answers 32",
         "end   done at step 2",
     ]
     assert progress.step == 2
@@ -150,6 +150,48 @@ def test_watching_ends_when_told_and_still_shows_what_was_written(tmp_path):
     console = Console(file=io.StringIO(), width=80)
     watch(path, console=console, stop=stop)
     assert console.file.getvalue() == "warning: restarted buffer: signal 9\n"
+
+
+def test_a_resumed_run_does_not_end_with_its_old_end_nor_tell_its_past_again(tmp_path):
+    path, now = tmp_path / "metrics.jsonl", [1000.0]
+    log = EventLog(path, clock=lambda: now[0])
+    log.write("end", status="drained", step=1)
+    now[0] = 2000.0
+    log.write("end", status="done", step=2)
+    console = Console(file=io.StringIO(), width=80)
+    progress = watch(path, console=console, since=1500.0, poll_s=0.01)
+    assert console.file.getvalue() == "end   done at step 2\n" and progress.end["time"] == 2000.0
+
+    stop, console = threading.Event(), Console(file=io.StringIO(), width=80)
+    stop.set()
+    assert watch(path, console=console, since=2500.0, stop=stop).end["time"] == 2000.0
+    assert console.file.getvalue() == ""
+
+
+def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
+    path, now = tmp_path / "metrics.jsonl", [1000.0]
+    log = EventLog(path, clock=lambda: now[0])
+
+    def write_step(n: int) -> None:
+        now[0] += 1
+        log.write("step", **{key: value for key, value in step(n).items() if key not in ("event", "time")})
+
+    class Stop(threading.Event):
+        """Between the first look and the second the learner dies and resumes."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            log.resume_at(1)
+            write_step(2)
+            now[0] += 1
+            log.write("end", status="done", step=2)
+            return False
+
+    write_step(1)
+    write_step(2)
+    console = Console(file=io.StringIO(), width=200)
+    watch(path, console=console, stop=Stop())
+    said = [line.split("  reward")[0].split(" at")[0] for line in console.file.getvalue().splitlines()]
+    assert said == ["step   1", "step   2", "step   2", "end   done"]
 
 
 def test_the_summary_says_what_the_run_did(tmp_path):
