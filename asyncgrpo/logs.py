@@ -13,7 +13,7 @@ _OURS = "asyncgrpo setup"
 
 
 class _Format(logging.Formatter):
-    """UTC with milliseconds; the further lines of a message or traceback are indented, so that only events start a line."""
+    """UTC with milliseconds. Further lines of a message or traceback are indented, so that only events start a line."""
 
     converter = staticmethod(time.gmtime)
 

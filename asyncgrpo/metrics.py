@@ -1,9 +1,9 @@
 """Every Prometheus metric of asyncgrpo: its name, its unit, its help text. Nothing else imports prometheus_client.
 
 A metric is a module attribute with the exported name less the prefix: `metrics.groups_total` is exported as
-`asyncgrpo_groups_total`. Each belongs to the role that moves it, and `serve("buffer")` exports that role's metrics and no
-others, so that a gauge is never zero only because it was born in the wrong process. Label values are few and known: they
-are written here and start at 0, which lets a board tell "none so far" from "not measured".
+`asyncgrpo_groups_total`. Each belongs to the role that moves it, and `serve("buffer")` exports that role's metrics and
+no others, so that a gauge is never zero only because it was born in the wrong process. Label values are few and known:
+they are written here and start at 0, which lets a board tell "none so far" from "not measured".
 
 Import this module before an SGLang engine with metrics is started: SGLang sets PROMETHEUS_MULTIPROC_DIR, and
 prometheus_client reads it once, when it is imported.
@@ -85,7 +85,7 @@ groups_total = _counter(
 buffer_groups = _gauge(
     "buffer_groups", "Groups that hold a slot: being generated (leased), waiting (ready), in the learner (taken).",
     "buffer", state=("leased", "ready", "taken"))
-buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot at once: (max_lag + 1) * prompts_per_step.", "buffer")
+buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot: (max_lag + 1) * prompts_per_step.", "buffer")
 buffer_oldest_group_age_seconds = _gauge(
     "buffer_oldest_group_age_seconds", "Age of the oldest group that holds a slot, since its first lease.", "buffer")
 group_lag_steps = _histogram(
@@ -102,14 +102,14 @@ epoch = _gauge("epoch", "Passes over the training file that are complete.", "buf
 
 generator_info = _info("generator", "Inference engine of this generator.", "generator")
 generator_weight_version = _gauge(
-    "generator_weight_version", "Weight version (optimizer steps) that samples this generator's next token.", "generator")
+    "generator_weight_version", "Weight version (optimizer steps) that samples the next token here.", "generator")
 generator_seconds_total = _counter(
     "generator_seconds_total", "Wall time of this generator by what it was doing.", "generator",
     activity=("generate", "reward", "weights", "idle"))
 groups_in_flight = _gauge("groups_in_flight", "Groups that this generator works on now.", "generator")
 tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever became of them.", "generator")
 answers_total = _counter(
-    "answers_total", "Answers completed, by why sampling ended.", "generator", finish_reason=("stop", "length", "abort"))
+    "answers_total", "Answers completed, by why they ended.", "generator", finish_reason=("stop", "length", "abort"))
 answer_length_tokens = _histogram("answer_length_tokens", "Sampled tokens of an answer.", "generator", buckets=TOKENS)
 generate_seconds = _histogram(
     "generate_seconds", "Time from a group's lease to its last answer.", "generator", buckets=SECONDS)
@@ -142,22 +142,22 @@ grad_norm = _gauge("grad_norm", "Norm of the gradient in the last step, before c
 learning_rate = _gauge("learning_rate", "Learning rate of the last step.", "learner")
 entropy = _gauge("entropy", "Mean entropy of the policy on trained tokens, nats.", "learner")
 clip_ratio = _gauge("clip_ratio", "Share of trained tokens whose ratio was clipped, 0 to 1.", "learner")
-kl_reference = _gauge("kl_reference", "Mean KL to the reference model on trained tokens, nats; 0 without one.", "learner")
+kl_reference = _gauge("kl_reference", "Mean KL to the reference on trained tokens, nats; 0 without one.", "learner")
 importance_weight_mean = _gauge(
     "importance_weight_mean", "Mean weight proximal / behaviour policy on trained tokens, after the cap.", "learner")
 importance_capped_ratio = _gauge(
     "importance_capped_ratio", "Share of trained tokens whose importance weight was capped, 0 to 1.", "learner")
 logprob_gap_mean = _gauge(
-    "logprob_gap_mean", "Mean |learner - engine| log-prob, nats, on tokens that the current weights sampled.", "learner")
+    "logprob_gap_mean", "Mean |learner - engine| log-prob, nats, on tokens of the current weights.", "learner")
 logprob_gap_max = _gauge(
-    "logprob_gap_max", "Largest |learner - engine| log-prob, nats, on tokens that the current weights sampled.", "learner")
+    "logprob_gap_max", "Largest |learner - engine| log-prob, nats, on tokens of the current weights.", "learner")
 
 weight_sync_total = _counter(
     "weight_sync_total", "Publications of weights, by outcome.", "learner",
     outcome=("ok", "checksum_mismatch", "timeout", "failed"))
 weight_sync_seconds = _histogram(
     "weight_sync_seconds", "Time of one publication, until every generator has answered.", "learner", buckets=SECONDS)
-weight_sync_bytes_total = _counter("weight_sync_bytes_total", "Bytes of weights sent, each generator counted.", "learner")
+weight_sync_bytes_total = _counter("weight_sync_bytes_total", "Weights sent, bytes, each generator counted.", "learner")
 generators_in_sync = _gauge(
     "generators_in_sync", "Generators that proved, by checksum, to hold the version published last.", "learner")
 
@@ -280,7 +280,7 @@ _waits = _Waits()
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """While inside, `waiting_seconds{what=...}` grows. `what` is one of WAITS. Reentrant, and safe between threads and tasks."""
+    """While inside, `waiting_seconds{what=...}` grows. `what` is one of WAITS. Waits may nest and overlap."""
     started = _waits.begin(what)
     try:
         yield

@@ -1,21 +1,15 @@
 """`metrics.jsonl`: what happened in a run, one JSON object a line, in order.
 
-It is the source of the live screen, the curves, the summary and the outside loggers. A line is whole on disk as soon as
-`write` returns; a line torn by a crash is cut off when the file is opened again; and a step that is trained again after a
-resume replaces the one that was lost, so no curve shows a step twice.
+It is the source of the live screen, the curves, the summary and the outside loggers. A line is whole on disk as soon
+as `write` returns; a line torn by a crash is cut off when the file is opened again; and a step that is trained again
+after a resume replaces the one that was lost, so no curve shows a step twice.
 
 Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x] marks one that may be absent or null:
 
 | kind | fields |
 |---|---|
-| start | run, lineage, version, step: where this process begins; sizes: one sentence; [steps], [prompts]: totals of the run |
-| step | step; version: "lineage.version" after it; reward_mean, reward_std, reward_max; loss; grad_norm; lr; entropy (nats); |
-| | clip_ratio; importance_mean, importance_capped (share); [kl_reference]; [logprob_gap_mean], [logprob_gap_max] (nats, |
-| | learner against engine on tokens of the current version); lags: {"0": groups, "1": groups}; answers; zero_signal_groups; |
-| | answer_length_mean; truncated_share; tokens_trained: in this step; tokens_generated: in the run so far, as the buffer |
-| | counted; [tokens_dropped]: in the run so far; [prompts_done]: in the run so far; failures: {name: answers} and |
-| | dropped: {reason: groups}, both since the step before; seconds: {activity: s}, sums to the step's wall time. Activities: |
-| | wait_data, forward_backward, optimizer (or train for both), publish, checkpoint, eval, other |
+| start | run; lineage, version, step: where it begins; sizes: one sentence; [steps], [prompts]: of the whole run |
+| step | see below |
 | sync | version: "1.17"; engines; ms; checksum: "ok" or what was wrong; bytes |
 | eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
 | checkpoint | step, path, seconds |
@@ -23,6 +17,23 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | drain | reason: why no new groups are leased |
 | stall | what: is awaited; seconds: for how long so far |
 | end | status: "done", "drained" or "failed"; step; [reason] |
+
+| field of a step | meaning |
+|---|---|
+| step, version | optimizer steps so far; "lineage.version" of the weights it made |
+| reward_mean, reward_std, reward_max | over the answers of the step that have a score |
+| loss, grad_norm, lr, entropy, clip_ratio | norm before clipping; entropy in nats; share of tokens clipped |
+| importance_mean, importance_capped | mean weight proximal / behaviour policy, capped; share of tokens at the cap |
+| [kl_reference] | mean KL to the reference model, nats |
+| [logprob_gap_mean], [logprob_gap_max] | abs(learner - engine) log-prob, nats, on tokens of the current version |
+| lags | {"0": groups, "1": groups, ...}: trained groups by lag in optimizer steps |
+| answers, zero_signal_groups | trained; groups whose answers all have one reward |
+| answer_length_mean, truncated_share | tokens; share of answers that ended by length |
+| tokens_trained | of this step |
+| tokens_generated, [tokens_dropped], [prompts_done] | of the run so far, as the buffer counted |
+| failures, dropped | {name: answers} and {reason: groups}, both since the step before |
+| seconds | {activity: s}, sums to the step's wall time: wait_data, forward_backward, optimizer (or train for both), |
+| | publish, checkpoint, eval, other |
 """
 
 import logging
@@ -67,7 +78,10 @@ _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 
 class EventLog:
-    """Appends events to a file. Several processes may, each with its own EventLog; `resume_at` is for a moment when one does."""
+    """Appends events to a file.
+
+    Several processes may, each with its own EventLog. `resume_at` is for a moment when only one does.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Open for appending, and cut off what a crash left of a last line."""
@@ -128,7 +142,10 @@ def _cut_torn_line(file: Any) -> None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Every event of the file, oldest first. A torn last line is no event; another line that is none is skipped with a warning."""
+    """Every event of the file, oldest first.
+
+    A torn last line is no event. Another line that is none is skipped with a warning.
+    """
     with open(path, "rb") as file:
         yield from _decode(file, Path(path))
 

@@ -1,8 +1,8 @@
 """Outside loggers behind one method: Weights & Biases, TensorBoard, Trackio, MLflow.
 
-`metrics.jsonl` is always written and is the record; these are copies for people who live in one of them. Each package is
-imported only when its logger is asked for. Nothing here needs a network: wandb is offline unless a key or a mode is set,
-MLflow writes below the run folder unless MLFLOW_TRACKING_URI is set.
+`metrics.jsonl` is always written and is the record; these are copies for people who live in one of them. Each package
+is imported only when its logger is asked for. Nothing here needs a network: wandb is offline unless a key or a mode is
+set, MLflow writes below the run folder unless MLFLOW_TRACKING_URI is set.
 """
 
 import importlib
@@ -32,7 +32,7 @@ def _load(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"run.loggers names {extra!r}, but the package cannot be imported ({error}); pip install 'asyncgrpo[{extra}]'"
+            f"run.loggers names {extra!r}, which cannot be imported ({error}); pip install 'asyncgrpo[{extra}]'"
         ) from error
 
 

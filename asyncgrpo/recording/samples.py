@@ -1,12 +1,13 @@
 """Trained answers as Parquet, one file a step, so that a person can read what the reward saw.
 
-`samples/step_000017.parquet` appears whole or not at all. One row is one answer; the columns are the fields of `Sample`.
+`samples/step_000017.parquet` appears whole or not at all. One row is one answer; the columns are the fields of
+`Sample`.
 """
 
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import pyarrow as pa
@@ -120,9 +121,7 @@ class SampleWriter:
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
         """Write `step_<step>.parquet` (zstd) and return its path. Raises OSError when the disk does."""
-        rows = [astuple(sample) for sample in samples]
-        columns = [pa.array(column, type=field.type) for column, field in zip(zip(*rows), SCHEMA)] if rows else None
-        table = pa.Table.from_arrays(columns, schema=SCHEMA) if columns else SCHEMA.empty_table()
+        table = pa.Table.from_pylist([asdict(sample) for sample in samples], schema=SCHEMA)
         path = self.folder / f"step_{step:06d}.parquet"
         temporary = self.folder / f".{path.name}.tmp"
         pq.write_table(table, temporary, compression="zstd")

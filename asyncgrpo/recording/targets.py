@@ -1,8 +1,8 @@
 """Tells Prometheus where the processes of a run export their metrics, as a `file_sd` file.
 
-The file is `<parent of the run folder>/prometheus/<run>.json`, for example `runs/prometheus/demo.json`: Prometheus allows
-a wildcard in the last part of a path only, so one watched folder has to serve every run. An entry lives as long as the
-run does; `write_targets(run_dir, {})` removes it, or TargetDown would fire for every run that ended well.
+The file is `<parent of the run folder>/prometheus/<run>.json`, for example `runs/prometheus/demo.json`: Prometheus
+allows a wildcard in the last part of a path only, so one watched folder has to serve every run. An entry lives as long
+as the run does; `write_targets(run_dir, {})` removes it, or TargetDown would fire for every run that ended well.
 """
 
 import json
