@@ -88,17 +88,15 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """`text` as YAML reads it; as it stands where the knob takes text and YAML would make something else of it."""
-    takes_text = key in knobs() and knobs()[key].takes_text
+    """`text` as YAML reads it; as it stands where the knob takes text, unless it is quoted or says null."""
+    if key in knobs() and knobs()[key].takes_text and text[:1] not in ("'", '"'):
+        return None if text in ("", "~", "null") else text
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (YAMLError, OmegaConfBaseException) as error:
-        if takes_text:
-            return text
         raise ConfigError(f"{COMMAND_LINE}: the value of {key}, `{text}`, is not valid YAML") from error
     assert isinstance(value, dict)
-    parsed = value["value"]
-    return text if takes_text and not isinstance(parsed, str | None) else parsed
+    return value["value"]
 
 
 def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

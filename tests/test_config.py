@@ -53,8 +53,9 @@ class TestReading:
         assert (config.model.path, config.data.train, config.run.seed) == ("m", "other", 9)
 
     def test_text_needs_no_quotes_on_the_command_line(self):
-        config = load_config(None, [*NEEDED, "run.out=2024", "data.system_prompt=Answer: a=[1"])
-        assert (config.run.out, config.data.system_prompt) == ("2024", "Answer: a=[1")
+        config = load_config(None, [*NEEDED, "run.out=2024", "data.train=set #1.json", "data.system_prompt=A: b=[1"])
+        assert (config.run.out, config.data.train, config.data.system_prompt) == ("2024", "set #1.json", "A: b=[1")
+        assert load_config(None, [*NEEDED, "run.out='a: b'", "data.eval=null"]).run.out == "a: b"
 
     def test_null_and_lists_and_free_keys_are_read_as_yaml(self):
         overrides = ["run.epochs=null", "run.loggers=[wandb,tensorboard]", "generators.extra.page_size=16"]
