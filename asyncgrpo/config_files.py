@@ -1,7 +1,7 @@
 """Finding and reading YAML files: the user's, and those that come with the package.
 
-A file may say `extends: OTHER.yaml` (relative to itself): the other file is read first and every key here wins over
-it. Paths inside a file are not touched; they are relative to the folder in which the command runs.
+A file may say `extends: OTHER.yaml` (relative to itself) or name a shipped file (`extends: one_node_8gpu`): that one is
+read first and every key here wins over it. Other paths inside a file are not touched; they are relative to the folder in which the command runs.
 """
 
 import difflib
@@ -76,7 +76,9 @@ def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
     if parent is None:
         return [Layer(str(file), values)]
     extended = file.parent / str(parent)
-    if not extended.is_file():
+    if str(parent) in shipped_names():
+        extended = shipped(str(parent))
+    elif not extended.is_file():
         raise ConfigError(f"{file}: extends names {parent}, but there is no file {extended}")
     return [*read(extended, (*below, file.resolve())), Layer(str(file), values)]
 

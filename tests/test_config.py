@@ -52,6 +52,11 @@ class TestReading:
         config = load_config(file.parent / "child.yaml")
         assert (config.model.path, config.data.train, config.run.seed) == ("m", "other", 9)
 
+    def test_a_file_may_extend_one_that_comes_with_the_package(self, file):
+        file.write_text("extends: one_node_8gpu\nrun: {seed: 9}\n")
+        config = load_config(file)
+        assert (config.algorithm.group_size, config.run.seed) == (5, 9)
+
     def test_text_needs_no_quotes_on_the_command_line(self):
         config = load_config(None, [*NEEDED, "run.out=2024", "data.train=set #1.json", "data.system_prompt=A: b=[1"])
         assert (config.run.out, config.data.train, config.data.system_prompt) == ("2024", "set #1.json", "A: b=[1")
