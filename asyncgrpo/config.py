@@ -1,8 +1,8 @@
 """Every knob of asyncgrpo, on one page.
 
 A YAML file is read and merged with `key=value` overrides by OmegaConf, then converted once to the frozen structs below
-(`load_config`). After that nothing parses, defaults or edits. Lengths are in tokens, times in seconds, lag in optimizer
-steps. A field's unit and meaning are in its description; `asyncgrpo config explain KEY` prints it.
+(`config_loading.load_config`). After that nothing parses, defaults or edits. Lengths are in tokens, times in seconds,
+lag in optimizer steps. A field's unit and meaning are in its description; `asyncgrpo config explain KEY` prints it.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,10 +13,10 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the sections: frozen, by keyword, unknown keys refused."""
+    """Base of the sections: frozen (said again in each, for type checkers), by keyword, unknown keys refused."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """How long the run is, what it writes and when."""
 
     out: Annotated[str, Meta(description="run folder; every output goes below it")] = "runs/run"
@@ -35,7 +35,7 @@ class RunConfig(Section):
     samples_every: Annotated[int, Meta(ge=1, description="steps between two Parquet files of samples")] = 1
 
 
-class LoraConfig(Section):
+class LoraConfig(Section, frozen=True):
     """Low-rank adapters. Rank 0: all weights are trained."""
 
     rank: Annotated[int, Meta(ge=0, description="rank of the adapters; 0 turns LoRA off")] = 0
@@ -43,7 +43,7 @@ class LoraConfig(Section):
     targets: Annotated[tuple[str, ...], Meta(description="names of the linear layers; none: every linear layer")] = ()
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """Which model is trained."""
 
     path: Annotated[str, Meta(description="folder of a Hugging Face model, or its hub id")]
@@ -53,7 +53,7 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True):
     """Which prompts, and how they are read."""
 
     train: Annotated[str, Meta(description="Parquet, JSONL or JSON file of training prompts")]
@@ -68,7 +68,7 @@ class DataConfig(Section):
     eval_rows: Annotated[AtLeastOne | None, Meta(description="rows of the held-out file to use; none: all")] = None
 
 
-class RewardConfig(Section):
+class RewardConfig(Section, frozen=True):
     """How answers are scored."""
 
     function: Annotated[
@@ -78,7 +78,7 @@ class RewardConfig(Section):
     workers: Annotated[int, Meta(ge=1, description="reward processes beside each generator")] = 1
 
 
-class SamplingConfig(Section):
+class SamplingConfig(Section, frozen=True):
     """How answers are sampled while training; evaluation samples with `eval_temperature`."""
 
     temperature: Annotated[float, Meta(gt=0, description="softmax temperature")] = 1.0
@@ -91,7 +91,7 @@ class SamplingConfig(Section):
     eval_temperature: Annotated[float, Meta(ge=0, description="temperature of evaluation; 0 is greedy")] = 0.0
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True):
     """The objective."""
 
     group_size: Annotated[int, Meta(ge=2, description="answers to each prompt; GRPO compares them, so at least 2")] = 8
@@ -119,7 +119,7 @@ class AlgorithmConfig(Section):
     entropy_coef: Annotated[float, Meta(ge=0, description="weight of an entropy bonus")] = 0.0
 
 
-class BufferConfig(Section):
+class BufferConfig(Section, frozen=True):
     """How far generators may run ahead of the learner."""
 
     prompts_per_step: Annotated[int, Meta(ge=1, description="groups trained by one optimizer step")] = 64
@@ -138,7 +138,7 @@ class BufferConfig(Section):
         return (self.max_lag + 1) * self.prompts_per_step
 
 
-class GeneratorConfig(Section):
+class GeneratorConfig(Section, frozen=True):
     """The inference side."""
 
     engine: Annotated[Literal["sglang", "torch", "fake"], Meta(description="inference engine")] = "sglang"
@@ -158,7 +158,7 @@ class GeneratorConfig(Section):
     restarts: Annotated[int, Meta(ge=0, description="restarts of one generator before the run gives up")] = 10
 
 
-class LearnerConfig(Section):
+class LearnerConfig(Section, frozen=True):
     """The training side."""
 
     ranks: Annotated[int, Meta(ge=1, description="learner processes (FSDP2 shards the model over them)")] = 1
@@ -179,7 +179,7 @@ class LearnerConfig(Section):
     ] = "auto"
 
 
-class WeightsConfig(Section):
+class WeightsConfig(Section, frozen=True):
     """How new weights reach the generators."""
 
     backend: Annotated[Literal["auto", "nccl", "gloo"], Meta(description="auto: nccl between GPUs, else gloo")] = "auto"
@@ -187,7 +187,7 @@ class WeightsConfig(Section):
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of each wait in one publication, seconds")] = 120.0
 
 
-class ClusterConfig(Section):
+class ClusterConfig(Section, frozen=True):
     """Where things run and how they talk."""
 
     bind: Annotated[
@@ -201,7 +201,7 @@ class ClusterConfig(Section):
     ] = 3600.0
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """A whole run."""
 
     model: ModelConfig

@@ -1,0 +1,59 @@
+"""The command line: one module for each family of commands, each with `register(app)`.
+
+What a person got wrong (`AsyncGRPOError`) ends in `error: <one sentence>` and exit code 1; anything else keeps its
+traceback. Nothing heavy is imported before a command runs, so that `asyncgrpo --help` answers at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from asyncgrpo import __version__
+from asyncgrpo.cli import config, data, doctor, export, samples
+from asyncgrpo.errors import AsyncGRPOError
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+app = typer.Typer(
+    name="asyncgrpo",
+    help="Asynchronous GRPO: generators stream completed groups into a buffer, an FSDP learner trains on them.",
+    epilog="Example: asyncgrpo doctor",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: `[key=value ...]` is no markup
+    # `--rollout_n` is `--rollout-n`: scripts of this field write either.
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _dashes},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"asyncgrpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+for family in (doctor, data, samples, export, config):
+    family.register(app)
+
+
+def main() -> None:
+    """Entry point of the `asyncgrpo` script. Exits with 0 only for success, 130 after Ctrl-C."""
+    try:
+        app()
+    except AsyncGRPOError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)

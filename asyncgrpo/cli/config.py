@@ -1,0 +1,65 @@
+"""`asyncgrpo config`: what a knob means, and what a file comes to."""
+
+from typing import Annotated
+
+import typer
+
+from asyncgrpo.cli.output import JsonOption, print_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add `config explain` and `config show`."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(
+        group, name="config", help="Explain and show configurations.", epilog="Example: asyncgrpo config explain"
+    )
+    group.command("explain", epilog="Example: asyncgrpo config explain buffer.max_lag")(explain)
+    group.command("show", epilog="Example: asyncgrpo config show one_node_8gpu learner.lr=2e-6")(show)
+
+
+def explain(
+    key: Annotated[
+        str | None, typer.Argument(help="A key, a section, or nothing for all keys.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a configuration key means, what it takes and what it is when nobody sets it."""
+    from asyncgrpo import config_help
+
+    text = config_help.explain(key)
+    if not as_json:
+        typer.echo(text)
+        return
+    chosen = [knob for name, knob in config_help.knobs().items() if key is None or f"{name}.".startswith(f"{key}.")]
+    print_json(
+        [
+            {
+                "key": knob.key,
+                "description": knob.description,
+                "takes": config_help.type_in_words(knob.type),
+                "required": knob.required,
+                "default": knob.default,
+            }
+            for knob in chosen
+        ]
+    )
+
+
+def show(
+    file: Annotated[str, typer.Argument(help="YAML file, or the name of one that comes with the package.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Win over the file.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The whole configuration that a file and overrides come to, checked, with its sizes in words."""
+    import msgspec
+
+    from asyncgrpo.config_help import sizes_in_words
+    from asyncgrpo.config_loading import load_config, to_yaml
+
+    config = load_config(file, overrides or ())
+    if as_json:
+        print_json(msgspec.to_builtins(config))
+        return
+    typer.echo("".join(f"# {line}\n" for line in sizes_in_words(config).splitlines()) + to_yaml(config), nl=False)

@@ -1,0 +1,7 @@
+"""`asyncgrpo data`."""
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    pass

@@ -1,0 +1,157 @@
+"""The flags of `train` and what they mean in the configuration. Pure: flags in, `key=value` out.
+
+A flag wins over the file, and an explicit `key=value` wins over a flag. A flag that is not given says nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from asyncgrpo.errors import ConfigError
+
+ModelOption = Annotated[str | None, typer.Option("--model", help="Folder of a Hugging Face model, or its hub id.")]
+DataOption = Annotated[str | None, typer.Option("--data", help="Training prompts: Parquet, JSONL or JSON.")]
+EvalDataOption = Annotated[str | None, typer.Option("--eval-data", help="Held-out prompts, evaluated while training.")]
+RewardFuncOption = Annotated[
+    str | None, typer.Option("--reward-func", help="Python file with compute_score, or FILE:NAME.")
+]
+RolloutNOption = Annotated[int | None, typer.Option("--rollout-n", help="Answers to each prompt, at least 2.")]
+EpochsOption = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
+StepsOption = Annotated[
+    int | None, typer.Option("--steps", help="Optimizer steps; alone it lifts the limit on epochs.")
+]
+NGpusOption = Annotated[
+    int | None,
+    typer.Option("--n-gpus", help="GPUs, half for generators, half for the learner; 0 is CPU, 1 is too few."),
+]
+LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")]
+KlCoefOption = Annotated[
+    float | None, typer.Option("--kl-coef", help="Weight of the KL to the initial model; 0 is off.")
+]
+EngineOption = Annotated[str | None, typer.Option("--engine", help="Inference engine: sglang, torch or fake.")]
+OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
+MaxLagOption = Annotated[
+    int | None, typer.Option("--max-lag", help="Optimizer steps that generators may run ahead; 0 is synchronous.")
+]
+
+# Above this share of the GPUs the learner gets no more. Half: full training keeps 16 bytes a parameter on the learner's
+# GPUs alone, so that an 8B model fits 4 of 8 GPUs and not 2, and the learner passes over each token two to three times.
+_LEARNER_SHARE = 0.5
+
+
+def train_overrides(
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    eval_data: str | None = None,
+    reward_func: str | None = None,
+    rollout_n: int | None = None,
+    epochs: int | None = None,
+    n_gpus: int | None = None,
+    lr: float | None = None,
+    kl_coef: float | None = None,
+    steps: int | None = None,
+    engine: str | None = None,
+    out: str | None = None,
+    max_lag: int | None = None,
+    explicit: Sequence[str] = (),
+) -> list[str]:
+    """The overrides for `load_config`: those of the flags, then the explicit ones.
+
+    Of `steps` and `epochs`, one that is given alone is the only end of the run, whatever the file says.
+
+    Args:
+        n_gpus: see `split_gpus`; 0 puts one generator and one learner on the CPU, in float32.
+        explicit: `key=value` as the person wrote them. The split of the GPUs respects those about it.
+    Raises:
+        ConfigError: the GPUs cannot be split.
+    """
+    values: dict[str, object] = {
+        "model.path": model,
+        "data.train": data,
+        "data.eval": eval_data,
+        "reward.function": reward_func,
+        "algorithm.group_size": rollout_n,
+        "algorithm.kl_coef": kl_coef,
+        "learner.lr": lr,
+        "generators.engine": engine,
+        "run.out": out,
+        "buffer.max_lag": max_lag,
+        "run.steps": "null" if steps is None and epochs is not None else steps,
+        "run.epochs": "null" if epochs is None and steps is not None else epochs,
+    }
+    if n_gpus is not None:
+        values |= _placement(n_gpus, explicit)
+    return [f"{key}={value}" for key, value in values.items() if value is not None] + list(explicit)
+
+
+def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
+    if n_gpus == 0:
+        return {
+            "generators.count": 1,
+            "generators.gpus_each": 0,
+            "learner.ranks": 1,
+            "learner.device": "cpu",
+            "model.dtype": "float32",  # many CPUs only emulate bfloat16
+        }
+    gpus_each = _explicit_int("generators.gpus_each", explicit) or 1
+    count, ranks = split_gpus(
+        n_gpus,
+        gpus_each,
+        count=_explicit_int("generators.count", explicit),
+        ranks=_explicit_int("learner.ranks", explicit),
+    )
+    return {
+        "generators.count": count,
+        "generators.gpus_each": gpus_each,
+        "learner.ranks": ranks,
+        "learner.device": "cuda",
+    }
+
+
+def _explicit_int(key: str, explicit: Sequence[str]) -> int | None:
+    """The last value given for `key`, if it is a whole number; `load_config` complains about any other."""
+    texts = [override.partition("=")[2].strip() for override in explicit if override.partition("=")[0].strip() == key]
+    return int(texts[-1]) if texts and texts[-1].isdigit() else None
+
+
+def split_gpus(
+    n_gpus: int, gpus_each: int = 1, *, count: int | None = None, ranks: int | None = None
+) -> tuple[int, int]:
+    """Shares GPUs between generators and learner.
+
+    The learner gets the largest power of two that is at most half (so that its ranks share the usual batch sizes
+    equally), generators of `gpus_each` GPUs get the rest, and what is too little for one more generator goes back to
+    the learner as far as that makes a larger power of two: 8 is 4 + 4, 12 is 8 + 4, 3 is 2 + 1.
+
+    Args:
+        n_gpus: at least 2, because learner and generators do not share one.
+        count: generators, where that is decided already; the learner then gets the rest.
+        ranks: learner ranks, where that is decided already; the generators then get the rest.
+    Returns:
+        Generators and learner ranks. Together they use at most `n_gpus`, unless both were given.
+    Raises:
+        ConfigError: one side would get nothing.
+    """
+    if n_gpus < 2:
+        raise ConfigError(
+            f"--n-gpus {n_gpus} is too few: learner and generators do not share a GPU, so give at least 2, or 0 for CPU"
+        )
+    if ranks is None:
+        rest = n_gpus - _power_of_two(int(n_gpus * _LEARNER_SHARE))
+        wanted = max(1, rest // gpus_each) if count is None else count
+        ranks = _power_of_two(n_gpus - wanted * gpus_each)
+    if count is None:
+        count = (n_gpus - ranks) // gpus_each
+    if count < 1 or ranks < 1:
+        raise ConfigError(
+            f"--n-gpus {n_gpus} cannot hold {max(count, 1)} x {gpus_each} GPUs of generators and {max(ranks, 1)} "
+            "learner ranks; give more GPUs, or lower generators.gpus_each, generators.count or learner.ranks"
+        )
+    return count, ranks
+
+
+def _power_of_two(at_most: int) -> int:
+    """The largest power of two that is not above `at_most`; 0 for none."""
+    return 1 << (at_most.bit_length() - 1) if at_most > 0 else 0

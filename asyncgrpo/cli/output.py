@@ -1,0 +1,38 @@
+"""How commands print: JSON for scripts, text for people, and nothing a model wrote may move the cursor."""
+
+import json
+import re
+from typing import Annotated, Any
+
+import typer
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+_CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
+
+
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """One JSON value; `indent=None` puts it on one line."""
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=indent, default=str))
+
+
+def visible(text: str) -> str:
+    """`text` with control characters (an escape sequence could rewrite the terminal) shown as `\\x1b`."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def shorten(text: str, length: int) -> str:
+    """At most `length` characters, from both ends, with a count of what is left out."""
+    if len(text) <= length:
+        return text
+    head = length * 2 // 3
+    return f"{text[:head]} … ({len(text) - length:,} characters left out) … {text[head - length :]}"
+
+
+def size_in_words(num_bytes: float) -> str:
+    """`3.2 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.{0 if unit == 'B' else 1}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

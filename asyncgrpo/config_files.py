@@ -1,0 +1,103 @@
+"""Finding and reading YAML files: the user's, and those that come with the package.
+
+A file may say `extends: OTHER.yaml` (relative to itself) or name a shipped file (`extends: one_node_8gpu`): that one is
+read first and every key here wins over it. Other paths inside a file are not touched; they are relative to the folder in which the command runs.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
+
+from asyncgrpo.errors import ConfigError
+
+
+class Layer(NamedTuple):
+    """One place in which keys were written; later layers win."""
+
+    name: str
+    """File or `command line`, for messages."""
+    values: dict[str, Any]
+    """Nested, interpolations not resolved."""
+
+
+def shipped(name: str) -> Path:
+    """The file `configs/NAME.yaml` that comes with the package. Raises ConfigError with the names there are."""
+    file = _shipped_folder() / f"{name.removesuffix('.yaml')}.yaml"
+    if not file.is_file():
+        raise ConfigError(f"no configuration `{name}` comes with the package; there are: {', '.join(shipped_names())}")
+    return file
+
+
+def shipped_names() -> list[str]:
+    """Names that `shipped` takes."""
+    return sorted(file.stem for file in _shipped_folder().glob("*.yaml"))
+
+
+def _shipped_folder() -> Path:
+    """`asyncgrpo/configs` of an installed wheel, else `configs` of the checkout."""
+    package = Path(__file__).parent
+    return next((found for found in (package / "configs", package.parent / "configs") if found.is_dir()), package)
+
+
+def find(path: str | Path) -> Path:
+    """An existing file for `path`, or for the bare name of a shipped one. Raises ConfigError with what is near."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    if file.is_dir():
+        raise ConfigError(f"{path} is a folder; give a YAML file in it")
+    names = shipped_names()
+    if file.stem in names:
+        if str(path) == file.stem:
+            return shipped(file.stem)
+        raise ConfigError(f"there is no file {path}; the one that comes with the package is called `{file.stem}`")
+    beside = {other.stem: str(other) for other in sorted(file.parent.glob("*.y*ml"))}
+    known = {name: name for name in names} | beside
+    near = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
+    hint = f"did you mean {known[near[0]]}?" if near else f"the package brings {', '.join(names)}"
+    raise ConfigError(f"there is no file {path}; {hint}")
+
+
+def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
+    """The layers of a file: those of the file that it extends, then its own.
+
+    Args:
+        below: files whose `extends` led here; one that comes back is refused.
+    Raises:
+        ConfigError: no valid YAML (with the line), not a mapping, an `extends` that leads nowhere.
+    """
+    if file.resolve() in below:
+        raise ConfigError(f"{file}: `extends` leads back to this file; remove one of the two")
+    values = _load(file)
+    parent = values.pop("extends", None)
+    if parent is None:
+        return [Layer(str(file), values)]
+    extended = file.parent / str(parent)
+    if str(parent) in shipped_names():
+        extended = shipped(str(parent))
+    elif not extended.is_file():
+        raise ConfigError(f"{file}: extends names {parent}, but there is no file {extended}")
+    return [*read(extended, (*below, file.resolve())), Layer(str(file), values)]
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        values = OmegaConf.load(file)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{file}{line}: this is not valid YAML ({problem})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text; a configuration is a YAML file") from error
+    except OSError as error:  # OmegaConf raises it for a lone scalar too
+        why = error.strerror or "it holds no mapping such as `model: {path: ...}`"
+        raise ConfigError(f"{file} cannot be read: {why}") from error
+    if not isinstance(values, DictConfig):
+        raise ConfigError(f"{file} holds a list; a configuration is a mapping such as `model: {{path: ...}}`")
+    plain = OmegaConf.to_container(values)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

@@ -1,0 +1,171 @@
+"""The one door of the configuration: YAML files and `key=value` in, one frozen `Config` out.
+
+OmegaConf reads and merges (later wins: built-in, the file that is extended, the file, the command line) and resolves
+interpolations; msgspec converts once. Whatever is wrong ends in one sentence that names where it was written, the
+key, the value and what to change.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from asyncgrpo.config import Config
+from asyncgrpo.config_checks import check
+from asyncgrpo.config_files import Layer, find, read
+from asyncgrpo.config_help import bounds_in_words, knobs, sections, type_in_words, value_in_words
+from asyncgrpo.config_names import suggest
+from asyncgrpo.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+# Where a bound has a reason that its number does not tell.
+_REASONS = {"algorithm.group_size": "GRPO compares the answers to one prompt"}
+
+
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), *, base: dict[str, Any] | None = None
+) -> Config:
+    """The configuration of a run.
+
+    Args:
+        path: a YAML file, or the bare name of one that comes with the package (`quickstart`); none: only the rest.
+        overrides: `key.sub=value`, the value read as YAML; later ones win, and all win over the file.
+        base: nested values that everything else wins over.
+    Raises:
+        ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
+    """
+    written = [Layer("built-in values", base)] if base else []
+    written += read(find(path)) if path is not None else []
+    written += [Layer(COMMAND_LINE, _parse(overrides))]
+    layers = [Layer(layer.name, _known_only(layer.name, layer.values)) for layer in written]
+    where = str(path) if path is not None else COMMAND_LINE
+    config = _convert(_merge(layers, where), layers, where)
+    try:
+        check(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `load_config` reads back to an equal one; the copy in the run folder."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(msgspec.to_builtins(config))))
+
+
+def _escape(node: Any) -> Any:
+    """Literal `${` kept literal: OmegaConf would read it as an interpolation."""
+    if isinstance(node, dict):
+        return {name: _escape(value) for name, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_escape(value) for value in node]
+    if isinstance(node, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", node)
+    return node
+
+
+def _parse(overrides: Sequence[str]) -> dict[str, Any]:
+    values = OmegaConf.create()
+    for override in overrides:
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if not equals or not key:
+            raise ConfigError(f"{COMMAND_LINE}: `{override}` is not of the form key=value, for example learner.lr=1e-6")
+        if key in sections():
+            example = next(knob for knob in knobs() if knob.startswith(key + "."))
+            raise ConfigError(f"{COMMAND_LINE}: `{key}` is a section; set one of its keys, for example {example}=...")
+        try:
+            OmegaConf.update(values, key, _parse_value(key, text), force_add=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{COMMAND_LINE}: `{override}` cannot be set ({_first_line(error)})") from error
+    plain = OmegaConf.to_container(values)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """`text` as YAML reads it; as it stands where the knob takes text, unless it is quoted or says null."""
+    if key in knobs() and knobs()[key].takes_text and text[:1] not in ("'", '"'):
+        return None if text in ("", "~", "null") else text
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{COMMAND_LINE}: the value of {key}, `{text}`, is not valid YAML") from error
+    assert isinstance(value, dict)
+    return value["value"]
+
+
+def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`values` without its empty sections (`reward:` and nothing below it). Raises ConfigError for unknown keys."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key in knobs():
+            kept[name] = value
+        elif key not in sections():
+            raise _unknown(origin, key, value)
+        elif isinstance(value, dict):
+            kept[name] = _known_only(origin, value, f"{key}.")
+        elif value is not None:
+            raise ConfigError(f"{origin}: `{key}` is a section and must be a mapping; it is {value_in_words(value)}")
+    return kept
+
+
+def _unknown(origin: str, key: str, value: Any) -> ConfigError:
+    while isinstance(value, dict) and value:  # name the leaf: `actor_rollout_ref.rollout.n`, not its first word
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all of them"
+    return ConfigError(f"{origin}: there is no configuration key `{key}` (value {value_in_words(value)}): {hint}")
+
+
+def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
+    """One nested dict of plain values, interpolations resolved, with the two sections that have required knobs."""
+    try:
+        merged = OmegaConf.merge({"model": {}, "data": {}}, *(layer.values for layer in layers))
+        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{where}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Config:
+    try:
+        # Not strict, so that a number from ${oc.env:...} and `tokens_per_microbatch: 16e3` are what they look like.
+        return msgspec.convert(values, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), values, layers, where) from None
+
+
+def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:
+    """msgspec's message, which has a path but neither value nor origin, as a sentence for the person who wrote it."""
+    problem, _, path = message.partition(" - at `$.")
+    key = re.sub(r"\[.*", "", path.rstrip("`"))  # `data.columns[...]`, `run.loggers[0]`
+    if missing := re.search(r"missing required field `(\w+)`", problem):
+        key = f"{key}.{missing[1]}"
+        what = knobs()[key].description
+        return ConfigError(f"{where}: {key} is missing ({what}); write it in the file or {key}=... on the command line")
+    knob, value = knobs()[key], _look_up(values, key)
+    out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
+    needs = bounds_in_words(knob.type) if out_of_bounds else type_in_words(knob.type)
+    origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
+    reason = f"{_REASONS[key]}, so " if key in _REASONS else ""
+    hint = "; put it in quotes" if knob.takes_text and isinstance(value, int | float) else ""
+    return ConfigError(f"{origin}: {reason}{key} must be {needs}; it is {value_in_words(value)}{hint}")
+
+
+def _look_up(values: Any, key: str) -> Any:
+    """The value at a dotted key of nested dicts; none where there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values

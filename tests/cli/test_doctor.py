@@ -1,0 +1,79 @@
+"""`asyncgrpo doctor`: every ✗ is really found, and says how to mend it."""
+
+import json
+import resource
+import sys
+
+import pytest
+
+from asyncgrpo.cli import checks
+from asyncgrpo.cli.checks import Finding, can_train, engines
+
+FINE = [Finding("torch", "ok", ""), Finding("torch engine", "ok", "")]
+
+
+def test_this_machine_can_train_and_scripts_are_told_so(asyncgrpo, tmp_path):
+    ended = asyncgrpo("doctor", "--out", tmp_path, "--json")
+    report = json.loads(ended.out)
+    assert ended.code == 0
+    assert report["can_train"] is True
+    assert "torch" in report["engines"]
+    status = {finding["name"]: finding["status"] for finding in report["findings"]}
+    assert {status[name] for name in ("python", "ray", "torch", "gloo", "loopback", "runs folder")} == {"ok"}
+    assert all(finding["fix"] for finding in report["findings"] if finding["status"] == "failed")
+
+
+def test_a_person_gets_a_line_for_each_finding_and_how_to_mend_it(asyncgrpo, tmp_path, monkeypatch):
+    broken = Finding("gloo", "failed", "two ranks cannot meet", "export GLOO_SOCKET_IFNAME=lo")
+    monkeypatch.setattr(checks, "all_findings", lambda out: iter([*FINE, broken]))
+    ended = asyncgrpo("doctor", "--out", tmp_path)
+    assert ended.code == 1
+    assert "✗ gloo" in ended.out
+    assert "mend it: export GLOO_SOCKET_IFNAME=lo" in ended.out
+    assert "Training is not possible yet; mend gloo first." in ended.out
+
+
+@pytest.mark.parametrize(
+    ("more", "possible"),
+    [
+        ([], True),
+        ([Finding("sglang engine", "failed", "", needed=False)], True),
+        ([Finding("memory", "warning", "")], True),
+        ([Finding("ray", "failed", "")], False),
+    ],
+)
+def test_training_is_possible_unless_something_needed_failed(more, possible):
+    assert can_train([*FINE, *more]) is possible
+    assert engines([*FINE, *more]) == ["torch"]
+
+
+def test_training_needs_one_engine():
+    assert not can_train([Finding("torch", "ok", ""), Finding("torch engine", "failed", "", needed=False)])
+
+
+def test_a_runs_folder_that_cannot_be_made_is_found(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    finding = checks.check_runs_folder(tmp_path / "file" / "runs")
+    assert finding.status == "failed"
+    assert finding.fix
+
+
+def test_too_few_open_files_are_found():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        finding = checks.check_open_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert finding.status == "warning"
+    assert finding.fix.startswith("ulimit -n ")
+
+
+def test_a_package_that_is_missing_or_broken_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(checks, "version_of", lambda package: None)
+    assert checks.check_ray().fix == "pip install 'ray>=2.60,<2.61'"
+    monkeypatch.undo()
+    (tmp_path / "ray.py").write_text("raise OSError('libsomething.so is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert "does not import: OSError: libsomething.so is missing" in checks.check_ray().detail

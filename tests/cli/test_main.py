@@ -1,0 +1,90 @@
+"""What every command has in common."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from asyncgrpo import __version__, cli
+from asyncgrpo.errors import DataError
+
+HEAVY = ("torch", "ray", "sglang", "transformers", "pyarrow", "omegaconf", "rich")
+
+
+def commands(command=None, path: tuple[str, ...] = ("asyncgrpo",)):
+    command = command or typer.main.get_command(cli.app)
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+@pytest.mark.parametrize(
+    ("path", "command"), list(commands()), ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_every_help_ends_with_an_example_of_that_command(path, command, asyncgrpo):
+    ended = asyncgrpo(*path[1:], "--help")
+    assert ended.code == 0
+    assert ended.out.strip().splitlines()[-1].strip().startswith(f"Example: {' '.join(path)}")
+
+
+def test_help_answers_without_importing_anything_heavy():
+    code = f"""
+import sys
+from asyncgrpo import cli
+sys.argv = ["asyncgrpo", "--help"]
+try:
+    cli.main()
+except SystemExit as end:
+    assert not end.code
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "doctor" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_printed(asyncgrpo):
+    assert asyncgrpo("--version").out == f"asyncgrpo {__version__}\n"
+
+
+def test_an_unknown_command_or_option_is_a_usage_error(asyncgrpo):
+    assert asyncgrpo("trian").code == 2
+    assert asyncgrpo("doctor", "--nonsense").code == 2
+
+
+class TestEnds:
+    def raising(self, monkeypatch, error: BaseException) -> None:
+        app = typer.Typer(pretty_exceptions_enable=False)
+
+        @app.command()
+        def command() -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "app", app)
+
+    def test_a_mistake_of_the_user_is_one_sentence_and_code_1(self, monkeypatch, asyncgrpo):
+        self.raising(monkeypatch, DataError("the file is empty"))
+        ended = asyncgrpo()
+        assert (ended.code, ended.err, ended.out) == (1, "error: the file is empty\n", "")
+
+    def test_ctrl_c_is_130(self, monkeypatch, asyncgrpo):
+        self.raising(monkeypatch, KeyboardInterrupt())
+        assert asyncgrpo().code == 130
+
+    def test_a_mistake_of_ours_keeps_its_traceback(self, monkeypatch):
+        self.raising(monkeypatch, ZeroDivisionError("ours"))
+        monkeypatch.setattr(sys, "argv", ["asyncgrpo"])
+        with pytest.raises(ZeroDivisionError):
+            cli.main()
+
+    def test_the_module_runs_as_the_script_does(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncgrpo", "config", "explain", "nothing.such"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: there is no configuration key `nothing.such`")
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,116 @@
+"""The flags of `train`: what they come to, and who wins."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from asyncgrpo import cli
+from asyncgrpo.cli.options import (
+    DataOption,
+    KlCoefOption,
+    ModelOption,
+    NGpusOption,
+    RewardFuncOption,
+    RolloutNOption,
+    split_gpus,
+    train_overrides,
+)
+from asyncgrpo.config_loading import load_config
+from asyncgrpo.errors import ConfigError
+
+
+def test_a_flag_that_is_not_given_says_nothing():
+    assert train_overrides() == []
+
+
+def test_every_flag_reaches_its_knob():
+    config = load_config(
+        None,
+        train_overrides(
+            model="m", data="d.parquet", eval_data="e.json", reward_func="r.py:score", rollout_n=4, epochs=3, lr=2e-6,
+            kl_coef=0.01, steps=7, engine="torch", out="o", max_lag=1,
+        ),
+    )  # fmt: skip
+    assert (config.model.path, config.data.train, config.data.eval) == ("m", "d.parquet", "e.json")
+    assert (config.reward.function, config.algorithm.group_size, config.algorithm.kl_coef) == ("r.py:score", 4, 0.01)
+    assert (config.learner.lr, config.generators.engine, config.run.out) == (2e-6, "torch", "o")
+    assert (config.run.steps, config.run.epochs, config.buffer.max_lag) == (7, 3, 1)
+
+
+def test_a_flag_wins_over_the_file_and_a_key_wins_over_a_flag():
+    overrides = train_overrides(rollout_n=4, lr=2e-6, explicit=["learner.lr=3e-6"])
+    config = load_config("one_node_8gpu", overrides)
+    assert (config.algorithm.group_size, config.learner.lr, config.run.epochs) == (4, 3e-6, 15)
+
+
+def test_of_steps_and_epochs_the_one_given_alone_is_the_end():
+    assert load_config("one_node_8gpu", train_overrides(steps=5)).run.epochs is None
+    assert load_config("cluster_64gpu", train_overrides(epochs=2)).run.steps is None
+
+
+def test_a_path_is_text_whatever_it_looks_like():
+    overrides = train_overrides(model="./2024", data="a: b #1.json")
+    assert load_config(None, overrides).data.train == "a: b #1.json"
+
+
+@pytest.mark.parametrize(
+    ("n_gpus", "gpus_each", "split"),
+    [(2, 1, (1, 1)), (3, 1, (2, 1)), (4, 1, (2, 2)), (6, 1, (4, 2)), (8, 1, (4, 4)), (12, 1, (8, 4)), (64, 1, (32, 32)),
+     (8, 2, (2, 4)), (8, 4, (1, 4)), (5, 4, (1, 1)), (12, 4, (2, 4)), (64, 8, (4, 32))],
+)  # fmt: skip
+def test_gpus_are_split_by_the_rule(n_gpus, gpus_each, split):
+    assert split_gpus(n_gpus, gpus_each) == split
+
+
+@pytest.mark.parametrize("gpus_each", [1, 2, 4])
+def test_a_split_uses_no_gpu_twice_and_its_ranks_share_usual_batches(gpus_each):
+    for n_gpus in range(max(2, gpus_each + 1), 130):
+        count, ranks = split_gpus(n_gpus, gpus_each)
+        assert count >= 1
+        assert ranks >= 1
+        assert count * gpus_each + ranks <= n_gpus
+        assert ranks & (ranks - 1) == 0
+
+
+def test_what_was_decided_by_hand_is_kept_and_the_rest_split():
+    config = load_config(
+        None, train_overrides(model="m", data="d", n_gpus=8, explicit=["learner.ranks=2", "generators.gpus_each=2"])
+    )
+    assert (config.generators.count, config.generators.gpus_each, config.learner.ranks) == (3, 2, 2)
+    assert split_gpus(8, 1, count=6) == (6, 2)
+
+
+def test_no_gpu_is_a_float32_run_on_the_cpu():
+    config = load_config("one_node_8gpu", train_overrides(n_gpus=0))
+    assert (config.generators.gpus_each, config.generators.count, config.learner.ranks) == (0, 1, 1)
+    assert (config.learner.device, config.model.dtype) == ("cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    ("n_gpus", "gpus_each", "sentence"),
+    [(1, 1, "learner and generators do not share a GPU"), (-1, 1, "is too few"), (4, 4, "cannot hold")],
+)
+def test_a_split_that_leaves_one_side_without_is_refused(n_gpus, gpus_each, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        split_gpus(n_gpus, gpus_each)
+
+
+def test_flags_may_be_written_with_dashes_or_underscores():
+    app = typer.Typer(context_settings=cli.app.info.context_settings)
+
+    @app.command()
+    def train(
+        model: ModelOption = None,
+        data: DataOption = None,
+        reward_func: RewardFuncOption = None,
+        rollout_n: RolloutNOption = None,
+        n_gpus: NGpusOption = None,
+        kl_coef: KlCoefOption = None,
+    ) -> None:
+        typer.echo(f"{reward_func} {rollout_n} {n_gpus} {kl_coef}")
+
+    for arguments in (
+        "--reward-func r.py --rollout-n 5 --n-gpus 8 --kl-coef 0.01",
+        "--reward_func r.py --rollout_n 5 --n_gpus 8 --kl_coef 0.01",
+    ):
+        assert CliRunner().invoke(app, arguments.split()).output.strip() == "r.py 5 8 0.01"

@@ -1,0 +1,98 @@
+"""`asyncgrpo samples`."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+
+def row(index: int, step: int, **changes: object) -> dict[str, object]:
+    return {
+        "step": step, "version_oldest": "1.3", "version_newest": "1.4", "lag": 2, "group_id": f"g{index // 2}",
+        "prompt_id": f"train/{index}", "prompt": f"question {index}", "answer": f"answer {index}",
+        "ground_truth": f'"{index}"', "reward": index / 10, "advantage": index - 3.0, "failure": None,
+        "finish_reason": "stop", "num_tokens": 5,
+    } | changes  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "samples").mkdir()
+    for step in (1, 2):
+        rows = [row(index, step) for index in range(7)]
+        rows.append(row(7, step, reward=None, advantage=None, failure="timeout"))
+        rows.append(row(8, step, answer="\x1b[2Jgone [bold]not markup[/bold] " + "x" * 1000))
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples" / f"step_{step:06d}.parquet")
+    (tmp_path / "samples" / ".step_000003.parquet.tmp").write_text("half written")
+    return tmp_path
+
+
+def listed(asyncgrpo, *arguments: object) -> list[dict]:
+    ended = asyncgrpo("samples", *arguments, "--json")
+    assert ended.code == 0
+    return [json.loads(line) for line in ended.out.splitlines()]
+
+
+def shown(asyncgrpo, *arguments: object) -> str:
+    """What a person sees, in one line."""
+    return " ".join(asyncgrpo("samples", *arguments).out.split())
+
+
+def test_without_a_step_the_newest_is_shown_in_its_own_order(asyncgrpo, run):
+    rows = listed(asyncgrpo, run)
+    assert [r["prompt_id"] for r in rows] == [f"train/{index}" for index in range(5)]
+    assert {r["step"] for r in rows} == {2}
+    assert {r["step"] for r in listed(asyncgrpo, run, "--step", 1)} == {1}
+
+
+def test_best_and_worst_order_by_reward_and_put_failures_last(asyncgrpo, run):
+    assert [r["reward"] for r in listed(asyncgrpo, run, "--best", "--limit", 2)] == [0.8, 0.6]
+    rewards = [r["reward"] for r in listed(asyncgrpo, run, "--worst", "--limit", 9)]
+    assert rewards[:2] == [0.0, 0.1]
+    assert rewards[-1] is None
+
+
+def test_a_random_choice_is_the_same_each_time(asyncgrpo, run):
+    first = listed(asyncgrpo, run, "--random")
+    assert first == listed(asyncgrpo, run, "--random")
+    assert first != listed(asyncgrpo, run)
+
+
+def test_a_person_sees_reward_lag_and_weights_of_each_answer(asyncgrpo, run):
+    out = shown(asyncgrpo, run, "--limit", 9)
+    assert "train/4 reward 0.4 advantage +1.000 lag 2 (weights 1.3 to 1.4) 5 tokens, stop" in out
+    assert "failed: timeout not trained" in out
+    assert "9 of the 9 answers of step 2" in out
+
+
+def test_what_a_model_wrote_cannot_move_the_cursor_and_is_no_markup(asyncgrpo, run):
+    out = shown(asyncgrpo, run, "--best", "--limit", 1)
+    assert "\x1b" not in out
+    assert "\\x1b[2Jgone [bold]not markup[/bold]" in out
+    assert "characters left out" in out
+    assert "characters left out" not in shown(asyncgrpo, run, "--best", "--limit", 1, "--full")
+
+
+def test_two_orders_at_once_are_a_usage_error(asyncgrpo, run):
+    assert asyncgrpo("samples", run, "--best", "--worst").code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["{run}", "--step", "9"], "has no samples of step 9; there are steps 1 to 2"),
+        (["{run}/samples"], "holds no samples/step_*.parquet: it writes them after its first step"),
+        (["{run}/nowhere"], "there is no such folder"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_sentence(asyncgrpo, run, arguments, sentence):
+    ended = asyncgrpo("samples", *(argument.format(run=run) for argument in arguments))
+    assert ended.code == 1
+    assert sentence in ended.err
+
+
+def test_a_broken_file_is_named(asyncgrpo, run):
+    (run / "samples" / "step_000007.parquet").write_text("not Parquet")
+    assert "step_000007.parquet cannot be read as Parquet" in asyncgrpo("samples", run).err

@@ -1,0 +1,292 @@
+"""Configuration: what is written is what runs, and what cannot run is said in one sentence."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from asyncgrpo.config import Config, DataConfig, ModelConfig, SamplingConfig
+from asyncgrpo.config_checks import check, check_model
+from asyncgrpo.config_files import shipped, shipped_names
+from asyncgrpo.config_help import explain, knobs, sizes_in_words
+from asyncgrpo.config_loading import load_config, to_yaml
+from asyncgrpo.config_names import VERL
+from asyncgrpo.errors import ConfigError
+
+NEEDED = ("model.path=m", "data.train=t")
+
+
+def message_of(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides if path else [*NEEDED, *overrides])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {path: m}\ndata:\n  train: t\n")
+    return path
+
+
+class TestReading:
+    def test_numbers_in_scientific_notation_are_numbers(self, file):
+        file.write_text(file.read_text() + "learner:\n  lr: 1e-6\n")
+        assert load_config(file).learner.lr == 1e-6
+        assert load_config(None, [*NEEDED, "learner.lr=3e-5"]).learner.lr == 3e-5
+
+    def test_the_command_line_wins_over_the_file_and_the_file_over_the_base(self, file):
+        file.write_text(file.read_text() + "run: {steps: 7, seed: 3}\n")
+        config = load_config(file, ["run.seed=5"], base={"run": {"steps": 1, "seed": 1, "out": "here"}})
+        assert (config.run.steps, config.run.seed, config.run.out) == (7, 5, "here")
+
+    def test_the_last_of_two_equal_overrides_wins(self):
+        assert load_config(None, [*NEEDED, "run.seed=1", "run.seed=2"]).run.seed == 2
+
+    def test_a_file_extends_another_and_its_keys_win(self, file):
+        (file.parent / "child.yaml").write_text("extends: mine.yaml\ndata: {train: other}\nrun: {seed: 9}\n")
+        config = load_config(file.parent / "child.yaml")
+        assert (config.model.path, config.data.train, config.run.seed) == ("m", "other", 9)
+
+    def test_a_file_may_extend_one_that_comes_with_the_package(self, file):
+        file.write_text("extends: one_node_8gpu\nrun: {seed: 9}\n")
+        config = load_config(file)
+        assert (config.algorithm.group_size, config.run.seed) == (5, 9)
+
+    def test_text_needs_no_quotes_on_the_command_line(self):
+        config = load_config(None, [*NEEDED, "run.out=2024", "data.train=set #1.json", "data.system_prompt=A: b=[1"])
+        assert (config.run.out, config.data.train, config.data.system_prompt) == ("2024", "set #1.json", "A: b=[1")
+        assert load_config(None, [*NEEDED, "run.out='a: b'", "data.eval=null"]).run.out == "a: b"
+
+    def test_null_and_lists_and_free_keys_are_read_as_yaml(self):
+        overrides = ["run.epochs=null", "run.loggers=[wandb,tensorboard]", "generators.extra.page_size=16"]
+        config = load_config(None, [*NEEDED, *overrides])
+        assert config.run.epochs is None
+        assert config.run.loggers == ("wandb", "tensorboard")
+        assert config.generators.extra == {"page_size": 16}
+
+    def test_an_environment_variable_may_give_a_number(self, file, monkeypatch):
+        monkeypatch.setenv("MY_STEPS", "12")
+        file.write_text(file.read_text() + "run: {steps: '${oc.env:MY_STEPS}'}\nreward:\n")
+        assert load_config(file).run.steps == 12
+
+    @pytest.mark.parametrize("name", shipped_names())
+    def test_every_shipped_file_loads_and_reads_back_equal(self, name, tmp_path):
+        config = load_config(name)
+        assert config == load_config(shipped(name))
+        (tmp_path / "copy.yaml").write_text(to_yaml(config))
+        assert load_config(tmp_path / "copy.yaml") == config
+
+    def test_the_shipped_files_are_those_that_are_promised(self):
+        assert set(shipped_names()) == {"quickstart", "one_node_8gpu", "cluster_64gpu", "dr_grpo", "lora"}
+
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @example(text="${a} \\${b} \\\\${c} ${", number=1e-6, extra={"a": None})
+    @given(
+        text=st.text(alphabet="${}\\ab:'\"# \n-[]1e?", max_size=20).filter(lambda t: t != "???"),
+        number=st.floats(min_value=1e-12, max_value=1e12),
+        extra=st.dictionaries(st.text("abc", min_size=1), st.one_of(st.integers(), st.booleans(), st.none())),
+    )
+    def test_any_configuration_reads_back_equal(self, tmp_path_factory, text, number, extra):
+        config = Config(
+            model=ModelConfig(path="m"),
+            data=DataConfig(train="t", system_prompt=text),
+            sampling=SamplingConfig(temperature=number, stop=(text,)),
+            generators=msgspec.convert({"extra": extra}, type(load_config(None, NEEDED).generators)),
+        )
+        copy = tmp_path_factory.mktemp("copy") / "config.yaml"
+        copy.write_text(to_yaml(config))
+        assert load_config(copy) == config
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("override", "sentence"),
+        [
+            ("algorithm.group_sise=8", "`algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?"),
+            ("group_size=8", "did you mean `algorithm.group_size`?"),
+            ("algorithm.max_lag=8", "did you mean `buffer.max_lag`?"),
+            ("rollout.n=5", "that is verl's name for `algorithm.group_size`"),
+            ("actor_rollout_ref.rollout.n=5", "that is verl's name for `algorithm.group_size`"),
+            ("trainer.total_epochs=15", "that is verl's name for `run.epochs`"),
+            ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl_coef=0 turns the KL loss off"),
+            ("xyzzy=1", "`asyncgrpo config explain` lists all of them"),
+            ("algorithm.group_size=1", "answers to one prompt, so algorithm.group_size must be at least 2; it is 1"),
+            ("algorithm.group_size=many", "algorithm.group_size must be a whole number, at least 2; it is many"),
+            ("algorithm.group_size=8.5", "algorithm.group_size must be a whole number, at least 2; it is 8.5"),
+            ("sampling.top_p=2", "sampling.top_p must be above 0 and at most 1; it is 2"),
+            ("model.dtype=fp16", "model.dtype must be one of bfloat16, float32; it is fp16"),
+            ("run.loggers=wandb", "run.loggers must be a list"),
+            ("run.steps=0", "run.steps must be at least 1; it is 0"),
+            ("learner.betas=[0.9]", "learner.betas must be a list of 2, each a number; it is [0.9]"),
+            ("learner.lr=nan", "learner.lr must be above 0; it is nan"),
+            ("learner.lr", "`learner.lr` is not of the form key=value, for example learner.lr=1e-6"),
+            ("learner.betas=[[", "the value of learner.betas, `[[`, is not valid YAML"),
+            ("algorithm=grpo", "`algorithm` is a section; set one of its keys"),
+            ("run.out=${nowhere}", "run.out: Interpolation key 'nowhere' not found"),
+        ],
+    )  # fmt: skip
+    def test_a_bad_override_is_one_sentence(self, override, sentence):
+        message = message_of(override)
+        assert message.startswith("command line: ")
+        assert sentence in message
+
+    def test_the_file_that_holds_the_mistake_is_named_not_the_one_that_was_asked_for(self, file):
+        file.write_text(file.read_text() + "run: {steps: none at all}\n")
+        child = file.parent / "child.yaml"
+        child.write_text("extends: mine.yaml\n")
+        assert message_of(path=child).startswith(f"{file}: run.steps must be")
+
+    def test_a_number_where_text_belongs_is_told_to_be_quoted(self, file):
+        file.write_text("model: {path: 7}\ndata: {train: t}\n")
+        assert "model.path must be text; it is 7; put it in quotes" in message_of(path=file)
+
+    def test_a_required_key_that_is_missing_is_named(self, file):
+        file.write_text("model: {path: m}\n")
+        assert f"{file}: data.train is missing" in message_of(path=file)
+
+    def test_broken_yaml_is_named_with_its_line(self, file):
+        file.write_text("model:\n  path: m\n  - oops\n")
+        assert message_of(path=file).startswith(f"{file}, line 3: this is not valid YAML")
+
+    def test_a_key_written_twice_is_refused(self, file):
+        file.write_text("model: {path: m}\nmodel: {path: n}\n")
+        assert "duplicate key model" in message_of(path=file)
+
+    @pytest.mark.parametrize("content", ["- a\n- b\n", "just words\n"])
+    def test_a_file_that_is_no_mapping_is_refused(self, file, content):
+        file.write_text(content)
+        assert "mapping" in message_of(path=file)
+
+    def test_a_missing_file_is_answered_with_the_nearest(self, file):
+        assert f"did you mean {file}?" in message_of(path=file.parent / "mime.yaml")
+        assert "is called `quickstart`" in message_of(path=file.parent / "quickstart.yaml")
+        assert "did you mean quickstart?" in message_of(path=Path("quick_start"))
+
+    def test_a_circle_of_extends_is_refused(self, file):
+        file.write_text("extends: mine.yaml\n")
+        assert "leads back to this file" in message_of(path=file)
+
+    def test_an_extends_that_leads_nowhere_is_refused(self, file):
+        file.write_text("extends: other.yaml\n")
+        assert "extends names other.yaml, but there is no file" in message_of(path=file)
+
+    @pytest.mark.parametrize("ours", sorted(value for value in VERL.values() if " " not in value))
+    def test_every_translation_of_a_verl_key_is_a_key_of_ours(self, ours):
+        assert ours in knobs()
+
+
+class TestCrossChecks:
+    @pytest.mark.parametrize(
+        ("overrides", "sentence"),
+        [
+            (["learner.ranks=5"], "= 512 sequences cannot be shared equally by learner.ranks (5)"),
+            (["learner.tokens_per_microbatch=1535"], "tokens_per_microbatch (1535) is smaller than the longest"),
+            (["learner.betas=[0.9,1.0]"], "learner.betas must each be at least 0 and below 1; 1 is not"),
+            (["sampling.top_k=0"], "write -1 for no limit"),
+            (["model.lora.targets=[q_proj]"], "model.lora.rank is 0, so all weights would be trained"),
+            (["data.eval_rows=10"], "data.eval names no file"),
+            (["weights.backend=nccl", "generators.gpus_each=0"], "on both sides, but generators.gpus_each is 0"),
+            (["weights.backend=nccl", "learner.device=cpu"], "but learner.device is cpu"),
+            (["learner.attention=flash_attention_2", "learner.device=cpu"], "use learner.attention=sdpa"),
+        ],
+    )  # fmt: skip
+    def test_fields_that_do_not_fit_each_other_are_refused(self, overrides, sentence):
+        assert sentence in message_of(*overrides)
+
+    def test_the_advice_for_shares_leads_to_a_configuration_that_loads(self):
+        assert "for example buffer.prompts_per_step=65" in message_of("learner.ranks=5")
+        load_config(None, [*NEEDED, "learner.ranks=5", "buffer.prompts_per_step=65"])
+
+    def test_the_defaults_fit_each_other(self):
+        check(load_config(None, NEEDED))
+
+
+class TestModelCheck:
+    @pytest.fixture
+    def model(self, tmp_path: Path, monkeypatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+        folder = tmp_path / "runs" / "tiny-model"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1536}))
+        return folder
+
+    def check(self, path: object, *overrides: str) -> None:
+        check_model(load_config(None, [f"model.path={path}", "data.train=t", *overrides]))
+
+    def message(self, path: object, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.check(path, *overrides)
+        return str(caught.value)
+
+    def test_a_prompt_and_an_answer_must_fit_the_context(self, model):
+        self.check(model)
+        message = self.message(model, "sampling.max_tokens=1025")
+        assert "is 1536 tokens, but data.max_prompt_tokens (512) + sampling.max_tokens (1025) = 1537" in message
+        assert message.endswith("lower sampling.max_tokens to 1024")
+        assert "lower data.max_prompt_tokens below 1536" in self.message(model, "data.max_prompt_tokens=2000")
+
+    def test_the_context_of_a_nested_text_model_counts(self, model):
+        (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
+        assert "is 64 tokens" in self.message(model)
+
+    @pytest.mark.parametrize(
+        "path", ["runs/tiny_model", "./runs/tiny_model", "runs/tiny_model/hf", "{root}/runs/tiny_model"]
+    )
+    def test_a_missing_folder_is_answered_with_the_nearest(self, model, path):
+        message = self.message(path.format(root=model.parent.parent))
+        assert "does not exist; did you mean " in message
+        assert message.endswith("runs/tiny-model?")
+
+    def test_a_folder_without_a_model_says_what_it_holds(self, model):
+        assert "has no config.json" in self.message("runs")
+        assert "did you mean runs/tiny-model?" in self.message("runs")
+
+    def test_a_file_is_no_model(self, model):
+        assert "is a file; give the folder" in self.message(model / "config.json")
+
+    def test_a_hub_id_passes_unless_the_hub_is_off_and_the_cache_empty(self, model, monkeypatch):
+        self.check("Qwen/Qwen3-8B")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        assert "HF_HUB_OFFLINE is set" in self.message("Qwen/Qwen3-8B")
+        snapshot = model.parent.parent / "hub-home/hub/models--Qwen--Qwen3-8B/snapshots/abc"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"max_position_embeddings": 100}))
+        assert "context of Qwen/Qwen3-8B is 100 tokens" in self.message("Qwen/Qwen3-8B")
+
+
+class TestWords:
+    def test_every_knob_has_a_description(self):
+        assert [key for key, knob in knobs().items() if not knob.description] == []
+
+    def test_a_key_is_explained_with_value_default_and_section(self):
+        text = explain("algorithm.group_size")
+        assert "answers to each prompt" in text
+        assert "a whole number, at least 2" in text
+        assert "default  8" in text
+        assert "The objective." in text
+
+    def test_without_a_key_every_knob_has_a_row_and_a_section_only_its_own(self):
+        assert len(explain().splitlines()) == len(knobs())
+        assert {row.split(".")[0] for row in explain("buffer").splitlines()} == {"buffer"}
+
+    def test_an_unknown_key_is_answered_with_the_nearest(self):
+        with pytest.raises(ConfigError, match=r"did you mean `learner\.lr`"):
+            explain("learner.lrr")
+
+    def test_the_sizes_of_a_run_are_said_in_words(self):
+        text = sizes_in_words(load_config(None, [*NEEDED, "generators.count=3", "run.steps=10"]))
+        assert "64 prompts x 8 answers = 512 sequences per step" in text
+        assert "lag at most 4 steps; up to 320 groups under way" in text
+        assert "3 generators (sglang, 1 GPU each) + 1 learner rank = 4 GPUs" in text
+        assert "ends after 10 steps or 1 epoch, whichever is first; checkpoint every 20 steps, no evaluation" in text
+
+    def test_a_synchronous_run_says_so(self):
+        assert "synchronous (lag 0)" in sizes_in_words(load_config(None, [*NEEDED, "buffer.max_lag=0"]))
