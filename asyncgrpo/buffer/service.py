@@ -11,6 +11,7 @@ serves the version that was published last (or a newer one), and that whoever wa
 import logging
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -258,10 +259,9 @@ class BufferService:
         self._server.send(self._learner, message, b"".join(e.payload for e in entries))
         self._take = None
 
-    def _say_no_more(self, why: str) -> None:
+    def _say_no_more(self, why: Literal["exhausted", "draining"]) -> None:
         assert self._learner is not None
-        reason = "draining" if why == "draining" else "exhausted"
-        self._server.send(self._learner, NoMore(why=reason, counters=self._counters(), evals=self._take_results()))
+        self._server.send(self._learner, NoMore(why=why, counters=self._counters(), evals=self._take_results()))
         self._take, self._last_evals = None, False
 
     def _take_results(self) -> tuple[EvalResult, ...]:

@@ -7,25 +7,27 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from asyncgrpo.cli import options
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command()(demo)
+    app.command("demo", epilog="Example: asyncgrpo demo --engine torch --max-lag 0")(demo)
 
 
 def demo(
-    engine: Annotated[str | None, typer.Option(help="sglang or torch; without it: sglang where it can run")] = None,
-    max_lag: Annotated[int | None, typer.Option(help="optimizer steps that generators may run ahead; 0: synchronous")] = None,
-    steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
-    seed: Annotated[int, typer.Option(help="of the model, the task and the sampling")] = 0,
-    out: Annotated[str | None, typer.Option(help="run folder; without it: runs/demo, runs/demo-2, ...")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="any further knob")] = None,
+    engine: options.EngineOption = None,
+    max_lag: options.MaxLagOption = None,
+    steps: options.StepsOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the model, the task and the sampling.")] = 0,
+    out: options.OutOption = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any further knob.", show_default=False)
+    ] = None,
 ) -> None:
     """Train a small model from nothing, with everything real: Ray, SGLang, ZeroMQ, FSDP2, weight broadcast.
 
     No GPU, no download, nothing to configure. It makes its own random Qwen3 and its own task in the run folder.
-
-    Example: asyncgrpo demo --engine torch --max-lag 0
     """
     from asyncgrpo.cli.running import choose_folder, execute
     from asyncgrpo.config_files import shipped

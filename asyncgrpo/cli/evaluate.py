@@ -12,24 +12,24 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("eval")(evaluate)
+    app.command(
+        "eval",
+        epilog="Example: asyncgrpo eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 8 model.dtype=float32",
+    )(evaluate)
 
 
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="run folder, checkpoint, or folder of a Hugging Face model")],
     data: Annotated[str, typer.Option(help="prompts: Parquet, JSONL or JSON")],
-    reward_func: Annotated[str | None, typer.Option("--reward-func", "--reward_func", help="file with compute_score")] = None,
+    reward_func: Annotated[str | None, typer.Option("--reward-func", help="file with compute_score")] = None,
     engine: Annotated[str, typer.Option(help="sglang or torch")] = "torch",
-    rollout_n: Annotated[int, typer.Option("--rollout-n", "--rollout_n", help="answers to each prompt")] = 1,
+    rollout_n: Annotated[int, typer.Option("--rollout-n", help="answers to each prompt")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="longest answer, tokens")] = 1024,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="any knob")] = None,
 ) -> None:
-    """Score the answers of a checkpoint to a held-out file.
-
-    Example: asyncgrpo eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 8 model.dtype=float32
-    """
+    """Score the answers of a checkpoint to a held-out file."""
     from asyncgrpo.cli.train import check_reward
     from asyncgrpo.config_checks import check_model
     from asyncgrpo.config_loading import load_config

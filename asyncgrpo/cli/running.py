@@ -1,6 +1,7 @@
 """What `demo`, `train` and `serve` share: claim the run folder, show the run while it goes on, and sum it up."""
 
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,9 +62,9 @@ def execute(config: Config, console: Console) -> Finished:
         console.print(f"{config.run.out} has no checkpoint yet: starting again from step 0", highlight=False)
     (folder.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
-    stop = threading.Event()
+    stop, started = threading.Event(), time.time()
     screen = threading.Thread(
-        target=watch, args=(events,), kwargs={"console": console, "stop": stop, "until_end": False}, daemon=True
+        target=watch, args=(events,), kwargs={"console": console, "stop": stop, "since": started}, daemon=True
     )
     screen.start()
     try:

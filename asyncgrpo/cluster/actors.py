@@ -229,7 +229,7 @@ class LearnerActor:
         try:
             learner = Learner(config, rank=rank, world=world, device=self._device)
             if self._setup.checkpoint is not None:
-                learner.load(self._setup.checkpoint / "resume")
+                learner.load(str(self._setup.checkpoint / "resume"))
             team = Team(rank, world)
             if not team.leads:
                 follow(learner, team)
@@ -261,6 +261,8 @@ class LearnerActor:
         )
         if self._setup.checkpoint is not None:
             service.resume(self._setup.checkpoint)
+        else:
+            recorder.resume(0, {})  # what an earlier start wrote before its first checkpoint never happened
         recorder.events.write(
             "start", lineage=self._setup.lineage, version=str(service.version), step=service.step, **about
         )

@@ -154,12 +154,12 @@ class LearnerService:
 
     def _fill(self, folder: Path) -> None:
         self._team.tell(Order(what="save", folder=str(folder / "resume")))
-        self._learner.save(folder / "resume")
+        self._learner.save(str(folder / "resume"))
         self._export(folder / "hf")
 
     def _export(self, folder: Path) -> None:
         self._team.tell(Order(what="export", folder=str(folder)))
-        self._learner.export(folder, self._config.model.path)
+        self._learner.export(str(folder), self._config.model.path)
 
     def _end(self, status: str) -> str:
         """Final evaluation, checkpoint and export; then everyone may go."""
@@ -207,9 +207,9 @@ def follow(learner: Learner, team: Team) -> None:
                 for _ in learner.weights():
                     pass
             case "save":
-                learner.save(Path(order.folder))
+                learner.save(order.folder)
             case "export":
-                learner.export(Path(order.folder), "")
+                learner.export(order.folder, learner.config.model.path)
 
 
 class Stopwatch:

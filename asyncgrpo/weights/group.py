@@ -5,6 +5,7 @@ member dies the group is dropped and a new one, of the next epoch, is built from
 """
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,13 +39,14 @@ class BroadcastGroup:
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
         prefixed.set_timeout(timeout)
         self.device = torch.device("cpu")
+        self._group: Any  # torch's stubs know neither of the two
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
-            options = dist.ProcessGroupNCCL.Options()
+            options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(prefixed, rank, world, options)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            options = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = timeout
             self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)

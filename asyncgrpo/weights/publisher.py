@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Times that one version is offered before the learner gives up; members that failed are left out in between."""
+
+
+Answer = TypeVar("Answer", Staged, Swapped)
 
 
 @dataclass
@@ -256,14 +260,14 @@ class Publisher:
             if member.in_group:
                 self._server.send(member.peer, message)
 
-    def _gather(self, kind: type, verb: str, version: WeightVersion) -> dict[str, "Staged | Swapped"]:
+    def _gather(self, kind: type[Answer], verb: str, version: WeightVersion) -> dict[str, Answer]:
         """One message of `kind` of this epoch from every member. Who does not answer in time is dropped.
 
         Raises:
             WeightsError: someone failed or was late.
         """
         deadline = time.monotonic() + self._config.timeout_s
-        answers: dict[str, Staged | Swapped] = {}
+        answers: dict[str, Answer] = {}
         failed = ""
         while expected := [n for n, m in self._members.items() if m.in_group and n not in answers]:
             message = self._receive(deadline - time.monotonic())

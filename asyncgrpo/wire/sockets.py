@@ -7,6 +7,7 @@ hands to its own processes. Heartbeats find a peer that stopped without closing.
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -125,7 +126,7 @@ class _AllowOnly:
         return key == self._allowed
 
 
-def _connect(context: zmq.Context, endpoint: str, name: str, keys: Keys | None) -> zmq.Socket:
+def _connect(context: zmq.Context, endpoint: str, name: str, keys: Keys | None) -> Any:
     socket = context.socket(zmq.DEALER)
     _common_options(socket)
     socket.setsockopt(zmq.ROUTING_ID, name.encode())

@@ -25,8 +25,8 @@ def test_at_lag_zero_nothing_may_remain():
 @given(st.integers(0, 4), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_any_order_of_arrival_keeps_the_bound_and_never_stands_still(max_lag, per_step, rng):
     """A model of the whole loop: slots are filled at once, groups finish at random, the oldest ready are taken."""
-    version, under_way, ready = 0, [], []
-    for _ in range(40):
+    under_way, ready = [], []
+    for version in range(40):
         under_way += [version] * ((max_lag + 1) * per_step - len(under_way) - len(ready))
         while True:
             ready.sort()
@@ -38,4 +38,3 @@ def test_any_order_of_arrival_keeps_the_bound_and_never_stands_still(max_lag, pe
             ready.append(under_way.pop())
         taken, ready = ready[:per_step], ready[per_step:]
         assert all(version - oldest <= max_lag for oldest in taken)
-        version += 1

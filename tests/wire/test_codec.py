@@ -18,9 +18,7 @@ def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
         tokens = np.arange(length, dtype=np.int32) + index
         logprobs = -np.linspace(0.1, 2.0, length).astype(np.float32) if length else np.zeros(0, np.float32)
         half = length // 2
-        spans = [
-            VersionSpan(WeightVersion(1, v), a, b) for v, a, b in ((4, 0, half), (5, half, length)) if b > a
-        ]
+        spans = [VersionSpan(WeightVersion(1, v), a, b) for v, a, b in ((4, 0, half), (5, half, length)) if b > a]
         score = Score(value=0.25 * index) if index != 1 else Score(failure="timeout", detail="10 s")
         rollouts.append(Rollout(Completion(index, tokens, logprobs, tuple(spans), "stop"), score))
     prompt = Prompt(prompt_id="train/7", token_ids=(1, 2, 3), answer={"a": [1, None]}, source="gsm8k", info={"k": "v"})
@@ -59,7 +57,7 @@ def test_every_flipped_bit_is_refused():
         which = rng.randrange(2)
         altered = bytearray(frames[which])
         altered[rng.randrange(len(altered))] ^= 1 << rng.randrange(8)
-        with pytest.raises(WireError, match="digest|no known message"):
+        with pytest.raises(WireError, match=r"digest|no known message"):
             decode([altered, frames[1]] if which == 0 else [frames[0], altered])
 
 
