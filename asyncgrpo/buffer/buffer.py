@@ -175,7 +175,7 @@ class Buffer:
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         ready = sorted((e for e in waiting if e.state is State.READY), key=lambda e: (e.oldest, e.order))
         wanted = self._config.prompts_per_step
-        if len(ready) < wanted and not (ready and len(ready) == len(waiting) and self._prompts.remaining == 0):
+        if len(ready) < wanted and not (ready and len(ready) == len(waiting) and not self._prompts.has_next):
             return None
         batch = ready[:wanted]
         chosen = {e.lease.group_id for e in batch}
