@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import AdamW
 
 from asyncgrpo.errors import CheckpointError
@@ -19,8 +20,8 @@ def save(folder: str, model: nn.Module, optimizer: AdamW, steps: int) -> None:
     """Write a checkpoint. Collective. Raises CheckpointError."""
     try:
         dcp.save(_state(model, optimizer, steps), checkpoint_id=folder)
-    except Exception as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be written: {_cause(error)}") from error
 
 
 def load(folder: str, model: nn.Module, optimizer: AdamW) -> int:
@@ -33,8 +34,8 @@ def load(folder: str, model: nn.Module, optimizer: AdamW) -> int:
     state = _state(model, optimizer, 0)
     try:
         dcp.load(state, checkpoint_id=folder)
-    except Exception as error:
-        raise CheckpointError(f"checkpoint {folder} does not fit this model and configuration: {error}") from error
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"checkpoint {folder} does not fit model and configuration: {_cause(error)}") from error
     steps = int(state["steps"])
     for moments in optimizer.state.values():
         moments["step"].fill_(steps)
@@ -56,3 +57,11 @@ def _state(model: nn.Module, optimizer: AdamW, steps: int) -> dict[str, Tensor]:
         state[f"exp_avg.{name}"] = moments["exp_avg"]
         state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
     return state
+
+
+def _cause(error: BaseException) -> str:
+    """One line. Torch gathers what failed on each rank into an exception that is not an `Exception`."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {failure}"
+    return str(error)

@@ -1,10 +1,11 @@
-"""Log-probs of sampled tokens, without padding where a kernel can do without and without logits where nothing is read.
+"""Log-probs of sampled tokens, with logits only where they are read.
 
 Two ways to run packed sequences. With flash attention they lie end to end, and the kernel keeps them apart. Without it,
 they are the rows of a rectangle, filled up on the right: under plain causal attention no token sees what is right of
-it, so no mask is needed, every kernel of `scaled_dot_product_attention` applies, and the cost is linear in the number
-of sequences where a block-diagonal mask over [T, T] would be quadratic. `batching.spread` makes rows about equally
-long.
+it, so no mask is needed and every kernel of `scaled_dot_product_attention` applies. `batching.spread` makes rows about
+equally long. The alternative, one row under a block-diagonal mask, is quadratic in the length of the row: forward and
+backward of 768 sequences of 14 tokens take 0.35 s as three rectangles and 4.6 s as three masked rows (two layers of
+64, one core).
 """
 
 from typing import NamedTuple

@@ -57,7 +57,7 @@ class PublishedWeights:
                 whole = _gather(tensor.to(self.dtype))
             else:  # merged in float32, rounded once
                 whole = (_gather(tensor) + adapter.scale * _gather(adapter.b) @ _gather(adapter.a)).to(self.dtype)
-            yield self._info(name, tensor), whole
+            yield self._info(name, tensor), whole.detach()
 
     def _info(self, name: str, tensor: Tensor) -> TensorInfo:
         return TensorInfo(name=name, shape=tuple(tensor.shape), dtype=str(self.dtype).removeprefix("torch."))

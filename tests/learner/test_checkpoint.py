@@ -1,0 +1,114 @@
+"""What the learner writes can be read back: bit for bit to go on, and as a Hugging Face model to use."""
+
+import json
+
+import pytest
+import torch
+
+from asyncgrpo.errors import CheckpointError
+from asyncgrpo.learner import exporting
+from asyncgrpo.learner.learner import Learner
+from tests.learner.helpers import VERSION, config, load, plain_logprobs, random_groups, weights, with_true_logprobs
+from tests.models import make_tiny_llama, make_tiny_qwen3
+
+GROUPS, MORE = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+def learner(path, **sections) -> Learner:
+    return Learner(config(path, **sections), rank=0, world=1, device="cpu")
+
+
+def test_a_resumed_learner_takes_the_same_next_step_bit_for_bit(path, tmp_path):
+    settings = {"learner": {"warmup_steps": 10, "lr": 1e-2}}
+    first = learner(path, **settings)
+    for groups in (GROUPS, MORE):
+        first.step(groups, VERSION)
+    first.save(str(tmp_path / "checkpoint"))
+    resumed = learner(path, **settings)
+    resumed.load(str(tmp_path / "checkpoint"))
+    assert resumed.steps == 2
+    for groups in (MORE, GROUPS):
+        ours, theirs = resumed.step(groups, VERSION), first.step(groups, VERSION)
+        assert (ours.loss, ours.grad_norm, ours.lr) == (theirs.loss, theirs.grad_norm, theirs.lr)
+    expected = weights(first)
+    assert all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
+
+
+def test_a_checkpoint_before_the_first_step_is_the_beginning(path, tmp_path):
+    first = learner(path)
+    first.save(str(tmp_path / "checkpoint"))
+    resumed = learner(path)
+    resumed.load(str(tmp_path / "checkpoint"))
+    resumed.step(GROUPS, VERSION)
+    undisturbed = learner(path)
+    undisturbed.step(GROUPS, VERSION)
+    expected = weights(undisturbed)
+    assert resumed.steps == 1 and all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
+
+
+def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
+    ours = learner(path)
+    with pytest.raises(CheckpointError, match="nothing is not complete"):
+        ours.load(str(tmp_path / "nothing"))
+    learner(make_tiny_qwen3(tmp_path / "wider", hidden=32)).save(str(tmp_path / "checkpoint"))
+    with pytest.raises(CheckpointError, match=r"does not fit .*: rank 0: Size mismatch"):
+        ours.load(str(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_llama])
+@pytest.mark.parametrize("tie", [False, True])
+def test_layout_is_what_weights_yields_and_what_the_model_folder_holds(tmp_path, make, tie, dtype):
+    from safetensors import safe_open
+
+    make(tmp_path, tie=tie)
+    ours = learner(tmp_path, model={"path": str(tmp_path), "dtype": dtype})
+    published = list(ours.weights())
+    assert [info for info, _ in published] == ours.layout()
+    for info, tensor in published:
+        assert (tuple(tensor.shape), str(tensor.dtype)) == (info.shape, f"torch.{dtype}")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        original = {name: file.get_tensor(name).to(getattr(torch, dtype)) for name in file.keys()}  # noqa: SIM118
+    assert original.keys() == {info.name for info, _ in published}
+    assert all(original[info.name].equal(tensor) for info, tensor in published)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_an_export_has_the_log_probs_of_the_learner(tmp_path, tie):
+    path = make_tiny_qwen3(tmp_path / "model", tie=tie)
+    ours = learner(path)
+    ours.step(GROUPS, VERSION)
+    ours.export(str(tmp_path / "export"))
+    report = ours.step(with_true_logprobs(tmp_path / "export", GROUPS), VERSION)
+    assert report.logprob_gap_max < 1e-4
+    exported = load(tmp_path / "export")
+    assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == tie
+    tokens = GROUPS[0].prompt.token_ids, GROUPS[0].rollouts[0].completion.token_ids
+    assert abs(plain_logprobs(path, *tokens) - plain_logprobs(tmp_path / "export", *tokens)).max() > 1e-4
+
+
+def test_a_large_export_is_split_into_files_and_keeps_the_tokenizer(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "FILE_BYTES", 100_000)
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+        (source / name).write_text(json.dumps(name))
+    ours = learner(path, model={"path": str(path), "dtype": "bfloat16"})
+    ours.export(str(tmp_path / "export"), str(source))
+    files = {file.name for file in (tmp_path / "export").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"} <= files
+    assert len([name for name in files if name.startswith("model-")]) > 1
+    exported = load(tmp_path / "export").state_dict()
+    assert all(exported[info.name].equal(tensor.float()) for info, tensor in ours.weights())
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_export_that_cannot_be_written_is_an_error(path, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        learner(path).export(str(tmp_path / "file"))
