@@ -215,7 +215,7 @@ def test_logprobs_are_over_the_whole_vocabulary_when_sampling_is_restricted(mode
 def test_greedy_is_transformers_greedy(model_rig: Rig) -> None:
     (answer,) = model_rig.run(model_rig.sample(PROMPT, max_tokens=24, temperature=0.0))
     prompt = torch.tensor([PROMPT])
-    expected = model_rig._model_of(model_rig.engine.version).generate(
+    expected = model_rig.model_of(model_rig.engine.version).generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24
     )
     assert answer.token_ids.tolist() == expected[0, len(PROMPT) :].tolist()
