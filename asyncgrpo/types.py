@@ -61,6 +61,8 @@ class Prompt(Frozen):
     prompt_id: str
     """Stable over restarts and unique in a run, for example `train/17` (row 17 of the training file)."""
     token_ids: tuple[int, ...]
+    text: str = ""
+    """The question before tokenisation, for reward functions that ask for `prompt` and for people."""
     answer: Any = None
     """Ground truth as the data file gave it: anything JSON can hold."""
     source: str = ""
@@ -92,7 +94,7 @@ class Score(Frozen):
     value: float | None = None
     """None exactly when `failure` is given."""
     failure: str | None = None
-    """`timeout`, `crash`, `exception`, `not_finite`, `bad_type` or `aborted`."""
+    """`timeout`, `crash`, `exception`, `not_finite`, `bad_type`, `unknown_source` or `aborted`."""
     parts: dict[str, float] = {}
     """Named parts of a dict reward; they become metrics."""
     detail: str = ""

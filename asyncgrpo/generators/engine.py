@@ -55,4 +55,3 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop, and leave no process behind."""
-

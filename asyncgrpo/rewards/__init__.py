@@ -1,1 +1,35 @@
-"""How answers are scored."""
+"""How answers are scored: rules by `data_source`, or a function of the user's own.
+
+`build_reward` is the one door. Whatever could hang, crash or import half the world runs in worker processes that can be
+killed (`pool.py`); a call that goes wrong comes back as a named failure, never as a silent 0.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from asyncgrpo.rewards.base import Reward
+from asyncgrpo.rewards.rules import RuleReward
+from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function
+
+if TYPE_CHECKING:  # workers import this package too, and have no use for the configuration
+    from asyncgrpo.config import RewardConfig
+
+__all__ = ["Reward", "RuleReward", "UserReward", "build_reward", "check_user_function", "load_user_function"]
+
+
+def build_reward(
+    config: "RewardConfig", *, extra_rules: dict[str, Callable[[str, Any], float]] | None = None
+) -> Reward:
+    """The reward that `config` asks for. Blocks while a user's function is checked, about as long as its imports take.
+
+    Args:
+        config: with `function`, answers are scored by that function; without, by the rule of their `data_source`.
+        extra_rules: rules by exact `data_source`, beside the built-in ones: `rule(answer_text, ground_truth)` gives
+            the score. They run in this process, so they must be quick and unable to hang. No effect with `function`.
+    Raises:
+        RewardError: the user's function cannot be loaded; the message says why in one sentence.
+    """
+    if config.function is None:
+        return RuleReward(timeout_s=config.timeout_s, workers=config.workers, extra_rules=extra_rules)
+    check_user_function(config.function)
+    return UserReward(config.function, timeout_s=config.timeout_s, workers=config.workers)

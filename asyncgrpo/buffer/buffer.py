@@ -1,0 +1,252 @@
+"""Which groups may be generated, which are ready, and which are trained next. No sockets, no threads, no clock.
+
+The buffer owns the prompt order. A prompt becomes a *lease* (permission to generate one group), comes back as a *group*,
+is *taken* into a batch, and is *done* once the weights trained on it are published. Each transition is one method; every
+way out is counted in `outcomes`, so that at any time
+
+    leased ever = leased now + ready now + taken now + trained + dropped_* + requeued.
+
+Time enters as an argument, chance not at all: the same calls give the same answers.
+"""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+
+from asyncgrpo.buffer.staleness import lag_is_kept
+from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
+from asyncgrpo.wire.messages import Deliver
+
+
+class State(enum.Enum):
+    """Where a group is. A group that is trained, dropped or requeued is forgotten."""
+
+    LEASED = "leased"
+    READY = "ready"
+    TAKEN = "taken"
+
+
+@dataclass
+class Entry:
+    """One group on its way."""
+
+    order: int
+    prompt: Prompt
+    attempt: int
+    lease: Lease
+    holder: str
+    leased_at_s: float
+    oldest: WeightVersion
+    """While leased: the version at the lease. Then: the oldest version that sampled in it."""
+    state: State = State.LEASED
+    message: Deliver | None = None
+    payload: bytes = b""
+
+
+class Buffer:
+    """The training side of the rollout plane. See the module's text."""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        algorithm: AlgorithmConfig,
+        prompts: PromptSource,
+        sampling: Sampling,
+        *,
+        seed: int,
+        lineage: int,
+    ) -> None:
+        self._config = config
+        self._group_size = algorithm.group_size
+        self._prompts = prompts
+        self._sampling = sampling
+        self._seed = seed
+        self._lineage = lineage
+        self._entries: dict[str, Entry] = {}  # by group id, in order of first lease
+        self._attempts: Counter[int] = Counter()  # failed attempts by prompt order
+        self._finished: set[str] = set()  # groups of this lineage that left, so that a late copy is a duplicate
+        self.version: WeightVersion | None = None
+        self.draining = False
+        self.outcomes: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def lease(self, holder: str, now_s: float) -> Lease | None:
+        """A lease for `holder`, or None if no slot is free, no prompt is left, nothing is published, or we drain."""
+        if self.draining or self.version is None or len(self._entries) >= self._config.num_slots:
+            return None
+        issued = self._prompts.next()
+        if issued is None:
+            return None
+        order, prompt = issued
+        attempt = self._attempts[order]
+        group_id = f"{self._lineage}.{order}"
+        lease = Lease(
+            lease_id=f"{group_id}.{attempt}",
+            group_id=group_id,
+            attempt=attempt,
+            order=order,
+            purpose="train",
+            prompt=prompt,
+            num_answers=self._group_size,
+            sampling=self._sampling,
+            seed=group_seed(self._seed, order, attempt),
+        )
+        self._entries[group_id] = Entry(order, prompt, attempt, lease, holder, now_s, self.version)
+        self.outcomes["leased"] += 1
+        return lease
+
+    def held_by(self, holder: str) -> int:
+        """Leases that `holder` works on."""
+        return sum(e.holder == holder for e in self._entries.values() if e.state is State.LEASED)
+
+    def fail(self, lease_id: str, reason: str) -> None:
+        """A lease came to nothing: its prompt is issued again, before new ones, or dropped after `max_attempts`."""
+        entry = self._leased(lease_id)
+        if entry is None:
+            return
+        del self._entries[entry.lease.group_id]
+        self._attempts[entry.order] += 1
+        if self._attempts[entry.order] >= self._config.max_attempts:
+            self._finish(entry, f"dropped_{reason}")
+        else:
+            self.outcomes["requeued"] += 1
+            self._prompts.give_back(entry.order)
+
+    def release(self, holder: str) -> list[str]:
+        """`holder` is gone: its leases are free again, at no cost to their prompts. Returns the lease ids."""
+        lost = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
+        for entry in lost:
+            self._requeue(entry)
+        return [e.lease.lease_id for e in lost]
+
+    def expire(self, now_s: float) -> list[Lease]:
+        """Leases older than their deadline fail with `lease_timeout`. Returns them, so that they can be cancelled."""
+        limit = now_s - self._config.lease_timeout_s
+        late = [e for e in self._entries.values() if e.state is State.LEASED and e.leased_at_s < limit]
+        for entry in late:
+            self.fail(entry.lease.lease_id, "lease_timeout")
+        return [e.lease for e in late]
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def accept(self, message: Deliver, payload: bytes) -> str | None:
+        """Keep a delivered group, once. Returns None, or the reason why it is not wanted."""
+        self.tokens["generated"] += sum(r.num_tokens for r in message.rollouts)
+        entry = self._entries.get(message.group_id)
+        if message.group_id in self._finished or (entry is not None and entry.state is not State.LEASED):
+            self.outcomes["duplicate"] += 1
+            return "duplicate"
+        if entry is None or entry.lease.lease_id != message.lease_id:
+            self.outcomes["refused"] += 1
+            return "no_such_lease"
+        if len(message.rollouts) != self._group_size:
+            self.fail(message.lease_id, "incomplete")
+            return "incomplete"
+        if sum(r.score.value is not None for r in message.rollouts) < 2:
+            self.fail(message.lease_id, "unscored")
+            return "unscored"
+        versions = [span.version for r in message.rollouts for span in r.spans]
+        if not versions or any(v.lineage != self._lineage for v in versions):
+            self.fail(message.lease_id, "lineage")
+            return "lineage"
+        entry.state, entry.message, entry.payload = State.READY, message, payload
+        entry.oldest = min(versions)
+        self.outcomes["accepted"] += 1
+        return None
+
+    def take(self, version: WeightVersion) -> list[Entry] | None:
+        """The batch of the step that starts at `version`: P groups, oldest first; None if it must wait.
+
+        When no prompt is left, the last batch of the run may be smaller. Groups already older than `max_lag`, which
+        only a generator that missed a publication can deliver, are dropped here and counted; admission refills each
+        with exactly one.
+        """
+        for entry in [e for e in self._entries.values() if e.state is State.READY]:
+            if version.version - entry.oldest.version > self._config.max_lag:
+                del self._entries[entry.lease.group_id]
+                self._attempts[entry.order] += 1
+                self.outcomes["dropped_stale"] += 1
+                self.tokens["stale"] += sum(r.num_tokens for r in entry.message.rollouts) if entry.message else 0
+                self._prompts.give_back(entry.order)
+        waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
+        ready = sorted((e for e in waiting if e.state is State.READY), key=lambda e: (e.oldest, e.order))
+        wanted = self._config.prompts_per_step
+        if len(ready) < wanted and not (ready and len(ready) == len(waiting) and self._prompts.remaining == 0):
+            return None
+        batch = ready[:wanted]
+        chosen = {e.lease.group_id for e in batch}
+        remaining = [e.oldest.version for e in waiting if e.lease.group_id not in chosen]
+        if not lag_is_kept(remaining, version.version, self._config.max_lag, wanted):
+            return None
+        for entry in batch:
+            entry.state = State.TAKEN
+        # In prompt order, so that the same groups make the same batch whoever finished first.
+        return sorted(batch, key=lambda e: e.order)
+
+    def published(self, version: WeightVersion) -> None:
+        """Every generator serves `version`: what was taken is trained, and its slots are free."""
+        assert self.version is None or version > self.version, f"{version} after {self.version}"
+        self.version = version
+        for entry in [e for e in self._entries.values() if e.state is State.TAKEN]:
+            del self._entries[entry.lease.group_id]
+            self.tokens["trained"] += sum(r.num_tokens for r in entry.message.rollouts) if entry.message else 0
+            self._finish(entry, "trained")
+
+    # -- what others ask -------------------------------------------------------------------------------------------
+
+    @property
+    def exhausted(self) -> bool:
+        """Every prompt of every epoch is trained or dropped."""
+        return not self._entries and self._prompts.is_exhausted
+
+    @property
+    def epoch(self) -> int:
+        return self._prompts.epoch
+
+    def count(self, state: State) -> int:
+        """Groups in `state`."""
+        return sum(e.state is state for e in self._entries.values())
+
+    def oldest_lease(self) -> Entry | None:
+        """The group that has been under way for longest."""
+        leased = [e for e in self._entries.values() if e.state is State.LEASED]
+        return min(leased, key=lambda e: e.leased_at_s, default=None)
+
+    def snapshot(self) -> PromptState:
+        """What a checkpoint must hold: which prompts are trained. What is under way is generated again."""
+        return self._prompts.state()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _leased(self, lease_id: str) -> Entry | None:
+        entry = self._entries.get(lease_id.rpartition(".")[0])
+        if entry is None or entry.state is not State.LEASED or entry.lease.lease_id != lease_id:
+            return None
+        return entry
+
+    def _requeue(self, entry: Entry) -> None:
+        del self._entries[entry.lease.group_id]
+        self.outcomes["requeued"] += 1
+        self._prompts.give_back(entry.order)
+
+    def _finish(self, entry: Entry, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+        self._finished.add(entry.lease.group_id)
+        self._attempts.pop(entry.order, None)
+        self._prompts.done(entry.order)
+
+
+def group_seed(seed: int, order: int, attempt: int) -> int:
+    """The sampling seed of a group: a fixed function of the run's seed and the group's place, below 2^48.
+
+    splitmix64's finaliser, so that neighbouring groups get unrelated streams.
+    """
+    mask = 2**64 - 1
+    x = (seed * 0x9E3779B97F4A7C15 + order * 0xD1B54A32D192ED03 + attempt * 0x8CB92BA72F3D8DD7 + 1) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return (x ^ (x >> 31)) >> 16

@@ -1,0 +1,129 @@
+"""Held-out prompts answered beside training: leases that hold no slot and results that name the versions that answered.
+
+Generation does not stop for an evaluation, so the weights may change in the middle; the result says from which version
+to which. No sockets, no clock of its own.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
+from asyncgrpo.wire.messages import Deliver, EvalResult
+
+MAX_ATTEMPTS = 3
+
+
+@dataclass
+class _Round:
+    """One evaluation under way."""
+
+    step: int
+    started_s: float
+    missing: int
+    values: list[float] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)
+    versions: set[WeightVersion] = field(default_factory=set)
+
+
+class Evaluations:
+    """Evaluations of one fixed list of prompts, any number of them under way at once."""
+
+    def __init__(self, prompts: tuple[Prompt, ...], sampling: Sampling, seed: int) -> None:
+        self._prompts = prompts
+        self._sampling = sampling
+        self._seed = seed
+        self._rounds: dict[int, _Round] = {}
+        self._queue: deque[Lease] = deque()
+        self._leased: dict[str, tuple[Lease, str]] = {}
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._rounds)
+
+    def request(self, step: int, now_s: float) -> None:
+        """Queue every prompt for the evaluation of `step`; a step is evaluated once."""
+        if not self._prompts or step in self._rounds:
+            return
+        self._rounds[step] = _Round(step, now_s, len(self._prompts))
+        self._queue.extend(self._lease(step, index, 0) for index in range(len(self._prompts)))
+
+    def lease(self, holder: str) -> Lease | None:
+        """The next prompt to answer, or None."""
+        if not self._queue:
+            return None
+        lease = self._queue.popleft()
+        self._leased[lease.lease_id] = (lease, holder)
+        return lease
+
+    def held_by(self, holder: str) -> int:
+        return sum(h == holder for _, h in self._leased.values())
+
+    def release(self, holder: str) -> None:
+        """`holder` is gone: its leases come first again."""
+        for lease_id in [i for i, (_, h) in self._leased.items() if h == holder]:
+            self._queue.appendleft(self._leased.pop(lease_id)[0])
+
+    def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
+        """Try again, or count the answer as failed. Returns the result if that ends an evaluation."""
+        held = self._leased.pop(lease_id, None)
+        if held is None:
+            return None
+        lease, _ = held
+        if lease.attempt + 1 < MAX_ATTEMPTS:
+            self._queue.append(self._lease(_step_of(lease), lease.order, lease.attempt + 1))
+            return None
+        round_ = self._rounds[_step_of(lease)]
+        round_.failures[reason] += 1
+        return self._count_down(round_, now_s)
+
+    def accept(self, message: Deliver, now_s: float) -> EvalResult | None:
+        """Take in an answered prompt. Returns the result if that ends an evaluation."""
+        held = self._leased.pop(message.lease_id, None)
+        if held is None:
+            return None
+        round_ = self._rounds[_step_of(held[0])]
+        for rollout in message.rollouts:
+            round_.lengths.append(rollout.num_tokens)
+            round_.versions.update(span.version for span in rollout.spans)
+            if rollout.score.value is None:
+                round_.failures[rollout.score.failure or "unknown"] += 1
+            else:
+                round_.values.append(rollout.score.value)
+        return self._count_down(round_, now_s)
+
+    def _count_down(self, round_: _Round, now_s: float) -> EvalResult | None:
+        round_.missing -= 1
+        if round_.missing:
+            return None
+        del self._rounds[round_.step]
+        if not round_.versions:  # not one prompt was answered
+            return None
+        return EvalResult(
+            step=round_.step,
+            oldest=min(round_.versions),
+            newest=max(round_.versions),
+            answers=len(round_.lengths),
+            reward_mean=sum(round_.values) / len(round_.values) if round_.values else None,
+            failures=dict(round_.failures),
+            answer_length_mean=sum(round_.lengths) / len(round_.lengths),
+            seconds=now_s - round_.started_s,
+        )
+
+    def _lease(self, step: int, index: int, attempt: int) -> Lease:
+        group_id = f"eval.{step}.{index}"
+        return Lease(
+            lease_id=f"{group_id}.{attempt}",
+            group_id=group_id,
+            attempt=attempt,
+            order=index,
+            purpose="eval",
+            prompt=self._prompts[index],
+            num_answers=1,
+            sampling=self._sampling,
+            seed=self._seed + index,
+        )
+
+
+def _step_of(lease: Lease) -> int:
+    return int(lease.group_id.split(".")[1])

@@ -1,0 +1,81 @@
+"""`asyncgrpo demo`: the whole system on this machine, with a model and a task that it makes itself."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from asyncgrpo.cli import options
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("demo", epilog="Example: asyncgrpo demo --engine torch --max-lag 0")(demo)
+
+
+def demo(
+    engine: options.EngineOption = None,
+    max_lag: options.MaxLagOption = None,
+    steps: options.StepsOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the model, the task and the sampling.")] = 0,
+    out: options.OutOption = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any further knob.", show_default=False)
+    ] = None,
+) -> None:
+    """Train a small model from nothing, with everything real: Ray, SGLang, ZeroMQ, FSDP2, weight broadcast.
+
+    No GPU, no download, nothing to configure. It makes its own random Qwen3 and its own task in the run folder.
+    """
+    from asyncgrpo.cli.running import choose_folder, execute
+    from asyncgrpo.config_files import shipped
+    from asyncgrpo.config_loading import load_config
+
+    console = Console()
+    folder = choose_folder("runs/demo", out)
+    chosen = _choose_engine(engine, console)
+    if not (folder / "model" / "config.json").exists():
+        console.print(f"making a small random Qwen3 and its task in {folder}", highlight=False)
+        _make(folder, seed)
+    settings = [
+        f"run.out={folder}",
+        f"run.seed={seed}",
+        f"model.path={(folder / 'model').absolute()}",
+        f"data.train={folder / 'data' / 'train.jsonl'}",
+        f"data.eval={folder / 'data' / 'eval.jsonl'}",
+        f"generators.engine={chosen}",
+        f"learner.ranks={2 if (os.cpu_count() or 1) >= 4 else 1}",
+    ]
+    if max_lag is not None:
+        settings.append(f"buffer.max_lag={max_lag}")
+    if steps is not None:
+        settings.append(f"run.steps={steps}")
+    finished = execute(load_config(shipped("quickstart"), [*settings, *(overrides or [])]), console)
+    if finished.status == "done":
+        console.print(f"next: asyncgrpo samples {finished.run_dir} --best", highlight=False, soft_wrap=True)
+    else:
+        console.print(f"to go on: asyncgrpo demo --out {finished.run_dir}", highlight=False, soft_wrap=True)
+
+
+def _choose_engine(asked: str | None, console: Console) -> str:
+    """The engine asked for, or the best that can run here, with a word when that is not SGLang."""
+    from asyncgrpo.generators.availability import why_sglang_cannot_run
+
+    if asked is not None:
+        return asked
+    why = why_sglang_cannot_run()
+    if why is None:
+        return "sglang"
+    console.print(f"using the torch engine: {why}", highlight=False)
+    return "torch"
+
+
+def _make(folder: Path, seed: int) -> None:
+    from asyncgrpo.data.demo import make_demo_model, write_demo_task
+
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    make_demo_model(folder / "model", seed=seed)
+    write_demo_task(data / "train.jsonl", data / "eval.jsonl", seed=seed)

@@ -1,0 +1,100 @@
+"""`asyncgrpo train` and `asyncgrpo serve`: a run from flags, and a run from a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from asyncgrpo.cli import options
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(
+        "train",
+        epilog="Example: asyncgrpo train --model Qwen/Qwen3-8B --data gsm8k.parquet --reward-func my_reward.py --n-gpus 8",
+    )(train)
+    app.command("serve", epilog="Example: asyncgrpo serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k")(serve)
+
+
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any knob; wins over flags.", show_default=False)
+]
+
+
+def train(
+    model: options.ModelOption = None,
+    data: options.DataOption = None,
+    eval_data: options.EvalDataOption = None,
+    reward_func: options.RewardFuncOption = None,
+    rollout_n: options.RolloutNOption = None,
+    epochs: options.EpochsOption = None,
+    steps: options.StepsOption = None,
+    n_gpus: options.NGpusOption = None,
+    lr: options.LrOption = None,
+    kl_coef: options.KlCoefOption = None,
+    max_lag: options.MaxLagOption = None,
+    engine: options.EngineOption = None,
+    out: options.OutOption = None,
+    config: Annotated[
+        str | None, typer.Option("--config", help="YAML file, or the name of one that comes with the package.")
+    ] = None,
+    overrides: OverridesArgument = None,
+) -> None:
+    """Train a model on a file of prompts. The same command goes on after an interruption."""
+    from asyncgrpo.cli.running import choose_folder, execute
+    from asyncgrpo.config_checks import check_model
+    from asyncgrpo.config_loading import load_config
+
+    settings = options.train_overrides(
+        model=model,
+        data=data,
+        eval_data=eval_data,
+        reward_func=reward_func,
+        rollout_n=rollout_n,
+        epochs=epochs,
+        steps=steps,
+        n_gpus=n_gpus,
+        lr=lr,
+        kl_coef=kl_coef,
+        max_lag=max_lag,
+        engine=engine,
+        out=str(choose_folder("runs/train", out)),
+        explicit=overrides or (),
+    )
+    resolved = load_config(config, settings)
+    check_model(resolved)
+    check_reward(resolved.reward.function)
+    finished = execute(resolved, Console())
+    next_ = (
+        f"asyncgrpo samples {finished.run_dir}" if finished.status == "done" else "the same command goes on from here"
+    )
+    typer.echo(f"next: {next_}")
+
+
+def serve(
+    config: Annotated[str, typer.Argument(help="YAML file, or the name of one that comes with the package.")],
+    overrides: OverridesArgument = None,
+) -> None:
+    """Run without an end: until SIGTERM or Ctrl-C, which drain, write a checkpoint and exit with 0.
+
+    Started again, it goes on from its newest checkpoint. `run.steps` and `run.epochs` count only on the command line.
+    """
+    from asyncgrpo.cli.running import execute
+    from asyncgrpo.config_checks import check_model
+    from asyncgrpo.config_loading import load_config
+
+    resolved = load_config(config, ["run.steps=null", "run.epochs=null", *(overrides or [])])
+    check_model(resolved)
+    check_reward(resolved.reward.function)
+    finished = execute(resolved, Console())
+    typer.echo(f"{finished.status}: {Path(finished.run_dir)}")
+
+
+def check_reward(function: str | None) -> None:
+    """Find out now, not on a cluster, that a reward function cannot be loaded. Raises RewardError."""
+    from asyncgrpo.rewards import check_user_function
+
+    if function is not None:
+        check_user_function(function)

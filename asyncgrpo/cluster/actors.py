@@ -1,0 +1,283 @@
+"""The three roles as Ray actors: each builds its service from the configuration and runs it. Here everything is wired.
+
+An actor has two kinds of method: `start` prepares and returns addresses, `run` blocks until the run is over. Whatever
+goes wrong inside ends `run` with the exception, for the supervisor to see.
+"""
+
+import asyncio
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+from asyncgrpo import logs, metrics
+from asyncgrpo.config import Config
+from asyncgrpo.types import Sampling
+from asyncgrpo.wire.sockets import Keys, Server, is_loopback
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every process of a run is told."""
+
+    config: Config
+    run_dir: Path
+    lineage: int
+    checkpoint: Path | None
+    """Where to go on from; None: from the model's folder."""
+    keys: Keys | None
+
+
+@dataclass(frozen=True)
+class BufferReady:
+    """What the buffer found."""
+
+    endpoint: str
+    metrics_address: tuple[str, int]
+    prompts: int
+    dropped_too_long: int
+    schema: str
+    eval_prompts: int
+    steps: int | None
+    """Optimizer steps until every epoch is done; None without an end."""
+    steps_done: int
+
+
+@dataclass(frozen=True)
+class LearnerReady:
+    """Where to find a rank of the learner."""
+
+    host: str
+    metrics_address: tuple[str, int]
+    group_port: int = 0
+    """Of the ranks' own process group (rank 0)."""
+    weights_endpoint: str = ""
+    """Of the publisher (rank 0)."""
+
+
+def _host(config: Config) -> str:
+    """The address at which the other processes reach this one."""
+    return "127.0.0.1" if is_loopback(config.cluster.bind) else ray.util.get_node_ip_address()
+
+
+def _begin(setup: Setup, role: metrics.Role, rank: int | None) -> tuple[str, int]:
+    """Logging, one thread a process where there is no GPU, and the metrics endpoint."""
+    logs.setup(role, rank, setup.run_dir)
+    return "127.0.0.1", metrics.serve(role)
+
+
+def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: bool) -> Sampling:
+    """How this run samples, or evaluates."""
+    sampling = config.sampling
+    return Sampling(
+        temperature=sampling.eval_temperature if evaluation else sampling.temperature,
+        top_p=1.0 if evaluation else sampling.top_p,
+        top_k=-1 if evaluation else sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+class BufferActor:
+    """Owns the prompts, the leases and the ready groups."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def start(self) -> BufferReady:
+        from asyncgrpo.buffer.buffer import Buffer
+        from asyncgrpo.buffer.evaluation import Evaluations
+        from asyncgrpo.buffer.service import BufferService
+        from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
+        from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+        from asyncgrpo.learner.checkpoints import read_state
+
+        config = self._setup.config
+        address = _begin(self._setup, "buffer", None)
+        tokenizer = load_tokenizer(config.model.path)
+        stops = tuple(stop_token_ids(tokenizer, config.model.path, config.sampling.stop))
+        loaded = load_prompts(config.data.train, "train", tokenizer, config.data)
+        held_out = (
+            load_prompts(config.data.eval, "eval", tokenizer, config.data, limit=config.data.eval_rows).prompts
+            if config.data.eval
+            else ()
+        )
+        source = PromptSource(
+            loaded.prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs
+        )
+        if self._setup.checkpoint is not None:
+            source.restore(msgspec.convert(read_state(self._setup.checkpoint).prompts, PromptState))
+        buffer = Buffer(
+            config.buffer,
+            config.algorithm,
+            source,
+            sampling_of(config, stops, evaluation=False),
+            seed=config.run.seed,
+            lineage=self._setup.lineage,
+        )
+        evaluations = Evaluations(held_out, sampling_of(config, stops, evaluation=True), config.run.seed)
+        metrics.buffer_slots.set(config.buffer.num_slots)
+        metrics.max_lag_steps.set(config.buffer.max_lag)
+        server = Server(config.cluster.bind, self._setup.keys, advertise=_host(config))
+        self._service = BufferService(server, buffer, evaluations)
+        per_step = config.buffer.prompts_per_step
+        total = None if config.run.epochs is None else -(-len(loaded.prompts) * config.run.epochs // per_step)
+        return BufferReady(
+            endpoint=server.endpoint,
+            metrics_address=address,
+            prompts=len(loaded.prompts),
+            dropped_too_long=loaded.dropped_too_long,
+            schema=loaded.schema_name,
+            eval_prompts=len(held_out),
+            steps=min((s for s in (total, config.run.steps) if s is not None), default=None),
+            steps_done=read_state(self._setup.checkpoint).step if self._setup.checkpoint else 0,
+        )
+
+    def run(self) -> None:
+        self._service.run()
+
+
+class GeneratorActor:
+    """Owns one engine and its reward workers."""
+
+    def __init__(self, setup: Setup, index: int) -> None:
+        self._setup = setup
+        self._index = index
+
+    def start(self) -> tuple[str, int]:
+        """Returns the address of its metrics."""
+        if not self._setup.config.generators.gpus_each:
+            os.environ["OMP_NUM_THREADS"] = "1"
+        return _begin(self._setup, "generator", self._index)
+
+    def run(self, buffer_endpoint: str, weights_endpoint: str) -> None:
+        from asyncgrpo.data.demo import demo_rules
+        from asyncgrpo.data.tokenizer import load_tokenizer
+        from asyncgrpo.generators.build import build_engine
+        from asyncgrpo.generators.service import GeneratorService
+        from asyncgrpo.rewards import build_reward
+
+        config = self._setup.config
+        tokenizer = load_tokenizer(config.model.path)
+        service = GeneratorService(
+            f"generator-{self._index}",
+            uuid.uuid4().hex[:8],
+            build_engine(config),
+            build_reward(config.reward, extra_rules=demo_rules()),
+            lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+            window=config.generators.groups_in_flight,
+            keep_kv=config.generators.keep_kv,
+            load_timeout_s=config.weights.timeout_s,
+            buffer_endpoint=buffer_endpoint,
+            weights_endpoint=weights_endpoint,
+            host=_host(config),
+            keys=self._setup.keys,
+        )
+        asyncio.run(service.run())
+
+
+class LearnerActor:
+    """One rank of the learner."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        self._setup = setup
+        self._rank = rank
+
+    def start(self) -> LearnerReady:
+        """Bind what others connect to, before the model is loaded, so that everyone can start at once."""
+        import torch
+
+        config = self._setup.config
+        address = _begin(self._setup, "learner", self._rank)
+        self._device = torch.device("cuda" if _uses_cuda(config) else "cpu")
+        if self._device.type == "cpu":
+            torch.set_num_threads(1)
+        host = _host(config)
+        if self._rank > 0:
+            return LearnerReady(host, address)
+
+        import torch.distributed as dist
+
+        from asyncgrpo.weights.publisher import Publisher
+
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._publisher = Publisher(
+            config.weights,
+            backend=_weights_backend(config),
+            bind=config.cluster.bind,
+            host=host,
+            keys=self._setup.keys,
+        )
+        return LearnerReady(host, address, self._store.port, self._publisher.endpoint)
+
+    def run(self, leader: LearnerReady, buffer_endpoint: str, about: dict[str, Any]) -> str:
+        """Train. Returns how it ended: `done` or `drained`."""
+        import torch.distributed as dist
+
+        from asyncgrpo.learner.learner import Learner
+        from asyncgrpo.learner.service import follow
+        from asyncgrpo.learner.team import Team
+
+        config, rank, world = self._setup.config, self._rank, self._setup.config.learner.ranks
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        store = self._store if rank == 0 else dist.TCPStore(leader.host, leader.group_port)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        try:
+            learner = Learner(config, rank=rank, world=world, device=self._device)
+            if self._setup.checkpoint is not None:
+                learner.load(str(self._setup.checkpoint / "resume"))
+            team = Team(rank, world)
+            if not team.leads:
+                follow(learner, team)
+                return "done"
+            return self._lead(learner, team, buffer_endpoint, about)
+        finally:
+            dist.destroy_process_group()
+
+    def _lead(self, learner: Any, team: Any, buffer_endpoint: str, about: dict[str, Any]) -> str:
+        from asyncgrpo.data.tokenizer import load_tokenizer
+        from asyncgrpo.learner.inbox import Inbox
+        from asyncgrpo.learner.record import Recorder
+        from asyncgrpo.learner.service import LearnerService
+
+        config = self._setup.config
+        tokenizer = load_tokenizer(config.model.path)
+        self._publisher.describe(learner.layout())
+        recorder = Recorder(config, self._setup.run_dir, tokenizer.decode, msgspec.to_builtins(config))
+        service = LearnerService(
+            config,
+            learner,
+            team,
+            Inbox(buffer_endpoint, self._setup.keys, config.cluster.stall_timeout_s),
+            self._publisher,
+            recorder,
+            lineage=self._setup.lineage,
+            run_dir=self._setup.run_dir,
+            last_step=config.run.steps,
+        )
+        if self._setup.checkpoint is not None:
+            service.resume(self._setup.checkpoint)
+        else:
+            recorder.resume(0, {})  # what an earlier start wrote before its first checkpoint never happened
+        recorder.events.write(
+            "start", lineage=self._setup.lineage, version=str(service.version), step=service.step, **about
+        )
+        return service.run()
+
+
+def _uses_cuda(config: Config) -> bool:
+    import torch
+
+    if config.learner.device == "auto":
+        return torch.cuda.is_available()
+    return config.learner.device == "cuda"
+
+
+def _weights_backend(config: Config) -> str:
+    if config.weights.backend != "auto":
+        return config.weights.backend
+    return "nccl" if _uses_cuda(config) and config.generators.gpus_each > 0 else "gloo"

@@ -1,0 +1,72 @@
+"""A run's folder: who owns it, which start of the run this is, and whether there is something to go on from."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from asyncgrpo.errors import CheckpointError
+from asyncgrpo.learner.checkpoints import Checkpoints
+from asyncgrpo.recording.events import read_events
+
+
+class RunFolder:
+    """One folder, held by one driver at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._lock: int | None = None
+
+    def claim(self) -> None:
+        """Make the folder and hold it until this process ends. Raises CheckpointError when another process holds it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"run.out {self.path} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(
+                f"run.out {self.path} belongs to a run that is still going; stop it or choose another"
+            ) from error
+
+    def next_lineage(self) -> int:
+        """The number of this start of the run, from 1; on disk before it is used, so that none is used twice."""
+        path = self.path / "lineage"
+        lineage = int(path.read_text()) + 1 if path.exists() else 1
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(str(lineage))
+        with open(temporary) as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        return lineage
+
+    def checkpoint(self) -> Path | None:
+        """The newest whole checkpoint."""
+        return Checkpoints(self.path, keep=1).latest()
+
+    def status(self) -> str:
+        """`new`, `unfinished` or `done`."""
+        events = self.path / "metrics.jsonl"
+        if not events.exists():
+            return "new"
+        last = None
+        for event in read_events(events):
+            if event["event"] in ("start", "end"):
+                last = event
+        if last is None:
+            return "new"
+        return "done" if last.get("status") == "done" else "unfinished"
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def unused(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3`, ... : the first that holds no finished run."""
+    candidate, number = path, 2
+    while RunFolder(candidate).status() == "done":
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate

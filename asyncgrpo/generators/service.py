@@ -1,0 +1,231 @@
+"""The generator's process: leases in, groups out, weights changed underneath. One event loop, one engine.
+
+    buffer ──Grant──▶ [rollout] ──Deliver──▶ buffer          each lease is a task of its own, so groups
+                         │ engine                            leave as they complete, in any order
+    learner ═weights═▶ [receiver thread] ──load_weights──▶ engine
+
+A delivered group is kept until the buffer acknowledges it, and sent again if that takes long. A failure of the engine or
+of a weight change ends the process: whoever watches starts another, and the buffer leases its groups anew.
+"""
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from asyncgrpo import metrics
+from asyncgrpo.errors import EngineError, WeightsError, WireError
+from asyncgrpo.generators.engine import Engine
+from asyncgrpo.generators.rollout import Decode, generate_group
+from asyncgrpo.rewards.base import Reward
+from asyncgrpo.types import Group, Lease, WeightVersion
+from asyncgrpo.weights.receiver import Receiver
+from asyncgrpo.wire.codec import pack_group
+from asyncgrpo.wire.messages import (
+    PROTOCOL,
+    Ack,
+    Cancel,
+    Deliver,
+    Farewell,
+    Grant,
+    Hello,
+    LeaseFailed,
+    Message,
+    Nack,
+    Serving,
+    Welcome,
+)
+from asyncgrpo.wire.sockets import AsyncClient, Keys
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+RESEND_AFTER_S = 15.0
+UNPUBLISHED = WeightVersion(0, 0)
+"""What an engine holds before its first publication: whatever is in the model's folder. Lineages count from 1."""
+
+
+@dataclass
+class Unacknowledged:
+    """A delivered group that is still ours."""
+
+    message: Deliver
+    payload: bytes
+    sent_s: float
+
+
+class GeneratorService:
+    """Runs one engine until the buffer says farewell."""
+
+    def __init__(
+        self,
+        generator_id: str,
+        incarnation: str,
+        engine: Engine,
+        reward: Reward,
+        decode: Decode,
+        *,
+        window: int,
+        keep_kv: bool,
+        load_timeout_s: float,
+        buffer_endpoint: str,
+        weights_endpoint: str,
+        host: str,
+        keys: Keys | None,
+    ) -> None:
+        self._id = generator_id
+        self._incarnation = incarnation
+        self._engine = engine
+        self._reward = reward
+        self._decode = decode
+        self._window = window
+        self._keep_kv = keep_kv
+        self._load_timeout_s = load_timeout_s
+        self._buffer_endpoint = buffer_endpoint
+        self._weights_endpoint = weights_endpoint
+        self._host = host
+        self._keys = keys
+        self._version: WeightVersion | None = None
+        self._working: dict[str, asyncio.Task[None]] = {}
+        self._unacknowledged: dict[str, Unacknowledged] = {}
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until `Farewell`. Raises what ended the engine or a weight change."""
+        self._loop = asyncio.get_running_loop()
+        with metrics.waiting("engine"):
+            await self._engine.start(UNPUBLISHED)
+        self._client = AsyncClient(self._buffer_endpoint, f"{self._id}-{self._incarnation}", self._keys)
+        receiver = Receiver(
+            self._weights_endpoint,
+            generator_id=self._id,
+            incarnation=self._incarnation,
+            host=self._host,
+            apply=self._apply_weights,
+            keys=self._keys,
+        )
+        receiver.start()
+        await self._send(
+            Hello(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
+        )
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                background = [
+                    self._tasks.create_task(self._listen(), name="listen"),
+                    self._tasks.create_task(self._keep_in_touch(receiver), name="heartbeat"),
+                ]
+                await self._over.wait()
+                for task in [*background, *self._working.values()]:
+                    task.cancel()
+        finally:
+            receiver.stop()
+            await self._reward.close()
+            await self._engine.close()
+            self._client.close()
+
+    # -- the buffer ----------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                message, _ = await self._client.receive()
+            except WireError as error:
+                log.warning("refused a message of the buffer: %s", error)
+                continue
+            await self._handle(message)
+
+    async def _handle(self, message: Message) -> None:
+        match message:
+            case Grant(lease=lease):
+                self._working[lease.lease_id] = self._tasks.create_task(self._work(lease), name=lease.lease_id)
+                metrics.groups_in_flight.set(len(self._working))
+            case Ack(lease_id=lease_id):
+                self._unacknowledged.pop(lease_id, None)
+            case Nack(lease_id=lease_id, reason=reason):
+                log.warning("the buffer does not want %s: %s", lease_id, reason)
+                self._unacknowledged.pop(lease_id, None)
+            case Cancel(lease_ids=lease_ids):
+                for lease_id in lease_ids:
+                    if (task := self._working.pop(lease_id, None)) is not None:
+                        task.cancel()
+                        await self._engine.abort(lease_id)
+            case Farewell():
+                self._over.set()
+            case Welcome():
+                log.info("in touch with the buffer")
+
+    async def _work(self, lease: Lease) -> None:
+        """One lease: a group delivered, or a failure reported."""
+        try:
+            group = await generate_group(lease, self._engine, self._reward, self._decode, self._id)
+        except EngineError:
+            raise
+        except Exception as error:
+            log.exception("lease %s failed", lease.lease_id)
+            detail = f"{type(error).__name__}: {error}"[:300]
+            await self._send(
+                LeaseFailed(generator_id=self._id, lease_id=lease.lease_id, reason="failed", detail=detail)
+            )
+        else:
+            observe_group(group)
+            message, payload = pack_group(group)
+            self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, time.monotonic())
+            await self._client.send(message, payload)
+        finally:
+            self._working.pop(lease.lease_id, None)
+            metrics.groups_in_flight.set(len(self._working))
+
+    async def _keep_in_touch(self, receiver: Receiver) -> None:
+        """Heartbeat, resend what is not acknowledged, and watch the receiver's thread."""
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(HEARTBEAT_S)
+            activity = "generate" if self._working else "idle"
+            metrics.generator_seconds_total.labels(activity=activity).inc(time.monotonic() - started)
+            if receiver.failure is not None:
+                raise WeightsError(f"{self._id} cannot take weights any more") from receiver.failure
+            await self._send(Serving(generator_id=self._id, version=self._version))
+            for held in list(self._unacknowledged.values()):
+                if started - held.sent_s > RESEND_AFTER_S:
+                    log.warning("no word of %s for %.0f s: sending it again", held.message.lease_id, RESEND_AFTER_S)
+                    held.sent_s = time.monotonic()
+                    await self._client.send(held.message, held.payload)
+
+    async def _send(self, message: Message) -> None:
+        await self._client.send(message)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _apply_weights(self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> str:
+        """Called in the receiver's thread: swap on the loop, wait here."""
+        future = asyncio.run_coroutine_threadsafe(self._swap(tensors, version), self._loop)
+        try:
+            return future.result(self._load_timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            raise EngineError(f"the engine did not load {version} within {self._load_timeout_s:.0f} s") from error
+
+    async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> str:
+        started = time.monotonic()
+        await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv)
+        checksum = await self._engine.checksum()
+        self._version = version
+        metrics.generator_weight_version.set(version.version)
+        metrics.generator_seconds_total.labels(activity="weights").inc(time.monotonic() - started)
+        await self._send(Serving(generator_id=self._id, version=version))
+        return checksum
+
+
+def observe_group(group: Group) -> None:
+    """Count a group's answers in this process's metrics."""
+    metrics.tokens_generated_total.inc(group.num_tokens)
+    metrics.generate_seconds.observe(group.timings["generate"])
+    for rollout in group.rollouts:
+        metrics.answers_total.labels(finish_reason=rollout.completion.finish_reason).inc()
+        metrics.answer_length_tokens.observe(len(rollout.completion.token_ids))
+        metrics.reward_seconds.observe(rollout.score.seconds)
+        if rollout.score.failure is not None:
+            metrics.reward_failures_total.labels(failure=rollout.score.failure).inc()

@@ -1,0 +1,58 @@
+"""Sharded checkpoints, from which training goes on bit for bit.
+
+A checkpoint holds the trained parameters, both AdamW moments of each, and the number of steps, in torch's distributed
+format: every rank writes its shard, and any number of ranks can read it. It is complete when it has a `.metadata` file,
+which is written last. Frozen weights (LoRA's base) are not in it; they come from `model.path` again.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from asyncgrpo.errors import CheckpointError
+
+
+def save(folder: str, model: nn.Module, optimizer: AdamW, steps: int) -> None:
+    """Write a checkpoint. Collective. Raises CheckpointError."""
+    try:
+        dcp.save(_state(model, optimizer, steps), checkpoint_id=folder)
+    except Exception as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error
+
+
+def load(folder: str, model: nn.Module, optimizer: AdamW) -> int:
+    """Read a checkpoint into model and optimizer, and give its number of steps. Collective.
+
+    Raises CheckpointError; where the checkpoint is of another model, weights may then be part old, part new.
+    """
+    if not Path(folder, ".metadata").is_file():
+        raise CheckpointError(f"checkpoint {folder} is not complete: it has no .metadata file")
+    state = _state(model, optimizer, 0)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except Exception as error:
+        raise CheckpointError(f"checkpoint {folder} does not fit this model and configuration: {error}") from error
+    steps = int(state["steps"])
+    for moments in optimizer.state.values():
+        moments["step"].fill_(steps)
+    return steps
+
+
+def _state(model: nn.Module, optimizer: AdamW, steps: int) -> dict[str, Tensor]:
+    """Name to tensor. All but `steps` is the memory of model and optimizer, so loading in place is enough."""
+    state = {"steps": torch.tensor(steps)}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        moments = optimizer.state[parameter]
+        if not moments:  # what AdamW makes at its first step
+            moments["step"] = torch.zeros((), device=parameter.device)
+            moments["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+            moments["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        state[f"model.{name}"] = parameter.detach()
+        state[f"exp_avg.{name}"] = moments["exp_avg"]
+        state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+    return state

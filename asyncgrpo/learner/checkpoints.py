@@ -1,0 +1,108 @@
+"""Checkpoints of a run: a folder appears whole or not at all, and the newest whole one is where a run goes on.
+
+<run>/checkpoints/step_000020/
+    state.json     step, version, the buffer's prompt ledger, totals
+    resume/        torch distributed checkpoint: model, optimizer, schedule
+    hf/            Hugging Face folder, for use
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncgrpo.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run needs beside model and optimizer to go on."""
+
+    step: int
+    """Optimizer steps done; also the weight version."""
+    lineage: int
+    prompts: dict[str, Any]
+    """`PromptState` of the buffer."""
+    totals: dict[str, float] = {}
+    """Counters of the run so far."""
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self._folder = run_dir / "checkpoints"
+        self._keep = keep
+
+    def write(self, state: RunState, fill: Callable[[Path], None]) -> Path:
+        """Write one checkpoint: `fill` writes into the folder it is given, then the folder gets its name.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
+        final = self._folder / f"step_{state.step:06d}"
+        temporary = self._folder / f".{final.name}.tmp"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            (temporary / "state.json").write_bytes(msgspec.json.encode(state))
+            _sync_tree(temporary)
+            shutil.rmtree(final, ignore_errors=True)  # an earlier attempt at the same step
+            os.rename(temporary, final)
+            _sync(self._folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
+        for old in self._whole()[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint."""
+        whole = self._whole()
+        return whole[-1] if whole else None
+
+    def _whole(self) -> list[Path]:
+        return sorted(path.parent for path in self._folder.glob("step_*/state.json"))
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """Raises CheckpointError when there is none to read."""
+    path = checkpoint / "state.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path} is not the state of a checkpoint: {error}") from error
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(parent) / name)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def model_folder(path: Path) -> Path:
+    """The Hugging Face folder behind a run folder (its final model, else its newest checkpoint), a checkpoint, or itself.
+
+    Raises:
+        CheckpointError: there is no model.
+    """
+    latest = Checkpoints(path, keep=1).latest()
+    for candidate in (path, path / "final", path / "hf", *([latest / "hf"] if latest else [])):
+        if (candidate / "config.json").exists():
+            return candidate
+    raise CheckpointError(f"{path} holds no model: no config.json in it, in final/, in hf/ or in a checkpoint")

@@ -1,0 +1,128 @@
+"""The learner's line to the buffer: the groups of one step, or the word that there are no more.
+
+While it waits it says what for, every 30 seconds, and gives up with an error after `stall_timeout_s`.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncgrpo import metrics
+from asyncgrpo.errors import StalledError, WireError
+from asyncgrpo.types import Group, WeightVersion
+from asyncgrpo.wire.codec import unpack_batch
+from asyncgrpo.wire.messages import (
+    Batch,
+    EvalResult,
+    Finished,
+    LastEvals,
+    NoMore,
+    Published,
+    RequestEval,
+    Snapshot,
+    Take,
+    TakeSnapshot,
+    Waiting,
+)
+from asyncgrpo.wire.sockets import Client, Keys
+
+log = logging.getLogger(__name__)
+
+SAY_EVERY_S = 30.0
+ANSWER_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one `take` gave."""
+
+    groups: list[Group]
+    """Empty exactly when `ended` is given."""
+    message: Batch | None
+    payload: memoryview
+    counters: dict[str, float]
+    waited_s: float
+    ended: str | None = None
+    """`exhausted` or `draining`."""
+
+
+class Inbox:
+    """The learner's first rank owns one."""
+
+    def __init__(self, endpoint: str, keys: Keys | None, stall_timeout_s: float) -> None:
+        self._client = Client(endpoint, "learner", keys)
+        self._stall_timeout_s = stall_timeout_s
+
+    def take(
+        self,
+        step: int,
+        version: WeightVersion,
+        *,
+        on_eval: Callable[[EvalResult], None],
+        while_waiting: Callable[[str, float], None],
+    ) -> Taken:
+        """The groups of the step that starts at `version`; blocks until there are enough.
+
+        Args:
+            on_eval: called with every evaluation that has ended.
+            while_waiting: called about once a second with what is awaited and for how long, seconds.
+        Raises:
+            StalledError: nothing came within `stall_timeout_s`; names what was awaited.
+            WireError: the buffer itself is silent.
+        """
+        self._client.send(Take(step=step, version=version))
+        return self._wait(on_eval, while_waiting)
+
+    def last_evals(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> None:
+        """Wait for the evaluations under way; no batch is taken any more."""
+        self._client.send(LastEvals())
+        self._wait(on_eval, while_waiting)
+
+    def published(self, version: WeightVersion) -> None:
+        self._client.send(Published(version=version))
+
+    def request_eval(self, step: int) -> None:
+        self._client.send(RequestEval(step=step))
+
+    def snapshot(self) -> dict[str, Any]:
+        """The buffer's part of a checkpoint. Raises WireError."""
+        message, _ = self._client.ask(TakeSnapshot(), ANSWER_WITHIN_S)
+        assert isinstance(message, Snapshot), message
+        return message.state
+
+    def finish(self) -> None:
+        """Tell the buffer that the run is over."""
+        self._client.send(Finished())
+        self._client.close()
+
+    def _wait(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> Taken:
+        started = heard = said = time.monotonic()
+        what = "the buffer's answer"
+        with metrics.waiting("batch"):
+            while True:
+                received = self._client.receive(0.5)
+                now = time.monotonic()
+                if received is not None:
+                    heard = now
+                    message, payload = received
+                    for result in getattr(message, "evals", ()):
+                        on_eval(result)
+                    if isinstance(message, Batch):
+                        groups = unpack_batch(message, payload)
+                        return Taken(groups, message, payload, message.counters, now - started)
+                    if isinstance(message, NoMore):
+                        return Taken([], None, memoryview(b""), message.counters, now - started, message.why)
+                    if isinstance(message, Waiting):
+                        what = message.what
+                        while_waiting(what, now - started)
+                if now - said >= SAY_EVERY_S:
+                    said = now
+                    log.warning("waiting for %s, %.0f s so far", what, now - started)
+                if now - heard > ANSWER_WITHIN_S:
+                    raise WireError(f"the buffer has said nothing for {now - heard:.0f} s")
+                if now - started > self._stall_timeout_s:
+                    raise StalledError(
+                        f"nothing to train for {now - started:.0f} s (cluster.stall_timeout_s): waited for {what}"
+                    )

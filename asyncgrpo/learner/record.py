@@ -1,0 +1,158 @@
+"""What the learner writes down of each step: events, metrics, samples. It reads, and changes nothing of the run."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncgrpo import metrics
+from asyncgrpo.config import Config
+from asyncgrpo.learner.learner import StepReport
+from asyncgrpo.recording.events import EventLog
+from asyncgrpo.recording.loggers import Loggers
+from asyncgrpo.recording.samples import SampleWriter, samples_of
+from asyncgrpo.types import Group, WeightVersion
+from asyncgrpo.weights.publisher import Publication
+from asyncgrpo.wire.messages import EvalResult
+
+
+def lag_of(group: Group, version: WeightVersion) -> int:
+    """Optimizer steps from the oldest token of `group` to the step that starts at `version`."""
+    return version.version - group.versions[0].version
+
+
+class Recorder:
+    """Writes a run's events, samples and outside loggers."""
+
+    def __init__(self, config: Config, run_dir: Path, decode: Callable[[Sequence[int]], str], settings: dict) -> None:
+        """
+        Args:
+            decode: token ids to text, special tokens kept.
+            settings: the resolved configuration, for outside loggers.
+        """
+        self._every = config.run.samples_every
+        self._decode = decode
+        self.events = EventLog(run_dir / "metrics.jsonl")
+        self._samples = SampleWriter(run_dir / "samples")
+        self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
+        self.totals: dict[str, float] = {}
+        """Counters of the run, those before a resume included."""
+        self._before: dict[str, float] = {}
+
+    def resume(self, step: int, totals: dict[str, float]) -> None:
+        """Go on after `step`: later events are forgotten, counters go on from `totals`."""
+        self.events.resume_at(step)
+        self._before = dict(totals)
+        self.totals = dict(totals)
+
+    def step(
+        self,
+        step: int,
+        version: WeightVersion,
+        groups: list[Group],
+        report: StepReport,
+        counters: dict[str, float],
+        seconds: dict[str, float],
+    ) -> None:
+        """One optimizer step: `version` is what it started from."""
+        event = step_fields(groups, version, report) | self._count(counters)
+        event |= {"step": step, "version": f"{version.lineage}.{step}", "seconds": seconds}
+        metrics.observe_step(event)
+        self._loggers.log(step, self.events.write("step", **event))
+        if step % self._every == 0:
+            rows = []
+            for group in groups:
+                advantages = [report.advantages.get((group.group_id, r.completion.index)) for r in group.rollouts]
+                rows += samples_of(
+                    group, step=step, lag=lag_of(group, version), advantages=advantages, decode=self._decode
+                )
+            self._samples.write(step, rows)
+
+    def sync(self, publication: Publication) -> None:
+        """A publication that landed."""
+        metrics.weight_sync_total.labels(outcome="ok").inc()
+        metrics.weight_sync_seconds.observe(publication.seconds)
+        metrics.weight_sync_bytes_total.inc(publication.num_bytes * len(publication.generators))
+        metrics.generators_in_sync.set(len(publication.generators))
+        metrics.learner_weight_version.set(publication.version.version)
+        self.events.write(
+            "sync",
+            version=str(publication.version),
+            engines=len(publication.generators),
+            ms=1000 * publication.seconds,
+            checksum="ok",
+            bytes=publication.num_bytes,
+            digest=publication.digest,
+            attempts=publication.attempts,
+        )
+        for name in publication.dropped:
+            self.events.write("restart", actor=name, reason="left out of the weight group: it did not answer")
+
+    def evaluation(self, result: EvalResult) -> None:
+        """An evaluation that ended."""
+        fields: dict[str, Any] = {
+            "step": result.step,
+            "version": str(result.newest),
+            "versions_answered": sorted({str(result.oldest), str(result.newest)}),
+            "reward_mean": result.reward_mean,
+            "answers": result.answers,
+            "failures": result.failures,
+            "answer_length_mean": result.answer_length_mean,
+            "ms": 1000 * result.seconds,
+        }
+        if result.reward_mean is not None:
+            metrics.eval_reward_mean.set(result.reward_mean)
+            self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean}})
+        self.events.write("eval", **fields)
+
+    def close(self) -> None:
+        self._loggers.close()
+
+    def _count(self, counters: dict[str, float]) -> dict[str, Any]:
+        """Totals of the run, and groups that left untrained since the step before."""
+        totals = Counter(self._before)
+        totals.update(counters)
+        dropped = {
+            reason.removeprefix("groups_dropped_"): int(count - self.totals.get(reason, 0.0))
+            for reason, count in totals.items()
+            if reason.startswith("groups_dropped_")
+        }
+        self.totals = dict(totals)
+        return {
+            "tokens_generated": int(totals["tokens_generated"]),
+            "tokens_dropped": int(totals["tokens_stale"]),
+            "dropped": {reason: count for reason, count in dropped.items() if count},
+        }
+
+
+def step_fields(groups: list[Group], version: WeightVersion, report: StepReport) -> dict[str, Any]:
+    """What a `step` event says of a batch and of its step (`recording/events.py` lists the fields)."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    rewards = np.array([r.score.value for r in rollouts if r.score.value is not None], dtype=np.float64)
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    lags = Counter(lag_of(g, version) for g in groups)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_max": float(rewards.max()),
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "entropy": report.entropy,
+        "clip_ratio": report.clip_ratio,
+        "importance_mean": report.importance_mean,
+        "importance_capped": report.importance_capped,
+        "kl_reference": report.kl_reference,
+        "logprob_gap_mean": report.logprob_gap_mean,
+        "logprob_gap_max": report.logprob_gap_max,
+        "lags": {str(lag): count for lag, count in sorted(lags.items())},
+        "answers": len(rollouts),
+        "zero_signal_groups": report.zero_signal_groups,
+        "skipped": report.skipped,
+        "answer_length_mean": float(np.mean(lengths)),
+        "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "tokens_trained": report.tokens_trained,
+        "failures": dict(Counter(r.score.failure for r in rollouts if r.score.failure is not None)),
+    }

@@ -1,0 +1,245 @@
+"""The learner's process: take a batch, step, publish, and now and then checkpoint and evaluate.
+
+    buffer ──groups──▶ [step] ──weights──▶ generators
+                          └──▶ metrics.jsonl, samples, checkpoints
+
+`LearnerService.run` is the loop of the whole system on one screen. With several ranks, rank 0 runs it and the others
+`follow`: they join every step, gather and save that rank 0 orders.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from asyncgrpo import metrics
+from asyncgrpo.config import Config
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState, read_state
+from asyncgrpo.learner.inbox import Inbox, Taken
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.record import Recorder
+from asyncgrpo.learner.team import Order, Team
+from asyncgrpo.types import TensorInfo, WeightVersion
+from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.wire.codec import decode, encode, unpack_batch
+from asyncgrpo.wire.messages import Batch
+
+log = logging.getLogger(__name__)
+
+GENERATORS_START_S = 1800.0
+"""Large models take minutes to load on both sides."""
+
+
+class LearnerService:
+    """Rank 0 of the learner, with everything that only it does."""
+
+    def __init__(
+        self,
+        config: Config,
+        learner: Learner,
+        team: Team,
+        inbox: Inbox,
+        publisher: Publisher,
+        recorder: Recorder,
+        *,
+        lineage: int,
+        run_dir: Path,
+        last_step: int | None,
+    ) -> None:
+        """
+        Args:
+            lineage: of this start of the run; never used before in this run.
+            last_step: optimizer steps after which the run is done; None: when the buffer says so.
+        """
+        self._config = config
+        self._learner = learner
+        self._team = team
+        self._inbox = inbox
+        self._publisher = publisher
+        self._recorder = recorder
+        self._checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
+        self._run_dir = run_dir
+        self._last_step = last_step
+        self._clock = Stopwatch()
+        self._stall_told_s = 0.0
+        self._evaluated = -1
+        self.version = WeightVersion(lineage, 0)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.version.version
+
+    def run(self) -> str:
+        """Train until the last step, the last prompt or a drain. Returns `done` or `drained`."""
+        self._publisher.wait_for(self._config.generators.count, GENERATORS_START_S, self._tell_waiting)
+        self._publish()
+        self._evaluate()
+        status = "done"
+        while self._last_step is None or self.step < self._last_step:
+            taken = self._take()
+            if taken.ended is not None:
+                status = "drained" if taken.ended == "draining" else "done"
+                break
+            with self._clock("forward_backward"):
+                self._share(taken)
+                report = self._learner.step(taken.groups, self.version)
+            started_from, self.version = self.version, WeightVersion(self.version.lineage, self.version.version + 1)
+            self._publish()
+            self._recorder.step(
+                self.step, started_from, taken.groups, report, taken.counters, self._clock.lap(report.seconds)
+            )
+            if self.step % self._config.run.eval_every == 0:
+                self._evaluate()
+            if self.step % self._config.run.checkpoint_every == 0:
+                self._checkpoint()
+        return self._end(status)
+
+    # -- the verbs -----------------------------------------------------------------------------------------------------
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from `checkpoint`: the model and its optimizer are loaded already (`Learner.load`)."""
+        state = read_state(checkpoint)
+        self.version = WeightVersion(self.version.lineage, state.step)
+        self._recorder.resume(state.step, state.totals)
+
+    def _take(self) -> Taken:
+        with self._clock("wait_data"):
+            taken = self._inbox.take(
+                self.step, self.version, on_eval=self._recorder.evaluation, while_waiting=self._while_waiting
+            )
+        return taken
+
+    def _share(self, taken: Taken) -> None:
+        if self._team.world > 1:
+            assert taken.message is not None
+            header, payload = encode(taken.message, taken.payload)
+            self._team.tell(Order(what="step", version=self.version, header=bytes(header), payload=bytes(payload)))
+
+    def _publish(self) -> None:
+        """Bring the current weights to every generator, then free the slots of the step that made them."""
+        with self._clock("publish"):
+            self._bring_weights()
+        self._inbox.published(self.version)
+
+    def _bring_weights(self) -> None:
+        with metrics.waiting("publish"):
+            publication = self._publisher.publish(self.version, self._gather_weights)
+        self._recorder.sync(publication)
+
+    def _gather_weights(self) -> Iterator[tuple[TensorInfo, Tensor]]:
+        self._team.tell(Order(what="gather_weights"))
+        return self._learner.weights()
+
+    def _evaluate(self) -> None:
+        if self._config.data.eval is not None and self._evaluated != self.step:
+            self._evaluated = self.step
+            self._inbox.request_eval(self.step)
+
+    def _checkpoint(self) -> Path:
+        state = RunState(
+            step=self.step, lineage=self.version.lineage, prompts=self._inbox.snapshot(), totals=self._recorder.totals
+        )
+        with self._clock("checkpoint"), metrics.waiting("checkpoint"):
+            started = time.monotonic()
+            path = self._checkpoints.write(state, self._fill)
+            seconds = time.monotonic() - started
+        metrics.checkpoint_seconds.observe(seconds)
+        metrics.checkpoint_last_success_timestamp_seconds.set_to_current_time()
+        self._recorder.events.write("checkpoint", step=self.step, path=str(path), seconds=seconds)
+        return path
+
+    def _fill(self, folder: Path) -> None:
+        self._team.tell(Order(what="save", folder=str(folder / "resume")))
+        self._learner.save(str(folder / "resume"))
+        self._export(folder / "hf")
+
+    def _export(self, folder: Path) -> None:
+        self._team.tell(Order(what="export", folder=str(folder)))
+        self._learner.export(str(folder), self._config.model.path)
+
+    def _end(self, status: str) -> str:
+        """Final evaluation, checkpoint and export; then everyone may go."""
+        latest = self._checkpoints.latest()
+        if status == "done" and self._config.data.eval is not None:
+            self._evaluate()
+            with self._clock("eval"):
+                self._inbox.last_evals(self._recorder.evaluation, self._while_waiting)
+        if latest is None or read_state(latest).step != self.step:
+            self._checkpoint()
+        if status == "done":
+            self._export(self._run_dir / "final")
+        self._team.tell(Order(what="end"))
+        self._recorder.events.write("end", status=status, step=self.step)
+        self._recorder.close()
+        self._publisher.close()
+        self._inbox.finish()
+        return status
+
+    # -- while it waits ------------------------------------------------------------------------------------------------
+
+    def _while_waiting(self, what: str, seconds: float) -> None:
+        """A generator that came (back) gets the current weights now: the next step may need its groups."""
+        self._tell_waiting(what, seconds)
+        if self._publisher.newcomers():
+            self._bring_weights()
+
+    def _tell_waiting(self, what: str, seconds: float = 0.0) -> None:
+        if seconds - self._stall_told_s >= 30.0:
+            self._stall_told_s = seconds
+            self._recorder.events.write("stall", what=what, seconds=seconds)
+        elif seconds < self._stall_told_s:
+            self._stall_told_s = 0.0
+
+
+def follow(learner: Learner, team: Team) -> None:
+    """The other ranks: do what rank 0 orders, until it ends."""
+    while (order := team.hear()).what != "end":
+        match order.what:
+            case "step":
+                message, payload = decode([order.header, order.payload])
+                assert isinstance(message, Batch) and order.version is not None
+                learner.step(unpack_batch(message, payload), order.version)
+            case "gather_weights":
+                for _ in learner.weights():
+                    pass
+            case "save":
+                learner.save(order.folder)
+            case "export":
+                learner.export(order.folder, learner.config.model.path)
+
+
+class Stopwatch:
+    """Where the time of a step went, by activity, seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._now = clock
+        self._spent: dict[str, float] = {}
+        self._lap_started = clock()
+
+    @contextmanager
+    def __call__(self, activity: str):
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._spent[activity] = self._spent.get(activity, 0.0) + self._now() - started
+
+    def lap(self, parts: dict[str, float] | None = None) -> dict[str, float]:
+        """Seconds by activity since the last lap; what no activity covers is `other`.
+
+        Args:
+            parts: activities inside `forward_backward` that count for themselves, `optimizer` for example.
+        """
+        now = self._now()
+        spent, self._spent = self._spent, {}
+        total, self._lap_started = now - self._lap_started, now
+        for name in ("optimizer",):
+            inside = (parts or {}).get(name, 0.0)
+            spent[name] = inside
+            spent["forward_backward"] = spent.get("forward_backward", 0.0) - inside
+        spent["other"] = max(0.0, total - sum(spent.values()))
+        return spent

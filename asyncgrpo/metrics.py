@@ -1,0 +1,288 @@
+"""Every Prometheus metric of asyncgrpo: its name, its unit, its help text. Nothing else imports prometheus_client.
+
+A metric is a module attribute with the exported name less the prefix: `metrics.groups_total` is exported as
+`asyncgrpo_groups_total`. Each belongs to the role that moves it, and `serve("buffer")` exports that role's metrics and
+no others, so that a gauge is never zero only because it was born in the wrong process. Label values are few and known:
+they are written here and start at 0, which lets a board tell "none so far" from "not measured".
+
+Import this module before an SGLang engine with metrics is started: SGLang sets PROMETHEUS_MULTIPROC_DIR, and
+prometheus_client reads it once, when it is imported.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import prometheus_client as prometheus
+
+from asyncgrpo import __version__
+
+Role = Literal["buffer", "generator", "learner", "driver"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+PREFIX = "asyncgrpo_"
+
+_metrics_by_role: dict[Role, list[Any]] = {role: [] for role in ROLES}
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600)
+LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+def _declare(metric: Any, roles: tuple[Role, ...], labels: Mapping[str, tuple[str, ...]]) -> None:
+    for role in roles:
+        _metrics_by_role[role].append(metric)
+    if labels:
+        for values in itertools.product(*labels.values()):
+            metric.labels(*values)
+
+
+def _counter(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> prometheus.Counter:
+    metric = prometheus.Counter(PREFIX + name, text, tuple(labels), registry=None)
+    _declare(metric, roles, labels)
+    return metric
+
+
+def _gauge(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> prometheus.Gauge:
+    metric = prometheus.Gauge(PREFIX + name, text, tuple(labels), registry=None)
+    _declare(metric, roles, labels)
+    return metric
+
+
+def _histogram(name: str, text: str, *roles: Role, buckets: tuple[float, ...]) -> prometheus.Histogram:
+    metric = prometheus.Histogram(PREFIX + name, text, buckets=buckets, registry=None)
+    _declare(metric, roles, {})
+    return metric
+
+
+def _info(name: str, text: str, *roles: Role) -> prometheus.Info:
+    """Exported with the suffix `_info`, which the client adds."""
+    metric = prometheus.Info(PREFIX + name, text, registry=None)
+    _declare(metric, roles, {})
+    return metric
+
+
+# fmt: off
+# ---------------------------------------------------------------------------------------------------------- every role
+
+build_info = _info("build", "Version of asyncgrpo that runs in this process.", *ROLES)
+
+WAITS = ("batch", "publish", "checkpoint", "eval", "lease", "ack", "weights", "reward", "engine", "generators")
+waiting_seconds = _gauge(
+    "waiting_seconds", "Seconds that this process has by now been waiting for the one thing named; 0 when it is not.",
+    *ROLES, what=WAITS)
+
+# -------------------------------------------------------------------------------------------------------------- buffer
+
+GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
+                  "dropped_stale", "dropped_failed", "dropped_poison", "requeued")
+groups_total = _counter(
+    "groups_total", "Groups by what happened to them; one group passes several of these.", "buffer",
+    outcome=GROUP_OUTCOMES)
+buffer_groups = _gauge(
+    "buffer_groups", "Groups that hold a slot: being generated (leased), waiting (ready), in the learner (taken).",
+    "buffer", state=("leased", "ready", "taken"))
+buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot: (max_lag + 1) * prompts_per_step.", "buffer")
+buffer_oldest_group_age_seconds = _gauge(
+    "buffer_oldest_group_age_seconds", "Age of the oldest group that holds a slot, since its first lease.", "buffer")
+group_lag_steps = _histogram(
+    "group_lag_steps", "Lag of a group when it is trained: optimizer steps since the weights of its oldest token.",
+    "buffer", buckets=LAGS)
+max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps, as configured.", "buffer")
+rejected_frames_total = _counter(
+    "rejected_frames_total", "Messages that the buffer refused to read, by reason.", "buffer",
+    reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum"))
+prompts_done = _gauge("prompts_done", "Prompts of the current epoch that are trained or dropped for good.", "buffer")
+epoch = _gauge("epoch", "Passes over the training file that are complete.", "buffer")
+
+# ----------------------------------------------------------------------------------------------------------- generator
+
+generator_info = _info("generator", "Inference engine of this generator.", "generator")
+generator_weight_version = _gauge(
+    "generator_weight_version", "Weight version (optimizer steps) that samples the next token here.", "generator")
+generator_seconds_total = _counter(
+    "generator_seconds_total", "Wall time of this generator by what it was doing.", "generator",
+    activity=("generate", "reward", "weights", "idle"))
+groups_in_flight = _gauge("groups_in_flight", "Groups that this generator works on now.", "generator")
+tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever became of them.", "generator")
+answers_total = _counter(
+    "answers_total", "Answers completed, by why they ended.", "generator", finish_reason=("stop", "length", "abort"))
+answer_length_tokens = _histogram("answer_length_tokens", "Sampled tokens of an answer.", "generator", buckets=TOKENS)
+generate_seconds = _histogram(
+    "generate_seconds", "Time from a group's lease to its last answer.", "generator", buckets=SECONDS)
+reward_seconds = _histogram("reward_seconds", "Time to score one answer.", "generator", buckets=SECONDS)
+reward_failures_total = _counter(
+    "reward_failures_total", "Answers without a score, by what went wrong.", "generator",
+    failure=("timeout", "crash", "exception", "not_finite", "bad_type", "aborted"))
+
+# ------------------------------------------------------------------------------------------------------------- learner
+
+learner_step = _gauge("learner_step", "Optimizer steps taken in this run, those before a resume included.", "learner")
+learner_weight_version = _gauge(
+    "learner_weight_version", "Weight version (optimizer steps) that the learner published last.", "learner")
+last_step_timestamp_seconds = _gauge(
+    "last_step_timestamp_seconds", "Unix time of the end of the last step; before the first, of the learner's start.",
+    "learner")
+step_seconds = _histogram("step_seconds", "Wall time of one step, waiting included.", "learner", buckets=SECONDS)
+LEARNER_ACTIVITIES = ("wait_data", "forward_backward", "optimizer", "publish", "checkpoint", "eval", "other")
+learner_seconds_total = _counter(
+    "learner_seconds_total", "Wall time of the learner's first rank by what it was doing.", "learner",
+    activity=LEARNER_ACTIVITIES)
+tokens_trained_total = _counter("tokens_trained_total", "Sampled tokens that an optimizer step has used.", "learner")
+
+reward_mean = _gauge("reward_mean", "Mean reward of the answers in the last step.", "learner")
+reward_std = _gauge("reward_std", "Standard deviation of the reward over the answers of the last step.", "learner")
+eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.", "learner")
+answer_length_mean = _gauge("answer_length_mean", "Mean sampled tokens of an answer in the last step.", "learner")
+loss = _gauge("loss", "Loss of the last step.", "learner")
+grad_norm = _gauge("grad_norm", "Norm of the gradient in the last step, before clipping.", "learner")
+learning_rate = _gauge("learning_rate", "Learning rate of the last step.", "learner")
+entropy = _gauge("entropy", "Mean entropy of the policy on trained tokens, nats.", "learner")
+clip_ratio = _gauge("clip_ratio", "Share of trained tokens whose ratio was clipped, 0 to 1.", "learner")
+kl_reference = _gauge("kl_reference", "Mean KL to the reference on trained tokens, nats; 0 without one.", "learner")
+importance_weight_mean = _gauge(
+    "importance_weight_mean", "Mean weight proximal / behaviour policy on trained tokens, after the cap.", "learner")
+importance_capped_ratio = _gauge(
+    "importance_capped_ratio", "Share of trained tokens whose importance weight was capped, 0 to 1.", "learner")
+logprob_gap_mean = _gauge(
+    "logprob_gap_mean", "Mean |learner - engine| log-prob, nats, on tokens of the current weights.", "learner")
+logprob_gap_max = _gauge(
+    "logprob_gap_max", "Largest |learner - engine| log-prob, nats, on tokens of the current weights.", "learner")
+
+weight_sync_total = _counter(
+    "weight_sync_total", "Publications of weights, by outcome.", "learner",
+    outcome=("ok", "checksum_mismatch", "timeout", "failed"))
+weight_sync_seconds = _histogram(
+    "weight_sync_seconds", "Time of one publication, until every generator has answered.", "learner", buckets=SECONDS)
+weight_sync_bytes_total = _counter("weight_sync_bytes_total", "Weights sent, bytes, each generator counted.", "learner")
+generators_in_sync = _gauge(
+    "generators_in_sync", "Generators that proved, by checksum, to hold the version published last.", "learner")
+
+checkpoint_seconds = _histogram("checkpoint_seconds", "Time to write one checkpoint.", "learner", buckets=SECONDS)
+checkpoint_last_success_timestamp_seconds = _gauge(
+    "checkpoint_last_success_timestamp_seconds",
+    "Unix time of the last complete checkpoint; before the first, of the learner's start.", "learner")
+
+# -------------------------------------------------------------------------------------------------------------- driver
+
+actor_restarts_total = _counter(
+    "actor_restarts_total", "Processes started again after they ended or were ended, by their role.", "driver",
+    actor=("buffer", "generator", "learner"))
+# fmt: on
+
+
+def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1") -> int:
+    """Export the metrics of `roles` at http://host:port/metrics from a daemon thread. Call it once in a process.
+
+    Args:
+        roles: what this process is; usually one.
+        port: 0 takes a free one.
+        host: loopback unless a Prometheus on another machine scrapes us; the endpoint has no authentication.
+    Returns:
+        The port.
+    Raises:
+        OSError: the port is taken.
+    """
+    if "learner" in roles:
+        last_step_timestamp_seconds.set_to_current_time()
+        checkpoint_last_success_timestamp_seconds.set_to_current_time()
+        eval_reward_mean.set(float("nan"))
+    server, _ = prometheus.start_http_server(port, host, registry(*roles))
+    return server.server_port
+
+
+def registry(*roles: Role) -> prometheus.CollectorRegistry:
+    """A registry of the metrics of `roles`. The series that say when a counter was created are turned off."""
+    prometheus.disable_created_metrics()
+    build_info.info({"version": __version__})
+    collected = prometheus.CollectorRegistry()
+    for metric in dict.fromkeys(metric for role in roles for metric in _metrics_by_role[role]):
+        collected.register(metric)
+    return collected
+
+
+def exposition(*roles: Role) -> str:
+    """What `serve` would answer now, in Prometheus' text format."""
+    return prometheus.generate_latest(registry(*roles)).decode()
+
+
+def names() -> set[str]:
+    """Every time series name that a query may use, histogram suffixes included."""
+    collected = registry(*ROLES).collect()
+    return {sample.name for metric in collected for sample in metric.samples}
+
+
+_STEP_GAUGES: dict[str, prometheus.Gauge] = {
+    "step": learner_step,
+    "reward_mean": reward_mean,
+    "reward_std": reward_std,
+    "answer_length_mean": answer_length_mean,
+    "loss": loss,
+    "grad_norm": grad_norm,
+    "lr": learning_rate,
+    "entropy": entropy,
+    "clip_ratio": clip_ratio,
+    "kl_reference": kl_reference,
+    "importance_mean": importance_weight_mean,
+    "importance_capped": importance_capped_ratio,
+    "logprob_gap_mean": logprob_gap_mean,
+    "logprob_gap_max": logprob_gap_max,
+}
+
+
+def observe_step(step: Mapping[str, Any]) -> None:
+    """Move the learner's metrics by one `step` event (fields: `recording/events.py`), so that both say the same.
+
+    Absent and None fields leave their gauge alone. `seconds` feeds `learner_seconds_total` and `step_seconds`.
+    """
+    for field, gauge in _STEP_GAUGES.items():
+        if step.get(field) is not None:
+            gauge.set(float(step[field]))
+    seconds: Mapping[str, float] = step.get("seconds") or {}
+    for activity, spent in seconds.items():
+        learner_seconds_total.labels(activity=activity).inc(max(0.0, spent))
+    step_seconds.observe(sum(seconds.values()))
+    tokens_trained_total.inc(step.get("tokens_trained") or 0)
+    last_step_timestamp_seconds.set_to_current_time()
+
+
+class _Waits:
+    """Who waits for what since when; read by the scrape thread, so that a hang shows while it lasts."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._started: dict[str, list[float]] = {}
+
+    def begin(self, what: str) -> float:
+        with self._lock:
+            if what not in self._started:
+                self._started[what] = []
+                waiting_seconds.labels(what=what).set_function(lambda: self.longest(what))
+            self._started[what].append(now := self._clock())
+            return now
+
+    def end(self, what: str, started: float) -> None:
+        with self._lock:
+            self._started[what].remove(started)
+
+    def longest(self, what: str) -> float:
+        """Seconds of the longest wait for `what` that goes on now; 0 if there is none."""
+        with self._lock:
+            return self._clock() - min(self._started[what]) if self._started.get(what) else 0.0
+
+
+_waits = _Waits()
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """While inside, `waiting_seconds{what=...}` grows. `what` is one of WAITS. Waits may nest and overlap."""
+    started = _waits.begin(what)
+    try:
+        yield
+    finally:
+        _waits.end(what, started)

@@ -1,0 +1,184 @@
+"""What the events of a run add up to: the state behind the live screen, the lines of a step and the summary.
+
+Feed events in order to `Progress.update`; everything else is read from it. It knows no clock, no file and no terminal.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from asyncgrpo.recording.events import Event
+
+RECENT = 10
+"""Steps over which rates and shares are averaged."""
+
+_GROUPED = {"forward_backward": "train", "optimizer": "train"}
+
+
+@dataclass
+class Progress:
+    """A run so far."""
+
+    run: str = ""
+    sizes: str = ""
+    total_steps: int | None = None
+    total_prompts: int | None = None
+    started: float | None = None
+    """Unix time of the first event."""
+    updated: float | None = None
+    """Unix time of the last event."""
+    steps: list[Event] = field(default_factory=list)
+    evals: list[Event] = field(default_factory=list)
+    checkpoints: list[Event] = field(default_factory=list)
+    syncs: deque[Event] = field(default_factory=lambda: deque(maxlen=8))
+    num_syncs: int = 0
+    num_bad_syncs: int = 0
+    warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
+    num_restarts: int = 0
+    training_seconds: float = 0.0
+    """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
+    end: Event | None = None
+    _resumed: bool = True
+    """The next step is the first of its process."""
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Progress":
+        """The state after `events`."""
+        progress = cls()
+        for event in events:
+            progress.update(event)
+        return progress
+
+    def update(self, event: Event) -> None:
+        """Take one event in; kinds it does not know are ignored. `rewound` forgets everything (see events.Follower)."""
+        kind = event["event"]
+        if kind == "rewound":
+            self.__dict__.update(Progress().__dict__)
+            return
+        if "time" in event:
+            self.started = event["time"] if self.started is None else self.started
+            self.updated = event["time"]
+        if handle := getattr(self, f"_on_{kind}", None):
+            handle(event)
+
+    def _on_start(self, event: Event) -> None:
+        self.run, self.sizes = event.get("run", ""), event.get("sizes", "")
+        self.total_steps, self.total_prompts = event.get("steps"), event.get("prompts")
+        self.end = None
+        self._resumed = True
+
+    def _on_step(self, event: Event) -> None:
+        while self.steps and self.steps[-1]["step"] >= event["step"]:
+            self.steps.pop()
+        if self.steps and not self._resumed:
+            self.training_seconds += max(0.0, event["time"] - self.steps[-1]["time"])
+        else:
+            self.training_seconds += sum((event.get("seconds") or {}).values())
+        self._resumed = False
+        self.steps.append(event)
+        if failures := event.get("failures"):
+            self.warnings.append(f"step {event['step']}: reward failures: {_counts(failures)}")
+
+    def _on_sync(self, event: Event) -> None:
+        self.syncs.append(event)
+        self.num_syncs += 1
+        if event.get("checksum") != "ok":
+            self.num_bad_syncs += 1
+            self.warnings.append(sync_line(event))
+
+    def _on_eval(self, event: Event) -> None:
+        self.evals.append(event)
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self.checkpoints.append(event)
+
+    def _on_restart(self, event: Event) -> None:
+        self.num_restarts += 1
+        self.warnings.append(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
+
+    def _on_drain(self, event: Event) -> None:
+        self.warnings.append(f"draining: {event.get('reason', '')}")
+
+    def _on_stall(self, event: Event) -> None:
+        self.warnings.append(f"waiting for {event.get('what', '?')} for {event.get('seconds') or 0:.0f} s")
+
+    def _on_end(self, event: Event) -> None:
+        self.end = event
+
+    @property
+    def last(self) -> Event:
+        """The last step, or an empty event."""
+        return self.steps[-1] if self.steps else {}
+
+    @property
+    def step(self) -> int:
+        """Number of the last step; 0 before the first."""
+        return self.last.get("step", 0)
+
+    @property
+    def share_done(self) -> float | None:
+        """Of the run, 0 to 1; None where the run has no end in sight."""
+        if self.total_steps:
+            return min(1.0, self.step / self.total_steps)
+        if self.total_prompts:
+            return min(1.0, (self.last.get("prompts_done") or 0) / self.total_prompts)
+        return None
+
+    def rewards(self) -> list[float]:
+        """Mean reward of each step that has one."""
+        return [step["reward_mean"] for step in self.steps if step.get("reward_mean") is not None]
+
+    def lags(self, last_steps: int | None = None) -> dict[int, int]:
+        """Trained groups by lag, over all or the last steps."""
+        counts: Counter[int] = Counter()
+        for step in self.steps[-last_steps:] if last_steps else self.steps:
+            counts.update({int(lag): groups for lag, groups in (step.get("lags") or {}).items()})
+        return dict(sorted(counts.items()))
+
+    def time_shares(self, last_steps: int | None = None) -> dict[str, float]:
+        """Share of the learner's time by activity, forward, backward and optimizer together as `train`."""
+        spent: Counter[str] = Counter()
+        for step in self.steps[-last_steps:] if last_steps else self.steps:
+            for activity, seconds in (step.get("seconds") or {}).items():
+                spent[_GROUPED.get(activity, activity)] += seconds
+        total = sum(spent.values())
+        return {activity: seconds / total for activity, seconds in spent.items()} if total > 0 else {}
+
+    def tokens_trained(self) -> int:
+        """Of all steps."""
+        return sum(step.get("tokens_trained") or 0 for step in self.steps)
+
+    def tokens_per_second(self) -> tuple[float, float]:
+        """(generated, trained) over the last steps."""
+        recent = self.steps[-RECENT - 1 :]
+        if len(recent) < 2 or (elapsed := recent[-1]["time"] - recent[0]["time"]) <= 0:
+            seconds = sum((self.last.get("seconds") or {}).values())
+            first = (self.last.get("tokens_generated") or 0, self.last.get("tokens_trained") or 0)
+            return (first[0] / seconds, first[1] / seconds) if seconds > 0 else (0.0, 0.0)
+        generated = (recent[-1].get("tokens_generated") or 0) - (recent[0].get("tokens_generated") or 0)
+        trained = sum(step.get("tokens_trained") or 0 for step in recent[1:])
+        return generated / elapsed, trained / elapsed
+
+
+def mean_lag(lags: Mapping[int, int]) -> float:
+    """Mean over groups; 0 without any."""
+    groups = sum(lags.values())
+    return sum(lag * count for lag, count in lags.items()) / groups if groups else 0.0
+
+
+def short_version(version: str) -> str:
+    """ "1.17" as "v17"."""
+    return f"v{version.rpartition('.')[2]}"
+
+
+def sync_line(sync: Event) -> str:
+    """One publication of weights: "v17 -> 2 engines, 12 ms, checksum ok"."""
+    engines = sync.get("engines", 0)
+    return (
+        f"{short_version(str(sync.get('version', '?')))} -> {engines} engine{'' if engines == 1 else 's'}, "
+        f"{sync.get('ms') or 0:.0f} ms, checksum {sync.get('checksum', '?')}"
+    )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

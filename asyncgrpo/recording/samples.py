@@ -1,0 +1,129 @@
+"""Trained answers as Parquet, one file a step, so that a person can read what the reward saw.
+
+`samples/step_000017.parquet` appears whole or not at all. One row is one answer; the columns are the fields of
+`Sample`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncgrpo.types import Group
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trained answer."""
+
+    step: int
+    """Optimizer step that trained it, from 1."""
+    version_oldest: str
+    """Weights that sampled its oldest token, `lineage.version`; empty for an answer without a token."""
+    version_newest: str
+    lag: int
+    """Optimizer steps between its group's oldest token and its training."""
+    group_id: str
+    prompt_id: str
+    source: str
+    prompt: str
+    answer: str
+    ground_truth: str
+    """JSON."""
+    reward: float | None
+    """None exactly when `failure` is given."""
+    advantage: float | None
+    """None when the answer took no part in the loss."""
+    failure: str | None
+    finish_reason: str
+    num_tokens: int
+    """Sampled tokens."""
+    parts: str
+    """JSON: named parts of the reward."""
+
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("version_oldest", pa.string()),
+        ("version_newest", pa.string()),
+        ("lag", pa.int32()),
+        ("group_id", pa.string()),
+        ("prompt_id", pa.string()),
+        ("source", pa.string()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("ground_truth", pa.string()),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("failure", pa.string()),
+        ("finish_reason", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("parts", pa.string()),
+    ]
+)
+assert SCHEMA.names == [field.name for field in fields(Sample)]
+
+
+def samples_of(
+    group: Group, *, step: int, lag: int, advantages: Sequence[float | None], decode: Callable[[Sequence[int]], str]
+) -> list[Sample]:
+    """The rows of one trained group.
+
+    Args:
+        step: optimizer step that trained it.
+        lag: of the group, in optimizer steps.
+        advantages: one for each rollout, in order; None where it took no part in the loss.
+        decode: token ids to text, special tokens kept.
+    """
+    prompt = decode(group.prompt.token_ids)
+    truth = json.dumps(group.prompt.answer, ensure_ascii=False)
+    samples = []
+    for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+        completion, score = rollout.completion, rollout.score
+        spans = completion.spans
+        samples.append(
+            Sample(
+                step=step,
+                version_oldest=str(spans[0].version) if spans else "",
+                version_newest=str(spans[-1].version) if spans else "",
+                lag=lag,
+                group_id=group.group_id,
+                prompt_id=group.prompt.prompt_id,
+                source=group.prompt.source,
+                prompt=prompt,
+                answer=decode(completion.token_ids.tolist()),
+                ground_truth=truth,
+                reward=score.value,
+                advantage=None if advantage is None else float(advantage),
+                failure=score.failure,
+                finish_reason=completion.finish_reason,
+                num_tokens=len(completion.token_ids),
+                parts=json.dumps(score.parts, ensure_ascii=False),
+            )
+        )
+    return samples
+
+
+class SampleWriter:
+    """Writes the samples of a step into a folder, replacing what an earlier attempt at the same step left."""
+
+    def __init__(self, folder: Path) -> None:
+        """The folder is made; what a crash left half written in it is removed."""
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob(".step_*.tmp"):
+            left_over.unlink()
+
+    def write(self, step: int, samples: Iterable[Sample]) -> Path:
+        """Write `step_<step>.parquet` (zstd) and return its path. Raises OSError when the disk does."""
+        table = pa.Table.from_pylist([asdict(sample) for sample in samples], schema=SCHEMA)
+        path = self.folder / f"step_{step:06d}.parquet"
+        temporary = self.folder / f".{path.name}.tmp"
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, path)
+        return path

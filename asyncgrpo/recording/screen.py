@@ -1,0 +1,218 @@
+"""The live screen: a run in one terminal page, drawn from its events alone.
+
+`Screen` is a pure function of the events it was given (and of `now`, for the clock). `watch` follows a metrics.jsonl
+and shows it: as a live page on a terminal, as one tidy line a step where the output is a file or a pipe.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncgrpo.recording.events import Event, follow
+from asyncgrpo.recording.lines import line_of, number, position, thousands
+from asyncgrpo.recording.progress import RECENT, Progress, sync_line
+from asyncgrpo.recording.textplot import bar, line_plot
+
+_ACTIVITIES = {"wait_data": "wait for data", "train": "train", "publish": "publish", "checkpoint": "checkpoint"}
+_COLOURS = {"wait_data": "yellow", "train": "green", "publish": "cyan", "checkpoint": "magenta"}
+# The page has 24 lines at most: one whole small terminal.
+_NUM_SYNCS = 3
+_NUM_WARNINGS = 3
+_PLOT_HEIGHT = 6
+
+
+class Screen:
+    """A page about one run."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+
+    def update(self, event: Event) -> None:
+        """Take one event in."""
+        self.progress.update(event)
+
+    def render(self, now: float | None = None) -> RenderableType:
+        """The page. `now` (Unix seconds) runs the clock between events; without it time stands at the last event."""
+        progress = self.progress
+        body = Table.grid(expand=True, padding=(0, 1))
+        body.add_column(ratio=3)
+        body.add_column(ratio=2)
+        body.add_row(_panel("reward", _RewardPlot(progress)), _panel("now", _numbers(progress)))
+        body.add_row(
+            _panel("learner's time", _time_bars(progress)),
+            _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress)),
+        )
+        return Group(_header(progress, now), body, _notes(progress))
+
+
+def _panel(title: str, content: RenderableType) -> Panel:
+    return Panel(content, title=title, title_align="left", border_style="dim", padding=(0, 1))
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(int(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}"
+
+
+def _header(progress: Progress, now: float | None) -> RenderableType:
+    until = progress.updated if now is None or progress.end else now
+    elapsed = max(0.0, (until or 0.0) - (progress.started or 0.0))
+    share = progress.share_done
+    head = Table.grid(expand=True, padding=(0, 1))
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(no_wrap=True, justify="right")
+    if progress.end:
+        state = Text(progress.end.get("status", "ended"), style="bold green" if _is_done(progress) else "bold red")
+    else:
+        state = Text("starting" if not progress.steps else "training", style="bold")
+    head.add_row(
+        Text.assemble((progress.run or "run", "bold cyan"), f"  step {position(progress)}  ", state),
+        ProgressBar(total=1.0, completed=share or 0.0) if share is not None else "",
+        f"{share:4.0%}  {_clock(elapsed)}" if share is not None else _clock(elapsed),
+    )
+    return Group(head, Text(progress.sizes, style="dim", overflow="ellipsis", no_wrap=True)) if progress.sizes else head
+
+
+def _is_done(progress: Progress) -> bool:
+    return bool(progress.end) and (progress.end or {}).get("status") in ("done", "drained")
+
+
+class _RewardPlot:
+    """The reward curve, as wide as the room it is given."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rewards = self.progress.rewards()
+        if not rewards:
+            yield Text("no step yet" + "\n" * _PLOT_HEIGHT, style="dim")
+            return
+        margin = 8
+        width = max(4, options.max_width - margin)
+        lines = line_plot(rewards, width, _PLOT_HEIGHT)
+        labels = {0: f"{max(rewards):7.3f}", _PLOT_HEIGHT - 1: f"{min(rewards):7.3f}"}
+        for row, line in enumerate(lines):
+            yield Text.assemble((f"{labels.get(row, ''):>7}│", "dim"), (line, "green"), no_wrap=True)
+        first, last = str(self.progress.steps[0]["step"]), f"step {self.progress.step}"
+        yield Text(" " * margin + first + last.rjust(width - len(first)), style="dim", no_wrap=True)
+
+
+def _numbers(progress: Progress) -> RenderableType:
+    last = progress.last
+    generated, trained = progress.tokens_per_second()
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    evaluation = progress.evals[-1] if progress.evals else None
+    table.add_row("reward", Text(number(last.get("reward_mean")), style="bold green"))
+    table.add_row("eval", f"{number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else "-")
+    table.add_row("loss", number(last.get("loss"), 4))
+    table.add_row("answer length", number(last.get("answer_length_mean"), 1))
+    gap = last.get("logprob_gap_max")
+    table.add_row("log-prob gap", "-" if gap is None else f"{gap:.1e}")
+    table.add_row("generated", f"{thousands(last.get('tokens_generated') or 0)}  {thousands(generated)}/s")
+    table.add_row("trained", f"{thousands(progress.tokens_trained())}  {thousands(trained)}/s")
+    return table
+
+
+def _time_bars(progress: Progress) -> RenderableType:
+    shares = progress.time_shares(RECENT)
+    named = {label: (shares.get(activity, 0.0), _COLOURS[activity]) for activity, label in _ACTIVITIES.items()}
+    if (rest := sum(share for activity, share in shares.items() if activity not in _ACTIVITIES)) > 0.005:
+        named["other"] = (rest, "white")
+    return _bars({label: (share, f"{share:.0%}", colour) for label, (share, colour) in named.items()})
+
+
+def _lag_bars(progress: Progress) -> RenderableType:
+    lags = progress.lags(RECENT)
+    if not lags:
+        return Text("no step yet", style="dim")
+    total, most = sum(lags.values()), max(lags)
+    # Beyond five rows the oldest lags share one, so that the page keeps its height.
+    rows = {str(lag): lags.get(lag, 0) for lag in range(min(most, 3) + 1)}
+    if most > 3:
+        beyond = sum(groups for lag, groups in lags.items() if lag > 3)
+        rows["4" if most == 4 else f"4-{most}"] = beyond
+    return _bars({label: (groups / total, str(groups), "blue") for label, groups in rows.items()})
+
+
+def _bars(rows: dict[str, tuple[float, str, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True, justify="right")
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    for label, (share, figure, colour) in rows.items():
+        table.add_row(label, Text(bar(share, 18), style=colour), figure)
+    return table
+
+
+def _notes(progress: Progress) -> RenderableType:
+    """The last publications of weights, and what went wrong last."""
+    notes = Table.grid(padding=(0, 2))
+    notes.add_column(style="dim", no_wrap=True)
+    notes.add_column(no_wrap=True, overflow="ellipsis")
+    for i, sync in enumerate(list(progress.syncs)[-_NUM_SYNCS:]):
+        style = "" if sync.get("checksum") == "ok" else "bold red"
+        notes.add_row("weights" if i == 0 else "", Text(sync_line(sync), style=style))
+    for i, warning in enumerate(list(progress.warnings)[-_NUM_WARNINGS:]):
+        notes.add_row("warnings" if i == 0 else "", Text(warning, style="yellow"))
+    return notes
+
+
+def watch(
+    path: Path,
+    *,
+    console: Console | None = None,
+    stop: threading.Event | None = None,
+    since: float = 0.0,
+    poll_s: float = 0.25,
+    clock: Callable[[], float] = time.time,
+) -> Progress:
+    """Show the run that writes `path` until its `end` event or until `stop` is set.
+
+    Args:
+        since: Unix time. Give the time of the start for a run that resumes: an `end` before it is an earlier process's,
+            and no line is printed for what happened before it.
+    Returns:
+        The run as it stood at the end.
+    """
+    console = console or Console()
+    stop = stop or threading.Event()
+    follower, screen = follow(path), Screen()
+    live = Live(screen.render(clock()), console=console, auto_refresh=False) if console.is_terminal else None
+    newest = skip_until = since
+    drawn = 0.0
+    try:
+        if live:
+            live.start()
+        while True:
+            stopping = stop.is_set()
+            for event in (events := follower.poll()):
+                screen.update(event)
+                if event["event"] == "rewound":
+                    skip_until = newest  # the follower tells the whole file again; nobody wants to read it again
+                at = event.get("time", 0.0)
+                newest = max(newest, at)
+                if live is None and at > skip_until and (line := line_of(event, screen.progress)) is not None:
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if live and (events or clock() >= drawn + 1):
+                live.update(screen.render(drawn := clock()), refresh=True)
+            end = screen.progress.end
+            if stopping or (end and end["time"] >= since):
+                return screen.progress
+            stop.wait(poll_s)
+    finally:
+        if live:
+            live.stop()
+        follower.close()

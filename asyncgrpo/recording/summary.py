@@ -1,0 +1,83 @@
+"""The last words of a run: what it did, how fast, and what it left on disk."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from asyncgrpo.recording.events import Event
+from asyncgrpo.recording.progress import Progress, mean_lag
+
+_ENDS = 5
+"""Steps averaged for the first and the last reward."""
+
+
+def summary(events: Iterable[Event], run_dir: Path | None = None) -> str:
+    """A few aligned lines about the whole run.
+
+    Args:
+        events: all of them, as `read_events` gives them.
+        run_dir: names the files it holds, if given.
+    """
+    progress = Progress.of(events)
+    rows = [("run", f"{progress.run or '-'}: {_status(progress)}")]
+    if progress.steps:
+        rows += [*_learning(progress), *_flow(progress)]
+    if progress.checkpoints:
+        rows.append(("checkpoint", f"{progress.checkpoints[-1]['path']} (step {progress.checkpoints[-1]['step']})"))
+    if run_dir is not None:
+        rows += [("files" if first else "", text) for first, text in _files(Path(run_dir))]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
+
+
+def _status(progress: Progress) -> str:
+    of = f" of {progress.total_steps}" if progress.total_steps else ""
+    status = progress.end.get("status", "ended") if progress.end else "not ended"
+    return f"{status} at step {progress.step}{of}, {progress.training_seconds:.1f} s of training"
+
+
+def _learning(progress: Progress) -> list[tuple[str, str]]:
+    rewards = progress.rewards()
+    first, last = rewards[:_ENDS], rewards[-_ENDS:]
+    rows = []
+    if rewards:
+        rows.append(("reward", f"{_mean(first):.3f} -> {_mean(last):.3f} (means of {len(first)} first and last steps)"))
+    if progress.evals:
+        scores = [f"{event['reward_mean']:.3f}" for event in progress.evals if event.get("reward_mean") is not None]
+        rows.append(("eval", " -> ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else "no score"))
+    return rows
+
+
+def _flow(progress: Progress) -> list[tuple[str, str]]:
+    lags, last = progress.lags(), progress.last
+    tokens = f"{last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained():,} trained"
+    if last.get("tokens_dropped") is not None:
+        tokens += f", {last['tokens_dropped']:,} dropped"
+    dropped = sum(sum((step.get("dropped") or {}).values()) for step in progress.steps)
+    good = progress.num_syncs - progress.num_bad_syncs
+    rows = [
+        ("tokens", tokens),
+        ("lag", f"mean {mean_lag(lags):.2f}, max {max(lags, default=0)} steps; groups dropped: {dropped}"),
+        ("weight syncs", f"{good} of {progress.num_syncs} proved by checksum"),
+    ]
+    gaps = [step["logprob_gap_max"] for step in progress.steps if step.get("logprob_gap_max") is not None]
+    if gaps:
+        rows.append(("log-prob gap", f"max {max(gaps):.2g} nats between learner and engine"))
+    rows.append(("waiting", f"{progress.time_shares().get('wait_data', 0.0):.0%} of the learner's time"))
+    if progress.num_restarts:
+        rows.append(("restarts", str(progress.num_restarts)))
+    return rows
+
+
+def _files(run_dir: Path) -> list[tuple[bool, str]]:
+    found = []
+    for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else []:
+        if path.is_dir():
+            count = sum(1 for inner in path.iterdir() if not inner.name.startswith("."))
+            found.append(f"{path}/ ({count} entr{'y' if count == 1 else 'ies'})")
+        elif not path.name.startswith("."):
+            found.append(str(path))
+    return [(i == 0, text) for i, text in enumerate(found)]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,313 @@
+"""The learner's side of a publication: offer, broadcast, compare digests, swap.
+
+A version counts as published only when every member of the group has received it whole, reports the digest that was
+sent, has swapped its engine to it, and all engines of one kind report the same checksum of what they hold. Every wait
+has a deadline. A member that misses one is left out, and the group is built again without it; it may join again.
+
+    Join* -> Muster -> Present -> Assemble -> [ Offer -> broadcasts -> Staged -> Swap -> Swapped ]*
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from asyncgrpo.config import WeightsConfig
+from asyncgrpo.errors import WeightsError, WireError
+from asyncgrpo.types import TensorInfo, WeightVersion
+from asyncgrpo.weights.group import BroadcastGroup, serve_store
+from asyncgrpo.weights.layout import Bucket, add_digests, digest, plan_buckets
+from asyncgrpo.wire.codec import decode
+from asyncgrpo.wire.messages import Assemble, Join, Message, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.sockets import Keys, Server
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Times that one version is offered before the learner gives up; members that failed are left out in between."""
+
+
+Answer = TypeVar("Answer", Staged, Swapped)
+
+
+@dataclass
+class Member:
+    """A generator in touch with the publisher."""
+
+    peer: str
+    incarnation: str
+    in_group: bool = False
+    version: WeightVersion | None = None
+    """The newest version it swapped to."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Proof that one version landed."""
+
+    version: WeightVersion
+    generators: tuple[str, ...]
+    seconds: float
+    num_bytes: int
+    digest: str
+    checksums: dict[str, str] = field(default_factory=dict)
+    attempts: int = 1
+    dropped: tuple[str, ...] = ()
+
+
+class Publisher:
+    """Rank 0 of the weight group. One thread uses it."""
+
+    def __init__(self, config: WeightsConfig, *, backend: str, bind: str, host: str, keys: Keys | None) -> None:
+        """Bind the control socket and the store.
+
+        Args:
+            backend: `nccl` or `gloo`, resolved.
+            host: address at which the generators reach this process.
+        """
+        self._config = config
+        self._layout: tuple[TensorInfo, ...] = ()
+        self._buckets: list[Bucket] = []
+        self._backend = backend
+        self._host = host
+        self._server = Server(bind, keys, advertise=host)
+        self._store = serve_store(host, config.timeout_s)
+        self._members: dict[str, Member] = {}
+        self._group: BroadcastGroup | None = None
+        self._epoch = 0
+        self.endpoint = self._server.endpoint
+
+    def describe(self, layout: list[TensorInfo]) -> None:
+        """Say what will be published: names, shapes and dtypes, in the order in which `publish` gives them."""
+        self._layout = tuple(layout)
+        self._buckets = plan_buckets(layout, self._config.bucket_mb * 2**20)
+
+    @property
+    def generators(self) -> list[str]:
+        """Generators in touch, in the group or waiting to be."""
+        return sorted(self._members)
+
+    def newcomers(self) -> bool:
+        """Read what has arrived; whether someone waits for weights."""
+        while self._receive(0.0) is not None:
+            pass
+        return any(not m.in_group for m in self._members.values())
+
+    def forget(self, generator_id: str) -> None:
+        """This generator is gone. The group is rebuilt without it."""
+        if self._members.pop(generator_id, None) is not None:
+            self._drop_group()
+
+    def wait_for(self, count: int, timeout_s: float, tell: Callable[[str], None]) -> None:
+        """Wait until `count` generators are in touch, or for `timeout_s` and then go on with those there are.
+
+        Raises:
+            WeightsError: none came.
+        """
+        deadline = time.monotonic() + timeout_s
+        while len(self._members) < count and time.monotonic() < deadline:
+            self._receive(1.0)
+            tell(f"{len(self._members)} of {count} generators to start")
+        if not self._members:
+            raise WeightsError(f"no generator asked for weights within {timeout_s:.0f} s; their logs say why")
+
+    def publish(
+        self, version: WeightVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
+    ) -> Publication:
+        """Bring `version` to every generator, and prove it.
+
+        Args:
+            tensors: gives every tensor of the layout, in its order; called once an attempt.
+        Raises:
+            WeightsError: no generator holds `version` after all attempts.
+        """
+        started = time.monotonic()
+        before = set(self._members)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                sent, checksums = self._publish_once(version, tensors)
+            except WeightsError as error:
+                log.warning("publication of %s, attempt %d: %s", version, attempt, error)
+                self._drop_group()
+                continue
+            if len(set(checksums.values())) > 1:
+                raise WeightsError(f"engines hold different weights after {version} landed: {checksums}")
+            return Publication(
+                version=version,
+                generators=tuple(sorted(checksums)),
+                seconds=time.monotonic() - started,
+                num_bytes=sum(b.num_bytes for b in self._buckets),
+                digest=sent,
+                checksums=checksums,
+                attempts=attempt,
+                dropped=tuple(sorted(before - set(checksums))),
+            )
+        raise WeightsError(f"weights {version} reached no generator in {ATTEMPTS} attempts")
+
+    def close(self) -> None:
+        self._drop_group()
+        self._server.close()
+
+    # -- one attempt -----------------------------------------------------------------------------------------------
+
+    def _publish_once(
+        self, version: WeightVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
+    ) -> tuple[str, dict[str, str]]:
+        self.newcomers()
+        if self._group is None or any(not m.in_group for m in self._members.values()):
+            self._assemble()
+        assert self._group is not None
+        self._tell_all(
+            Offer(epoch=self._epoch, version=version, tensors=self._layout, bucket_bytes=self._config.bucket_mb * 2**20)
+        )
+        sent = self._broadcast(self._group, tensors())
+        staged = self._gather(Staged, "stage", version)
+        wrong = sorted(name for name, message in staged.items() if message.digest != sent)
+        if wrong:
+            raise WeightsError(f"digest mismatch: sent {sent}, {wrong[0]} received {staged[wrong[0]].digest}")
+        self._tell_all(Swap(epoch=self._epoch, version=version))
+        swapped = self._gather(Swapped, "swap to", version)
+        for name in swapped:
+            self._members[name].version = version
+        return sent, {name: message.checksum for name, message in swapped.items()}
+
+    def _broadcast(self, group: BroadcastGroup, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> str:
+        """Send all buckets; the digest of what was sent. Consumes `tensors` to the end even on failure."""
+        source = iter(tensors)
+        digests, start = [], 0
+        failure: RuntimeError | None = None
+        for bucket in self._buckets:
+            flat = self._fill(bucket, source, group.device)
+            if failure is None:
+                try:
+                    group.broadcast(flat)
+                    digests.append(digest(flat, start))
+                except RuntimeError as error:
+                    failure = error  # other ranks still gather: they must not be left waiting in a collective
+            start += bucket.num_bytes // 4
+        if failure is not None:
+            raise WeightsError(f"broadcast failed: {str(failure).splitlines()[0][:200]}") from failure
+        return add_digests(digests)
+
+    @staticmethod
+    def _fill(bucket: Bucket, source: Iterable[tuple[TensorInfo, Tensor]], device: torch.device) -> Tensor:
+        flat = bucket.empty(device)
+        for (name, view), (info, tensor) in zip(bucket.views(flat), source, strict=False):
+            assert name == info.name, f"{name} expected, {info.name} given"
+            view.copy_(tensor)
+        return flat
+
+    # -- members ---------------------------------------------------------------------------------------------------
+
+    def _assemble(self) -> None:
+        """Build the group of a new epoch from everyone who is there. Raises WeightsError."""
+        self._drop_group()
+        self._epoch += 1
+        self._muster()
+        names = sorted(self._members)
+        if not names:
+            raise WeightsError("no generator is in touch")
+        for rank, name in enumerate(names, start=1):
+            message = Assemble(
+                epoch=self._epoch,
+                rank=rank,
+                world=len(names) + 1,
+                store_host=self._host,
+                store_port=self._store.port,
+                backend="nccl" if self._backend == "nccl" else "gloo",
+                timeout_s=self._config.timeout_s,
+            )
+            self._server.send(self._members[name].peer, message)
+        try:
+            self._group = BroadcastGroup(
+                self._store,
+                epoch=self._epoch,
+                rank=0,
+                world=len(names) + 1,
+                backend=self._backend,
+                host=self._host,
+                timeout_s=self._config.timeout_s,
+            )
+        except RuntimeError as error:
+            raise WeightsError(f"group of epoch {self._epoch} failed: {str(error).splitlines()[0][:200]}") from error
+        for member in self._members.values():
+            member.in_group = True
+
+    def _muster(self) -> None:
+        """Forget every member that is not there any more."""
+        for name, member in list(self._members.items()):
+            if not self._server.send(member.peer, Muster(epoch=self._epoch)):
+                del self._members[name]
+        missing = set(self._members)
+        deadline = time.monotonic() + self._config.timeout_s
+        while missing and time.monotonic() < deadline:
+            message = self._receive(deadline - time.monotonic())
+            if isinstance(message, Present) and message.epoch == self._epoch:
+                missing.discard(message.generator_id)
+            elif isinstance(message, Join):  # it came, or came back, after the roll call began
+                self._server.send(self._members[message.generator_id].peer, Muster(epoch=self._epoch))
+                missing.add(message.generator_id)
+        for name in missing:
+            log.warning("%s did not answer within %.0f s and is left out", name, self._config.timeout_s)
+            del self._members[name]
+
+    def _tell_all(self, message: Message) -> None:
+        for member in self._members.values():
+            if member.in_group:
+                self._server.send(member.peer, message)
+
+    def _gather(self, kind: type[Answer], verb: str, version: WeightVersion) -> dict[str, Answer]:
+        """One message of `kind` of this epoch from every member. Who does not answer in time is dropped.
+
+        Raises:
+            WeightsError: someone failed or was late.
+        """
+        deadline = time.monotonic() + self._config.timeout_s
+        answers: dict[str, Answer] = {}
+        failed = ""
+        while expected := [n for n, m in self._members.items() if m.in_group and n not in answers]:
+            message = self._receive(deadline - time.monotonic())
+            if isinstance(message, kind) and message.epoch == self._epoch and message.generator_id in expected:
+                answers[message.generator_id] = message
+            elif isinstance(message, SyncFailed) and message.epoch == self._epoch:
+                failed = f"{message.generator_id} could not {verb} {version}: {message.reason}"
+                if message.poisoned:
+                    self.forget(message.generator_id)
+                break
+            elif isinstance(message, Join):
+                failed = f"{message.generator_id} joined again in the middle ({message.cause})"
+                break
+            elif message is None and time.monotonic() >= deadline:
+                failed = f"{', '.join(expected)} did not {verb} {version} within {self._config.timeout_s:.0f} s"
+                for name in expected:
+                    self._members.pop(name, None)
+                break
+        if failed:
+            raise WeightsError(failed)
+        return answers
+
+    def _receive(self, timeout_s: float) -> Message | None:
+        """The next message; a Join is noted on the way."""
+        received = self._server.receive(max(0.0, timeout_s))
+        if received is None:
+            return None
+        peer, frames = received
+        try:
+            message, _ = decode(frames)
+        except WireError as error:
+            log.warning("refused a message of %s: %s", peer, error)
+            return None
+        if isinstance(message, Join):
+            self._members[message.generator_id] = Member(peer, message.incarnation)
+        return message
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        for member in self._members.values():
+            member.in_group = False

@@ -1,0 +1,161 @@
+"""The generator's side of a publication, in a thread of its own beside the engine.
+
+Weights are received into host memory while the engine goes on sampling; the engine is paused only for the swap, and
+only for bytes whose digest the learner has confirmed. A learner that dies mid-broadcast costs this thread a deadline
+and the engine nothing.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from asyncgrpo.errors import WireError
+from asyncgrpo.types import WeightVersion
+from asyncgrpo.weights.group import BroadcastGroup, visit_store
+from asyncgrpo.weights.layout import Bucket, add_digests, digest, plan_buckets
+from asyncgrpo.wire.messages import Assemble, Join, Message, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.sockets import Client, Keys
+
+log = logging.getLogger(__name__)
+
+Apply = Callable[[Iterable[tuple[str, Tensor]], WeightVersion], str]
+"""Swaps the engine to these weights and returns its checksum; called in the receiver's thread."""
+
+
+class Receiver:
+    """Receives, stages, verifies and swaps. `failure` is set when the engine must be replaced."""
+
+    def __init__(
+        self, endpoint: str, *, generator_id: str, incarnation: str, host: str, apply: Apply, keys: Keys | None
+    ) -> None:
+        self._endpoint = endpoint
+        self._generator_id = generator_id
+        self._incarnation = incarnation
+        self._host = host
+        self._apply = apply
+        self._keys = keys
+        self._group: BroadcastGroup | None = None
+        self._epoch = 0
+        self._staged: list[tuple[Bucket, Tensor]] = []
+        self._staged_version: WeightVersion | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights-receiver", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; waits for it briefly."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)
+        try:
+            self._join(client, "start")
+            while not self._stop.is_set():
+                try:
+                    received = client.receive(0.2)
+                except WireError as error:
+                    log.warning("refused a message of the learner: %s", error)
+                    continue
+                if received is not None:
+                    self._handle(client, received[0])
+        except BaseException as error:
+            self.failure = error
+            log.exception("weights receiver ended")
+        finally:
+            self._leave()
+            client.close()
+
+    def _handle(self, client: Client, message: Message) -> None:
+        if isinstance(message, Assemble):
+            self._assemble(client, message)
+        elif isinstance(message, Muster):
+            client.send(Present(generator_id=self._generator_id, epoch=message.epoch))
+        elif isinstance(message, Offer) and message.epoch == self._epoch:
+            self._stage(client, message)
+        elif isinstance(message, Swap) and message.epoch == self._epoch and message.version == self._staged_version:
+            self._swap(client, message)
+
+    def _join(self, client: Client, cause: str) -> None:
+        client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, cause=cause[:200]))
+
+    def _assemble(self, client: Client, message: Assemble) -> None:
+        self._leave()
+        try:
+            store = visit_store(message.store_host, message.store_port, message.timeout_s)
+            self._group = BroadcastGroup(
+                store,
+                epoch=message.epoch,
+                rank=message.rank,
+                world=message.world,
+                backend=message.backend,
+                host=self._host,
+                timeout_s=message.timeout_s,
+            )
+        except RuntimeError as error:
+            log.warning("weight group of epoch %d failed: %s", message.epoch, error)
+            self._join(client, f"group failed: {error}")
+            return
+        self._epoch = message.epoch
+
+    def _stage(self, client: Client, message: Offer) -> None:
+        """Receive every bucket into host memory and report its digest."""
+        assert self._group is not None
+        self._staged, self._staged_version = [], None
+        digests, start = [], 0
+        try:
+            for bucket in plan_buckets(message.tensors, message.bucket_bytes):
+                flat = bucket.empty(self._group.device)
+                self._group.broadcast(flat)
+                digests.append(digest(flat, start))
+                start += bucket.num_bytes // 4
+                self._staged.append((bucket, flat.to("cpu")))
+        except RuntimeError as error:
+            log.warning("broadcast of %s failed: %s", message.version, error)
+            self._leave()
+            self._join(client, f"broadcast failed: {error}")
+            return
+        self._staged_version = message.version
+        client.send(
+            Staged(
+                generator_id=self._generator_id,
+                epoch=message.epoch,
+                version=message.version,
+                digest=add_digests(digests),
+            )
+        )
+
+    def _swap(self, client: Client, message: Swap) -> None:
+        started = time.monotonic()
+        tensors = [item for bucket, flat in self._staged for item in bucket.views(flat)]
+        try:
+            checksum = self._apply(tensors, message.version)
+        except Exception as error:
+            # Perhaps part old, part new: these weights must never sample. The service ends on `failure`.
+            client.send(
+                SyncFailed(generator_id=self._generator_id, epoch=message.epoch, reason=str(error)[:300], poisoned=True)
+            )
+            raise
+        self._staged, self._staged_version = [], None
+        client.send(
+            Swapped(
+                generator_id=self._generator_id,
+                epoch=message.epoch,
+                version=message.version,
+                checksum=checksum,
+                seconds=time.monotonic() - started,
+            )
+        )
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self._epoch = 0
+        self._staged, self._staged_version = [], None

@@ -1,0 +1,298 @@
+"""Everything that processes say to each other, as one tagged union of frozen structs.
+
+Three conversations: generator and buffer (leases out, groups in), learner and buffer (batches out, versions in), and
+learner and generator (weights). Add a field only at the end and with a default, so that two releases can talk.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from asyncgrpo.types import FinishReason, Lease, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
+    """Base of all messages; the struct's name is its tag."""
+
+
+# -- generator -> buffer ---------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """The first word of a generator, and again after it lost touch. Ends every lease of its earlier incarnations."""
+
+    protocol: int
+    generator_id: str
+    incarnation: str
+    window: int
+    """Training groups it will work on at once."""
+
+
+class Serving(Message):
+    """These weights sample the generator's next token. Sent after every change, and as the heartbeat."""
+
+    generator_id: str
+    version: WeightVersion | None
+    """None: no published weights yet."""
+
+
+class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One scored answer without its arrays."""
+
+    index: int
+    num_tokens: int
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    score: Score
+
+
+class Deliver(Message):
+    """A completed group. The payload holds, answer after answer, the token ids (int32) and then the log-probs (float32)."""
+
+    group_id: str
+    lease_id: str
+    attempt: int
+    order: int
+    purpose: Literal["train", "eval"]
+    prompt: Prompt
+    rollouts: tuple[RolloutHeader, ...]
+    generator_id: str
+    timings: dict[str, float]
+
+
+class LeaseFailed(Message):
+    """The generator could not finish this lease; another may."""
+
+    generator_id: str
+    lease_id: str
+    reason: str
+    detail: str = ""
+
+
+# -- buffer -> generator ---------------------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """Answer to Hello."""
+
+    protocol: int
+
+
+class Grant(Message):
+    """Permission to generate one group."""
+
+    lease: Lease
+
+
+class Ack(Message):
+    """The group is in the buffer's keeping; the generator may forget it."""
+
+    group_id: str
+    lease_id: str
+
+
+class Nack(Message):
+    """The group is not wanted; the generator may forget it."""
+
+    group_id: str
+    lease_id: str
+    reason: str
+
+
+class Cancel(Message):
+    """These leases are over: stop their answers."""
+
+    lease_ids: tuple[str, ...]
+    reason: str
+
+
+class Farewell(Message):
+    """The run is over: close the engine and end."""
+
+
+# -- learner -> buffer -----------------------------------------------------------------------------------------------
+
+
+class Take(Message):
+    """Ask for the groups of one optimizer step that starts at `version`."""
+
+    step: int
+    version: WeightVersion
+
+
+class Published(Message):
+    """Every generator serves `version`; the groups of the step before it are trained."""
+
+    version: WeightVersion
+
+
+class RequestEval(Message):
+    """Answer the held-out prompts with whatever weights are served."""
+
+    step: int
+
+
+class TakeSnapshot(Message):
+    """Ask for what a checkpoint must hold of the buffer."""
+
+
+class LastEvals(Message):
+    """No more batches are wanted: grant no training leases, and answer NoMore once no evaluation is under way."""
+
+
+class Finished(Message):
+    """The learner is done; the buffer may end."""
+
+
+# -- buffer -> learner -----------------------------------------------------------------------------------------------
+
+
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A finished evaluation, tagged with the versions that answered."""
+
+    step: int
+    oldest: WeightVersion
+    newest: WeightVersion
+    answers: int
+    reward_mean: float | None
+    """Over scored answers; None when none was scored."""
+    failures: dict[str, int]
+    answer_length_mean: float
+    seconds: float
+
+
+class Batch(Message):
+    """The groups of one step. The payload holds each group's payload, one after the other."""
+
+    step: int
+    groups: tuple[Deliver, ...]
+    payload_sizes: tuple[int, ...]
+    counters: dict[str, float]
+    evals: tuple[EvalResult, ...]
+    epoch: int
+
+
+class Waiting(Message):
+    """Nothing to take yet; `what` names what is awaited."""
+
+    what: str
+    evals: tuple[EvalResult, ...] = ()
+
+
+class NoMore(Message):
+    """Every prompt is trained (`exhausted`) or the run is to end (`draining`)."""
+
+    why: Literal["exhausted", "draining"]
+    counters: dict[str, float] = {}
+    evals: tuple[EvalResult, ...] = ()
+
+
+class Snapshot(Message):
+    """What a checkpoint must hold of the buffer."""
+
+    state: dict[str, Any]
+
+
+# -- driver -> buffer ------------------------------------------------------------------------------------------------
+
+
+class Drain(Message):
+    """Grant no more leases and tell the learner to stop after its current step."""
+
+    reason: str
+
+
+class GeneratorLost(Message):
+    """This generator's process is gone; its leases are free again."""
+
+    generator_id: str
+
+
+# -- weights: learner <-> generator ----------------------------------------------------------------------------------
+
+
+class Join(Message):
+    """A generator asks into the weight group: at its start, and whenever its group broke."""
+
+    generator_id: str
+    incarnation: str
+    cause: str = "start"
+
+
+class Assemble(Message):
+    """Build the process group of this epoch: learner is rank 0."""
+
+    epoch: int
+    rank: int
+    world: int
+    store_host: str
+    store_port: int
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+
+
+class Muster(Message):
+    """Who is there? Asked before a group is built, so that nobody waits in it for the dead."""
+
+    epoch: int
+
+
+class Present(Message):
+    """Answer to Muster."""
+
+    generator_id: str
+    epoch: int
+
+
+class Offer(Message):
+    """Weights of `version` follow as broadcasts of buckets, planned by `weights.layout.plan_buckets`."""
+
+    epoch: int
+    version: WeightVersion
+    tensors: tuple[TensorInfo, ...]
+    bucket_bytes: int
+
+
+class Staged(Message):
+    """All of `version` is here; `digest` is of the bytes as received."""
+
+    generator_id: str
+    epoch: int
+    version: WeightVersion
+    digest: str
+
+
+class Swap(Message):
+    """The digests agree: sample with `version` from now on."""
+
+    epoch: int
+    version: WeightVersion
+
+
+class Swapped(Message):
+    """`version` samples now; `checksum` is of the weights as the engine holds them."""
+
+    generator_id: str
+    epoch: int
+    version: WeightVersion
+    checksum: str
+    seconds: float
+
+
+class SyncFailed(Message):
+    """The generator could not stage or apply `version`. `poisoned`: its engine must be replaced."""
+
+    generator_id: str
+    epoch: int
+    reason: str
+    poisoned: bool
+
+
+AnyMessage = (
+    Hello | Serving | Deliver | LeaseFailed | Welcome | Grant | Ack | Nack | Cancel | Farewell
+    | Take | Published | RequestEval | TakeSnapshot | LastEvals | Finished | Batch | Waiting | NoMore | Snapshot
+    | Drain | GeneratorLost
+    | Join | Muster | Present | Assemble | Offer | Staged | Swap | Swapped | SyncFailed
+)  # fmt: skip

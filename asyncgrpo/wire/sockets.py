@@ -1,0 +1,188 @@
+"""ROUTER and DEALER sockets with bounds on every wait; the only file that imports zmq.
+
+A bound socket is plain TCP on loopback and nothing else: any other address needs CURVE keys, which one driver makes and
+hands to its own processes. Heartbeats find a peer that stopped without closing.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+import zmq.asyncio
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from asyncgrpo.errors import ConfigError, WireError
+from asyncgrpo.wire.codec import Buffer, decode, encode
+from asyncgrpo.wire.messages import Message
+
+MAX_MESSAGE_BYTES = 2**30
+HEARTBEAT_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 20_000
+"""Generous: an engine that compiles or loads may hold the interpreter for seconds."""
+LINGER_MS = 2_000
+
+
+@dataclass(frozen=True)
+class Keys:
+    """One CURVE key pair for the servers of a run and one for its clients. Secret: never logged."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    def __repr__(self) -> str:
+        return "Keys(hidden)"
+
+    @staticmethod
+    def make() -> "Keys":
+        """Fresh keys for one run."""
+        return Keys(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _common_options(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+
+class Server:
+    """A bound ROUTER: many named peers, one owner thread."""
+
+    def __init__(self, bind: str, keys: Keys | None = None, advertise: str | None = None) -> None:
+        """Bind to a free port of `bind`.
+
+        Args:
+            advertise: host that peers use to reach us; `bind` itself if not given.
+        Raises:
+            ConfigError: `bind` is reachable from other machines and there are no keys.
+        """
+        if not is_loopback(bind) and keys is None:
+            raise ConfigError(f"cluster.bind is {bind}, which other machines can reach, and there are no CURVE keys")
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        _common_options(self._socket)
+        # Unbounded on purpose: leases bound what peers may send, and a ROUTER at its mark drops without a word.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(credentials_provider=_AllowOnly(keys.client_public))
+            self._socket.curve_server = True
+            self._socket.curve_publickey = keys.server_public
+            self._socket.curve_secretkey = keys.server_secret
+        port = self._socket.bind_to_random_port(f"tcp://{bind}")
+        self.endpoint = f"tcp://{advertise or bind}:{port}"
+
+    def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:
+        """The next message as (peer, frames), or None after `timeout_s`."""
+        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        identity, *frames = self._socket.recv_multipart(copy=False)
+        return identity.bytes.decode(errors="replace"), [frame.buffer for frame in frames]
+
+    def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:
+        """Queue a message for `peer`. False if there is no such peer now."""
+        try:
+            self._socket.send_multipart([peer.encode(), *encode(message, payload)])
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._socket.close()
+        self._context.term()
+
+
+class _AllowOnly:
+    """Credentials callback that knows one client key."""
+
+    def __init__(self, client_public: bytes) -> None:
+        self._allowed = client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._allowed
+
+
+def _connect(context: zmq.Context, endpoint: str, name: str, keys: Keys | None) -> Any:
+    socket = context.socket(zmq.DEALER)
+    _common_options(socket)
+    socket.setsockopt(zmq.ROUTING_ID, name.encode())
+    socket.setsockopt(zmq.RCVHWM, 0)
+    if keys is not None:
+        socket.curve_serverkey = keys.server_public
+        socket.curve_publickey = keys.client_public
+        socket.curve_secretkey = keys.client_secret
+    socket.connect(endpoint)
+    return socket
+
+
+class Client:
+    """A DEALER for one thread that waits."""
+
+    def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
+        self._context = zmq.Context()
+        self._socket = _connect(self._context, endpoint, name, keys)
+        self.endpoint = endpoint
+
+    def send(self, message: Message, payload: Buffer = b"") -> None:
+        self._socket.send_multipart(encode(message, payload))
+
+    def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
+        """The next message and its payload, or None after `timeout_s`. Raises WireError on a broken message."""
+        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        return decode([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+
+    def ask(self, message: Message, timeout_s: float) -> tuple[Message, memoryview]:
+        """Send and wait for the answer. Raises WireError after `timeout_s`."""
+        self.send(message)
+        answer = self.receive(timeout_s)
+        if answer is None:
+            raise WireError(f"{self.endpoint} did not answer {type(message).__name__} within {timeout_s:.0f} s")
+        return answer
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class AsyncClient:
+    """A DEALER for an asyncio loop. `receive` may be cancelled without losing a message."""
+
+    def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = _connect(self._context, endpoint, name, keys)
+
+    async def send(self, message: Message, payload: Buffer = b"") -> None:
+        await self._socket.send_multipart(encode(message, payload))
+
+    async def receive(self) -> tuple[Message, memoryview]:
+        """The next message and its payload. Raises WireError on a broken message."""
+        return decode([frame.buffer for frame in await self._socket.recv_multipart(copy=False)])
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,109 @@
+"""Runs every query of overview.json against a Prometheus that has scraped a run.
+
+    python ops/grafana/check.py http://127.0.0.1:9090 --run demo --last 300
+
+Exits 1 and lists the panels whose query Prometheus refuses, or that have no finite point in the time asked for. This is
+what an empty panel looks like from the other side. Only the standard library is needed.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+BOARD = Path(__file__).with_name("overview.json")
+
+
+def ask(url: str, path: str, **params: Any) -> Any:
+    """`data` of an answer of Prometheus' API. Raises RuntimeError with its own words when it refuses."""
+    query = urllib.parse.urlencode(params, doseq=True)
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/api/v1/{path}?{query}", timeout=30) as answer:
+            return json.load(answer)["data"]
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(json.load(error).get("error", str(error))) from error
+
+
+def queries(board: dict[str, Any]) -> list[tuple[str, str]]:
+    """(panel and legend, expression) of every target of the board."""
+    return [
+        (f"{panel['title']} / {target['legendFormat']}", target["expr"])
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+    ]
+
+
+def fill_in(expression: str, run: str, last_s: int, rate_s: int) -> str:
+    """The expression with Grafana's variables replaced by what Grafana would put there."""
+    values = {"run": run, "__rate_interval": f"{rate_s}s", "__range": f"{last_s}s"}
+    return re.sub(r"\$(\w+)", lambda match: values[match[1]], expression)
+
+
+def has_finite_point(result: list[dict[str, Any]]) -> bool:
+    """Of a range query."""
+    return any(math.isfinite(float(value)) for series in result for _, value in series["values"])
+
+
+def problem_of(url: str, expression: str, last_s: int, known: set[str]) -> str | None:
+    """Why this query shows nothing, or None if it shows something."""
+    end = time.time()
+    try:
+        result = ask(url, "query_range", query=expression, start=end - last_s, end=end, step=max(1, last_s // 120))[
+            "result"
+        ]
+    except RuntimeError as error:
+        return f"refused: {error}"
+    if has_finite_point(result):
+        return None
+    unknown = sorted(set(re.findall(r"asyncgrpo_\w+", expression)) - known)
+    return f"empty: Prometheus has never seen {', '.join(unknown)}" if unknown else "empty: no finite point"
+
+
+def check(url: str, run: str = ".+", last_s: int = 600, rate_s: int = 30, may_be_empty: str = "^$") -> list[str]:
+    """One line for each query that shows nothing.
+
+    Args:
+        run: regular expression of the label `run`.
+        last_s: how far back to look, seconds.
+        rate_s: stands for `$__rate_interval`; at least four scrape intervals.
+        may_be_empty: regular expression of expressions that may be empty, such as evaluation in a run without one.
+    """
+    known = set(ask(url, "label/__name__/values"))
+    found = []
+    for where, expression in queries(json.loads(BOARD.read_text(encoding="utf-8"))):
+        problem = problem_of(url, fill_in(expression, run, last_s, rate_s), last_s, known)
+        if problem and not (problem.startswith("empty") and re.search(may_be_empty, expression)):
+            found.append(f"{where}: {problem}\n    {expression}")
+    return found
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("url", help="of Prometheus, for example http://127.0.0.1:9090")
+    parser.add_argument("--run", default=".+", help="regular expression of run names; default: every run")
+    parser.add_argument("--last", type=int, default=600, metavar="SECONDS", help="how far back to look")
+    parser.add_argument("--rate", type=int, default=30, metavar="SECONDS", help="stands for $__rate_interval")
+    parser.add_argument("--may-be-empty", default="^$", metavar="REGEX", help="of expressions, e.g. eval_reward_mean")
+    arguments = parser.parse_args()
+    try:
+        found = check(arguments.url, arguments.run, arguments.last, arguments.rate, arguments.may_be_empty)
+    except (OSError, RuntimeError) as error:
+        print(f"{arguments.url}: {error}", file=sys.stderr)
+        return 1
+    for line in found:
+        print(line)
+    total = len(queries(json.loads(BOARD.read_text(encoding="utf-8"))))
+    print(f"{total - len(found)} of {total} queries show something")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,423 @@
+"""The panels of the board, row by row, from left to right: what is asked of Prometheus and what to do about the answer.
+
+build.py turns them into overview.json. Expressions name metrics of asyncgrpo/metrics.py without the label of the run,
+which build.py adds. Rates use `$__rate_interval`, so that the board works with any scrape interval.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel. `unit` is one of Grafana's; `queries` maps a legend to an expression."""
+
+    title: str
+    description: str
+    """What is seen, and what to do when it looks wrong."""
+    unit: str
+    queries: dict[str, str]
+    kind: str = "timeseries"
+    width: int = 8
+    height: int = 7
+    stacked: bool = False
+    top: float | None = None
+    """Upper end of the axis."""
+    decimals: int | None = None
+    thresholds: tuple[tuple[float, str], ...] = ()
+    """(from this value on, colour); green below the first."""
+
+
+def number(title: str, description: str, unit: str, queries: dict[str, str], **more: Any) -> Panel:
+    """One of the eight numbers of the first row."""
+    return Panel(title, description, unit, queries, kind="stat", width=3, height=5, **more)
+
+
+def quantiles(metric: str, *qs: float, by: str = "$__rate_interval") -> dict[str, str]:
+    """Legend and expression of quantiles of a histogram, over all processes."""
+    rate = f"sum by (le) (rate({metric}_bucket[{by}]))"
+    return {f"p{q * 100:g}": f"histogram_quantile({q}, {rate})" for q in qs}
+
+
+def share(metric: str, where: str) -> str:
+    """Share of a seconds counter that is spent as `where` says, 0 to 1."""
+    return f"sum(rate({metric}{{{where}}}[$__rate_interval])) / sum(rate({metric}[$__rate_interval]))"
+
+
+LAG_P99 = "histogram_quantile(0.99, sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[$__range])))"
+FAILURES = " + ".join(
+    f"(sum(increase({metric}[$__range])) or vector(0))"
+    for metric in (
+        "asyncgrpo_reward_failures_total",
+        'asyncgrpo_weight_sync_total{outcome!="ok"}',
+        "asyncgrpo_rejected_frames_total",
+        "asyncgrpo_actor_restarts_total",
+    )
+)
+
+ROWS: dict[str, list[Panel]] = {
+    "At a glance": [
+        number(
+            "Reward",
+            "Mean reward of the answers in the last step. Flat at its start for long: look at samples, then at "
+            "Rewards below.",
+            "none",
+            {"train": "asyncgrpo_reward_mean"},
+            decimals=3,
+        ),
+        number(
+            "Steps per hour",
+            "Optimizer steps, averaged over 5 minutes. Falling: see which of waiting, publishing or training grew in "
+            "Learner.",
+            "none",
+            {"steps": "3600 * rate(asyncgrpo_step_seconds_count[5m])"},
+            decimals=0,
+        ),
+        number(
+            "Lag p99 and its bound",
+            "Optimizer steps from a group's oldest token to its training, over the time shown, beside buffer.max_lag. "
+            "Always at the bound: the learner is the slower side; give it more, or generators less.",
+            "none",
+            {"p99": LAG_P99, "bound": "max(asyncgrpo_max_lag_steps)"},
+            decimals=1,
+        ),
+        number(
+            "Learner waits",
+            "Share of the learner's time spent waiting for a batch. Above 10 %: more generators, or a larger "
+            "buffer.max_lag if the buffer is full of groups under way.",
+            "percentunit",
+            {"wait": share("asyncgrpo_learner_seconds_total", 'activity="wait_data"')},
+            decimals=0,
+            thresholds=((0.1, "yellow"), (0.4, "red")),
+        ),
+        number(
+            "Generators busy",
+            "Share of the generators' time with an answer being sampled. Below 90 % with a learner that does not wait: "
+            "fewer generators would do.",
+            "percentunit",
+            {"busy": share("asyncgrpo_generator_seconds_total", 'activity="generate"')},
+            decimals=0,
+        ),
+        number(
+            "Tokens per second",
+            "Sampled against trained. What is sampled and never trained was dropped: see Groups by outcome.",
+            "none",
+            {
+                "generated": "sum(rate(asyncgrpo_tokens_generated_total[$__rate_interval]))",
+                "trained": "sum(rate(asyncgrpo_tokens_trained_total[$__rate_interval]))",
+            },
+            decimals=0,
+        ),
+        number(
+            "Weight sync",
+            "Mean time of a publication over the time shown, until the last generator has answered. "
+            "More than a tenth of a step: see Weights.",
+            "s",
+            {
+                "mean": "increase(asyncgrpo_weight_sync_seconds_sum[$__range])"
+                " / increase(asyncgrpo_weight_sync_seconds_count[$__range])"
+            },
+            thresholds=((10, "yellow"), (60, "red")),
+        ),
+        number(
+            "Failures",
+            "Reward failures, failed syncs, refused messages and restarts over the time shown. The rows below say "
+            "which.",
+            "none",
+            {"failures": FAILURES},
+            decimals=0,
+            thresholds=((1, "yellow"), (50, "red")),
+        ),
+    ],
+    "Learning": [
+        Panel(
+            "Reward",
+            "Mean reward in training and on the held-out prompts. Training up and held-out flat: the reward is being "
+            "gamed.",
+            "none",
+            {"train": "asyncgrpo_reward_mean", "held-out": "asyncgrpo_eval_reward_mean"},
+            width=12,
+            height=8,
+        ),
+        Panel(
+            "Reward spread",
+            "Standard deviation of the reward over the answers of a step. Near 0 there is nothing to learn from.",
+            "none",
+            {"std": "asyncgrpo_reward_std"},
+            width=6,
+            height=8,
+        ),
+        Panel(
+            "Answer length",
+            "Mean sampled tokens of an answer. A steady climb to sampling.max_tokens: answers are cut, or padded for "
+            "reward.",
+            "none",
+            {"mean": "asyncgrpo_answer_length_mean"},
+            width=6,
+            height=8,
+        ),
+        Panel(
+            "Loss",
+            "Loss of each step. Its level means little in GRPO; a jump that stays is worth a look at the gradient "
+            "norm.",
+            "none",
+            {"loss": "asyncgrpo_loss"},
+            width=6,
+        ),
+        Panel(
+            "Gradient norm",
+            "Before clipping. Spikes: lower learner.lr or learner.grad_clip.",
+            "none",
+            {"norm": "asyncgrpo_grad_norm"},
+            width=6,
+        ),
+        Panel(
+            "Entropy and KL",
+            "Entropy of the policy and KL to the reference model, nats. Entropy near 0 early: raise "
+            "algorithm.clip_high or entropy_coef.",
+            "none",
+            {"entropy": "asyncgrpo_entropy", "KL": "asyncgrpo_kl_reference"},
+            width=6,
+        ),
+        Panel(
+            "Clipped tokens and learning rate",
+            "Share of trained tokens whose ratio was clipped, and the learning rate. Above 0.2 the steps are too "
+            "large.",
+            "none",
+            {"clipped": "asyncgrpo_clip_ratio", "learning rate": "asyncgrpo_learning_rate"},
+            width=6,
+        ),
+    ],
+    "Staleness": [
+        Panel(
+            "Lag",
+            "Lag of trained groups and the bound. p99 above the bound is a bug; at the bound the learner limits the "
+            "run.",
+            "none",
+            {
+                "p50": "histogram_quantile(0.5, sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[5m])))",
+                "p99": "histogram_quantile(0.99, sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[5m])))",
+                "bound": "max(asyncgrpo_max_lag_steps)",
+            },
+        ),
+        Panel(
+            "Groups by lag",
+            "Trained groups by lag in steps, over the time shown. Most of them in the last bar: the bound is at work.",
+            "none",
+            {"{{le}}": "sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[$__range]))"},
+            kind="bargauge",
+        ),
+        Panel(
+            "Importance weights",
+            "Mean weight proximal / behaviour policy, and the share of tokens at the cap. A mean far from 1 or a "
+            "growing share: the data is too old, or engine and learner disagree.",
+            "none",
+            {"mean": "asyncgrpo_importance_weight_mean", "capped share": "asyncgrpo_importance_capped_ratio"},
+        ),
+        Panel(
+            "Log-prob gap, learner against engine",
+            "On tokens that the current weights sampled, nats: rounding only, if all is well. A jump after a sync: "
+            "wrong weights on an engine; a constant offset: different precision, temperature or kernels.",
+            "none",
+            {"mean": "asyncgrpo_logprob_gap_mean", "largest": "asyncgrpo_logprob_gap_max"},
+            width=12,
+        ),
+        Panel(
+            "Weight versions",
+            "Published by the learner and held by each generator. A generator that stays behind is out of sync: see "
+            "its log.",
+            "none",
+            {
+                "learner": "asyncgrpo_learner_weight_version",
+                "generator {{rank}}": "asyncgrpo_generator_weight_version",
+            },
+            width=12,
+        ),
+    ],
+    "Buffer": [
+        Panel(
+            "Slots",
+            "Groups under way, ready and in the learner, and the slots they share. All leased: generators are the "
+            "slower side; all ready: the learner is.",
+            "none",
+            {"{{state}}": "asyncgrpo_buffer_groups", "slots": "asyncgrpo_buffer_slots"},
+        ),
+        Panel(
+            "Groups by outcome",
+            "Per second. Dropped ones cost tokens: stale means evicted by the bound, failed that no answer had a "
+            "reward, poison that the prompt used up its attempts.",
+            "none",
+            {"{{outcome}}": "sum by (outcome) (rate(asyncgrpo_groups_total[$__rate_interval]))"},
+        ),
+        Panel(
+            "Age of the oldest group",
+            "Since its first lease. Growing without end: one prompt hangs; its lease expires after "
+            "buffer.lease_timeout_s.",
+            "s",
+            {"oldest": "asyncgrpo_buffer_oldest_group_age_seconds"},
+        ),
+        Panel(
+            "Refused messages",
+            "Messages that could not be read or trusted, per second. Any: another version of asyncgrpo, or a peer "
+            "that is not ours.",
+            "none",
+            {"{{reason}}": "sum by (reason) (rate(asyncgrpo_rejected_frames_total[$__rate_interval]))"},
+            width=12,
+        ),
+        Panel(
+            "Prompts and epochs",
+            "Prompts done in the current epoch, and epochs complete.",
+            "none",
+            {"prompts": "asyncgrpo_prompts_done", "epochs": "asyncgrpo_epoch"},
+            width=12,
+        ),
+    ],
+    "Generators": [
+        Panel(
+            "Tokens per second by generator",
+            "Sampled tokens. One far below the others: a slow device, or prompts with long answers.",
+            "none",
+            {"generator {{rank}}": "sum by (rank) (rate(asyncgrpo_tokens_generated_total[$__rate_interval]))"},
+        ),
+        Panel(
+            "What generators do",
+            "Share of their time. Idle means that no lease was to be had: the bound holds them, or prompts have run "
+            "out.",
+            "percentunit",
+            {
+                "{{activity}}": "sum by (activity) (rate(asyncgrpo_generator_seconds_total[$__rate_interval]))"
+                " / ignoring (activity) group_left sum(rate(asyncgrpo_generator_seconds_total[$__rate_interval]))"
+            },
+            stacked=True,
+            top=1,
+        ),
+        Panel(
+            "Groups in flight",
+            "Groups each generator works on. Below generators.groups_in_flight it has room that the buffer does not "
+            "fill.",
+            "none",
+            {"generator {{rank}}": "asyncgrpo_groups_in_flight"},
+        ),
+        Panel(
+            "Time to generate a group",
+            "From lease to last answer. p99 far above p50: one long answer holds its group; see sampling.max_tokens.",
+            "s",
+            quantiles("asyncgrpo_generate_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Answer length",
+            "Sampled tokens, by quantile.",
+            "none",
+            quantiles("asyncgrpo_answer_length_tokens", 0.5, 0.9, 0.99),
+        ),
+        Panel(
+            "Why answers end",
+            "Share of answers. Much `length`: raise sampling.max_tokens, or the model does not end its answers.",
+            "percentunit",
+            {
+                "{{finish_reason}}": "sum by (finish_reason) (rate(asyncgrpo_answers_total[$__rate_interval]))"
+                " / ignoring (finish_reason) group_left sum(rate(asyncgrpo_answers_total[$__rate_interval]))"
+            },
+            stacked=True,
+            top=1,
+        ),
+    ],
+    "Weights": [
+        Panel(
+            "Sync time",
+            "Of one publication, by quantile.",
+            "s",
+            quantiles("asyncgrpo_weight_sync_seconds", 0.5, 0.99, by="5m"),
+        ),
+        Panel(
+            "Syncs by outcome",
+            "Over the last 5 minutes. Anything but ok: the learner's log names the generator and what was wrong.",
+            "none",
+            {"{{outcome}}": "sum by (outcome) (increase(asyncgrpo_weight_sync_total[5m]))"},
+            width=6,
+        ),
+        Panel(
+            "Bytes sent",
+            "Weights sent per second, each generator counted.",
+            "Bps",
+            {"sent": "rate(asyncgrpo_weight_sync_bytes_total[$__rate_interval])"},
+            width=5,
+        ),
+        Panel(
+            "Generators in sync",
+            "Generators that proved by checksum to hold the last version, beside those that answer Prometheus.",
+            "none",
+            {"in sync": "asyncgrpo_generators_in_sync", "alive": "count(asyncgrpo_generator_info) or vector(0)"},
+            width=5,
+        ),
+    ],
+    "Rewards": [
+        Panel(
+            "Time to score an answer",
+            "By quantile. Near reward.timeout_s: a slow or hanging reward; raise reward.workers or mend the function.",
+            "s",
+            quantiles("asyncgrpo_reward_seconds", 0.5, 0.99),
+            width=12,
+        ),
+        Panel(
+            "Answers without a score",
+            "Per second, by what went wrong. The generator's log has the exception.",
+            "none",
+            {"{{failure}}": "sum by (failure) (rate(asyncgrpo_reward_failures_total[$__rate_interval]))"},
+            width=12,
+        ),
+    ],
+    "Learner and runtime": [
+        Panel(
+            "What the learner does",
+            "Share of its first rank's time.",
+            "percentunit",
+            {
+                "{{activity}}": "sum by (activity) (rate(asyncgrpo_learner_seconds_total[$__rate_interval]))"
+                " / ignoring (activity) group_left sum(rate(asyncgrpo_learner_seconds_total[$__rate_interval]))"
+            },
+            stacked=True,
+            top=1,
+        ),
+        Panel("Step time", "Waiting included.", "s", quantiles("asyncgrpo_step_seconds", 0.5, 0.99, by="5m")),
+        Panel(
+            "Since the last step and checkpoint",
+            "Age of both. The first growing past 10 minutes raises NoProgress.",
+            "s",
+            {
+                "step": "time() - asyncgrpo_last_step_timestamp_seconds",
+                "checkpoint": "time() - asyncgrpo_checkpoint_last_success_timestamp_seconds",
+            },
+        ),
+        Panel(
+            "Waiting for",
+            "What each process is waiting for right now, and for how long. A line that climbs names a hang.",
+            "s",
+            {"{{role}} {{rank}}: {{what}}": "asyncgrpo_waiting_seconds"},
+        ),
+        Panel(
+            "Checkpoint time",
+            "Mean seconds to write one, over the time shown; 0 before the first.",
+            "s",
+            {
+                "mean": "(increase(asyncgrpo_checkpoint_seconds_sum[$__range])"
+                " / (increase(asyncgrpo_checkpoint_seconds_count[$__range]) > 0)) or vector(0)"
+            },
+            width=5,
+        ),
+        Panel(
+            "Restarts",
+            "Processes started again over the time shown.",
+            "none",
+            {"{{actor}}": "sum by (actor) (increase(asyncgrpo_actor_restarts_total[$__range]))"},
+            width=5,
+        ),
+        Panel(
+            "Versions",
+            "Processes by version of asyncgrpo. More than one line: a mixed cluster.",
+            "none",
+            {"{{version}}": "count by (version) (asyncgrpo_build_info)"},
+            width=6,
+        ),
+    ],
+}

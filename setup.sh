@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Makes .venv with everything for a machine without a GPU (Python 3.11, no other need). Safe to run again.
+#   ./setup.sh && .venv/bin/asyncgrpo demo
+set -euo pipefail
+cd "$(dirname "$0")"
+python="${PYTHON:-python3.11}"
+if ! command -v "$python" >/dev/null; then
+    echo "error: $python not found; install Python 3.11 or set PYTHON to it" >&2
+    exit 1
+fi
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+# torch first and with its own requirements: where only its CUDA build is on offer, that needs its libraries.
+.venv/bin/python -m pip install --quiet torch==2.13.0
+.venv/bin/python -m pip install --quiet --no-deps -r requirements/cpu.txt
+.venv/bin/python -m pip install --quiet --no-deps ./packaging/cpu-shims -e .
+# An SGLang engine imports thousands of modules at its start: compiled once here, it starts in half the time.
+.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true

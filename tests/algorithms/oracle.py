@@ -1,0 +1,37 @@
+"""The algorithms again, as loops over plain floats that follow the notation of the papers. Slow on purpose."""
+
+import math
+
+
+def advantages(rewards: list[float], groups: list[int], *, scale: str, eps: float = 1e-6) -> list[float]:
+    result = []
+    for reward, group in zip(rewards, groups, strict=True):
+        scored = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
+        if math.isnan(reward) or len(scored) < 2 or max(scored) == min(scored):
+            result.append(0.0)
+            continue
+        mean = math.fsum(scored) / len(scored)
+        std = math.sqrt(math.fsum((r - mean) ** 2 for r in scored) / (len(scored) - 1))
+        result.append((reward - mean) / (std + eps) if scale == "group_std" else reward - mean)
+    return result
+
+
+def ppo_value(log_ratio: float, advantage: float, *, low: float, high: float) -> float:
+    ratio = math.exp(log_ratio)
+    return min(ratio * advantage, max(1 - low, min(ratio, 1 + high)) * advantage)
+
+
+def kl_value(policy: float, reference: float, *, kind: str) -> float:
+    d = policy - reference
+    return {"k1": d, "k2": d * d / 2, "low_var_kl": min(math.exp(-d) - 1 + d, 10.0)}[kind]
+
+
+def token_weight(mode: str, lengths: list[list[bool]], max_length: int) -> list[float]:
+    num_tokens = sum(map(sum, lengths))
+    denominator = {"token-mean": num_tokens, "seq-mean-token-sum-norm": len(lengths) * max_length}[mode]
+    return [float(trained) / denominator for sequence in lengths for trained in sequence]
+
+
+def slope(function, x: float, step: float = 1e-6) -> float:
+    """Derivative by central differences."""
+    return (function(x + step) - function(x - step)) / (2 * step)

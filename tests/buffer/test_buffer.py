@@ -1,0 +1,268 @@
+"""The buffer loses nothing, trains nothing twice, and says what became of every group."""
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncgrpo.buffer.buffer import Buffer, State, group_seed
+from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.types import Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.wire.messages import Deliver, RolloutHeader
+
+GROUP_SIZE = 2
+
+
+def prompts(count: int) -> tuple[Prompt, ...]:
+    return tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1,)) for i in range(count))
+
+
+def make_buffer(count=12, per_step=2, max_lag=1, epochs=1, **settings) -> Buffer:
+    config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **settings)
+    source = PromptSource(prompts(count), seed=0, shuffle=True, epochs=epochs)
+    return Buffer(config, AlgorithmConfig(group_size=GROUP_SIZE), source, Sampling(), seed=0, lineage=1)
+
+
+def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver:
+    span = (VersionSpan(WeightVersion(lineage, version), 0, 1),)
+    return Deliver(
+        group_id=lease.group_id,
+        lease_id=lease.lease_id,
+        attempt=lease.attempt,
+        order=lease.order,
+        purpose="train",
+        prompt=lease.prompt,
+        rollouts=tuple(
+            RolloutHeader(
+                index=i,
+                num_tokens=1,
+                spans=span,
+                finish_reason="stop",
+                score=Score(failure="timeout") if score is None else Score(value=score),
+            )
+            for i, score in enumerate(scores)
+        ),
+        generator_id="g",
+        timings={},
+    )
+
+
+def v(version: int) -> WeightVersion:
+    return WeightVersion(1, version)
+
+
+def lease_all(buffer: Buffer, holder="g") -> list[Lease]:
+    leases = []
+    while (lease := buffer.lease(holder, 0.0)) is not None:
+        leases.append(lease)
+    return leases
+
+
+def test_nothing_is_leased_before_the_first_publication_and_never_more_than_the_slots():
+    buffer = make_buffer(per_step=2, max_lag=1)
+    assert buffer.lease("g", 0.0) is None
+    buffer.published(v(0))
+    assert len(lease_all(buffer)) == 4
+
+
+def test_a_batch_is_full_oldest_first_and_in_prompt_order():
+    buffer = make_buffer(per_step=2, max_lag=1)
+    buffer.published(v(0))
+    a, b, c, d = lease_all(buffer)
+    for lease in (d, b):
+        assert buffer.accept(deliver(lease, 0), b"") is None
+    assert [e.order for e in buffer.take(v(0))] == [b.order, d.order]
+    assert buffer.take(v(0)) is None
+    buffer.published(v(1))
+    assert buffer.outcomes["trained"] == 2
+    for lease in (c, a):
+        buffer.accept(deliver(lease, 0), b"")
+    assert [e.order for e in buffer.take(v(1))] == [a.order, c.order]
+
+
+def test_slots_are_free_only_when_the_trained_weights_are_published():
+    buffer = make_buffer(per_step=2, max_lag=0)
+    buffer.published(v(0))
+    for lease in lease_all(buffer):
+        buffer.accept(deliver(lease, 0), b"")
+    assert buffer.take(v(0)) is not None
+    assert buffer.lease("g", 0.0) is None
+    buffer.published(v(1))
+    assert buffer.lease("g", 0.0) is not None
+
+
+def test_the_same_group_twice_is_trained_once():
+    buffer = make_buffer(per_step=2, max_lag=0)
+    buffer.published(v(0))
+    first, second = lease_all(buffer)
+    assert buffer.accept(deliver(first, 0), b"") is None
+    assert buffer.accept(deliver(first, 0), b"") == "duplicate"
+    buffer.accept(deliver(second, 0), b"")
+    buffer.take(v(0))
+    assert buffer.accept(deliver(first, 0), b"") == "duplicate"
+    buffer.published(v(1))
+    assert buffer.accept(deliver(first, 0), b"") == "duplicate"
+    assert buffer.outcomes["trained"] == 2
+
+
+def test_a_lost_generator_s_prompts_are_issued_again_before_new_ones():
+    buffer = make_buffer(per_step=2, max_lag=1)
+    buffer.published(v(0))
+    kept, lost = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
+    assert kept is not None and lost is not None
+    assert buffer.release("b") == [lost.lease_id]
+    again = buffer.lease("c", 1.0)
+    assert again is not None and again.order == lost.order and again.prompt == lost.prompt
+    assert buffer.held_by("a") == 1 and buffer.held_by("b") == 0
+
+
+def test_a_prompt_that_fails_every_time_is_dropped_with_a_count():
+    buffer = make_buffer(per_step=1, max_lag=0, max_attempts=3)
+    buffer.published(v(0))
+    orders = []
+    for _ in range(3):
+        lease = buffer.lease("g", 0.0)
+        assert lease is not None
+        orders.append((lease.order, lease.attempt))
+        buffer.fail(lease.lease_id, "failed")
+    assert orders == [(0, 0), (0, 1), (0, 2)]
+    assert buffer.outcomes["dropped_failed"] == 1 and buffer.outcomes["requeued"] == 2
+    after = buffer.lease("g", 0.0)
+    assert after is not None and after.order == 1
+
+
+def test_a_lease_that_takes_too_long_is_given_to_another():
+    buffer = make_buffer(per_step=1, max_lag=0, lease_timeout_s=10.0)
+    buffer.published(v(0))
+    lease = buffer.lease("slow", 0.0)
+    assert lease is not None and buffer.expire(9.0) == []
+    assert buffer.expire(11.0) == [lease]
+    again = buffer.lease("quick", 11.0)
+    assert again is not None and again.order == lease.order and again.lease_id != lease.lease_id
+    assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease"
+    assert buffer.accept(deliver(again, 0), b"") is None
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (lambda lease: deliver(lease, 0, scores=(1.0,)), "incomplete"),
+        (lambda lease: deliver(lease, 0, scores=(1.0, None)), "unscored"),
+        (lambda lease: deliver(lease, 0, lineage=7), "lineage"),
+        (lambda lease: msgspec.structs.replace(deliver(lease, 0), group_id="1.999"), "no_such_lease"),
+    ],
+)
+def test_a_group_that_cannot_be_trained_is_refused_by_name(message, reason):
+    buffer = make_buffer()
+    buffer.published(v(0))
+    lease = buffer.lease("g", 0.0)
+    assert lease is not None
+    assert buffer.accept(message(lease), b"") == reason
+
+
+def test_a_group_that_is_already_too_old_is_dropped_and_its_prompt_issued_again():
+    buffer = make_buffer(per_step=1, max_lag=0)
+    buffer.published(v(5))
+    lease = buffer.lease("g", 0.0)
+    assert lease is not None
+    buffer.accept(deliver(lease, 3), b"")  # from a generator that missed two publications
+    assert buffer.take(v(5)) is None
+    assert buffer.outcomes["dropped_stale"] == 1
+    again = buffer.lease("g", 0.0)
+    assert again is not None and again.order == lease.order
+
+
+def test_the_last_batch_holds_what_is_left():
+    buffer = make_buffer(count=3, per_step=2, max_lag=0)
+    buffer.published(v(0))
+    sizes = []
+    for version in range(2):
+        for lease in lease_all(buffer):
+            buffer.accept(deliver(lease, version), b"")
+        sizes.append(len(buffer.take(v(version))))
+        buffer.published(v(version + 1))
+    assert sizes == [2, 1]
+    assert buffer.exhausted
+
+
+def test_seeds_differ_between_groups_attempts_and_runs():
+    seeds = {group_seed(s, o, a) for s in range(3) for o in range(50) for a in range(3)}
+    assert len(seeds) == 3 * 50 * 3 and all(0 <= s < 2**48 for s in seeds)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Leases, groups, failures, losses and steps in any order."""
+
+    @initialize(per_step=st.integers(1, 3), max_lag=st.integers(0, 3))
+    def start(self, per_step, max_lag):
+        self.max_lag, self.per_step, self.count = max_lag, per_step, 14
+        self.buffer = make_buffer(self.count, per_step, max_lag, max_attempts=100)
+        self.version = 0
+        self.buffer.published(v(0))
+        self.leases: list[tuple[Lease, int]] = []
+        self.trained: list[int] = []
+
+    @rule(holder=st.sampled_from("ab"))
+    def lease(self, holder):
+        lease = self.buffer.lease(holder, 0.0)
+        if lease is not None:
+            self.leases.append((lease, self.version))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), twice=st.booleans(), keep=st.booleans())
+    def deliver(self, data, twice, keep):
+        index = data.draw(st.integers(0, len(self.leases) - 1))
+        lease, version = self.leases[index] if keep else self.leases.pop(index)
+        for _ in range(1 + twice):
+            self.buffer.accept(deliver(lease, version), b"")
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def fail(self, data):
+        lease, _ = data.draw(st.sampled_from(self.leases))
+        self.buffer.fail(lease.lease_id, "failed")
+
+    @rule(holder=st.sampled_from("ab"))
+    def lose(self, holder):
+        self.buffer.release(holder)
+
+    @rule()
+    def step(self):
+        batch = self.buffer.take(v(self.version))
+        if batch is None:
+            return
+        assert len(batch) == self.per_step or self.buffer.count(State.READY) == 0
+        assert all(self.version - e.oldest.version <= self.max_lag for e in batch)
+        self.trained += [e.order for e in batch]
+        self.version += 1
+        self.buffer.published(v(self.version))
+
+    @invariant()
+    def slots_are_never_exceeded(self):
+        held = sum(self.buffer.count(state) for state in State)
+        assert held <= (self.max_lag + 1) * self.per_step
+
+    @invariant()
+    def every_group_is_accounted_for(self):
+        out = self.buffer.outcomes
+        gone = out["trained"] + out["requeued"] + sum(n for k, n in out.items() if k.startswith("dropped"))
+        assert out["leased"] == gone + sum(self.buffer.count(state) for state in State)
+
+    def teardown(self):
+        """From wherever we are, every prompt is trained exactly once in the end."""
+        if not hasattr(self, "buffer"):
+            return
+        self.buffer.release("a")
+        self.buffer.release("b")
+        for _ in range(200):
+            while (lease := self.buffer.lease("a", 0.0)) is not None:
+                assert self.buffer.accept(deliver(lease, self.version), b"") is None
+            self.step()
+        assert sorted(self.trained) == list(range(self.count))
+        assert self.buffer.exhausted
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,104 @@
+"""Groups, configurations and a plain transformers forward for the learner's tests."""
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncgrpo.config import Config
+from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
+
+VERSION = WeightVersion(7, 3)
+OLDER = WeightVersion(7, 2)
+
+
+def config(path, **sections) -> Config:
+    """A float32 configuration on the CPU; `sections` override fields, as `learner={"lr": 0.1}`."""
+    base = {
+        "model": {"path": str(path), "dtype": "float32"},
+        "data": {"train": "unused.jsonl"},
+        "learner": {"device": "cpu", "lr": 1e-3, "tokens_per_microbatch": 4096},
+        "sampling": {"max_tokens": 16},
+    }
+    return msgspec.convert({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}, Config)
+
+
+def make_group(number: int, rewards, answers, *, prompt=(5, 6, 7), logprobs=None, version=VERSION) -> Group:
+    """A group with the given answers (lists of token ids); a reward of None is a failure."""
+    rollouts = []
+    for index, (reward, tokens) in enumerate(zip(rewards, answers, strict=True)):
+        chosen = logprobs[index] if logprobs is not None else np.full(len(tokens), -5.0)
+        completion = Completion(
+            index=index,
+            token_ids=np.asarray(tokens, np.int32),
+            logprobs=np.asarray(chosen, np.float32),
+            spans=(VersionSpan(version, 0, len(tokens)),) if len(tokens) else (),
+            finish_reason="stop",
+        )
+        score = Score(value=reward) if reward is not None else Score(failure="timeout")
+        rollouts.append(Rollout(completion, score))
+    return Group(
+        group_id=f"g{number}",
+        lease_id=f"l{number}",
+        attempt=0,
+        order=number,
+        purpose="train",
+        prompt=Prompt(prompt_id=f"train/{number}", token_ids=tuple(prompt)),
+        rollouts=tuple(rollouts),
+    )
+
+
+def random_groups(
+    count: int, size: int, *, seed: int = 0, vocab: int = 260, prompt=(1, 12), answer=(1, 10)
+) -> list[Group]:
+    """Groups of unequal lengths, with rewards 0 or 1, behaviour log-probs around those of a random model."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number in range(count):
+        answers = [rng.integers(0, vocab, rng.integers(*answer, endpoint=True)) for _ in range(size)]
+        groups.append(
+            make_group(
+                number,
+                rng.integers(0, 2, size).astype(float).tolist(),
+                answers,
+                prompt=rng.integers(0, vocab, rng.integers(*prompt, endpoint=True)).tolist(),
+                logprobs=[rng.normal(-5.5, 0.5, len(a)) for a in answers],
+                version=[VERSION, OLDER][number % 2],
+            )
+        )
+    return groups
+
+
+def plain_logprobs(path, prompt, answer, *, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of one answer from an unpacked, unsharded forward pass of transformers."""
+    model = path if isinstance(path, torch.nn.Module) else load(path)
+    tokens = torch.tensor([[*prompt, *answer]])
+    with torch.no_grad():
+        logprobs = (model(tokens).logits[0].float() / temperature).log_softmax(-1)
+    return logprobs[len(prompt) - 1 : -1].gather(-1, tokens[0, len(prompt) :, None]).squeeze(-1).numpy()
+
+
+def load(path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def with_true_logprobs(path, groups: list[Group], *, temperature: float = 1.0) -> list[Group]:
+    """The same groups as the model of `path` would have sampled them."""
+    model = load(path)
+    return [
+        make_group(
+            group.order,
+            [r.score.value for r in group.rollouts],
+            [r.completion.token_ids for r in group.rollouts],
+            prompt=group.prompt.token_ids,
+            logprobs=[
+                plain_logprobs(model, group.prompt.token_ids, r.completion.token_ids, temperature=temperature)
+                for r in group.rollouts
+            ],
+        )
+        for group in groups
+    ]
+
+
+def weights(learner) -> dict[str, torch.Tensor]:
+    return {info.name: tensor.clone() for info, tensor in learner.weights()}

@@ -1,0 +1,81 @@
+"""Exports the metrics of all roles and moves them as a healthy run would. Prints its port, then runs until killed."""
+
+import itertools
+import random
+import time
+
+from asyncgrpo import metrics
+
+GROUPS, ANSWERS, MAX_LAG = 8, 8, 2
+
+
+def start() -> None:
+    metrics.generator_info.info({"engine": "fake"})
+    metrics.max_lag_steps.set(MAX_LAG)
+    metrics.buffer_slots.set((MAX_LAG + 1) * GROUPS)
+    metrics.generators_in_sync.set(1)
+
+
+def one_group(rng: random.Random) -> None:
+    metrics.groups_total.labels(outcome="leased").inc()
+    metrics.groups_total.labels(outcome="accepted").inc()
+    metrics.generate_seconds.observe(rng.uniform(0.05, 0.2))
+    metrics.generator_seconds_total.labels(activity="generate").inc(0.02)
+    metrics.generator_seconds_total.labels(activity="idle").inc(0.002)
+    for _ in range(ANSWERS):
+        tokens = rng.randrange(4, 60)
+        metrics.tokens_generated_total.inc(tokens)
+        metrics.answer_length_tokens.observe(tokens)
+        metrics.answers_total.labels(finish_reason="stop").inc()
+        metrics.reward_seconds.observe(0.002)
+
+
+def one_step(rng: random.Random, step: int) -> None:
+    for _ in range(GROUPS):
+        one_group(rng)
+        metrics.group_lag_steps.observe(rng.randrange(MAX_LAG + 1))
+        metrics.groups_total.labels(outcome="trained").inc()
+    metrics.buffer_groups.labels(state="leased").set(5)
+    metrics.buffer_groups.labels(state="ready").set(3)
+    metrics.buffer_oldest_group_age_seconds.set(rng.random())
+    metrics.prompts_done.set(step * GROUPS)
+    metrics.groups_in_flight.set(5)
+    metrics.observe_step(
+        {
+            "step": step,
+            "reward_mean": min(1.0, 0.1 + step / 50),
+            "reward_std": 0.3,
+            "loss": rng.gauss(0, 0.01),
+            "grad_norm": 0.5,
+            "lr": 1e-3,
+            "entropy": 2.0,
+            "clip_ratio": 0.01,
+            "importance_mean": 1.0,
+            "importance_capped": 0.001,
+            "logprob_gap_mean": 1e-7,
+            "logprob_gap_max": 2e-6,
+            "answer_length_mean": 30.0,
+            "tokens_trained": GROUPS * ANSWERS * 30,
+            "seconds": {"wait_data": 0.05, "forward_backward": 0.1, "optimizer": 0.02, "publish": 0.01},
+        }
+    )
+    metrics.weight_sync_total.labels(outcome="ok").inc()
+    metrics.weight_sync_seconds.observe(rng.uniform(0.01, 0.02))
+    metrics.weight_sync_bytes_total.inc(400_000)
+    metrics.learner_weight_version.set(step)
+    metrics.generator_weight_version.set(step)
+    if step % 5 == 0:
+        metrics.eval_reward_mean.set(min(1.0, 0.1 + step / 50))
+
+
+def main() -> None:
+    rng = random.Random(0)
+    start()
+    print(metrics.serve(*metrics.ROLES), flush=True)
+    for step in itertools.count(1):
+        one_step(rng, step)
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

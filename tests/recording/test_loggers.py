@@ -1,0 +1,131 @@
+"""Outside loggers get the numbers, need no network, and cannot stop a run."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncgrpo.errors import ConfigError
+from asyncgrpo.recording.loggers import Loggers, scalars_of
+
+STEP = {
+    "event": "step",
+    "time": 1.0,
+    "step": 17,
+    "loss": 0.5,
+    "kl_reference": None,
+    "seconds": {"publish": 2},
+    "lags": {"0": 3},
+}
+SCALARS = {"loss": 0.5, "seconds/publish": 2.0, "lags/0": 3.0}
+
+
+class Recorder(SimpleNamespace):
+    """A module in whose place every call is written down."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=[])
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> "Recorder":
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def install(name: str) -> Recorder:
+        module = Recorder()
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", "unused")
+    return install
+
+
+def test_only_finite_numbers_are_sent():
+    values = {"a": 1, "b": float("nan"), "c": None, "d": "text", "e": {"f": 2.5, "g": [1]}, "h": float("inf")}
+    assert scalars_of(values) == {"a": 1.0, "e/f": 2.5}
+
+
+def test_tensorboard_files_can_be_read_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = Loggers(["tensorboard"], tmp_path, "demo", {"model": {"path": "tiny"}})
+    loggers.log(17, STEP)
+    loggers.log(18, {**STEP, "loss": 0.25})
+    loggers.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in read.Scalars("loss")] == [(17, 0.5), (18, 0.25)]
+    assert read.Scalars("seconds/publish")[0].value == 2.0
+
+
+def test_wandb_is_offline_without_a_key(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    wandb = fake("wandb")
+    loggers = Loggers(["wandb"], tmp_path, "demo", {"seed": 0})
+    loggers.log(17, STEP)
+    loggers.close()
+    (_, init) = wandb.of("init")[0]
+    assert (init["mode"], init["name"], init["dir"], init["config"]) == ("offline", "demo", str(tmp_path), {"seed": 0})
+    assert wandb.of("log") == [((SCALARS,), {"step": 17})]
+    assert wandb.of("finish") == [((), {})]
+
+
+@pytest.mark.parametrize(("variable", "mode"), [("WANDB_API_KEY", "online"), ("WANDB_MODE", "disabled")])
+def test_wandb_does_what_the_environment_says(fake, tmp_path, monkeypatch, variable, mode):
+    monkeypatch.setenv(variable, "disabled")
+    wandb = fake("wandb")
+    Loggers(["wandb"], tmp_path, "demo", {})
+    assert wandb.of("init")[0][1]["mode"] == mode
+
+
+def test_trackio_gets_project_name_and_steps(fake, tmp_path):
+    trackio = fake("trackio")
+    loggers = Loggers(["trackio"], tmp_path, "demo", {"model": {"path": "tiny"}})
+    loggers.log(17, STEP)
+    loggers.close()
+    assert trackio.of("init") == [((), {"project": "asyncgrpo", "name": "demo", "config": {"model.path": "tiny"}})]
+    assert trackio.of("log") == [((SCALARS,), {"step": 17})] and trackio.of("finish")
+
+
+def test_mlflow_writes_below_the_run_folder(fake, tmp_path):
+    mlflow = fake("mlflow")
+    loggers = Loggers(["mlflow"], tmp_path, "demo", {"model": {"path": "x" * 900}})
+    loggers.log(17, STEP)
+    loggers.close()
+    assert mlflow.of("set_tracking_uri")[0][0][0] == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    assert len(mlflow.of("log_params")[0][0][0]["model.path"]) == 500
+    assert mlflow.of("log_metrics") == [((SCALARS,), {"step": 17})] and mlflow.of("end_run")
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match=r"run\.loggers names 'trackio'.*pip install 'asyncgrpo\[trackio\]'"):
+        Loggers(["trackio"], tmp_path, "demo", {})
+
+
+def test_an_unknown_name_lists_the_known_ones(tmp_path):
+    with pytest.raises(ConfigError, match="'neptune'; known are wandb, tensorboard"):
+        Loggers(["neptune"], tmp_path, "demo", {})
+
+
+def test_a_logger_that_fails_is_switched_off_and_the_others_go_on(fake, tmp_path, caplog):
+    wandb, trackio = fake("wandb"), fake("trackio")
+    loggers = Loggers(["wandb", "trackio"], tmp_path, "demo", {})
+    wandb.__dict__["log"] = lambda *_, **__: 1 / 0
+    loggers.log(1, STEP)
+    loggers.log(2, STEP)
+    assert len(trackio.of("log")) == 2
+    assert caplog.text.count("logger wandb failed") == 1
+    loggers.close()

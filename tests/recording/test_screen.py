@@ -1,0 +1,257 @@
+"""What a person sees of a run: the live page, one line a step, the summary, the curves."""
+
+import io
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncgrpo.recording.curves import plot
+from asyncgrpo.recording.events import Event, EventLog
+from asyncgrpo.recording.progress import Progress, mean_lag, sync_line
+from asyncgrpo.recording.screen import Screen, watch
+from asyncgrpo.recording.summary import summary
+from asyncgrpo.recording.textplot import bar, line_plot, resample
+
+
+def step(n: int, **more) -> Event:
+    return {
+        "event": "step", "time": 1000.0 + 2 * n, "step": n, "version": f"1.{n}", "reward_mean": n / 20, "loss": -0.0125,
+        "lags": {"0": 2, "2": 6}, "answers": 64, "tokens_trained": 100, "tokens_generated": 120 * n,
+        "tokens_dropped": 7, "logprob_gap_max": n * 1e-6, "answer_length_mean": 9.5, "failures": {}, "dropped": {},
+        "seconds": {"wait_data": 0.5, "forward_backward": 1.0, "optimizer": 0.4, "publish": 0.1}, **more,
+    }  # fmt: skip
+
+
+def sync(n: int, **more) -> Event:
+    return {
+        "event": "sync",
+        "time": 1000.0 + 2 * n,
+        "version": f"1.{n}",
+        "engines": 2,
+        "ms": 12.3,
+        "checksum": "ok",
+        **more,
+    }
+
+
+START = {"event": "start", "time": 1000.0, "run": "demo", "sizes": "8 prompts x 8 answers", "steps": 20, "step": 0}
+EVAL = {"event": "eval", "time": 1021.0, "step": 10, "version": "1.10", "reward_mean": 0.45, "answers": 32}
+END = {"event": "end", "time": 1041.0, "status": "done", "step": 20}
+RUN = [START, *(event for n in range(1, 21) for event in (step(n), sync(n))), EVAL, END]
+
+
+def page(events: list[Event], width: int = 80, now: float | None = None) -> str:
+    screen = Screen()
+    for event in events:
+        screen.update(event)
+    console = Console(file=io.StringIO(), width=width, height=40)
+    console.print(screen.render(now))
+    return console.file.getvalue()
+
+
+def test_the_page_shows_the_reward_the_lag_the_time_and_the_syncs():
+    text = page([*RUN[:35], EVAL])
+    assert "demo" in text and "step 17/20" in text and "85%" in text and "8 prompts x 8 answers" in text
+    assert "0.850" in text and "0.450 @ 10" in text
+    assert "v17 -> 2 engines, 12 ms, checksum ok" in text
+    assert "wait for data" in text and "25%" in text and "70%" in text
+    assert "2.04k  60/s" in text and "1.7k  50/s" in text
+    assert any("\u2801" <= character <= "\u28ff" for character in text)
+
+
+def test_the_clock_runs_between_events_and_stops_at_the_end():
+    assert "0:02:05" in page(RUN[:5], now=1125.0)
+    assert "0:00:41" in page(RUN, now=5000.0) and "done" in page(RUN)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_page_fits_a_small_terminal(width):
+    trouble = [
+        {"event": "restart", "time": 1041.0, "actor": f"generator-{i}", "reason": "killed " * 20} for i in range(9)
+    ]
+    lines = page([*RUN[:-1], *trouble, step(21, lags={str(lag): 1 for lag in range(12)})], width).splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= width
+
+
+def test_a_page_without_a_step_waits():
+    assert "starting" in page([]) and "no step yet" in page([START])
+
+
+def test_the_page_warns_of_restarts_reward_failures_stalls_and_bad_syncs():
+    events = [
+        START,
+        {"event": "restart", "time": 1.0, "actor": "generator-1", "reason": "signal 9"},
+        {"event": "stall", "time": 1.0, "what": "batch", "seconds": 61.2},
+        sync(3, checksum="mismatch"),
+    ]
+    assert "restarted generator-1: signal 9" in page(events)
+    assert "waiting for batch for 61 s" in page(events)
+    assert "v3 -> 2 engines, 12 ms, checksum mismatch" in page(events)
+    assert "step 1: reward failures: crash 1, timeout 2" in page([START, step(1, failures={"timeout": 2, "crash": 1})])
+
+
+def test_progress_counts_prompts_where_steps_have_no_end():
+    progress = Progress.of([{**START, "steps": None, "prompts": 200}, step(1, prompts_done=50)])
+    assert progress.share_done == 0.25
+    assert Progress.of([{**START, "steps": None}, step(1)]).share_done is None
+
+
+def test_a_rewound_file_is_told_from_the_start():
+    assert Progress.of([*RUN, {"event": "rewound"}, START, step(1)]).step == 1
+    assert len(Progress.of([*RUN, {"event": "rewound"}, START, step(1)]).steps) == 1
+
+
+def test_a_step_shown_again_replaces_what_followed_it():
+    progress = Progress.of([START, step(1), step(2), step(3), step(2, reward_mean=0.9)])
+    assert progress.rewards() == [0.05, 0.9]
+
+
+def test_time_between_a_stop_and_a_resume_is_not_training():
+    events = [START, step(1), step(2), {**START, "time": 9000.0}, step(3, time=9002.0), step(4, time=9004.0)]
+    assert Progress.of(events).training_seconds == pytest.approx(2 + 2 + 2 + 2)
+
+
+def test_one_engine_is_singular():
+    assert sync_line(sync(1, engines=1)) == "v1 -> 1 engine, 12 ms, checksum ok"
+
+
+def test_a_file_gets_one_tidy_line_a_step(tmp_path):
+    log = EventLog(tmp_path / "metrics.jsonl", clock=iter([1000.0, 1002.0, 1002.0, 1004.0, 1004.5, 1005.0]).__next__)
+    for event in (START, sync(1), step(1), step(2), {**EVAL, "step": 2}, {**END, "step": 2}):
+        fields = {key: value for key, value in event.items() if key not in ("event", "time")}
+        log.write(event["event"], **{"lineage": 1, "version": "1.0", **fields})
+    console = Console(file=io.StringIO(), width=60)
+    progress = watch(tmp_path / "metrics.jsonl", console=console, poll_s=0.01)
+    assert console.file.getvalue().splitlines() == [
+        "start demo  8 prompts x 8 answers",
+        "step   1/20  reward 0.050  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
+        "step   2/20  reward 0.100  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
+        "eval   2  reward 0.450  answers 32",
+        "end   done at step 2",
+    ]
+    assert progress.step == 2
+
+
+def test_a_terminal_gets_the_live_page(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    EventLog(path).write("end", status="failed", step=0)
+    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
+    watch(path, console=console, poll_s=0.01)
+    assert "failed" in console.file.getvalue()
+
+
+def test_watching_ends_when_told_and_still_shows_what_was_written(tmp_path):
+    path, stop = tmp_path / "metrics.jsonl", threading.Event()
+    log = EventLog(path)
+    log.write("restart", actor="buffer", reason="signal 9")
+    stop.set()
+    console = Console(file=io.StringIO(), width=80)
+    watch(path, console=console, stop=stop)
+    assert console.file.getvalue() == "warning: restarted buffer: signal 9\n"
+
+
+def test_a_resumed_run_does_not_end_with_its_old_end_nor_tell_its_past_again(tmp_path):
+    path, now = tmp_path / "metrics.jsonl", [1000.0]
+    log = EventLog(path, clock=lambda: now[0])
+    log.write("end", status="drained", step=1)
+    now[0] = 2000.0
+    log.write("end", status="done", step=2)
+    console = Console(file=io.StringIO(), width=80)
+    progress = watch(path, console=console, since=1500.0, poll_s=0.01)
+    assert console.file.getvalue() == "end   done at step 2\n" and progress.end["time"] == 2000.0
+
+    stop, console = threading.Event(), Console(file=io.StringIO(), width=80)
+    stop.set()
+    assert watch(path, console=console, since=2500.0, stop=stop).end["time"] == 2000.0
+    assert console.file.getvalue() == ""
+
+
+def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
+    path, now = tmp_path / "metrics.jsonl", [1000.0]
+    log = EventLog(path, clock=lambda: now[0])
+
+    def write_step(n: int) -> None:
+        now[0] += 1
+        log.write("step", **{key: value for key, value in step(n).items() if key not in ("event", "time")})
+
+    class Stop(threading.Event):
+        """Between the first look and the second the learner dies and resumes."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            log.resume_at(1)
+            write_step(2)
+            now[0] += 1
+            log.write("end", status="done", step=2)
+            return False
+
+    write_step(1)
+    write_step(2)
+    console = Console(file=io.StringIO(), width=200)
+    watch(path, console=console, stop=Stop())
+    said = [line.split("  reward")[0].split(" at")[0] for line in console.file.getvalue().splitlines()]
+    assert said == ["step   1", "step   2", "step   2", "end   done"]
+
+
+def test_the_summary_says_what_the_run_did(tmp_path):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step_000001.parquet").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    checkpoint = {"event": "checkpoint", "time": 1040.0, "step": 20, "path": "runs/demo/checkpoints/20", "seconds": 1.0}
+    text = summary([*RUN[:-1], checkpoint, END], tmp_path)
+    rows = {line[:14].strip(): line[14:] for line in reversed(text.splitlines())}
+    assert rows["run"] == "demo: done at step 20 of 20, 40.0 s of training"
+    assert rows["reward"] == "0.150 -> 0.900 (means of 5 first and last steps)"
+    assert rows["eval"] == "0.450"
+    assert rows["tokens"] == "2,400 generated, 2,000 trained, 7 dropped"
+    assert rows["lag"] == "mean 1.50, max 2 steps; groups dropped: 0"
+    assert rows["weight syncs"] == "20 of 20 proved by checksum"
+    assert rows["log-prob gap"] == "max 2e-05 nats between learner and engine"
+    assert rows["waiting"] == "25% of the learner's time"
+    assert rows["checkpoint"] == "runs/demo/checkpoints/20 (step 20)"
+    assert f"{tmp_path / 'samples'}/ (1 entry)" in text and str(tmp_path / "metrics.jsonl") in text
+
+
+def test_the_summary_of_a_run_that_never_stepped_says_so():
+    assert summary([START]) == "run  demo: not ended at step 0 of 20, 0.0 s of training"
+
+
+def test_the_summary_counts_a_bad_sync_and_a_restart():
+    restart = {"event": "restart", "time": 1.0, "actor": "generator-0", "reason": "signal 9"}
+    text = summary([START, step(1), sync(1), sync(2, checksum="mismatch"), restart])
+    assert "1 of 2 proved by checksum" in text and "restarts      1" in text
+
+
+@pytest.mark.parametrize("events", [[], [START, step(1, lags={}, reward_mean=None)], RUN])
+def test_curves_are_drawn_whatever_there_is(events, tmp_path):
+    path = plot(events, tmp_path / "curves.png")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [p.name for p in Path(tmp_path).iterdir()] == ["curves.png"]
+
+
+def test_mean_lag_is_over_groups():
+    assert mean_lag({0: 2, 2: 6}) == 1.5 and mean_lag({}) == 0.0
+
+
+def test_resampling_keeps_the_ends_and_the_mean():
+    assert resample([0.0, 1.0], 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert resample([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
+    assert resample([4.0], 3) == [4.0, 4.0, 4.0]
+
+
+def test_a_rising_line_goes_from_the_bottom_left_to_the_top_right():
+    lines = line_plot([0.0, 1.0], width=2, height=2)
+    assert [len(line) for line in lines] == [2, 2]
+    assert lines[0][0] == "\u2800" and lines[1][0] != "\u2800"
+    assert lines[0][1] != "\u2800" and ord(lines[0][1]) & 0x08  # the dot in the upper right corner
+
+
+def test_a_flat_or_absent_line_is_drawn_at_the_bottom_or_not_at_all():
+    assert line_plot([3.0], 3, 2) == ["\u2800" * 3, "\u28c0" * 3]
+    assert line_plot([], 3, 2) == ["   ", "   "]
+
+
+def test_a_bar_fills_its_share():
+    assert (bar(0, 4), bar(0.5, 4), bar(1, 4), bar(2, 4)) == ("    ", "██  ", "████", "████")
+    assert bar(0.125, 1) == "▏"

@@ -1,0 +1,173 @@
+"""A reward file whose behaviour the answer names: what users' functions do, on good days and bad."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    name, _, argument = solution_str.partition(" ")
+    return globals()[name](*([argument] if argument else []))
+
+
+def one():
+    return 1.0
+
+
+def number(text):
+    return float(text)
+
+
+def whole_number():
+    return 3
+
+
+def too_large_whole_number():
+    return 10**400
+
+
+def true():
+    return True
+
+
+def numpy_scalar():
+    return np.float32(0.5)
+
+
+def numpy_bool():
+    return np.bool_(True)
+
+
+def numpy_array():
+    return np.array([0.5, 0.5])
+
+
+def parts():
+    return {"score": 0.5, "format": 1, "length": np.float64(0.25), "pred": "41", "ratio": float("nan")}
+
+
+def nothing():
+    return None
+
+
+def text():
+    return "1.0"
+
+
+def a_list():
+    return [1.0]
+
+
+def dict_without_score():
+    return {"reward": 1.0}
+
+
+def dict_with_text_score():
+    return {"score": "high"}
+
+
+def raises():
+    raise KeyError("no such column")
+
+
+def leaves():
+    sys.exit(3)
+
+
+def unprintable():
+    class Unprintable(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    raise Unprintable
+
+
+def raises_a_long_text():
+    raise ValueError("x" * 10_000)
+
+
+def hang():
+    while True:
+        pass
+
+
+def hang_in_c():
+    time.sleep(10_000)
+
+
+def hang_with_child(pid_file):
+    with subprocess.Popen(["sleep", "10000"]) as child:
+        with open(pid_file, "w") as file:
+            file.write(str(child.pid))
+        child.wait()
+
+
+def hang_deaf():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(10_000)
+
+
+def exits():
+    os._exit(7)
+
+
+def segfaults():
+    ctypes.string_at(0)
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forks():
+    os.fork()
+    return 1.0
+
+
+async def slow_but_sure():
+    await asyncio.sleep(0.01)
+    return 0.75
+
+
+async def slow():
+    await asyncio.sleep(10_000)
+
+
+async def raises_later():
+    await asyncio.sleep(0)
+    raise ValueError("later")
+
+
+def noisy():
+    print("\x00\x00\x00\x05hello")
+    sys.stdout.write("no newline")
+    os.write(1, b"\xff" * 100)
+    subprocess.run(["echo", "from a child"], check=True)
+    return 1.0
+
+
+def reads_stdin():
+    return {"score": 1.0, "length": len(sys.stdin.read())}
+
+
+def modules():
+    heavy = ("torch", "transformers", "ray", "sglang", "math_verify", "omegaconf")
+    return {"score": 1.0, **{name: name in sys.modules for name in heavy}}
+
+
+def threads():
+    return {"score": 1.0, "omp": int(os.environ["OMP_NUM_THREADS"])}
+
+
+def pid():
+    return os.getpid()

@@ -1,0 +1,126 @@
+"""Whatever a reward function does, its caller gets a score or the name of what went wrong."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from asyncgrpo.rewards import UserReward
+from tests.rewards.conftest import prompt
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))
+LINE_THAT_RAISES = Path(BEHAVIOURS).read_text().splitlines().index('    raise KeyError("no such column")') + 1
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reward():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    yield reward
+    await reward.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hasty():
+    reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
+    yield reward
+    await reward.close()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "value"),
+    [
+        ("number 0.25", 0.25),
+        ("number -3", -3.0),
+        ("whole_number", 3.0),
+        ("true", 1.0),
+        ("numpy_scalar", 0.5),
+        ("numpy_bool", 1.0),
+        ("slow_but_sure", 0.75),
+        ("noisy", 1.0),
+        ("forks", 1.0),
+    ],
+)
+async def test_a_number_is_the_score(reward, behaviour, value):
+    score = await reward.score(prompt(), behaviour)
+    assert (score.value, score.failure) == (value, None)
+    assert score.seconds > 0
+
+
+async def test_named_numbers_beside_the_score_become_parts(reward):
+    score = await reward.score(prompt(), "parts")
+    assert score.value == 0.5
+    assert score.parts == {"format": 1.0, "length": 0.25}
+    assert "ratio" in score.detail
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "failure", "detail"),
+    [
+        ("number nan", "not_finite", "nan"),
+        ("number inf", "not_finite", "inf"),
+        ("number -inf", "not_finite", "-inf"),
+        ("too_large_whole_number", "not_finite", "inf"),
+        ("nothing", "bad_type", "NoneType"),
+        ("text", "bad_type", "str '1.0'"),
+        ("a_list", "bad_type", "list"),
+        ("numpy_array", "bad_type", "ndarray"),
+        ("dict_without_score", "bad_type", "['reward']"),
+        ("dict_with_text_score", "bad_type", "'high'"),
+        ("raises", "exception", "KeyError: 'no such column'"),
+        ("raises", "exception", f"behaviours.py:{LINE_THAT_RAISES}"),
+        ("raises_later", "exception", "ValueError: later"),
+        ("leaves", "exception", "SystemExit: 3"),
+        ("unprintable", "exception", "Unprintable"),
+        ("exits", "crash", "exited with code 7"),
+        ("segfaults", "crash", "SIGSEGV"),
+        ("killed", "crash", "SIGKILL"),
+    ],
+)
+async def test_what_is_no_number_has_a_name_and_the_next_call_works(reward, behaviour, failure, detail):
+    score = await reward.score(prompt(), behaviour)
+    assert (score.value, score.failure) == (None, failure)
+    assert detail in score.detail
+    assert (await reward.score(prompt(), "one")).value == 1.0
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "hang_in_c", "hang_deaf", "slow"])
+async def test_a_hang_is_killed_and_named(hasty, behaviour):
+    worker = int((await hasty.score(prompt(), "pid")).value)
+    score = await hasty.score(prompt(), behaviour)
+    assert (score.value, score.failure) == (None, "timeout")
+    assert "0.5 s" in score.detail
+    assert ("behaviours.py:" in score.detail) == (behaviour in ("hang", "hang_in_c"))
+    assert not psutil.pid_exists(worker)
+    assert (await hasty.score(prompt(), "one")).value == 1.0
+
+
+async def test_a_hang_takes_the_processes_it_started_with_it(hasty, tmp_path):
+    score = await hasty.score(prompt(), f"hang_with_child {tmp_path / 'pid'}")
+    assert score.failure == "timeout"
+    child = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_detail_stays_short_and_keeps_the_line(reward):
+    score = await reward.score(prompt(), "raises_a_long_text")
+    assert len(score.detail) == 500
+    assert "behaviours.py:" in score.detail
+
+
+async def test_a_reward_that_reads_stdin_finds_it_empty(reward):
+    assert (await reward.score(prompt(), "reads_stdin")).parts == {"length": 0.0}
+
+
+async def test_a_worker_imports_nothing_heavy_and_uses_one_thread(reward):
+    modules = await reward.score(prompt(), "modules")
+    assert len(modules.parts) == 6
+    assert set(modules.parts.values()) == {0.0}
+    assert (await reward.score(prompt(), "threads")).parts == {"omp": 1.0}
+
+
+async def test_a_row_that_cannot_be_sent_is_named(reward):
+    score = await reward.score(prompt(answer=object()), "one")
+    assert score.failure == "exception"
+    assert "cannot be sent" in score.detail

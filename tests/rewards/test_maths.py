@@ -1,0 +1,127 @@
+"""The rule for mathematics, answer by answer."""
+
+import pytest
+
+from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.frames import Call
+from asyncgrpo.rewards.maths import final_answer, score_maths
+
+
+def score(answer_text, ground_truth, source="math_reasoning"):
+    return score_maths(Call(data_source=source, answer_text=answer_text, ground_truth=ground_truth))
+
+
+RIGHT = [
+    ("15 + 27 = 42", "42"),
+    ("The answer is 42.", "42"),
+    ("The answer is 42", 42),
+    ("42", 42.0),
+    (r"so we get \boxed{42}", "42"),
+    (r"\boxed{41} is wrong, it is \boxed{42}", "42"),
+    (r"\boxed{42.}", "42"),
+    (r"\boxed{\frac{1}{2}}", "0.5"),
+    (r"\boxed{0.5}", r"\frac{1}{2}"),
+    ("It is 1/2.", "0.5"),
+    (r"$\frac{3}{4}$", "3/4"),
+    (r"\boxed{\frac34}", "0.75"),
+    (r"\boxed{50\%}", "1/2"),
+    ("That makes 50%.", "50%"),
+    (r"\boxed{50}", "50%"),
+    ("In total 1,234 people.", "1234"),
+    (r"\boxed{1{,}234}", "1,234"),
+    (r"\boxed{1\,234\,567}", "1234567"),
+    (r"\boxed{1 234}", "1234"),
+    (r"\boxed{42 \text{ apples}}", "42"),
+    (r"\boxed{5\text{ cm}^2}", "5"),
+    ("She pays $42.", "42"),
+    ("The temperature is -3 degrees.", "-3"),
+    (r"\boxed{−3}", "-3"),
+    ("答案是42。", "42"),
+    ("所以最终答案为：42个苹果，谢谢！", "42"),
+    ("一共有１２个，答案＝１２", "12"),
+    (r"因此，小明有 \boxed{42元}。", "42"),
+    (r"\boxed{x = 5}", "5"),
+    (r"\boxed{5}", "x=5"),
+    (r"\boxed{(x+1)(x-1)}", "x^2-1"),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
+    (r"\boxed{(1, 2)}", "(1,2)"),
+    (r"\boxed{\{1, 2\}}", r"\{2, 1\}"),
+    (r"\boxed{[0, 1)}", "[0,1)"),
+    (r"\boxed{1 1/2}", "1.5"),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\boxed{\text{(B)}}", "B"),
+    (r"\boxed{是}", "是"),
+    (r"\boxed{42}", r"We add and get \boxed{42}."),
+    (r"\boxed{42}", ["41", "42"]),
+    ("0.00001", 1e-05),
+    ("It is 42.\n#### 42", "42"),
+]
+
+WRONG = [
+    ("15 + 27 = 43", "42"),
+    ("", "42"),
+    ("I do not know.", "42"),
+    (r"\boxed{}", "42"),
+    (r"\boxed{42, 43}", "42"),
+    (r"\boxed{40 2}", "42"),
+    (r"\boxed{42} or rather \boxed{43}", "42"),
+    (r"\boxed{-42}", "42"),
+    (r"\boxed{0.33}", "1/3"),
+    (r"\boxed{12}", "12:30"),
+    (r"\boxed{x^2+1}", "x^2-1"),
+    (r"\boxed{(2, 1)}", "(1,2)"),
+    (r"\boxed{0.42}", "42"),
+    (r"\boxed{4.2}", "42"),
+    (r"\boxed{\frac{1}{0}}", "42"),
+    (r"\boxed{\frac{{}", "42"),
+    (r"\boxed{C}", "B"),
+    ("答案是43。", "42"),
+    ("答案是42，不是43。", "43"),
+]
+
+
+@pytest.mark.parametrize(("answer_text", "ground_truth"), RIGHT)
+def test_right(answer_text, ground_truth):
+    assert score(answer_text, ground_truth) == 1.0
+
+
+@pytest.mark.parametrize(("answer_text", "ground_truth"), WRONG)
+def test_wrong(answer_text, ground_truth):
+    assert score(answer_text, ground_truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer_text", "value"),
+    [
+        ("She has 40 + 2 = 42.\n#### 42", 1.0),
+        ("#### 1,042", 0.0),
+        ("#### $42.00", 1.0),
+        ("#### 42 apples.", 1.0),
+        (r"\boxed{41}" + "\n#### 42", 1.0),
+        (r"\boxed{42}" + "\n#### 41", 0.0),
+        ("#### Step 1: think\nThe answer is 42.", 1.0),
+        ("#### 41\n#### 42", 1.0),
+        (r"so \boxed{42}", 1.0),
+        ("so it is 42", 1.0),
+    ],
+)
+@pytest.mark.parametrize("ground_truth", ["42", "20 and 22 are 42\n#### 42"])
+@pytest.mark.parametrize("source", ["gsm8k", "openai/gsm8k"])
+def test_gsm8k_prefers_the_number_after_the_hashes(answer_text, value, ground_truth, source):
+    assert score(answer_text, ground_truth, source) == value
+
+
+def test_others_prefer_the_box():
+    assert score(r"\boxed{42}" + "\n#### 1", "42", "math") == 1.0
+
+
+@pytest.mark.parametrize("ground_truth", [None, "", "  "])
+def test_a_row_without_ground_truth_is_no_wrong_answer(ground_truth):
+    with pytest.raises(RewardError, match="no ground truth"):
+        score("42", ground_truth)
+
+
+def test_a_box_that_is_cut_off_is_none():
+    assert final_answer(r"\boxed{1} and \boxed{\frac{1}{2", prefers_hash=False) == "1"
+    assert final_answer(r"\boxed{\frac{1}{2", prefers_hash=False) is None
+    assert final_answer(r"\boxed{\frac{1}{2}}", prefers_hash=False) == r"\frac{1}{2}"

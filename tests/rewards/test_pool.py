@@ -1,0 +1,150 @@
+"""The pool answers every call, outlives its workers, and leaves nothing behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncgrpo.rewards import UserReward
+from asyncgrpo.rewards.frames import Call
+from asyncgrpo.rewards.pool import Pool
+from tests.rewards.conftest import prompt, workers_of
+
+BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))
+
+
+async def pid_of_worker(reward: UserReward) -> int:
+    score = await reward.score(prompt(), "pid")
+    assert score.value is not None
+    return int(score.value)
+
+
+async def test_many_calls_over_two_workers_are_all_answered():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
+    scores = await asyncio.gather(*(reward.score(prompt(), f"number {i}") for i in range(200)))
+    assert [score.value for score in scores] == list(range(200))
+    assert len(workers_of()) == 2
+    await reward.close()
+    assert workers_of() == []
+
+
+async def test_workers_start_only_when_calls_need_them():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
+    assert workers_of() == []
+    for _ in range(3):
+        await reward.score(prompt(), "one")
+    assert len(workers_of()) == 1
+    await reward.close()
+
+
+async def test_large_answers_pass():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    score = await reward.score(prompt(info={"padding": "x" * 3_000_000}), "one")
+    assert score.value == 1.0
+    await reward.close()
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
+async def test_crashed_workers_leave_no_process_and_no_open_file(times):
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    files = []
+    for _ in range(times):
+        assert (await reward.score(prompt(), "exits")).failure == "crash"
+        assert workers_of() == []
+        files.append(psutil.Process().num_fds())
+    assert len(set(files)) == 1
+    await reward.close()
+
+
+async def test_a_worker_that_dies_between_calls_costs_no_score():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    first = await pid_of_worker(reward)
+    os.kill(first, signal.SIGKILL)
+    while psutil.pid_exists(first):
+        await asyncio.sleep(0.01)
+    assert await pid_of_worker(reward) != first
+    await reward.close()
+
+
+async def test_a_cancelled_caller_leaves_the_pool_usable():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    worker = await pid_of_worker(reward)
+    running = asyncio.create_task(reward.score(prompt(), "slow_but_sure"))
+    waiting = asyncio.create_task(reward.score(prompt(), "exits"))
+    last = asyncio.create_task(reward.score(prompt(), "pid"))
+    await asyncio.sleep(0)
+    running.cancel()
+    waiting.cancel()
+    results = await asyncio.gather(running, waiting, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+    assert (await last).value == worker, "the cancelled calls cost a worker, or the waiting one was run"
+    await reward.close()
+
+
+async def test_close_ends_calls_that_run_and_calls_that_wait():
+    reward = UserReward(BEHAVIOURS, timeout_s=1000, workers=1)
+    await reward.score(prompt(), "one")
+    calls = [asyncio.create_task(reward.score(prompt(), "hang")) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    await reward.close()
+    assert [score.failure for score in await asyncio.gather(*calls)] == ["aborted"] * 3
+    assert (await reward.score(prompt(), "one")).failure == "aborted"
+    assert workers_of() == []
+    await reward.close()
+
+
+async def test_close_while_a_worker_starts_leaves_nothing():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    call = asyncio.create_task(reward.score(prompt(), "one"))
+    while not workers_of():
+        await asyncio.sleep(0.001)
+    await reward.close()
+    assert (await call).failure == "aborted"
+    assert workers_of() == []
+
+
+async def test_a_start_does_not_count_against_the_deadline(reward_file):
+    reward = UserReward(
+        reward_file("import time; time.sleep(1)\ndef compute_score(answer): return 1.0"), timeout_s=0.5, workers=1
+    )
+    assert (await reward.score(prompt(), "")).value == 1.0
+    await reward.close()
+
+
+async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
+    pool = Pool("asyncgrpo.no_such_module:load", workers=1, timeout_s=1)
+    score = await pool.call(Call(data_source="", answer_text="", ground_truth=""))
+    assert score.failure == "crash"
+    assert "no_such_module" in score.detail
+    await pool.close()
+
+
+def test_no_worker_survives_the_kill_of_its_parent():
+    parent_code = textwrap.dedent(f"""
+        import asyncio
+        from asyncgrpo.rewards import UserReward
+        from tests.rewards.conftest import prompt
+
+        async def main():
+            reward = UserReward({BEHAVIOURS!r}, timeout_s=1000, workers=2)
+            hang = asyncio.gather(reward.score(prompt(), "hang_deaf"), reward.score(prompt(), "slow"))
+            reward_started = UserReward({BEHAVIOURS!r}, timeout_s=1000, workers=1)
+            await reward_started.score(prompt(), "one")
+            print("started", flush=True)
+            await hang
+
+        asyncio.run(main())
+    """)
+    with subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "started\n"
+        workers = workers_of(parent.pid)
+        assert len(workers) == 3
+        parent.kill()
+    gone, alive = psutil.wait_procs(workers, timeout=30)
+    assert (len(gone), alive) == (3, [])

@@ -1,0 +1,166 @@
+"""A user's function is found, its parameters are understood, and what is wrong with it is said in one sentence."""
+
+import sys
+
+import pytest
+
+from asyncgrpo.config import RewardConfig
+from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards import UserReward, build_reward, check_user_function, load_user_function
+from asyncgrpo.rewards.frames import Call
+from asyncgrpo.rewards.user import split_spec
+from tests.rewards.conftest import prompt, workers_of
+
+CALL = Call(data_source="math", answer_text="it is 42", ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")
+VERL = ("math", "it is 42", "42", {"level": 3})
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_put_back(monkeypatch):
+    """Only workers load users' files in earnest; here it happens in the tests' own process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "seen"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", VERL),
+        ("solution_str, ground_truth", ("it is 42", "42")),
+        ("*, ground_truth, solution_str", ("42", "it is 42")),
+        ("prompt, completion, answer, info", ("6 * 7?", "it is 42", "42", {"level": 3})),
+        ("completion, threshold=0.5", ("it is 42", 0.5)),
+        ("source, solution, truth", VERL[:3]),
+        ("source, solution, truth, extra=None", VERL),
+        ("source, solution, truth, extra=None, mode='strict'", (*VERL, "strict")),
+        ("source, solution, truth, extra, /", VERL),
+        ("data_source, solution, truth, extra", VERL),
+        ("*args", (VERL,)),
+        (
+            "**rest",
+            ({"data_source": "math", "solution_str": "it is 42", "ground_truth": "42", "extra_info": {"level": 3}},),
+        ),
+        ("solution_str, ground_truth, **rest", ("it is 42", "42", {"data_source": "math", "extra_info": {"level": 3}})),
+        ("completion, **rest", ("it is 42", {"prompt": "6 * 7?", "answer": "42", "info": {"level": 3}})),
+    ],
+)
+def test_a_function_gets_what_its_parameters_name(reward_file, parameters, seen):
+    names = [part.split("=")[0].strip(" *") for part in parameters.split(",")]
+    values = ", ".join(name for name in names if name not in ("", "/"))
+    function = load_user_function(reward_file(f"def compute_score({parameters}):\n    return ({values},)"))
+    assert function(CALL) == seen
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "",
+        "x=1",
+        "solution",
+        "solution, truth",
+        "prompts, completions, **columns",
+        "source, truth, solution_str",
+        "a, b, c, d, e",
+        "solution_str, ground_truth, tokenizer",
+    ],
+)
+def test_parameters_that_nobody_can_give_are_refused(reward_file, parameters):
+    with pytest.raises(RewardError, match=r"my_reward.py: compute_score\(.*expected compute_score\(data_source"):
+        load_user_function(reward_file(f"def compute_score({parameters}): return 1.0"))
+
+
+def test_a_callable_object_and_a_lambda_are_functions_too(reward_file):
+    path = reward_file(
+        "f = lambda completion: 0.5\n"
+        "class Judge:\n    def __call__(self, completion): return len(completion)\n"
+        "judge = Judge()"
+    )
+    assert load_user_function(f"{path}:f")(CALL) == 0.5
+    assert load_user_function(f"{path}:judge")(CALL) == 8
+
+
+def test_a_file_finds_its_neighbours_and_its_dataclasses(reward_file):
+    reward_file("BONUS = 0.25", "my_neighbour.py")
+    path = reward_file(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "import my_neighbour\n"
+        "@dataclass\n"
+        "class Rubric:\n    bonus: float\n"
+        "def compute_score(completion): return Rubric(my_neighbour.BONUS).bonus"
+    )
+    assert load_user_function(path)(CALL) == 0.25
+
+
+def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
+    function = load_user_function(reward_file("import json\ndef compute_score(completion): return 1.0", "msgspec.py"))
+    assert function(CALL) == 1.0
+    assert hasattr(sys.modules["msgspec"], "Struct")
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "sentence"),
+    [
+        (None, "nowhere.py", "there is no reward file .*/nowhere.py"),
+        (
+            "def score(x): pass\ndef judge(x): pass",
+            "r.py",
+            "r.py has no compute_score; it has score, judge: name one with r.py:score",
+        ),
+        ("from math import sqrt", "r.py", "r.py has no compute_score; it has no function at all"),
+        ("def compute_score(answer): return 1.0", "r.py:judge", "r.py has no judge; it has compute_score"),
+        ("compute_score = 1.0", "r.py", "compute_score is a float, not a function"),
+        ("x = 1\ndef compute_score(:\n", "r.py", r"r.py, line 2: .*: def compute_score\(:"),
+        (
+            "import os\nimport no_such_module",
+            "r.py",
+            "r.py cannot be imported: .*r.py:2: ModuleNotFoundError: .*no_such_module",
+        ),
+        ("import sys; sys.exit('bye')", "r.py", "r.py cannot be imported: .*SystemExit: bye"),
+        ("just text", "r.txt", "r.txt is no Python file"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_sentence(reward_file, tmp_path, text, spec, sentence):
+    if text is not None:
+        reward_file(text, split_spec(spec)[0].name)
+    with pytest.raises(RewardError, match=sentence) as caught:
+        load_user_function(f"{tmp_path}/{spec}")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_file_is_run_in_a_worker_and_its_problem_comes_back(reward_file, tmp_path):
+    path = reward_file(f"open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('os').getpid()))\n1 / 0")
+    with pytest.raises(RewardError, match=r"my_reward.py:2: ZeroDivisionError"):
+        check_user_function(path)
+    assert (tmp_path / "pid").exists()
+    assert "my_reward" not in sys.modules
+    assert workers_of() == []
+
+
+def test_an_import_that_ends_the_process_is_named(reward_file):
+    with pytest.raises(RewardError, match=r"exited with code 5 while it loaded .*my_reward.py"):
+        check_user_function(reward_file("import os; os._exit(5)"))
+
+
+def test_an_import_that_never_ends_is_named(reward_file):
+    with pytest.raises(RewardError, match=r"my_reward.py was not loaded within 1 s"):
+        check_user_function(reward_file("while True: pass"), timeout_s=1)
+    assert workers_of() == []
+
+
+async def test_build_reward_checks_the_file_at_the_start_even_inside_a_loop(reward_file):
+    with pytest.raises(RewardError, match="no compute_score"):
+        build_reward(RewardConfig(function=reward_file("def score(answer): return 1.0")))
+    reward = build_reward(
+        RewardConfig(function=reward_file("def compute_score(prompt): return len(prompt)", "good.py"))
+    )
+    assert isinstance(reward, UserReward)
+    assert (await reward.score(prompt(text="6 * 7?"), "42")).value == 6.0
+    await reward.close()
+
+
+def test_a_name_is_split_from_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert split_spec("r.py") == (tmp_path / "r.py", "compute_score")
+    assert split_spec("/a/b:c/r.py") == (tmp_path / "/a/b:c/r.py", "compute_score")
+    assert split_spec("/a/r.py:judge") == (tmp_path / "/a/r.py", "judge")

@@ -1,0 +1,69 @@
+"""Whole runs for tests: the demo's model and task, and a way to run and read them."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).parent.parent
+MARK = "ASYNCGRPO_TEST_RUN"
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "asyncgrpo", *map(str, arguments)]
+
+
+def environment(mark: Path | str = "") -> dict[str, str]:
+    """Of a run: our checkout, one thread, and a mark by which all its processes can be found."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: str(mark)}
+
+
+def asyncgrpo(*arguments: str, cwd: Path, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end. All its processes are marked with `cwd`."""
+    return subprocess.run(
+        command(*arguments), cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    """Start the command line and go on. All its processes are marked with `cwd`."""
+    with open(cwd / "output.txt", "a") as output:
+        return subprocess.Popen(
+            command(*arguments), cwd=cwd, env=environment(cwd), stdout=output, stderr=subprocess.STDOUT, text=True
+        )
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
+        time.sleep(0.2)
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    """Those of `kind`; none while there is no file. A line that is being written is left out."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def left_behind(mark: Path) -> list[str]:
+    """Living processes with this mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(mark):
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
+    return found
+
+
+def assert_nothing_left(mark: Path) -> None:
+    """Every process of the run is gone, at most a few seconds after it ended."""
+    wait_until(lambda: not left_behind(mark), f"end of {left_behind(mark)}", 20.0)

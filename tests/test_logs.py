@@ -1,0 +1,76 @@
+"""Where log records go, and what a line looks like."""
+
+import logging
+import re
+
+import pytest
+
+from asyncgrpo import logs
+
+
+@pytest.fixture(autouse=True)
+def leave_no_handlers():
+    before = logging.getLogger().level, logging.getLogger("asyncgrpo").level
+    yield
+    for handler in [h for h in logging.getLogger().handlers if h.name == logs._OURS]:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    logging.getLogger().setLevel(before[0])
+    logging.getLogger("asyncgrpo").setLevel(before[1])
+
+
+def test_a_line_has_time_level_role_and_rank(tmp_path):
+    path = logs.setup("learner", 0, tmp_path)
+    logging.getLogger("asyncgrpo.learner").info("step %d done", 17)
+    assert path == tmp_path / "logs" / "learner-0.log"
+    line = path.read_text()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO learner-0 asyncgrpo\.learner: step 17 done\n", line
+    )
+
+
+def test_only_events_start_a_line(tmp_path):
+    path = logs.setup("buffer", None, tmp_path)
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("asyncgrpo.buffer").exception("it broke")
+    first, *rest = path.read_text().splitlines()
+    assert path.name == "buffer.log" and first.endswith("it broke")
+    assert rest and all(line.startswith("    ") for line in rest)
+
+
+def test_warnings_reach_stderr_and_news_does_not(tmp_path, capsys):
+    logs.setup("generator", "3", tmp_path)
+    logging.getLogger("asyncgrpo.x").info("news")
+    logging.getLogger("asyncgrpo.x").warning("trouble")
+    said = capsys.readouterr().err
+    assert "trouble" in said and "generator-3" in said and "news" not in said
+
+
+def test_without_a_folder_stderr_has_everything(capsys):
+    assert logs.setup("driver") is None
+    logging.getLogger("asyncgrpo.x").info("news")
+    assert "news" in capsys.readouterr().err
+
+
+def test_other_packages_are_heard_from_warning_up(tmp_path):
+    path = logs.setup("driver", None, tmp_path)
+    logging.getLogger("elsewhere").info("chatter")
+    logging.getLogger("elsewhere").warning("trouble")
+    assert "chatter" not in path.read_text() and "trouble" in path.read_text()
+
+
+def test_a_second_setup_replaces_the_first(tmp_path):
+    first = logs.setup("learner", 0, tmp_path)
+    second = logs.setup("learner", 1, tmp_path)
+    logging.getLogger("asyncgrpo").info("once")
+    assert first.read_text() == "" and second.read_text().count("once") == 1
+
+
+def test_a_restarted_process_adds_to_its_log(tmp_path):
+    logs.setup("learner", 0, tmp_path)
+    logging.getLogger("asyncgrpo").info("before")
+    path = logs.setup("learner", 0, tmp_path)
+    logging.getLogger("asyncgrpo").info("after")
+    assert [line.rsplit(" ", 1)[1] for line in path.read_text().splitlines()] == ["before", "after"]

@@ -1,0 +1,139 @@
+"""Names, roles and the few moving parts of the metrics module."""
+
+import re
+import shutil
+import subprocess
+import threading
+import urllib.request
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram, Info
+from prometheus_client.parser import text_string_to_metric_families
+
+from asyncgrpo import metrics
+
+DECLARED = {
+    name: value for name, value in vars(metrics).items() if isinstance(value, (Counter, Gauge, Histogram, Info))
+}
+
+
+def value(name: str, **labels: str) -> float:
+    for family in text_string_to_metric_families(metrics.exposition(*metrics.ROLES)):
+        for sample in family.samples:
+            if sample.name == f"asyncgrpo_{name}" and sample.labels == labels:
+                return sample.value
+    raise AssertionError(f"{name}{labels} is not exported")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize("role", metrics.ROLES)
+def test_promtool_finds_nothing_to_mend(role):
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=metrics.exposition(role), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_attribute_is_the_exported_name_less_the_prefix(name):
+    exported = {family.name for family in DECLARED[name].collect()}
+    base = name.removesuffix("_total") if isinstance(DECLARED[name], Counter) else name.removesuffix("_info")
+    assert exported == {f"asyncgrpo_{base}"}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_counters_alone_end_in_total(name):
+    assert name.endswith("_total") == isinstance(DECLARED[name], Counter)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_metric_has_a_sentence_of_help(name):
+    assert re.fullmatch(r"[A-Z].{10,}\.", DECLARED[name]._documentation)
+
+
+def test_every_metric_is_exported_by_some_role_and_by_its_own_only():
+    exported = {role: {f.name for f in metrics.registry(role).collect()} for role in metrics.ROLES}
+    for name, metric in DECLARED.items():
+        family = next(iter(metric.collect())).name
+        assert any(family in names for names in exported.values()), name
+    shared = exported["buffer"] & exported["generator"] & exported["learner"] & exported["driver"]
+    assert shared == {"asyncgrpo_build", "asyncgrpo_waiting_seconds"}
+    for role, others in (("learner", "buffer"), ("generator", "learner"), ("buffer", "generator")):
+        assert exported[role] & exported[others] == shared
+
+
+def test_no_series_says_when_a_counter_was_created():
+    assert "_created" not in metrics.exposition(*metrics.ROLES)
+
+
+def test_label_values_start_at_zero_before_anything_happens():
+    assert value("rejected_frames_total", reason="vocabulary") == 0
+    assert value("weight_sync_total", outcome="failed") == 0
+    assert value("actor_restarts_total", actor="buffer") == 0
+
+
+def test_an_endpoint_answers_on_a_free_port_with_the_metrics_of_its_role():
+    port = metrics.serve("driver")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert "asyncgrpo_actor_restarts_total" in text and "asyncgrpo_build_info" in text
+    assert "asyncgrpo_loss" not in text
+
+
+def test_a_learner_that_has_not_stepped_yet_counts_from_its_start():
+    metrics.serve("learner")
+    assert value("last_step_timestamp_seconds") > 1e9
+    assert value("checkpoint_last_success_timestamp_seconds") > 1e9
+
+
+def test_a_step_event_moves_the_learners_metrics():
+    before = value("tokens_trained_total"), value("learner_seconds_total", activity="optimizer")
+    observed = value("step_seconds_count")
+    metrics.kl_reference.set(0.25)
+    metrics.observe_step(
+        {
+            "step": 17,
+            "reward_mean": 0.5,
+            "lr": 1e-3,
+            "importance_capped": 0.125,
+            "kl_reference": None,
+            "tokens_trained": 640,
+            "seconds": {"optimizer": 2.0, "wait_data": 1.0},
+        }
+    )
+    assert value("learner_step") == 17
+    assert value("reward_mean") == 0.5
+    assert value("learning_rate") == 1e-3
+    assert value("importance_capped_ratio") == 0.125
+    assert value("kl_reference") == 0.25
+    assert value("tokens_trained_total") - before[0] == 640
+    assert value("learner_seconds_total", activity="optimizer") - before[1] == 2.0
+    assert value("step_seconds_count") - observed == 1
+
+
+def test_a_wait_shows_its_age_while_it_lasts_and_zero_afterwards(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics, "_waits", metrics._Waits(clock=lambda: now[0]))
+    with metrics.waiting("publish"):
+        now[0] += 30
+        assert value("waiting_seconds", what="publish") == 30
+        with metrics.waiting("publish"):
+            now[0] += 5
+            assert value("waiting_seconds", what="publish") == 35
+        assert value("waiting_seconds", what="publish") == 35
+    assert value("waiting_seconds", what="publish") == 0
+
+
+def test_a_wait_that_raises_is_over():
+    with pytest.raises(ValueError), metrics.waiting("reward"):
+        raise ValueError
+    assert value("waiting_seconds", what="reward") == 0
+
+
+def test_a_wait_is_seen_from_another_thread():
+    seen: list[float] = []
+    with metrics.waiting("engine"):
+        thread = threading.Thread(target=lambda: seen.append(value("waiting_seconds", what="engine")))
+        thread.start()
+        thread.join()
+    assert seen[0] > 0

@@ -1,0 +1,118 @@
+"""At `max_lag: 0` the asynchronous system is a synchronous trainer, to the last bit."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncgrpo.buffer.buffer import group_seed
+from asyncgrpo.cluster.actors import sampling_of
+from asyncgrpo.cluster.folder import RunFolder
+from asyncgrpo.cluster.run import Run
+from asyncgrpo.config import Config
+from asyncgrpo.config_files import shipped
+from asyncgrpo.config_loading import load_config
+from asyncgrpo.data.demo import demo_rules, make_demo_model, write_demo_task
+from asyncgrpo.data.prompts import PromptSource, load_prompts
+from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+from asyncgrpo.generators.build import build_engine
+from asyncgrpo.generators.rollout import generate_group
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.rewards import build_reward
+from asyncgrpo.types import Group, Lease, WeightVersion
+from tests.runs import events
+
+STEPS = 4
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    make_demo_model(tmp_path / "model", seed=3)
+    write_demo_task(tmp_path / "train.jsonl", tmp_path / "eval.jsonl", seed=3)
+    return load_config(
+        shipped("quickstart"),
+        [
+            f"model.path={tmp_path / 'model'}",
+            f"data.train={tmp_path / 'train.jsonl'}",
+            "data.eval=null",
+            f"run.out={tmp_path / 'run'}",
+            f"run.steps={STEPS}",
+            "run.seed=3",
+            "buffer.max_lag=0",
+            "buffer.prompts_per_step=6",
+            "generators.engine=torch",
+            "generators.count=1",
+            # One group at a time, so that the engine's batches are the same in both loops.
+            "generators.groups_in_flight=1",
+        ],
+    )
+
+
+async def plain_loop(config: Config) -> list[dict[str, float]]:
+    """Generate, score, step, load: GRPO in one process, without buffer, wire, Ray or leases."""
+    tokenizer = load_tokenizer(config.model.path)
+    sampling = sampling_of(config, tuple(stop_token_ids(tokenizer, config.model.path, ())), evaluation=False)
+    prompts = load_prompts(config.data.train, "train", tokenizer, config.data).prompts
+    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs)
+    engine, reward = build_engine(config), build_reward(config.reward, extra_rules=demo_rules())
+    learner = Learner(config, rank=0, world=1, device="cpu")
+    await engine.start(WeightVersion(1, 0))
+    steps = []
+    for step in range(STEPS):
+        version, groups = WeightVersion(1, step), []
+        await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
+        for _ in range(config.buffer.prompts_per_step):
+            groups.append(await one_group(config, source, sampling, engine, reward, tokenizer))
+        report = learner.step(groups, version)
+        rewards = [r.score.value for g in groups for r in g.rollouts]
+        steps.append(
+            {
+                "loss": report.loss,
+                "grad_norm": report.grad_norm,
+                "entropy": report.entropy,
+                "reward_mean": sum(rewards) / len(rewards),
+                "tokens_trained": report.tokens_trained,
+            }
+        )
+    await engine.close()
+    await reward.close()
+    return steps
+
+
+async def one_group(config, source, sampling, engine, reward, tokenizer) -> Group:
+    order, prompt = source.next()
+    lease = Lease(
+        lease_id=f"1.{order}.0",
+        group_id=f"1.{order}",
+        attempt=0,
+        order=order,
+        purpose="train",
+        prompt=prompt,
+        num_answers=config.algorithm.group_size,
+        sampling=sampling,
+        seed=group_seed(config.run.seed, order, 0),
+    )
+    return await generate_group(
+        lease, engine, reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), "plain"
+    )
+
+
+@pytest.mark.slow
+def test_lag_zero_is_a_plain_synchronous_loop_to_the_last_bit(config: Config):
+    folder = RunFolder(Path(config.run.out))
+    folder.claim()
+    assert Run(config, folder, "").execute().status == "done"
+    ours = events(folder.path, "step")
+
+    torch.set_num_threads(1)
+    plain = asyncio.run(plain_loop(config))
+
+    assert len(ours) == len(plain) == STEPS
+    for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True), start=1):
+        for name in ("loss", "grad_norm", "entropy", "tokens_trained"):
+            assert mine[name] == theirs[name], f"step {step}: {name} {mine[name]!r} != {theirs[name]!r}"
+        assert mine["reward_mean"] == pytest.approx(theirs["reward_mean"], abs=1e-12)
+        assert mine["lags"] == {"0": config.buffer.prompts_per_step}
+        # Every token was sampled by the weights that train on it: engine and learner agree to float32 rounding.
+        assert mine["logprob_gap_max"] < 2e-5

@@ -1,0 +1,131 @@
+"""Whole runs from the command line, with everything real: what a newcomer types, and what ends a run."""
+
+import json
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.recording.events import read_events
+from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+
+pytestmark = pytest.mark.slow
+
+SHORT = ["--engine", "torch", "--max-lag", "1"]
+
+
+def rewards(run: Path) -> list[float]:
+    return [event["reward_mean"] for event in events(run, "step")]
+
+
+def assert_steps_are_gapless(run: Path, last: int) -> None:
+    steps = [event["step"] for event in read_events(run / "metrics.jsonl") if event["event"] == "step"]
+    assert steps == list(range(1, last + 1))
+
+
+def test_the_demo_learns_and_leaves_what_it_promises(tmp_path: Path):
+    result = asyncgrpo("demo", "--engine", "torch", "--out", "run", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "run"
+    assert statistics.mean(rewards(run)[:5]) <= 0.3
+    assert statistics.mean(rewards(run)[-5:]) >= 0.9
+    assert all(event["checksum"] == "ok" and event["engines"] == 2 for event in events(run, "sync"))
+    assert max(int(lag) for event in events(run, "step") for lag in event["lags"]) <= 4
+    assert events(run, "eval") and events(run, "end")[-1]["status"] == "done"
+    for path in ("curves.png", "config.yaml", "final/model.safetensors", "samples", "checkpoints"):
+        assert (run / path).exists(), path
+    assert "checksum" in result.stdout and "samples" in result.stdout
+    assert_nothing_left(tmp_path)
+
+
+def test_a_run_killed_at_a_random_moment_goes_on_where_it_was(tmp_path: Path):
+    arguments = ["demo", *SHORT, "--out", "run", "--steps", "16", "run.checkpoint_every=4", "run.eval_every=100"]
+    run, rng = tmp_path / "run", random.Random(0)
+    process = start(*arguments, cwd=tmp_path)
+    wait_until(lambda: len(events(run, "checkpoint")) >= 1, "first checkpoint", 200.0)
+    time.sleep(rng.uniform(0.0, 2.0))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert_nothing_left(tmp_path)
+    before = events(run, "step")[-1]["step"]
+    checkpointed = events(run, "checkpoint")[-1]["step"]
+
+    result = asyncgrpo(*arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert before < 16, "the run was over before it was killed: the test shows nothing"
+    assert f"going on from step {checkpointed}" in result.stdout
+    assert_steps_are_gapless(run, 16)
+    first = next(e for e in events(run, "start") if e["lineage"] == 2)
+    assert first["step"] == checkpointed and first["version"] == f"2.{checkpointed}"
+    # The prompts of the first epoch: none twice among those that count, in whichever process they were trained.
+    import pyarrow.parquet as pq
+
+    seen: list[str] = []
+    for path in sorted((run / "samples").glob("*.parquet")):
+        seen += sorted(set(pq.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist()))
+    assert len(seen) == len(set(seen)) == 16 * 48
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_writes_a_checkpoint_and_exits_with_0(tmp_path: Path, number: signal.Signals):
+    arguments = ["demo", *SHORT, "--out", "run", "--steps", "500"]
+    run = tmp_path / "run"
+    process = start(*arguments, cwd=tmp_path)
+    wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
+    process.send_signal(number)
+    assert process.wait(timeout=90) == 0, (tmp_path / "output.txt").read_text()
+    last = events(run, "step")[-1]["step"]
+    assert events(run, "checkpoint")[-1]["step"] == last
+    assert events(run, "end")[-1]["status"] == "drained"
+    assert_nothing_left(tmp_path)
+
+
+def test_train_on_the_seeds_format_with_a_user_s_reward_learns(tmp_path: Path):
+    """The habits of verl's users: a JSON file, a compute_score, a few flags."""
+    result = asyncgrpo("demo", *SHORT, "--steps", "1", "--out", "demo", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [{"prompt": f"{i:03d}", "ground_truth": str(i % 7), "data_source": "my_task"} for i in range(600)]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    (tmp_path / "my_reward.py").write_text(
+        '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Digits are good: a task that a random model learns in a few steps."""
+    digits = sum(c in "0123456789" for c in solution_str)
+    return {"score": digits / max(1, len(solution_str)), "length": len(solution_str)}
+'''
+    )
+    result = asyncgrpo(
+        *["train", "--model", "demo/model", "--data", "train.json", "--reward-func", "my_reward.py"],
+        *["--rollout-n", "8", "--epochs", "2", "--n-gpus", "0", "--lr", "0.01", "--kl-coef", "0.001"],
+        *["--engine", "torch", "--out", "run", "buffer.prompts_per_step=40", "sampling.max_tokens=4"],
+        *["data.max_prompt_tokens=32", "learner.tokens_per_microbatch=8192"],
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    curve = rewards(tmp_path / "run")
+    assert len(curve) == 30 and statistics.mean(curve[-5:]) > 2 * statistics.mean(curve[:5])
+    assert_same_model_as_the_checkpoint(tmp_path / "run")
+    assert_nothing_left(tmp_path)
+
+
+def assert_same_model_as_the_checkpoint(run: Path) -> None:
+    """What a user loads is what the learner had."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncgrpo.config_loading import load_config
+    from asyncgrpo.learner.learner import Learner
+
+    final = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32)
+    config = load_config(run / "config.yaml", [f"model.path={run.parent / 'demo' / 'model'}"])
+    learner = Learner(config, rank=0, world=1, device="cpu")
+    learner.load(str(max((run / "checkpoints").glob("step_*")) / "resume"))
+    held = {info.name: tensor.clone() for info, tensor in learner.weights()}
+    loaded = dict(final.named_parameters())
+    assert held.keys() <= loaded.keys()
+    for name, tensor in held.items():
+        assert torch.equal(loaded[name], tensor), name

@@ -1,0 +1,153 @@
+"""Weights reach real receiver threads over a real gloo group, whatever happens to some of them on the way."""
+
+import pytest
+import torch
+
+from asyncgrpo.config import WeightsConfig
+from asyncgrpo.errors import WeightsError
+from asyncgrpo.types import TensorInfo, WeightVersion
+from asyncgrpo.weights.layout import add_digests, digest, plan_buckets
+from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.weights.receiver import Receiver
+
+LAYOUT = [
+    TensorInfo(name="embed", shape=(7, 5), dtype="float32"),
+    TensorInfo(name="norm", shape=(5,), dtype="bfloat16"),
+    TensorInfo(name="big", shape=(700, 1000), dtype="float32"),
+    TensorInfo(name="head", shape=(7, 5), dtype="float32"),
+]
+
+
+def weights(seed: int) -> list[tuple[TensorInfo, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(i, torch.randn(i.shape, generator=generator).to(getattr(torch, i.dtype))) for i in LAYOUT]
+
+
+class Engine:
+    """Holds what it was given, as a real engine would."""
+
+    def __init__(self, spoil: bool = False) -> None:
+        self.held: dict[str, torch.Tensor] = {}
+        self.version: WeightVersion | None = None
+        self.spoil = spoil
+
+    def apply(self, tensors, version: WeightVersion) -> str:
+        self.held = {name: tensor.clone() for name, tensor in tensors}
+        if self.spoil:
+            self.held["norm"][0] += 1
+        self.version = version
+        return str(sum(float(t.double().sum()) for t in self.held.values()))
+
+
+@pytest.fixture
+def plane():
+    """A publisher, and a way to add receivers to it."""
+    publisher = Publisher(
+        WeightsConfig(bucket_mb=1, timeout_s=3.0), backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
+    )
+    publisher.describe(LAYOUT)
+    receivers: list[Receiver] = []
+
+    def add(name: str, engine: Engine, incarnation: str = "0") -> Receiver:
+        receiver = Receiver(
+            publisher.endpoint,
+            generator_id=name,
+            incarnation=incarnation,
+            host="127.0.0.1",
+            apply=engine.apply,
+            keys=None,
+        )
+        receiver.start()
+        receivers.append(receiver)
+        return receiver
+
+    yield publisher, add
+    for receiver in receivers:
+        receiver.stop()
+    publisher.close()
+
+
+def assert_holds(engine: Engine, expected: list[tuple[TensorInfo, torch.Tensor]]) -> None:
+    assert set(engine.held) == {info.name for info, _ in expected}
+    for info, tensor in expected:
+        assert torch.equal(engine.held[info.name], tensor), info.name
+
+
+def test_every_generator_holds_exactly_what_was_published(plane):
+    publisher, add = plane
+    engines = [Engine(), Engine()]
+    for index, engine in enumerate(engines):
+        add(f"generator-{index}", engine)
+    publisher.wait_for(2, 10.0, lambda text: None)
+    for step in range(3):
+        publication = publisher.publish(WeightVersion(1, step), lambda step=step: weights(step))
+        assert publication.generators == ("generator-0", "generator-1")
+        assert len(set(publication.checksums.values())) == 1
+        for engine in engines:
+            assert engine.version == WeightVersion(1, step)
+            assert_holds(engine, weights(step))
+
+
+def test_a_newcomer_gets_the_current_version_and_the_rest_goes_on(plane):
+    publisher, add = plane
+    first, second = Engine(), Engine()
+    add("generator-0", first)
+    publisher.wait_for(1, 10.0, lambda text: None)
+    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    add("generator-1", second)
+    publisher.wait_for(2, 10.0, lambda text: None)
+    assert publisher.newcomers()
+    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    assert not publisher.newcomers()
+    assert_holds(second, weights(0))
+
+
+def test_a_generator_that_is_gone_is_left_out_and_named(plane):
+    publisher, add = plane
+    alive, dying = Engine(), Engine()
+    add("generator-0", alive)
+    gone = add("generator-1", dying)
+    publisher.wait_for(2, 10.0, lambda text: None)
+    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    gone.stop()
+    publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+    assert publication.generators == ("generator-0",)
+    assert "generator-1" in publication.dropped
+    assert_holds(alive, weights(1))
+    assert dying.version == WeightVersion(1, 0)
+
+
+def test_engines_that_end_up_different_are_an_error(plane):
+    publisher, add = plane
+    add("generator-0", Engine())
+    add("generator-1", Engine(spoil=True))
+    publisher.wait_for(2, 10.0, lambda text: None)
+    with pytest.raises(WeightsError, match="different weights"):
+        publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+
+
+def test_without_generators_the_wait_ends_with_a_sentence(plane):
+    publisher, _ = plane
+    with pytest.raises(WeightsError, match="no generator asked"):
+        publisher.wait_for(1, 0.1, lambda text: None)
+
+
+def test_the_digest_adds_up_over_buckets_and_sees_one_flipped_bit():
+    flat = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    whole = add_digests([digest(flat)])
+    assert whole == add_digests([digest(flat[:1024]), digest(flat[1024:], 256)])
+    assert whole != add_digests([digest(flat[:1024]), digest(flat[1024:], 0)])
+    for position in (0, 1023, 4095):
+        changed = flat.clone()
+        changed[position] ^= 1
+        assert add_digests([digest(changed)]) != whole
+    swapped = torch.cat([flat[4:8], flat[:4], flat[8:]])
+    assert add_digests([digest(swapped)]) != whole
+
+
+def test_buckets_hold_every_tensor_once_and_align_each():
+    buckets = plan_buckets(LAYOUT, 2**20)
+    items = [item for bucket in buckets for item in bucket.items]
+    assert [info.name for info, _ in items] == [info.name for info in LAYOUT]
+    assert all(offset % 16 == 0 for _, offset in items)
+    assert len(buckets) == 3  # the large tensor is alone

@@ -1,0 +1,116 @@
+"""Messages survive the wire exactly, and whatever was altered on it is refused by name."""
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncgrpo.errors import WireError
+from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
+from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
+from asyncgrpo.wire.messages import Deliver, Hello, RolloutHeader
+
+
+def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
+    rollouts = []
+    for index, length in enumerate(lengths):
+        tokens = np.arange(length, dtype=np.int32) + index
+        logprobs = -np.linspace(0.1, 2.0, length).astype(np.float32) if length else np.zeros(0, np.float32)
+        half = length // 2
+        spans = [VersionSpan(WeightVersion(1, v), a, b) for v, a, b in ((4, 0, half), (5, half, length)) if b > a]
+        score = Score(value=0.25 * index) if index != 1 else Score(failure="timeout", detail="10 s")
+        rollouts.append(Rollout(Completion(index, tokens, logprobs, tuple(spans), "stop"), score))
+    prompt = Prompt(prompt_id="train/7", token_ids=(1, 2, 3), answer={"a": [1, None]}, source="gsm8k", info={"k": "v"})
+    return Group(
+        group_id=group_id,
+        lease_id=f"{group_id}.0",
+        attempt=0,
+        order=7,
+        purpose="train",
+        prompt=prompt,
+        rollouts=tuple(rollouts),
+        generator_id="generator-0",
+        timings={"generate": 0.5},
+    )
+
+
+def test_a_group_comes_back_as_it_was_sent():
+    group = make_group()
+    message, payload = pack_group(group)
+    arrived, raw = decode(encode(message, payload))
+    assert isinstance(arrived, Deliver)
+    back = unpack_group(arrived, raw)
+    assert back.prompt == group.prompt and back.timings == group.timings
+    assert [r.score for r in back.rollouts] == [r.score for r in group.rollouts]
+    for mine, theirs in zip(group.rollouts, back.rollouts, strict=True):
+        assert np.array_equal(mine.completion.token_ids, theirs.completion.token_ids)
+        assert np.array_equal(mine.completion.logprobs, theirs.completion.logprobs)
+        assert mine.completion.spans == theirs.completion.spans
+    assert back.versions == [WeightVersion(1, 4), WeightVersion(1, 5)]
+
+
+def test_every_flipped_bit_is_refused():
+    frames = [bytes(frame) for frame in encode(*pack_group(make_group()))]
+    rng = random.Random(0)
+    for _ in range(500):
+        which = rng.randrange(2)
+        altered = bytearray(frames[which])
+        altered[rng.randrange(len(altered))] ^= 1 << rng.randrange(8)
+        with pytest.raises(WireError, match=r"digest|no known message"):
+            decode([altered, frames[1]] if which == 0 else [frames[0], altered])
+
+
+@pytest.mark.parametrize("frames", [[], [b"x"], [b"123456789"], [b"", b""], [b"12345678", b""], [b"x" * 20, b"", b""]])
+def test_what_is_no_message_is_refused(frames):
+    with pytest.raises(WireError):
+        decode(frames)
+
+
+def change(message: Deliver, **fields) -> Deliver:
+    first: RolloutHeader = msgspec.structs.replace(message.rollouts[0], **fields)
+    return msgspec.structs.replace(message, rollouts=(first, *message.rollouts[1:]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"num_tokens": 4}, "payload has"),
+        ({"num_tokens": -3}, "negative length"),
+        ({"spans": ()}, "end at 0 of 3"),
+        ({"spans": (VersionSpan(WeightVersion(1, 4), 1, 3),)}, "do not partition"),
+        ({"spans": (VersionSpan(WeightVersion(1, 4), 0, 9),)}, "end at 9 of 3"),
+        (
+            {"spans": (VersionSpan(WeightVersion(1, 5), 0, 1), VersionSpan(WeightVersion(1, 4), 1, 3))},
+            "versions decrease",
+        ),
+        ({"score": Score()}, "value or a named failure"),
+        ({"score": Score(value=1.0, failure="crash")}, "value or a named failure"),
+        ({"score": Score(value=float("nan"))}, "not finite"),
+        ({"score": Score(value=float("inf"))}, "not finite"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_and_named(fields, complaint):
+    message, payload = pack_group(make_group())
+    with pytest.raises(WireError, match=complaint) as error:
+        unpack_group(change(message, **fields), payload)
+    assert "1.7" in str(error.value)
+
+
+def test_a_logprob_that_is_not_finite_is_refused():
+    group = make_group()
+    group.rollouts[0].completion.logprobs[1] = np.nan
+    with pytest.raises(WireError, match="log-prob is not finite"):
+        unpack_group(*pack_group(group))
+
+
+def test_unknown_fields_and_unknown_kinds_are_refused():
+    good = {"kind": "Hello", "protocol": 1, "generator_id": "g", "incarnation": "a", "window": 2}
+    for bad in ({**good, "more": 1}, {**good, "kind": "Nonsense"}, {**good, "window": "2"}):
+        import xxhash
+
+        header = msgspec.msgpack.encode(bad)
+        with pytest.raises(WireError, match="no known message"):
+            decode([xxhash.xxh3_64(header).digest() + header, b""])
+    message, _ = decode(encode(Hello(protocol=1, generator_id="g", incarnation="a", window=2)))
+    assert message == Hello(protocol=1, generator_id="g", incarnation="a", window=2)

@@ -1,0 +1,80 @@
+"""Sockets bound their waits, know their peers, and open to other machines only with keys."""
+
+import pytest
+
+from asyncgrpo.errors import ConfigError, WireError
+from asyncgrpo.wire.codec import decode
+from asyncgrpo.wire.messages import Hello, TakeSnapshot, Welcome
+from asyncgrpo.wire.sockets import AsyncClient, Client, Keys, Server, is_loopback
+
+HELLO = Hello(protocol=1, generator_id="g", incarnation="a", window=1)
+
+
+@pytest.fixture
+def server():
+    server = Server("127.0.0.1")
+    yield server
+    server.close()
+
+
+def test_a_message_and_its_answer(server):
+    client = Client(server.endpoint, "g")
+    client.send(HELLO)
+    received = server.receive(5.0)
+    assert received is not None
+    peer, frames = received
+    assert peer == "g" and decode(frames)[0] == HELLO
+    assert server.send(peer, Welcome(protocol=1))
+    answer = client.receive(5.0)
+    assert answer is not None and answer[0] == Welcome(protocol=1)
+    client.close()
+
+
+def test_waits_end(server):
+    assert server.receive(0.01) is None
+    client = Client(server.endpoint, "g")
+    assert client.receive(0.01) is None
+    with pytest.raises(WireError, match="did not answer TakeSnapshot"):
+        client.ask(TakeSnapshot(), 0.05)
+    client.close()
+
+
+def test_a_peer_that_is_not_there_is_said_so(server):
+    assert not server.send("nobody", Welcome(protocol=1))
+
+
+async def test_the_asyncio_client_speaks_the_same(server):
+    client = AsyncClient(server.endpoint, "g")
+    await client.send(HELLO, b"payload")
+    received = server.receive(5.0)
+    assert received is not None
+    assert bytes(decode(received[1])[1]) == b"payload"
+    server.send("g", Welcome(protocol=1))
+    assert (await client.receive())[0] == Welcome(protocol=1)
+    client.close()
+
+
+def test_a_bind_that_others_can_reach_needs_keys():
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
+        Server("0.0.0.0")
+    assert is_loopback("127.0.0.1") and is_loopback("localhost") and is_loopback("::1")
+    assert not is_loopback("10.0.0.1") and not is_loopback("some.host")
+
+
+def test_only_a_client_with_the_run_s_keys_is_heard():
+    keys = Keys.make()
+    server = Server("0.0.0.0", keys, advertise="127.0.0.1")
+    friend = Client(server.endpoint, "friend", keys)
+    strangers = [Client(server.endpoint, "plain"), Client(server.endpoint, "other", Keys.make())]
+    other = Keys.make()
+    knows_the_server = Keys(keys.server_public, b"", other.client_public, other.client_secret)
+    strangers.append(Client(server.endpoint, "own-pair", knows_the_server))
+    for client in [*strangers, friend]:
+        client.send(HELLO)
+    received = server.receive(5.0)
+    assert received is not None and received[0] == "friend"
+    assert server.receive(0.3) is None
+    assert "hidden" in repr(keys)
+    for client in [*strangers, friend]:
+        client.close()
+    server.close()
