@@ -1,7 +1,8 @@
 """Finding and reading YAML files: the user's, and those that come with the package.
 
 A file may say `extends: OTHER.yaml` (relative to itself) or name a shipped file (`extends: one_node_8gpu`): that one is
-read first and every key here wins over it. Other paths inside a file are not touched; they are relative to the folder in which the command runs.
+read first and every key here wins over it. Other paths inside a file are not touched; they are relative to the folder
+in which the command runs.
 """
 
 import difflib

@@ -50,6 +50,18 @@ for family in (doctor, demo, train, data, samples, evaluate, export, config):
     family.register(app)
 
 
+def _keep_examples_whole(group: typer.Typer) -> None:
+    """Help breaks lines at spaces and hyphens, and an example is there to be copied: `\\b` says not to."""
+    for command in group.registered_commands:
+        command.epilog = f"\b\n{command.epilog}"
+    for child in group.registered_groups:
+        if child.typer_instance is not None:
+            _keep_examples_whole(child.typer_instance)
+
+
+_keep_examples_whole(app)
+
+
 def main() -> None:
     """Entry point of the `asyncgrpo` script. Exits with 0 only for success, 130 after Ctrl-C."""
     try:

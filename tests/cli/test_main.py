@@ -9,7 +9,7 @@ import typer
 from asyncgrpo import __version__, cli
 from asyncgrpo.errors import DataError
 
-HEAVY = ("torch", "ray", "sglang", "transformers", "pyarrow", "omegaconf", "rich")
+HEAVY = ("torch", "ray", "sglang", "transformers", "pyarrow", "omegaconf")
 
 
 def commands(command=None, path: tuple[str, ...] = ("asyncgrpo",)):

@@ -1,0 +1,62 @@
+"""`asyncgrpo data check`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"What is {n} + {n}?", "ground_truth": str(2 * n), "data_source": "gsm8k"} for n in range(1, 9)]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.25\n")
+    return path
+
+
+def test_a_person_sees_schema_lengths_one_prompt_and_one_score(asyncgrpo, file, reward):
+    ended = asyncgrpo("data", "check", file, "--reward-func", reward)
+    lines = ended.out.splitlines()
+    assert ended.code == 0
+    assert "rows             8" in lines
+    assert "data_source      gsm8k 8" in lines
+    assert "row 0, prompt    What is 1 + 1?" in lines
+    assert "row 0, reward    0.25 for `2` as the answer" in lines
+    assert "characters: half up to 14" in ended.out
+
+
+def test_scripts_get_the_whole_report(asyncgrpo, file, reward):
+    report = json.loads(asyncgrpo("data", "check", file, "--reward_func", reward, "--json").out)
+    assert (report["rows"], report["unit"], report["sources"]) == (8, "characters", {"gsm8k": 8})
+    assert report["score"]["value"] == 0.25
+
+
+def test_columns_are_given_as_for_a_run(asyncgrpo, file, reward):
+    file.write_text(json.dumps({"question": "Why?", "reply": "because"}) + "\n")
+    columns = ("data.columns.prompt=question", "data.columns.answer=reply")
+    ended = asyncgrpo("data", "check", file, *columns, "--reward-func", reward)
+    assert "row 0, answer    because" in ended.out
+
+
+def test_a_reward_that_cannot_score_is_an_error_after_the_report(asyncgrpo, file, reward):
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n"
+    )
+    ended = asyncgrpo("data", "check", file, "--reward-func", reward)
+    assert ended.code == 1
+    assert "rows             8" in ended.out
+    assert "could not be scored (exception: " in ended.err
+
+
+def test_a_file_that_is_not_there_is_one_sentence(asyncgrpo, file):
+    ended = asyncgrpo("data", "check", file.with_name("trian.jsonl"))
+    assert ended.code == 1
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
