@@ -1,0 +1,196 @@
+"""The `torch` engine: continuous batching over any transformers causal language model, in this process.
+
+For machines where SGLang cannot be installed, for small models, and for tests that need to know exactly which weights
+made which number. It keeps every promise of `engine.Engine`; what it leaves to SGLang is speed on large models.
+
+    generate ──▶ waiting (first come, first served) ──▶ Decoder: one token for every running answer per step
+        ▲                                                  │
+        └───────────── completions, one by one ◀───────────┘      load_weights and abort come between two steps
+
+Everything runs on the caller's event loop; a step blocks it for one forward.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncgrpo.errors import EngineError
+from asyncgrpo.generators.requests import Answer, Request, check_request
+from asyncgrpo.generators.torch_decoder import Decoder
+from asyncgrpo.generators.torch_weights import replace_parameters, weights_digest
+from asyncgrpo.types import Completion, Sampling, WeightVersion
+
+log = logging.getLogger(__name__)
+
+
+class TorchEngine:
+    """See `engine.Engine` for the methods.
+
+    Answers of one request start together, when there is room for all of them. Noise depends only on the seed of an
+    answer and the place of the token; logits depend in their last bits on the shape of the batch, as in every engine.
+    A failure reaches every request in flight, and from then on `generate` refuses until `load_weights` succeeds.
+    """
+
+    def __init__(
+        self, model_path: str, *, dtype: torch.dtype, device: torch.device, max_context: int, max_answers: int = 256
+    ):
+        """Nothing is loaded before `start`.
+
+        Args:
+            model_path: folder in Hugging Face's format.
+            dtype: of weights, keys and values; log-probs are float32 whatever it is.
+            max_context: longest prompt plus answer, tokens; an answer that reaches it ends with "length".
+            max_answers: answers that run at once. With `max_context` it fixes the memory of keys and values.
+        """
+        self.model_path = model_path
+        self.dtype = dtype
+        self.device = device
+        self.max_context = max_context
+        self.max_answers = max_answers
+        self._requests: dict[str, Request] = {}
+        # Bounded by the caller, who decides how many requests are in flight. Each entry enters the batch as a whole.
+        self._waiting: deque[list[Answer]] = deque()
+        self._work = asyncio.Event()
+        self._failure: EngineError | None = EngineError("the engine was not started")
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    async def start(self, version: WeightVersion) -> None:
+        try:
+            self._model = await asyncio.to_thread(self._read_model)
+            self._decoder = Decoder(self._model, max_context=self.max_context, max_answers=self.max_answers)
+            self._try_out()
+        except Exception as error:
+            raise EngineError(f"the torch engine cannot start with the model {self.model_path}: {error}") from error
+        self._version = version
+        self._failure = None
+        self._loop = asyncio.create_task(self._run(), name="torch-engine")
+
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        self._check_usable()
+        if request_id in self._requests:
+            raise EngineError(f"request {request_id} is already in flight")
+        request = Request(request_id, prompt, num_answers, sampling, seed)
+        check_request(request, vocab_size=self._decoder.vocab_size, max_context=self.max_context)
+        self._requests[request_id] = request
+        for first in range(0, num_answers, self.max_answers):
+            self._waiting.append(request.answers[first : first + self.max_answers])
+        self._work.set()
+        try:
+            async for completion in request.completions():
+                yield completion
+        finally:  # whoever stops listening early frees the rows
+            self._end(request)
+            del self._requests[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        if request := self._requests.get(request_id):
+            self._end(request)
+
+    async def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
+    ) -> None:
+        # No await in here: the loop below cannot step on half of the weights.
+        try:
+            replace_parameters(self._model, tensors)
+            self._decoder.change_version(version)
+            if not keep_kv:
+                self._decoder.recompute()
+        except BaseException as error:
+            failure = EngineError(f"weights {version} cannot be loaded: {error}")
+            self._fail(failure)
+            if not isinstance(error, Exception):  # Ctrl-C stays Ctrl-C
+                raise
+            raise failure from error
+        self._version = version
+        self._failure = None
+
+    async def checksum(self) -> str:
+        return weights_digest(self._model.named_parameters())
+
+    async def close(self) -> None:
+        self._fail(EngineError("the engine was closed"))
+        if loop := getattr(self, "_loop", None):
+            loop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop
+
+    async def _run(self) -> None:
+        """Step while there is work. Others of the event loop get their turn after every step."""
+        while True:
+            if not self._waiting and not self._decoder.num_running:
+                self._work.clear()
+                await self._work.wait()
+            try:
+                self._admit()
+                if self._decoder.num_running:
+                    self._decoder.step()
+            except Exception as error:
+                log.exception("a step of the torch engine failed, weight_version=%s", self._version)
+                self._fail(EngineError(f"sampling failed under weights {self._version}: {error}"))
+            await asyncio.sleep(0)
+
+    def _admit(self) -> None:
+        room = self._decoder.num_free
+        batches = []
+        while self._waiting and len(self._waiting[0]) <= room:
+            batches.append(self._waiting.popleft())
+            room -= len(batches[-1])
+        if batches:
+            self._decoder.admit(batches, self._version)
+
+    def _end(self, request: Request) -> None:
+        """Complete every answer of the request with what it has; no-op for those that are complete."""
+        if all(answer.is_complete for answer in request.answers):
+            return
+        self._decoder.end(request)
+        self._waiting = deque(answers for answers in self._waiting if answers[0].request is not request)
+        for answer in request.answers:
+            if not answer.is_complete:
+                answer.complete([], [], "abort")
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = failure
+        self._waiting.clear()
+        for request in self._requests.values():
+            request.fail(failure)
+        if decoder := getattr(self, "_decoder", None):
+            decoder.clear()
+
+    def _check_usable(self) -> None:
+        if self._failure:
+            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
+
+    def _read_model(self) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=self.dtype, attn_implementation="sdpa")
+        _require_full_attention(model, self.max_context)
+        torch.nn.Module.to(model, self.device)
+        return model.eval().requires_grad_(False)
+
+    def _try_out(self) -> None:
+        """One answer of one token: takes the memory of the cache, and shows here and now if the model cannot run."""
+        request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
+        check_request(request, vocab_size=self._decoder.vocab_size, max_context=self.max_context)
+        self._decoder.admit([request.answers], WeightVersion(0, 0))
+        self._decoder.step()
+
+
+def _require_full_attention(model: PreTrainedModel, max_context: int) -> None:
+    """Refuse models whose layers do not attend to all earlier tokens: our cache and mask assume it."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise EngineError(f"its layers are {sorted(kinds)}; only full attention is supported")
+    if "sliding_attention" in kinds and window is not None and window < max_context:
+        raise EngineError(f"its sliding_window ({window}) is smaller than max_context ({max_context})")
