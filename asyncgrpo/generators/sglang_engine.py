@@ -344,7 +344,7 @@ def _empty(index: int) -> Completion:
 
 @contextlib.contextmanager
 def _host_process_kept() -> Iterator[None]:
-    """Importing and launching SGLang changes what belongs to the whole process, and warns of much that we do not use."""
+    """Importing and launching SGLang changes what belongs to the whole process, and warns of what we do not use."""
     policy = asyncio.get_event_loop_policy()
     start_method = multiprocessing.get_start_method(allow_none=True)
     root = logging.getLogger()

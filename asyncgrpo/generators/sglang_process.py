@@ -12,7 +12,8 @@ import contextlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterable
+import signal
+from collections.abc import Collection
 from typing import Any
 
 import psutil
@@ -62,6 +63,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 def raise_launch_failure(signum: int, frame: object) -> None:
     """SIGQUIT is how a child says that it cannot start; SGLang's own answer is to kill this process."""
+    signal.signal(signum, signal.SIG_IGN)
     raise EngineError("one of its processes could not start; the reason is in its output above")
 
 
@@ -82,7 +84,7 @@ class OurEngine(Engine):
         if manager is None:
             return
         manager._subprocess_watchdog.stop()
-        kill([process for pid in self.get_all_child_pids() for process in _tree(pid)])
+        kill(self.get_all_child_pids())
         for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler, self.send_to_rpc):
             socket.close(linger=0)
         self._remove_files()
@@ -99,22 +101,27 @@ class OurEngine(Engine):
 def launch(**arguments: Any) -> OurEngine:
     """Start one engine; blocks until its model is loaded. Raises whatever stops it, and leaves nothing."""
     before = set(multiprocessing.active_children())
+    handler = signal.getsignal(signal.SIGQUIT)
     logging.getLogger(Engine.__module__).setLevel(logging.CRITICAL)  # it logs our handler of SIGQUIT as an error
     try:
         return OurEngine(**arguments, custom_sigquit_handler=raise_launch_failure)
     except BaseException:
-        kill([process for child in set(multiprocessing.active_children()) - before for process in _tree(child.pid)])
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # it may come once more, anywhere in what follows
+        kill([child.pid for child in set(multiprocessing.active_children()) - before])
+        signal.signal(signal.SIGQUIT, handler)
         raise
 
 
-def kill(processes: Iterable[psutil.Process]) -> None:
-    """End them at once and wait until they are gone."""
-    killed = []
+def kill(pids: Collection[int | None]) -> None:
+    """End these children and theirs at once, and wait until they are gone."""
+    handles = [child for child in multiprocessing.active_children() if child.pid in pids]
+    processes = [process for pid in pids for process in _tree(pid)]
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-            killed.append(process)
-    psutil.wait_procs(killed, timeout=60)
+    for handle in handles:  # first, as a handle never learns of an end that another has waited for
+        handle.join(60)
+    psutil.wait_procs(processes, timeout=60)
 
 
 def longest_context(model_path: str) -> int:
