@@ -151,7 +151,9 @@ class Decoder:
             self._answers[row].complete(self._tokens[row, sampled], self._logprobs[row, sampled], reason)
         num_left = self.num_running - len(rows)
         holes = rows[rows < num_left]
-        movers = np.setdiff1d(np.arange(num_left, self.num_running), rows)
+        stays = np.ones(self.num_running, bool)
+        stays[rows] = False
+        movers = num_left + np.flatnonzero(stays[num_left:])
         if len(movers):
             for table in (self._rows, self._tokens, self._logprobs, self._stops):
                 table[holes] = table[movers]

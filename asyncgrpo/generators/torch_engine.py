@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncgrpo.errors import EngineError
+from asyncgrpo.generators import torch_attention
 from asyncgrpo.generators.requests import Answer, Request, check_request
 from asyncgrpo.generators.torch_decoder import Decoder
 from asyncgrpo.generators.torch_weights import replace_parameters, weights_digest
@@ -172,7 +173,10 @@ class TorchEngine:
             raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
 
     def _read_model(self) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=self.dtype, attn_implementation="sdpa")
+        torch_attention.register()
+        model = AutoModelForCausalLM.from_pretrained(
+            self.model_path, dtype=self.dtype, attn_implementation=torch_attention.NAME
+        )
         _require_full_attention(model, self.max_context)
         torch.nn.Module.to(model, self.device)
         return model.eval().requires_grad_(False)

@@ -82,7 +82,7 @@ class Rig:
 
     def logits(self, token_ids: list[int], version: WeightVersion) -> Tensor:
         """[len(token_ids), VOCAB] float32 of a plain forward under the weights of `version`."""
-        model = self._model_of(version)
+        model = self.model_of(version)
         with torch.no_grad():
             return model(torch.tensor([token_ids])).logits[0].float()
 
@@ -107,7 +107,7 @@ class Rig:
         for span in answer.spans:
             fed = 0 if span.start == 0 else len(prompt) + span.start - 1
             with torch.no_grad():
-                model = self._model_of(span.version)
+                model = self.model_of(span.version)
                 part = model(torch.tensor([tokens[fed : len(prompt) + span.end - 1]]), past_key_values=cache).logits[0]
             logits.append(part[-(span.end - span.start) :].float())
         return _chosen(torch.cat(logits), answer)
@@ -116,7 +116,8 @@ class Rig:
         expected = self.expected_logprobs(prompt, answer, temperature)
         np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=self.tolerance)
 
-    def _model_of(self, version: WeightVersion) -> PreTrainedModel:
+    def model_of(self, version: WeightVersion) -> PreTrainedModel:
+        """The reference model, holding the weights of `version` until the next call."""
         assert self.reference_model is not None, "this engine has no model"
         parameters = dict(self.reference_model.named_parameters())
         for name, tensor in self.weights(self._changes[version]).items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, WeightVersion
+from asyncgrpo.types import Completion, Sampling, WeightVersion
 from tests.generators.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
 
 PROMPT = (5, 77, 130, 9, 201)
@@ -136,7 +136,8 @@ def test_answers_of_one_request_are_yielded_one_by_one(rig: Rig) -> None:
     async def abort_after_first() -> list[Completion]:
         answers = []
         # One stop token in twelve: the first of 8 ends early, and that all the others end with it will not happen.
-        async for answer in stream(rig, "one-by-one", num_answers=8, max_tokens=LONG, stop_token_ids=OFTEN):
+        sampling = Sampling(max_tokens=LONG, stop_token_ids=OFTEN)
+        async for answer in rig.engine.generate("one-by-one", PROMPT, 8, sampling, seed=0):
             answers.append(answer)
             await rig.engine.abort("one-by-one")
         return answers
@@ -145,12 +146,6 @@ def test_answers_of_one_request_are_yielded_one_by_one(rig: Rig) -> None:
     assert len(answers) == 8
     assert answers[0].finish_reason == "stop"
     assert "abort" in {answer.finish_reason for answer in answers}
-
-
-def stream(rig: Rig, request_id: str, *, num_answers: int, **knobs):
-    from asyncgrpo.types import Sampling
-
-    return rig.engine.generate(request_id, PROMPT, num_answers, Sampling(**knobs), 0)
 
 
 def test_abort_returns_what_was_generated(rig: Rig) -> None:
@@ -176,23 +171,31 @@ def test_abort_of_an_unknown_request_does_nothing(rig: Rig) -> None:
 
 
 def test_many_requests_at_once_are_each_right(rig: Rig) -> None:
-    prompts = [tuple((7 * i + j) % VOCAB for j in range(1 + i % 13)) for i in range(20)]
+    """Each of its own prompt, number of answers, length, stop tokens and temperature."""
+    requests = [
+        {
+            "prompt": tuple((7 * i + j) % VOCAB for j in range(1 + i % 13)),
+            "num_answers": 1 + i % 4,
+            "max_tokens": 2 + 3 * i % 17,
+            "stop_token_ids": ((), OFTEN, OFTEN[:5], (i,))[i % 4],
+            "temperature": (1.0, 0.7, 1.5)[i % 3],
+        }
+        for i in range(24)
+    ]
 
     async def all_at_once() -> list[list[Completion]]:
-        return await asyncio.gather(
-            *(
-                rig.sample(prompt, 1 + i % 4, max_tokens=2 + 3 * i % 17, stop_token_ids=OFTEN)
-                for i, prompt in enumerate(prompts)
-            )
-        )
+        return await asyncio.gather(*(rig.sample(**request) for request in requests))
 
-    for i, answers in enumerate(rig.run(all_at_once())):
-        assert len(answers) == 1 + i % 4
+    for request, answers in zip(requests, rig.run(all_at_once()), strict=True):
+        assert len(answers) == request["num_answers"]
         for answer in answers:
             assert_spans_partition(answer)
-            assert len(answer.token_ids) == 2 + 3 * i % 17 or answer.token_ids[-1] in OFTEN
+            stops = [token in request["stop_token_ids"] for token in answer.token_ids.tolist()]
+            assert not any(stops[:-1])
+            assert answer.finish_reason == ("stop" if stops[-1] else "length")
+            assert stops[-1] or len(stops) == request["max_tokens"]
             if rig.reference_model is not None:
-                rig.assert_logprobs(prompts[i], answer)
+                rig.assert_logprobs(request["prompt"], answer, request["temperature"])
 
 
 # --- log-probs and sampling, against transformers
@@ -212,7 +215,7 @@ def test_logprobs_are_over_the_whole_vocabulary_when_sampling_is_restricted(mode
 def test_greedy_is_transformers_greedy(model_rig: Rig) -> None:
     (answer,) = model_rig.run(model_rig.sample(PROMPT, max_tokens=24, temperature=0.0))
     prompt = torch.tensor([PROMPT])
-    expected = model_rig._model_of(model_rig.engine.version).generate(
+    expected = model_rig.model_of(model_rig.engine.version).generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24
     )
     assert answer.token_ids.tolist() == expected[0, len(PROMPT) :].tolist()
