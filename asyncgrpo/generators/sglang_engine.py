@@ -1,0 +1,364 @@
+"""The `sglang` engine: token ids in, token ids, log-probs and the version of each token out, weights in place.
+
+SGLang runs the model in processes of its own; this class lives on the caller's event loop and talks to them. It must be
+started from the main thread (SGLang's processes end with the thread that started them), and the main module needs an
+`if __name__ == "__main__"` guard (they are spawned). One engine for each process.
+
+    generate ──▶ one SGLang request for each answer ══▶ scheduler ══▶ completions, one by one
+    load_weights ──▶ hold new requests │ pause │ write │ label │ go on ──▶ let them start, under the new label
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncgrpo.errors import EngineError
+from asyncgrpo.generators.requests import Request, check_request
+from asyncgrpo.types import Completion, Sampling, VersionSpan, WeightVersion
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SMALLEST_LOGPROB = -1e30
+"""SGLang writes the smallest float for the log of 0."""
+
+
+class SGLangEngine:
+    """See `engine.Engine` for the methods.
+
+    A failure reaches every request in flight, and from then on `generate` refuses until `load_weights` succeeds. If one
+    of SGLang's processes dies the failure is final: close this engine and start another. SGLang's seeds are its own:
+    the `seed` of a request changes nothing.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: torch.dtype,
+        max_context: int,
+        device: str = "auto",
+        tensor_parallel: int = 1,
+        max_answers: int = 256,
+        memory_fraction: float = 0.85,
+        prefix_cache: bool = True,
+        random_seed: int = 0,
+        extra: dict[str, Any] | None = None,
+    ):
+        """Nothing is started before `start`.
+
+        Args:
+            model_path: folder in Hugging Face's format, or its hub id.
+            dtype: of weights, keys and values.
+            max_context: longest prompt plus answer, tokens; an answer that reaches it ends with "length".
+            device: "cuda", "cpu", or "auto": cuda where there is a GPU.
+            tensor_parallel: GPUs of this engine.
+            max_answers: answers that run at once; more wait.
+            memory_fraction: share of GPU memory for weights and cache.
+            prefix_cache: answers share the keys and values of common prefixes, never across weight versions.
+            random_seed: of SGLang's sampling; the same seed and the same requests in the same batches repeat.
+            extra: further arguments of `sglang.Engine`; they override all others.
+        """
+        self.model_path = model_path
+        self.dtype = dtype
+        self.max_context = max_context
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self.tensor_parallel = tensor_parallel
+        self.max_answers = max_answers
+        self.memory_fraction = memory_fraction
+        self.prefix_cache = prefix_cache
+        self.random_seed = random_seed
+        self.extra = extra or {}
+        self._requests: dict[str, _Running] = {}
+        self._failure: EngineError | None = EngineError("the engine was not started")
+        self._serial = itertools.count()
+        self._engine: Any = None
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    async def start(self, version: WeightVersion) -> None:
+        """Blocks the event loop until the model is loaded: SGLang's processes must be children of the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            raise EngineError("the sglang engine must be started from the main thread of its process")
+        if self.device == "cpu":
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores slow it down tenfold
+        try:
+            with _host_process_kept():
+                from asyncgrpo.generators import sglang_process
+
+                self._engine = sglang_process.launch(**self._arguments(version))
+        except Exception as error:
+            raise EngineError(f"SGLang cannot start with the model {self.model_path}: {error}") from error
+        loop = asyncio.get_running_loop()
+        self._manager = self._engine.tokenizer_manager
+        self._manager.event_loop = loop  # else it takes over this process's SIGTERM, and kills the process on errors
+        self._receiving = loop.create_task(self._manager.handle_loop(), name="sglang-receive")
+        self._receiving.add_done_callback(lambda task: self._die("its replies cannot be read any more"))
+        self._former_handler = signal.getsignal(signal.SIGQUIT)
+        loop.add_signal_handler(signal.SIGQUIT, self._die, "one of its processes died")
+        self._death: asyncio.Future[None] = loop.create_future()
+        self._may_submit = asyncio.Event()
+        self._may_submit.set()
+        self._loading = asyncio.Lock()
+        self._version = version
+        self._failure = None
+
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        self._check_usable()
+        if request_id in self._requests:
+            raise EngineError(f"request {request_id} is already in flight")
+        request = Request(request_id, prompt, num_answers, sampling, seed)
+        check_request(request, vocab_size=self._manager.model_config.vocab_size, max_context=self.max_context)
+        running = self._requests[request_id] = _Running(request)
+        running.tasks = [asyncio.create_task(self._sample(running, index)) for index in range(num_answers)]
+        try:
+            async for completion in request.completions():
+                yield completion
+        finally:  # whoever stops listening early ends what runs
+            del self._requests[request_id]
+            running.cancel()
+
+    async def abort(self, request_id: str) -> None:
+        if running := self._requests.get(request_id):
+            running.is_aborted = True
+            for rid in running.rids:
+                self._manager.abort_request(rid)
+
+    async def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
+    ) -> None:
+        try:
+            await self._reply(self._replace_weights(tensors, version, keep_kv))
+        except BaseException as error:
+            failure = EngineError(f"weights {version} cannot be loaded: {error or type(error).__name__}")
+            self._fail(failure)
+            if not isinstance(error, Exception):
+                raise
+            raise failure from error
+        self._version = version
+        self._failure = None
+
+    async def checksum(self) -> str:
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        call = self._manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
+        success, message, _, digest = await self._reply(call)
+        if not success or digest is None:
+            raise EngineError(f"SGLang cannot compute the checksum of its weights: {message}")
+        return str(digest)
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        self._fail(EngineError("the engine was closed"))
+        await asyncio.sleep(0)  # requests just cancelled tell SGLang so
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGQUIT)
+        signal.signal(signal.SIGQUIT, self._former_handler)
+        self._receiving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._receiving
+        engine.shutdown()
+
+    def _arguments(self, version: WeightVersion) -> dict[str, Any]:
+        """Of `sglang.Engine`."""
+        from asyncgrpo.generators.sglang_process import CONTEXT_RESERVE, cache_tokens_on_cpu, longest_context
+
+        limit = longest_context(self.model_path)
+        if self.max_context > limit:
+            raise EngineError(
+                f"max_context ({self.max_context}) is above the {limit} tokens that the model can attend to"
+            )
+        if self.max_context + CONTEXT_RESERVE > limit:
+            os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        arguments: dict[str, Any] = {
+            "model_path": self.model_path,
+            "device": self.device,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "context_length": self.max_context + CONTEXT_RESERVE,
+            "max_running_requests": self.max_answers,
+            "disable_radix_cache": not self.prefix_cache,
+            "random_seed": self.random_seed,
+            "tp_size": self.tensor_parallel,
+            "weight_version": str(version),
+            "skip_tokenizer_init": True,
+            "log_level": "error",
+        }
+        if self.device == "cpu":
+            wanted = self.max_answers * (self.max_context + CONTEXT_RESERVE)
+            arguments |= {
+                "attention_backend": "torch_native",
+                "sampling_backend": "pytorch",
+                "disable_overlap_schedule": True,
+                "sleep_on_idle": True,
+                "max_total_tokens": cache_tokens_on_cpu(self.model_path, self.dtype.itemsize, wanted),
+            }
+        else:
+            arguments["mem_fraction_static"] = self.memory_fraction
+        return arguments | self.extra
+
+    async def _sample(self, running: "_Running", index: int) -> None:
+        """One answer, from its submission to whoever waits for it."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = running.request
+        await self._may_submit.wait()
+        if running.is_aborted:
+            request.deliver(_empty(index))
+            return
+        # From here to its submission nothing is awaited, so the version is still right when it is submitted. Told to
+        # abort an id, SGLang ends every request whose id starts with it; a number of fixed width keeps them apart.
+        rid = f"{next(self._serial):010d}-{request.request_id}-{index}"
+        call = GenerateReqInput(
+            rid=rid,
+            input_ids=list(request.prompt),
+            sampling_params=running.sampling_params(self.max_context),
+            return_logprob=True,
+            extra_key=str(self._version) if self.prefix_cache else None,
+        )
+        running.rids.append(rid)
+        try:
+            async for output in self._manager.generate_request(call):  # one, as we do not ask for a stream
+                request.deliver(completion_of(output, index))
+        except Exception as error:
+            request.fail(EngineError(f"request {request.request_id}, answer {index}: {error}"))
+
+    async def _replace_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, keep_kv: bool
+    ) -> None:
+        from asyncgrpo.generators.sglang_weights import replace_weights
+
+        async with self._loading:
+            self._may_submit.clear()
+            try:
+                await replace_weights(
+                    self._manager, tensors, str(version), keep_kv=keep_kv, num_schedulers=self.tensor_parallel
+                )
+                self._version = version
+            finally:
+                self._may_submit.set()
+
+    async def _reply(self, call: Coroutine[Any, Any, T]) -> T:
+        """What SGLang answers, or EngineError if it dies first. Cancelling the caller leaves the call under way: SGLang
+        would take its late answer for that of the next call."""
+        task = asyncio.create_task(call)
+        awaited: list[asyncio.Future[Any]] = [task, self._death]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise EngineError(str(self._failure))
+        return task.result()
+
+    def _die(self, what: str) -> None:
+        """SGLang is gone: nothing that is awaited will come."""
+        if not self._death.done() and self._engine is not None:
+            log.error("SGLang ended: %s", what)
+            self._fail(EngineError(f"SGLang ended: {what}"))
+            self._death.set_result(None)
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = failure
+        for running in self._requests.values():
+            running.request.fail(failure)
+            running.cancel()
+
+    def _check_usable(self) -> None:
+        if self._failure:
+            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
+
+
+class _Running:
+    """A request, and what goes on for its sake."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.tasks: list[asyncio.Task[None]] = []
+        self.rids: list[str] = []
+        self.is_aborted = False
+
+    def cancel(self) -> None:
+        """SGLang is told to end the answers that are not complete."""
+        for task in self.tasks:
+            task.cancel()
+
+    def sampling_params(self, max_context: int) -> dict[str, Any]:
+        sampling = self.request.sampling
+        return {
+            "temperature": sampling.temperature,  # 0: SGLang takes the likeliest token
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": min(sampling.max_tokens, max_context - len(self.request.prompt)),
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+
+
+def completion_of(output: dict[str, Any], index: int) -> Completion:
+    """What SGLang returned for one answer. A stop token is its last token. Raises EngineError if a number is broken."""
+    meta = output["meta_info"]
+    token_ids = np.array(output["output_ids"], dtype=np.int32)
+    # An answer aborted before its first token has a log-prob all the same, of a token that was never kept.
+    logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
+    reason = meta["finish_reason"]
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    if reason.get("matched") == "NaN happened" or not (np.isfinite(logprobs) & (logprobs > SMALLEST_LOGPROB)).all():
+        raise EngineError(f"a log-prob is not finite under weights {meta['weight_version']}; they are probably broken")
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
+    return Completion(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        spans=tuple(
+            VersionSpan(WeightVersion.parse(span["version"]), span["start"], span["end"])
+            for span in spans
+            if span["start"] < span["end"]
+        ),
+        finish_reason=reason["type"],
+    )
+
+
+def _empty(index: int) -> Completion:
+    nothing = np.array([], dtype=np.int32)
+    return Completion(
+        index=index, token_ids=nothing, logprobs=nothing.astype(np.float32), spans=(), finish_reason="abort"
+    )
+
+
+@contextlib.contextmanager
+def _host_process_kept() -> Iterator[None]:
+    """Importing and launching SGLang changes what belongs to the whole process, and warns of what we do not use."""
+    policy = asyncio.get_event_loop_policy()
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    root.handlers = []  # SGLang closes those it finds
+    shown_by_children = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if shown_by_children is not None:
+            os.environ["PYTHONWARNINGS"] = shown_by_children
+        root.handlers, root.level = handlers, level
+        asyncio.set_event_loop_policy(policy)
+        multiprocessing.set_start_method(start_method, force=True)

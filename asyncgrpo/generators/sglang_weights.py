@@ -1,0 +1,138 @@
+"""How new weights travel from this process into SGLang's schedulers, and the order of calls that replaces them.
+
+Tensors are packed into buckets, one byte tensor each: a small one goes inside the message, a larger one in shared
+memory, of which all schedulers map the same pages. With a GPU they copy to it from there.
+"""
+
+import pickle
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+from torch import Tensor
+
+from asyncgrpo.errors import EngineError
+
+BUCKET_BYTES = 64 << 20
+"""Size of a bucket, unless one tensor is larger. Packing one holds up the event loop for some 20 ms."""
+INLINE_BYTES = 4 << 20
+"""Buckets up to this size travel inside the message: 2 ms against 10 ms for a handle of shared memory (measured)."""
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors of the model, ready to send."""
+
+    payloads: list[bytes]
+    """One for each scheduler process."""
+    is_last: bool
+
+
+async def replace_weights(
+    manager: Any, tensors: Iterable[tuple[str, Tensor]], label: str, *, keep_kv: bool, num_schedulers: int
+) -> None:
+    """Pause between two tokens, write all tensors, go on.
+
+    Args:
+        manager: SGLang's TokenizerManager. No request may be submitted meanwhile.
+        tensors: every tensor of the model, read once.
+        label: SGLang's name of the new weights; it becomes visible with the last bucket.
+        keep_kv: False recomputes keys and values of requests in flight, and drops the prefix cache.
+    Raises:
+        EngineError: SGLang refused. The weights may be part old, part new.
+    """
+    buckets = pack(tensors, num_schedulers)
+    bucket: Bucket | None = next(buckets)  # made before the pause: a small model is all in here
+    await manager.pause_generation(PauseGenerationReqInput(mode="in_place" if keep_kv else "retract"))
+    try:
+        # Messages arrive in the order they are sent, so the answer to this one says that the pause holds as well.
+        _require("begin_weight_update", await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        try:
+            while bucket is not None:
+                update = UpdateWeightsFromTensorReqInput(
+                    serialized_named_tensors=bucket.payloads,
+                    load_format="flattened_bucket",
+                    flush_cache=bucket.is_last and not keep_kv,
+                    weight_version=label if bucket.is_last else None,
+                )
+                _require("update_weights_from_tensor", await manager.update_weights_from_tensor(update, None))
+                bucket = next(buckets, None)
+        except Exception:  # a session left open would refuse the next load, which may mend this
+            await manager.end_weight_update(EndWeightUpdateReqInput(), None)
+            raise
+        _require("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
+    finally:
+        await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator[Bucket]:
+    """Buckets of about BUCKET_BYTES, at least one. Their memory is reused: take the next one when this one is read.
+
+    Beyond the bucket only one tensor is held, the next one: it tells whether the bucket is the last.
+    """
+    rest = iter(tensors)
+    ahead = next(rest, None)
+    if ahead is None:
+        raise EngineError("no tensors were given")
+    shared: Tensor | None = None
+    while ahead is not None:
+        taken: list[tuple[str, Tensor]] = []
+        size = 0
+        while ahead is not None and (not taken or size + ahead[1].nbytes <= BUCKET_BYTES):
+            taken.append(ahead)
+            size += _aligned(ahead[1].nbytes)
+            ahead = next(rest, None)
+        if size <= INLINE_BYTES:
+            room = torch.empty(size, dtype=torch.uint8)
+        else:
+            if shared is None or len(shared) < size:
+                shared = _share(max(size, BUCKET_BYTES if ahead is not None else 0))
+            room = shared[:size]
+        content = {"flattened_tensor": room, "metadata": _copy_into(room, taken)}
+        serialize = pickle.dumps if size <= INLINE_BYTES else MultiprocessingSerializer.serialize
+        yield Bucket([serialize(content) for _ in range(num_schedulers)], is_last=ahead is None)
+
+
+def _copy_into(room: Tensor, tensors: list[tuple[str, Tensor]]) -> list[FlattenedTensorMetadata]:
+    """Write the bytes of all tensors one after the other into `room`, [bytes] uint8; where each one lies."""
+    layout, start = [], 0
+    for name, tensor in tensors:
+        end = start + tensor.nbytes
+        room[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        layout.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
+        start += _aligned(tensor.nbytes)
+    return layout
+
+
+def _aligned(size: int) -> int:
+    """A tensor must start at a multiple of its element's size, whatever lies before it."""
+    return (size + 15) // 16 * 16
+
+
+def _share(size: int) -> Tensor:
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if size > free:
+        # Writing to shared memory that is not there kills the process (SIGBUS), so ask before.
+        raise EngineError(
+            f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} ({free / 2**20:.0f} MiB free); "
+            "give the container more, for example docker run --shm-size=2g"
+        )
+    return torch.empty(size, dtype=torch.uint8).share_memory_()
+
+
+def _require(call: str, reply: tuple[bool, str]) -> None:
+    success, message = reply
+    if not success:
+        raise EngineError(f"{call}: {message}")
