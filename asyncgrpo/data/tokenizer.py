@@ -92,12 +92,12 @@ def render(
     if system_prompt is not None and all(turn["role"] != "system" for turn in turns):
         turns.insert(0, {"role": "system", "content": system_prompt})
     if not tokenizer.chat_template:
-        text = "".join(turn["content"] for turn in turns)
+        text: Any = "".join(turn["content"] for turn in turns)
         return Rendered(text, tuple(tokenizer.encode(text)))
     from jinja2 import TemplateError
 
     try:
-        text: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise DataError(f"{where}: the model's chat template refuses the turns {roles}: {_one_line(error)}") from error
