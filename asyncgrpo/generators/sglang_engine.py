@@ -4,7 +4,7 @@ SGLang runs the model in processes of its own; this class lives on the caller's 
 started from the main thread (SGLang's processes end with the thread that started them), and the main module needs an
 `if __name__ == "__main__"` guard (they are spawned). One engine for each process.
 
-    generate ──▶ one SGLang request for each answer ══▶ scheduler ══▶ completions, one by one
+    generate ──▶ one message, n SGLang requests ══▶ scheduler ══▶ completions, one by one
     load_weights ──▶ hold new requests │ pause │ write │ label │ go on ──▶ let them start, under the new label
 """
 
@@ -117,6 +117,8 @@ class SGLangEngine:
         self._loading = asyncio.Lock()
         self._version = version
         self._failure = None
+        # Objects of the imports live for ever; without this each full garbage collection walks them, for some 0.3 s.
+        await self._manager.freeze_gc()
 
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
@@ -127,19 +129,18 @@ class SGLangEngine:
         request = Request(request_id, prompt, num_answers, sampling, seed)
         check_request(request, vocab_size=self._manager.model_config.vocab_size, max_context=self.max_context)
         running = self._requests[request_id] = _Running(request)
-        running.tasks = [asyncio.create_task(self._sample(running, index)) for index in range(num_answers)]
+        self._spawn(running, self._submit(running))
         try:
             async for completion in request.completions():
                 yield completion
         finally:  # whoever stops listening early ends what runs
             del self._requests[request_id]
-            running.cancel()
+            self._end(running)
 
     async def abort(self, request_id: str) -> None:
         if running := self._requests.get(request_id):
             running.is_aborted = True
-            for rid in running.rids:
-                self._manager.abort_request(rid)
+            self._abort(running)
 
     async def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
@@ -215,31 +216,47 @@ class SGLangEngine:
             arguments["mem_fraction_static"] = self.memory_fraction
         return arguments | self.extra
 
-    async def _sample(self, running: "_Running", index: int) -> None:
-        """One answer, from its submission to whoever waits for it."""
+    async def _submit(self, running: "_Running") -> None:
+        """Send all answers of a request to the scheduler in one message, which costs much less than one for each."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        request = running.request
+        request, manager = running.request, self._manager
         await self._may_submit.wait()
         if running.is_aborted:
-            request.deliver(_empty(index))
+            for answer in request.answers:
+                answer.complete([], [], "abort")
             return
-        # From here to its submission nothing is awaited, so the version is still right when it is submitted. Told to
-        # abort an id, SGLang ends every request whose id starts with it; a number of fixed width keeps them apart.
-        rid = f"{next(self._serial):010d}-{request.request_id}-{index}"
+        # Nothing waits from here until the message is sent, so the version is still right when it is. Told to abort an
+        # id, SGLang ends every request whose id starts with it; a number of fixed width in front keeps them apart.
+        num_answers = len(request.answers)
         call = GenerateReqInput(
-            rid=rid,
-            input_ids=list(request.prompt),
+            rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_answers)],
+            input_ids=[list(request.prompt)] * num_answers,
             sampling_params=running.sampling_params(self.max_context),
             return_logprob=True,
-            extra_key=str(self._version) if self.prefix_cache else None,
+            extra_key=[str(self._version)] * num_answers if self.prefix_cache else None,
         )
-        running.rids.append(rid)
-        try:
-            async for output in self._manager.generate_request(call):  # one, as we do not ask for a stream
-                request.deliver(completion_of(output, index))
-        except Exception as error:
-            request.fail(EngineError(f"request {request.request_id}, answer {index}: {error}"))
+        call.normalize_batch_and_arguments()
+        manager._init_req_state(call)
+        running.rids = call.rid
+        await manager._send_batch_request(await manager._batch_tokenize_and_process(num_answers, call))
+        for index in range(num_answers):
+            self._spawn(running, self._receive(request, index, manager._wait_one_response(call[index])))
+
+    async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
+        async for output in outputs:  # one, as we do not ask for a stream
+            request.deliver(completion_of(output, index))
+
+    def _spawn(self, running: "_Running", work: Coroutine[Any, Any, None]) -> None:
+        """Work for a request; if it fails, so does the request."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                running.request.fail(EngineError(f"request {running.request.request_id}: {error}"))
+
+        running.tasks.append(asyncio.create_task(guarded()))
 
     async def _replace_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, keep_kv: bool
@@ -278,7 +295,17 @@ class SGLangEngine:
         self._failure = failure
         for running in self._requests.values():
             running.request.fail(failure)
-            running.cancel()
+            self._end(running)
+
+    def _end(self, running: "_Running") -> None:
+        """Nobody waits for its answers any more."""
+        for task in running.tasks:
+            task.cancel()
+        self._abort(running)
+
+    def _abort(self, running: "_Running") -> None:
+        for rid in running.rids:
+            self._manager.abort_request(rid)  # no-op for those that are complete
 
     def _check_usable(self) -> None:
         if self._failure:
@@ -293,11 +320,6 @@ class _Running:
         self.tasks: list[asyncio.Task[None]] = []
         self.rids: list[str] = []
         self.is_aborted = False
-
-    def cancel(self) -> None:
-        """SGLang is told to end the answers that are not complete."""
-        for task in self.tasks:
-            task.cancel()
 
     def sampling_params(self, max_context: int) -> dict[str, Any]:
         sampling = self.request.sampling
@@ -332,13 +354,6 @@ def completion_of(output: dict[str, Any], index: int) -> Completion:
             if span["start"] < span["end"]
         ),
         finish_reason=reason["type"],
-    )
-
-
-def _empty(index: int) -> Completion:
-    nothing = np.array([], dtype=np.int32)
-    return Completion(
-        index=index, token_ids=nothing, logprobs=nothing.astype(np.float32), spans=(), finish_reason="abort"
     )
 
 
