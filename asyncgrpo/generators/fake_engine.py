@@ -50,6 +50,7 @@ class FakeEngine:
         self._requests: dict[str, _Running] = {}
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._checksum = weights_digest(())
+        self._is_running = False
 
     @property
     def version(self) -> WeightVersion:
@@ -58,6 +59,7 @@ class FakeEngine:
     async def start(self, version: WeightVersion) -> None:
         self._version = version
         self._failure = None
+        self._is_running = True
 
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
@@ -89,6 +91,8 @@ class FakeEngine:
     async def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
     ) -> None:
+        if not self._is_running:
+            raise EngineError(str(self._failure)) from self._failure
         try:
             self._checksum = weights_digest(tensors)
         except BaseException as error:
@@ -104,6 +108,7 @@ class FakeEngine:
         return self._checksum
 
     async def close(self) -> None:
+        self._is_running = False
         self._fail(EngineError("the engine was closed"))
 
     async def _sample(self, running: "_Running") -> None:

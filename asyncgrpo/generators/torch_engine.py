@@ -59,6 +59,8 @@ class TorchEngine:
         self._waiting: deque[list[Answer]] = deque()
         self._work = asyncio.Event()
         self._failure: EngineError | None = EngineError("the engine was not started")
+        self._decoder: Decoder | None = None
+        self._stepping: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> WeightVersion:
@@ -67,22 +69,25 @@ class TorchEngine:
     async def start(self, version: WeightVersion) -> None:
         try:
             self._model = await asyncio.to_thread(self._read_model)
-            self._decoder = Decoder(self._model, max_context=self.max_context, max_answers=self.max_answers)
-            self._try_out()
+            decoder = Decoder(self._model, max_context=self.max_context, max_answers=self.max_answers)
+            _try_out(decoder)
         except Exception as error:
             raise EngineError(f"the torch engine cannot start with the model {self.model_path}: {error}") from error
         self._version = version
         self._failure = None
-        self._loop = asyncio.create_task(self._run(), name="torch-engine")
+        self._decoder = decoder
+        self._stepping = asyncio.create_task(self._run(decoder), name="torch-engine")
 
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
-        self._check_usable()
+        decoder = self._running_decoder()
+        if self._failure:
+            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
         if request_id in self._requests:
             raise EngineError(f"request {request_id} is already in flight")
         request = Request(request_id, prompt, num_answers, sampling, seed)
-        check_request(request, vocab_size=self._decoder.vocab_size, max_context=self.max_context)
+        check_request(request, vocab_size=decoder.vocab_size, max_context=self.max_context)
         self._requests[request_id] = request
         for first in range(0, num_answers, self.max_answers):
             self._waiting.append(request.answers[first : first + self.max_answers])
@@ -101,12 +106,13 @@ class TorchEngine:
     async def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
     ) -> None:
+        decoder = self._running_decoder()
         # No await in here: the loop below cannot step on half of the weights.
         try:
             replace_parameters(self._model, tensors)
-            self._decoder.change_version(version)
+            decoder.change_version(version)
             if not keep_kv:
-                self._decoder.recompute()
+                decoder.recompute()
         except BaseException as error:
             failure = EngineError(f"weights {version} cannot be loaded: {error}")
             self._fail(failure)
@@ -117,44 +123,47 @@ class TorchEngine:
         self._failure = None
 
     async def checksum(self) -> str:
+        self._running_decoder()
         return weights_digest(self._model.named_parameters())
 
     async def close(self) -> None:
         self._fail(EngineError("the engine was closed"))
-        if loop := getattr(self, "_loop", None):
-            loop.cancel()
+        self._decoder = None
+        if self._stepping:
+            self._stepping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await loop
+                await self._stepping
 
-    async def _run(self) -> None:
+    async def _run(self, decoder: Decoder) -> None:
         """Step while there is work. Others of the event loop get their turn after every step."""
         while True:
-            if not self._waiting and not self._decoder.num_running:
+            if not self._waiting and not decoder.num_running:
                 self._work.clear()
                 await self._work.wait()
             try:
-                self._admit()
-                if self._decoder.num_running:
-                    self._decoder.step()
+                self._admit(decoder)
+                if decoder.num_running:
+                    decoder.step()
             except Exception as error:
                 log.exception("a step of the torch engine failed, weight_version=%s", self._version)
                 self._fail(EngineError(f"sampling failed under weights {self._version}: {error}"))
             await asyncio.sleep(0)
 
-    def _admit(self) -> None:
-        room = self._decoder.num_free
+    def _admit(self, decoder: Decoder) -> None:
+        room = decoder.num_free
         batches = []
         while self._waiting and len(self._waiting[0]) <= room:
             batches.append(self._waiting.popleft())
             room -= len(batches[-1])
         if batches:
-            self._decoder.admit(batches, self._version)
+            decoder.admit(batches, self._version)
 
     def _end(self, request: Request) -> None:
         """Complete every answer of the request with what it has; no-op for those that are complete."""
         if all(answer.is_complete for answer in request.answers):
             return
-        self._decoder.end(request)
+        if self._decoder:
+            self._decoder.end(request)
         self._waiting = deque(answers for answers in self._waiting if answers[0].request is not request)
         for answer in request.answers:
             if not answer.is_complete:
@@ -165,12 +174,13 @@ class TorchEngine:
         self._waiting.clear()
         for request in self._requests.values():
             request.fail(failure)
-        if decoder := getattr(self, "_decoder", None):
-            decoder.clear()
+        if self._decoder:
+            self._decoder.clear()
 
-    def _check_usable(self) -> None:
-        if self._failure:
-            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
+    def _running_decoder(self) -> Decoder:
+        if self._decoder is None:
+            raise EngineError(str(self._failure)) from self._failure
+        return self._decoder
 
     def _read_model(self) -> PreTrainedModel:
         torch_attention.register()
@@ -181,12 +191,13 @@ class TorchEngine:
         torch.nn.Module.to(model, self.device)
         return model.eval().requires_grad_(False)
 
-    def _try_out(self) -> None:
-        """One answer of one token: takes the memory of the cache, and shows here and now if the model cannot run."""
-        request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
-        check_request(request, vocab_size=self._decoder.vocab_size, max_context=self.max_context)
-        self._decoder.admit([request.answers], WeightVersion(0, 0))
-        self._decoder.step()
+
+def _try_out(decoder: Decoder) -> None:
+    """One answer of one token: takes the memory of the cache, and shows here and now if the model cannot run."""
+    request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
+    check_request(request, vocab_size=decoder.vocab_size, max_context=decoder.max_context)
+    decoder.admit([request.answers], WeightVersion(0, 0))
+    decoder.step()
 
 
 def _require_full_attention(model: PreTrainedModel, max_context: int) -> None:

@@ -234,6 +234,15 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         asyncio.run(new_engine(tmp_path).start(WeightVersion(0, 0)))
 
 
+def test_before_start_everything_is_refused(model_path: Path) -> None:
+    engine = new_engine(model_path)
+    with pytest.raises(EngineError, match="not started"):
+        asyncio.run(engine.load_weights([], WeightVersion(0, 1)))
+    with pytest.raises(EngineError, match="not started"):
+        asyncio.run(engine.checksum())
+    asyncio.run(engine.close())
+
+
 def test_close_tells_whoever_still_waits(model_path: Path) -> None:
     async def close_midway() -> None:
         engine = new_engine(model_path)
@@ -250,6 +259,8 @@ def test_close_tells_whoever_still_waits(model_path: Path) -> None:
             await asking
         with pytest.raises(EngineError, match="closed"):
             await ask()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.load_weights([], WeightVersion(0, 1))
 
     asyncio.run(close_midway())
 
