@@ -56,6 +56,7 @@ def rig(folder: Path) -> Iterator[Rig]:
     assert process_wide() == before
     yield rig
     rig.stop()
+    assert signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
 
 
 def process_wide() -> list[object]:
@@ -87,6 +88,15 @@ def test_a_context_longer_than_the_model_can_attend_to_is_refused(folder: Path) 
     engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=MAX_CONTEXT + 1, device="cpu")
     with pytest.raises(EngineError, match=rf"max_context \({MAX_CONTEXT + 1}\)"):
         asyncio.run(engine.start(WeightVersion(0, 0)))
+
+
+def test_before_start_everything_is_refused(folder: Path) -> None:
+    engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=64, device="cpu")
+    with pytest.raises(EngineError, match="not started"):
+        asyncio.run(engine.load_weights([], WeightVersion(0, 1)))
+    with pytest.raises(EngineError, match="not started"):
+        asyncio.run(engine.checksum())
+    asyncio.run(engine.close())
 
 
 def test_a_request_still_queued_when_weights_change_does_not_find_old_keys(rig: Rig) -> None:
@@ -333,6 +343,8 @@ def test_a_dead_scheduler_fails_what_waits_and_harms_no_other_process(rig: Rig) 
         with pytest.raises(EngineError, match="does not sample"):
             await rig.sample(PROMPT)
         await rig.engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await rig.load(1)
 
     try:
         rig.run(kill_midway())
