@@ -78,7 +78,8 @@ waiting_seconds = _gauge(
 # -------------------------------------------------------------------------------------------------------------- buffer
 
 GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
-                  "dropped_stale", "dropped_failed", "dropped_poison", "requeued")
+                  "dropped_stale", "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
+                  "dropped_lease_timeout", "requeued")
 groups_total = _counter(
     "groups_total", "Groups by what happened to them; one group passes several of these.", "buffer",
     outcome=GROUP_OUTCOMES)
@@ -95,7 +96,7 @@ max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps, as config
 rejected_frames_total = _counter(
     "rejected_frames_total", "Messages that the buffer refused to read, by reason.", "buffer",
     reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum"))
-prompts_done = _gauge("prompts_done", "Prompts of the current epoch that are trained or dropped for good.", "buffer")
+prompts_done = _gauge("prompts_done", "Prompts that are trained or dropped for good, over all epochs.", "buffer")
 epoch = _gauge("epoch", "Passes over the training file that are complete.", "buffer")
 
 # ----------------------------------------------------------------------------------------------------------- generator
@@ -116,7 +117,7 @@ generate_seconds = _histogram(
 reward_seconds = _histogram("reward_seconds", "Time to score one answer.", "generator", buckets=SECONDS)
 reward_failures_total = _counter(
     "reward_failures_total", "Answers without a score, by what went wrong.", "generator",
-    failure=("timeout", "crash", "exception", "not_finite", "bad_type", "aborted"))
+    failure=("timeout", "crash", "exception", "not_finite", "bad_type", "unknown_source", "aborted"))
 
 # ------------------------------------------------------------------------------------------------------------- learner
 

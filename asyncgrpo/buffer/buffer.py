@@ -44,6 +44,11 @@ class Entry:
     message: Deliver | None = None
     payload: bytes = b""
 
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, once the group is here."""
+        return sum(r.num_tokens for r in self.message.rollouts) if self.message is not None else 0
+
 
 class Buffer:
     """The training side of the rollout plane. See the module's text."""
@@ -169,7 +174,7 @@ class Buffer:
                 del self._entries[entry.lease.group_id]
                 self._attempts[entry.order] += 1
                 self.outcomes["dropped_stale"] += 1
-                self.tokens["stale"] += sum(r.num_tokens for r in entry.message.rollouts) if entry.message else 0
+                self.tokens["stale"] += entry.num_tokens
                 self._prompts.give_back(entry.order)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         ready = sorted((e for e in waiting if e.state is State.READY), key=lambda e: (e.oldest, e.order))
@@ -192,7 +197,7 @@ class Buffer:
         self.version = version
         for entry in [e for e in self._entries.values() if e.state is State.TAKEN]:
             del self._entries[entry.lease.group_id]
-            self.tokens["trained"] += sum(r.num_tokens for r in entry.message.rollouts) if entry.message else 0
+            self.tokens["trained"] += entry.num_tokens
             self._finish(entry, "trained")
 
     # -- what others ask -------------------------------------------------------------------------------------------
@@ -205,6 +210,11 @@ class Buffer:
     @property
     def epoch(self) -> int:
         return self._prompts.epoch
+
+    @property
+    def prompts_done(self) -> int:
+        """Prompts trained or dropped for good, over all epochs and restarts."""
+        return self._prompts.num_done
 
     def count(self, state: State) -> int:
         """Groups in `state`."""

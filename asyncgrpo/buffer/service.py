@@ -286,7 +286,8 @@ class BufferService:
     def _counters(self) -> dict[str, float]:
         """Totals of this process: groups by outcome, tokens by fate."""
         groups = {f"groups_{k}": float(v) for k, v in self._buffer.outcomes.items()}
-        return groups | {f"tokens_{k}": float(v) for k, v in self._buffer.tokens.items()}
+        tokens = {f"tokens_{k}": float(v) for k, v in self._buffer.tokens.items()}
+        return groups | tokens | {"prompts_done": float(self._buffer.prompts_done)}
 
     def _observe(self, now_s: float) -> None:
         for outcome, total in self._buffer.outcomes.items():
@@ -297,3 +298,4 @@ class BufferService:
         oldest = self._buffer.oldest_lease()
         metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
         metrics.epoch.set(self._buffer.epoch)
+        metrics.prompts_done.set(self._buffer.prompts_done)

@@ -152,6 +152,7 @@ class GeneratorActor:
         """Returns the address of its metrics."""
         if not self._setup.config.generators.gpus_each:
             os.environ["OMP_NUM_THREADS"] = "1"
+        metrics.generator_info.info({"engine": self._setup.config.generators.engine})
         return _begin(self._setup, "generator", self._index)
 
     def run(self, buffer_endpoint: str, weights_endpoint: str) -> None:

@@ -112,8 +112,9 @@ class Recorder:
 
     def _count(self, counters: dict[str, float]) -> dict[str, Any]:
         """Totals of the run, and groups that left untrained since the step before."""
+        prompts_done = counters.get("prompts_done", 0.0)  # the buffer counts these over all starts by itself
         totals = Counter(self._before)
-        totals.update(counters)
+        totals.update({name: count for name, count in counters.items() if name != "prompts_done"})
         dropped = {
             reason.removeprefix("groups_dropped_"): int(count - self.totals.get(reason, 0.0))
             for reason, count in totals.items()
@@ -123,6 +124,7 @@ class Recorder:
         return {
             "tokens_generated": int(totals["tokens_generated"]),
             "tokens_dropped": int(totals["tokens_stale"]),
+            "prompts_done": int(prompts_done),
             "dropped": {reason: count for reason, count in dropped.items() if count},
         }
 
