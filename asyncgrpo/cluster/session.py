@@ -34,6 +34,8 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
         os.environ.setdefault(name, value)
     if cpu_only:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A cluster of our own has token authentication on; Ray would say so in a warning at every start.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common = {
         "namespace": "asyncgrpo",
         "log_to_driver": False,

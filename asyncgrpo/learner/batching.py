@@ -36,7 +36,7 @@ class PackedBatch:
     advantages: Tensor
     """[T] float32, the answer's on its sampled tokens; 0 where mask is false."""
     is_current: Tensor
-    """[T] bool, true on tokens that the learner's present weights sampled."""
+    """[T] bool, true on the tokens of answers that the learner's present weights sampled from first to last."""
 
     @property
     def lengths(self) -> Tensor:
@@ -212,8 +212,9 @@ def _pack(answers: list[_Answer], version: WeightVersion) -> PackedBatch:
 
 
 def _is_current(completion: Completion, version: WeightVersion) -> np.ndarray:
-    """[L] bool: which tokens of an answer `version` sampled."""
-    flags = np.zeros(len(completion.token_ids), bool)
-    for span in completion.spans:
-        flags[span.start : span.end] = span.version == version
-    return flags
+    """[L] bool: all true if `version` sampled the answer from its first token to its last, else all false.
+
+    An answer that began under older weights may go on with their keys and values: its later tokens are not what these
+    weights alone would say, so they tell nothing of how well two kernels agree.
+    """
+    return np.full(len(completion.token_ids), all(span.version == version for span in completion.spans))

@@ -25,7 +25,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | loss, grad_norm, lr, entropy, clip_ratio | norm before clipping; entropy in nats; share of tokens clipped |
 | importance_mean, importance_capped | mean weight proximal / behaviour policy, capped; share of tokens at the cap |
 | [kl_reference] | mean KL to the reference model, nats |
-| [logprob_gap_mean], [logprob_gap_max] | abs(learner - engine) log-prob, nats, on tokens of the current version |
+| [logprob_gap_mean], [logprob_gap_max] | abs(learner - engine) log-prob, nats, on answers wholly by the current version |
 | lags | {"0": groups, "1": groups, ...}: trained groups by lag in optimizer steps |
 | answers, zero_signal_groups | trained; groups whose answers all have one reward |
 | answer_length_mean, truncated_share | tokens; share of answers that ended by length |

@@ -109,13 +109,13 @@ def test_a_step_without_answers_still_has_one_empty_microbatch_for_every_rank():
         assert len(step.trained) == 1 and not step.trained[0].mask.any() and step.num_tokens == 0
 
 
-def test_each_token_knows_whether_the_present_weights_sampled_it():
+def test_each_token_knows_whether_the_present_weights_sampled_all_of_its_answer():
     group = make_group(0, [1.0, 0.0], [[1, 2, 3], [4, 5]])
     first, second = group.rollouts
     spans = (VersionSpan(OLDER, 0, 2), VersionSpan(VERSION, 2, 3))
     mixed = replace(group, rollouts=(replace(first, completion=replace(first.completion, spans=spans)), second))
     current = {t: c for s in sequences(packed([mixed])) for t, _, sampled, _, _, c in s if sampled}
-    assert current == {1: False, 2: False, 3: True, 4: True, 5: True}
+    assert current == {1: False, 2: False, 3: False, 4: True, 5: True}
 
 
 def test_moving_a_batch_keeps_every_field():
