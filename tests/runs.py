@@ -54,14 +54,23 @@ def events(run: Path, kind: str) -> list[dict]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def left_behind(mark: Path) -> list[str]:
+def marked(mark: Path) -> list[psutil.Process]:
     """Living processes with this mark in their environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(mark):
-                found.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
+                found.append(process)
     return found
+
+
+def left_behind(mark: Path) -> list[str]:
+    """The marked processes as text."""
+    lines = []
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):
+            lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
+    return lines
 
 
 def assert_nothing_left(mark: Path) -> None:

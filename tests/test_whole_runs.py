@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.recording.events import read_events
-from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, events, marked, start, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -129,3 +129,21 @@ def assert_same_model_as_the_checkpoint(run: Path) -> None:
     assert held.keys() <= loaded.keys()
     for name, tensor in held.items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def test_a_killed_generator_is_replaced_and_the_run_ends_well_with_two_learner_ranks(tmp_path: Path):
+    arguments = ["demo", *SHORT, "--out", "run", "--steps", "30", "run.eval_every=100", "learner.ranks=2"]
+    run = tmp_path / "run"
+    process = start(*arguments, cwd=tmp_path)
+    wait_until(lambda: len(events(run, "step")) >= 2, "second step", 200.0)
+    generators = [p for p in marked(tmp_path) if "GeneratorActor" in " ".join(p.cmdline())]
+    assert len(generators) == 2
+    generators[0].kill()
+    assert process.wait(timeout=250) == 0, (tmp_path / "output.txt").read_text()
+    assert_steps_are_gapless(run, 30)
+    restarts = events(run, "restart")
+    assert any(event["actor"].startswith("generator-") and event.get("count") == 1 for event in restarts), restarts
+    assert events(run, "sync")[-1]["engines"] == 2
+    # What the dead generator worked on was generated again: every prompt of the run is there once.
+    assert max(int(lag) for event in events(run, "step") for lag in event["lags"]) <= 1
+    assert_nothing_left(tmp_path)

@@ -66,7 +66,6 @@ class Buffer:
         self._lineage = lineage
         self._entries: dict[str, Entry] = {}  # by group id, in order of first lease
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt order
-        self._finished: set[str] = set()  # groups of this lineage that left, so that a late copy is a duplicate
         self.version: WeightVersion | None = None
         self.draining = False
         self.outcomes: Counter[str] = Counter()
@@ -137,7 +136,7 @@ class Buffer:
         """Keep a delivered group, once. Returns None, or the reason why it is not wanted."""
         self.tokens["generated"] += sum(r.num_tokens for r in message.rollouts)
         entry = self._entries.get(message.group_id)
-        if message.group_id in self._finished or (entry is not None and entry.state is not State.LEASED):
+        if self._is_done(message) or (entry is not None and entry.state is not State.LEASED):
             self.outcomes["duplicate"] += 1
             return "duplicate"
         if entry is None or entry.lease.lease_id != message.lease_id:
@@ -228,6 +227,10 @@ class Buffer:
             return None
         return entry
 
+    def _is_done(self, message: Deliver) -> bool:
+        """Whether this group was trained or dropped already, in this lineage."""
+        return message.group_id == f"{self._lineage}.{message.order}" and self._prompts.is_done(message.order)
+
     def _requeue(self, entry: Entry) -> None:
         del self._entries[entry.lease.group_id]
         self.outcomes["requeued"] += 1
@@ -235,7 +238,6 @@ class Buffer:
 
     def _finish(self, entry: Entry, outcome: str) -> None:
         self.outcomes[outcome] += 1
-        self._finished.add(entry.lease.group_id)
         self._attempts.pop(entry.order, None)
         self._prompts.done(entry.order)
 

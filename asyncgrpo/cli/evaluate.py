@@ -62,7 +62,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
     """Every prompt answered `rollout_n` times, at most `groups_in_flight` prompts at once."""
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.data.prompts import load_prompts
-    from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+    from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
     from asyncgrpo.generators.build import build_engine
     from asyncgrpo.generators.rollout import generate_group
     from asyncgrpo.generators.service import UNPUBLISHED
@@ -70,6 +70,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
     from asyncgrpo.types import Lease, Rollout, Sampling
 
     tokenizer = load_tokenizer(config.model.path)
+    decode = decoder(tokenizer, keep_special=False)
     sampling = Sampling(
         temperature=config.sampling.eval_temperature,
         max_tokens=config.sampling.max_tokens,
@@ -94,9 +95,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
                 sampling=sampling,
                 seed=config.run.seed + index * rollout_n,
             )
-            group = await generate_group(
-                lease, engine, reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), "eval"
-            )
+            group = await generate_group(lease, engine, reward, decode, "eval")
             return group.rollouts
 
     try:

@@ -156,7 +156,7 @@ class GeneratorActor:
 
     def run(self, buffer_endpoint: str, weights_endpoint: str) -> None:
         from asyncgrpo.data.demo import demo_rules
-        from asyncgrpo.data.tokenizer import load_tokenizer
+        from asyncgrpo.data.tokenizer import decoder, load_tokenizer
         from asyncgrpo.generators.build import build_engine
         from asyncgrpo.generators.service import GeneratorService
         from asyncgrpo.rewards import build_reward
@@ -168,7 +168,7 @@ class GeneratorActor:
             uuid.uuid4().hex[:8],
             build_engine(config),
             build_reward(config.reward, extra_rules=demo_rules()),
-            lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+            decoder(tokenizer, keep_special=False),
             window=config.generators.groups_in_flight,
             keep_kv=config.generators.keep_kv,
             load_timeout_s=config.weights.timeout_s,
@@ -239,7 +239,7 @@ class LearnerActor:
             dist.destroy_process_group()
 
     def _lead(self, learner: Any, team: Any, buffer_endpoint: str, about: dict[str, Any]) -> str:
-        from asyncgrpo.data.tokenizer import load_tokenizer
+        from asyncgrpo.data.tokenizer import decoder, load_tokenizer
         from asyncgrpo.learner.inbox import Inbox
         from asyncgrpo.learner.record import Recorder
         from asyncgrpo.learner.service import LearnerService
@@ -247,7 +247,9 @@ class LearnerActor:
         config = self._setup.config
         tokenizer = load_tokenizer(config.model.path)
         self._publisher.describe(learner.layout())
-        recorder = Recorder(config, self._setup.run_dir, tokenizer.decode, msgspec.to_builtins(config))
+        recorder = Recorder(
+            config, self._setup.run_dir, decoder(tokenizer, keep_special=True), msgspec.to_builtins(config)
+        )
         service = LearnerService(
             config,
             learner,

@@ -1,0 +1,180 @@
+"""The demo's model, tasks and reward: all that a machine without a GPU and without a network needs to watch GRPO learn.
+
+The model is a transformer of some 80,000 random weights over bytes, written in the same format as any Hugging Face
+model. The tasks are about short strings of digits: an answer is right digit by digit, so the reward rises step by step.
+Training rows and held-out rows never share a prompt.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncgrpo.errors import ConfigError
+
+DIGITS = "0123456789"
+
+TASKS: dict[str, Callable[[str], str]] = {
+    "copy": lambda digits: digits,
+    "increment": lambda digits: "".join(DIGITS[(int(digit) + 1) % 10] for digit in digits),
+    "reverse": lambda digits: digits[::-1],
+    "sort": lambda digits: "".join(sorted(digits)),
+}
+"""The right answer to a prompt, by task. In the order of how fast they are learned: `copy` and `increment` look back by
+the same distance at every position, `reverse` does not, `sort` has to compare."""
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<system>", "<user>", "<assistant>")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<' + message.role + '>' + message.content }}{% if message.role == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_demo_model(
+    path: str | Path,
+    *,
+    seed: int,
+    layers: int = 1,
+    hidden: int = 64,
+    heads: int = 4,
+    rope_theta: float = 100.0,
+    initializer_range: float = 0.05,
+) -> None:
+    """Write a random Qwen3 and its byte-level tokenizer into a folder.
+
+    The id of a byte is its value; the special tokens come after. Two settings are unlike a large model's, and halve the
+    steps to learn: a small RoPE base, so that neighbouring positions look different to so few dimensions, and larger
+    initial weights.
+
+    Args:
+        seed: of the weights.
+        layers, hidden, heads: size; `hidden` is a multiple of `heads`, and `heads` of 2.
+        rope_theta: base of the rotary position embedding.
+        initializer_range: standard deviation of the initial weights.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocab = {_byte_token(byte): byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=list(SPECIAL_TOKENS[2:]),
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=hidden // heads,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        initializer_range=initializer_range,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    with _without_progress_bars():
+        model.save_pretrained(path)
+
+
+def write_demo_task(
+    path_train: str | Path,
+    path_eval: str | Path,
+    *,
+    seed: int,
+    rows: int = 800,
+    digits: int = 3,
+    eval_rows: int = 100,
+    task: str = "copy",
+) -> None:
+    """Write the training and the held-out file of a task, as JSON Lines of `{prompt, ground_truth, data_source}`.
+
+    Args:
+        seed: decides which strings go where.
+        rows, eval_rows: of the two files; all their prompts differ.
+        digits: length of each prompt, so there are 10**digits to choose from.
+        task: a key of `TASKS`.
+    Raises:
+        ConfigError: there is no such task, or there are fewer strings than rows.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"no demo task {task!r}; expected {', '.join(TASKS)}")
+    if rows + eval_rows > 10**digits:
+        raise ConfigError(
+            f"{rows} training and {eval_rows} held-out prompts are more than there are strings of {digits} digits"
+        )
+    numbers = random.Random(seed).sample(range(10**digits), rows + eval_rows)
+    prompts = [str(number).zfill(digits) for number in numbers]
+    for path, part in ((path_train, prompts[:rows]), (path_eval, prompts[rows:])):
+        lines = (
+            json.dumps({"prompt": prompt, "ground_truth": TASKS[task](prompt), "data_source": f"demo_{task}"})
+            for prompt in part
+        )
+        Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def demo_score(answer_text: str, ground_truth: str) -> float:
+    """How right an answer is, from 0 to 1; 1 only for the very text.
+
+    Half of it is for right characters in their places. The rest pays for what has to be found out before that: that
+    answers are made of digits (0.1), and that they are made of the digits wanted, wherever (0.4). All are shares of the
+    longer of the two texts, so too much text costs as too little does.
+    """
+    size = max(len(answer_text), len(ground_truth), 1)
+    in_place = sum(a == b for a, b in zip(answer_text, ground_truth, strict=False))
+    anywhere = (Counter(answer_text) & Counter(ground_truth)).total()
+    digits = sum(character in DIGITS for character in answer_text[: len(ground_truth)])
+    return (5 * in_place + 4 * anywhere + digits) / (10 * size)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()
+
+
+def _byte_token(byte: int) -> str:
+    """How byte-level BPE spells a byte: printable Latin-1 as itself, the others shifted past U+0100 in their order."""
+    if _is_printable(byte):
+        return chr(byte)
+    return chr(256 + sum(not _is_printable(other) for other in range(byte)))
+
+
+def _is_printable(byte: int) -> bool:
+    return 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
+
+
+def demo_rules() -> dict[str, Callable[[str, str], float]]:
+    """The rules of the demo's tasks by `data_source`."""
+    return {f"demo_{task}": demo_score for task in TASKS}

@@ -1,0 +1,252 @@
+"""The prompts of a run: loaded from a file, and handed out in an order that survives a restart.
+
+`PromptSource` promises that every prompt comes once an epoch, in an order that the seed decides, and that a restart at
+any moment skips none: what was not done is issued again, what was done is not.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from asyncgrpo.config import DataConfig
+from asyncgrpo.data.files import read_rows
+from asyncgrpo.data.schemas import recognise
+from asyncgrpo.data.tokenizer import render
+from asyncgrpo.errors import CheckpointError, DataError
+from asyncgrpo.types import Frozen, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The prompts of one file."""
+
+    prompts: tuple[Prompt, ...]
+    """In the file's order, without the over-long."""
+    schema_name: str
+    dropped_too_long: int
+    longest: int
+    """Tokens of the longest prompt of the file, dropped ones included."""
+
+
+def load_prompts(
+    path: str | Path, split: str, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, limit: int | None = None
+) -> Loaded:
+    """Read, recognise, render and tokenise a file.
+
+    Args:
+        split: `train` or `eval`; row 17 becomes the prompt `train/17`.
+        limit: rows of the file to use, from its start; None: all.
+    Raises:
+        DataError: the file cannot be used, or every prompt is longer than `config.max_prompt_tokens`.
+    """
+    rows = read_rows(path)[:limit]
+    schema = recognise(rows, config.columns, str(path))
+    prompts: list[Prompt] = []
+    longest = 0
+    for index, row in enumerate(rows):
+        record = schema.to_record(row, index)
+        where = f"{path}, row {index}"
+        token_ids = render(tokenizer, record.messages, config.system_prompt, where=where).token_ids
+        longest = max(longest, len(token_ids))
+        if len(token_ids) <= config.max_prompt_tokens:
+            prompts.append(
+                Prompt(
+                    prompt_id=f"{split}/{index}",
+                    token_ids=token_ids,
+                    answer=record.answer,
+                    source=record.source,
+                    info=record.info,
+                )
+            )
+    if not prompts:
+        raise DataError(
+            f"{path}: all {len(rows)} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
+            f"the longest has {longest} tokens"
+        )
+    return Loaded(tuple(prompts), schema.name, len(rows) - len(prompts), longest)
+
+
+class PromptState(Frozen):
+    """Where a `PromptSource` stands; goes into the checkpoint."""
+
+    frontier: int
+    """Every order below is done."""
+    done_beyond: tuple[int, ...]
+    """Orders above the frontier that are done, ascending."""
+    seed: int
+    shuffle: bool
+    num_prompts: int
+    fingerprint: str
+    """Of the prompts' ids and tokens: another file, tokenizer or template gives another."""
+
+
+class PromptSource:
+    """The run's prompts in their order, and which of them are done.
+
+    An order is a position in the run: order // num_prompts is its epoch. It is issued by `next`, then either `done`, or
+    given back and issued again. Not safe for threads; one process owns it.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, epochs: int | None) -> None:
+        """
+        Args:
+            prompts: at least one.
+            seed: decides the order of every epoch, together with the epoch's number.
+            shuffle: False keeps the given order in every epoch.
+            epochs: passes over the prompts; None: without an end.
+        """
+        assert prompts, "a prompt source needs prompts"
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._end = None if epochs is None else epochs * len(self._prompts)
+        self._fingerprint = _fingerprint(self._prompts)
+        self._frontier = 0
+        self._next = 0
+        self._done_beyond: set[int] = set()
+        self._outstanding: set[int] = set()
+        self._given_back: list[int] = []  # a heap
+        self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
+
+    def next(self) -> tuple[int, Prompt] | None:
+        """The next (order, prompt): the oldest given back, else a new one. None: there is nothing to issue now."""
+        order = heapq.heappop(self._given_back) if self._given_back else self._new_order()
+        if order is None:
+            return None
+        self._outstanding.add(order)
+        return order, self.prompt(order)
+
+    def done(self, order: int) -> None:
+        """This order was trained, or is dropped for good: it is never issued again.
+
+        It must be outstanding, or given back and not issued since (an answer that came after its lease had ended).
+        """
+        if order in self._outstanding:
+            self._outstanding.remove(order)
+        else:
+            assert order in self._given_back, f"order {order} is not under way"
+            self._given_back.remove(order)
+            heapq.heapify(self._given_back)
+        self._done_beyond.add(order)
+        while self._frontier in self._done_beyond:
+            self._done_beyond.remove(self._frontier)
+            self._frontier += 1
+
+    def give_back(self, order: int) -> None:
+        """The lease of this outstanding order failed: it is issued again before any new one."""
+        assert order in self._outstanding, f"order {order} is not outstanding"
+        self._outstanding.remove(order)
+        heapq.heappush(self._given_back, order)
+
+    def prompt(self, order: int) -> Prompt:
+        """Which prompt an order is; the same in every process with the same prompts and seed."""
+        epoch, position = divmod(order, len(self._prompts))
+        return self._prompts[int(self._permutation(epoch)[position])]
+
+    def state(self) -> PromptState:
+        """All that a restart needs; small, since only orders still under way lie between done ones."""
+        return PromptState(
+            frontier=self._frontier,
+            done_beyond=tuple(sorted(self._done_beyond)),
+            seed=self._seed,
+            shuffle=self._shuffle,
+            num_prompts=len(self._prompts),
+            fingerprint=self._fingerprint,
+        )
+
+    def restore(self, state: PromptState) -> None:
+        """Go on from `state`: every order not done then is issued again, once, in order. The epochs may have changed.
+
+        Raises:
+            CheckpointError: the state belongs to other prompts or to another order of them.
+        """
+        here = self.state()
+        for field, knob in (
+            ("num_prompts", "prompts in data.train"),
+            ("fingerprint", "fingerprint of data.train as the model's tokenizer reads it"),
+            ("seed", "run.seed"),
+            ("shuffle", "data.shuffle"),
+        ):
+            then, now = getattr(state, field), getattr(here, field)
+            if then != now:
+                raise CheckpointError(
+                    f"the checkpoint's prompt order cannot be continued: {knob} was {then} and is now {now}"
+                )
+        self._frontier = self._next = state.frontier
+        self._done_beyond = set(state.done_beyond)
+        self._outstanding.clear()
+        self._given_back.clear()
+
+    def is_done(self, order: int) -> bool:
+        """Whether this order was trained or dropped."""
+        return 0 <= order < self._frontier or order in self._done_beyond
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of one epoch."""
+        return len(self._prompts)
+
+    @property
+    def num_done(self) -> int:
+        """Orders done since the run began, over all restarts."""
+        return self._frontier + len(self._done_beyond)
+
+    @property
+    def remaining(self) -> int | None:
+        """Orders not done yet, whether issued or not; None without an end."""
+        return None if self._end is None else max(0, self._end - self.num_done)
+
+    @property
+    def epoch(self) -> int:
+        """Whole epochs done; an epoch is done when its last order is."""
+        return self._frontier // len(self._prompts)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `next` would give a prompt."""
+        return bool(self._given_back) or self._peek_new() is not None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Nothing is left to issue and nothing is outstanding."""
+        return not self._outstanding and not self.has_next
+
+    def _new_order(self) -> int | None:
+        order = self._peek_new()
+        if order is not None:
+            self._next = order + 1
+        return order
+
+    def _peek_new(self) -> int | None:
+        order = max(self._next, self._frontier)
+        while order in self._done_beyond:  # only after a restore are orders done that were not issued
+            order += 1
+        return None if self._end is not None and order >= self._end else order
+
+    def _draw_permutation(self, epoch: int) -> np.ndarray:
+        """[num_prompts] indices of the prompts in the order of `epoch`.
+
+        Sorts raw bits of Philox, because numpy keeps those streams for ever, but not `Generator.permutation`.
+        """
+        num_prompts = len(self._prompts)
+        if not self._shuffle:
+            return np.arange(num_prompts)
+        bits = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(num_prompts)
+        return np.argsort(bits, kind="stable")
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    digest = xxhash.xxh3_128()
+    for prompt in prompts:
+        digest.update(f"{prompt.prompt_id}\0{len(prompt.token_ids)}\0".encode())
+        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,223 @@
+"""Recognises which project a data file was written for, and turns its rows into one kind of record.
+
+The first row decides the schema of the whole file; a later row that does not fit is an error that names the row and the
+spellings that would do. Files of verl, SkyRL, TRL, verifiers and the plain `{prompt, ground_truth, data_source}` are
+read as they are; anything else goes through the `columns` map of the configuration.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncgrpo.errors import ConfigError, DataError
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+
+PROMPT_SPELLINGS = ("prompt", "question")
+ANSWER_SPELLINGS = ("reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "answer", "solution")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row, whatever its schema was."""
+
+    messages: list[Message]
+    """Chat turns, each with `role` and `content`; at least one. A prompt that was a string is one user turn."""
+    answer: Any
+    """Ground truth as the file has it; None where it has none."""
+    source: str
+    """Names the origin of the row; rule-based rewards choose their rule by it. Empty where the file says nothing."""
+    info: dict[str, Any]
+    """What else a reward may want to see."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """How the rows of one file are read."""
+
+    name: str
+    file: str
+    convert: Callable[[Row], Record]
+
+    def to_record(self, row: Row, index: int) -> Record:
+        """Row `index` (from 0) of the file. Raises DataError, which names file, row and the spellings accepted."""
+        try:
+            return self.convert(row)
+        except _Misfit as misfit:
+            raise DataError(f"{self.file}, row {index}: {misfit} (schema {self.name}, from row 0)") from None
+
+
+class _Misfit(Exception):
+    """A row does not fit; its message lacks file and row."""
+
+
+def recognise(rows: Sequence[Row], columns: Mapping[str, str], file: str = "data") -> Schema:
+    """The schema of a file, decided by its first row.
+
+    Args:
+        rows: the file's rows, at least one.
+        columns: our field (`prompt`, `answer`, `source`) to the file's column; empty: recognise.
+        file: name for error messages.
+    Raises:
+        ConfigError: `columns` has a field that is not ours.
+        DataError: the first row fits no schema, or a mapped column does not exist.
+    """
+    first = rows[0]
+    if columns:
+        return Schema("columns", file, _mapped(first, columns, file))
+    for name, (fits, convert) in _SCHEMAS.items():
+        if fits(first):
+            return Schema(name, file, convert)
+    raise DataError(
+        f"{file}, row 0: no prompt among the columns {', '.join(first) or '(none)'}; expected "
+        f"{' or '.join(PROMPT_SPELLINGS)}, or a data.columns map such as {{prompt: input, answer: label}}"
+    )
+
+
+def _mapped(first: Row, columns: Mapping[str, str], file: str) -> Callable[[Row], Record]:
+    fields = ("prompt", "answer", "source")
+    for field in columns:
+        if field not in fields:
+            raise ConfigError(f"data.columns.{field}: unknown field; expected {', '.join(fields)}")
+    for field, column in columns.items():
+        if column not in first:
+            close = difflib.get_close_matches(column, list(first), n=1)
+            raise DataError(
+                f"{file}, row 0: no column {column!r}, which data.columns.{field} names; "
+                + (f"did you mean {close[0]!r}?" if close else f"the columns are {', '.join(first)}")
+            )
+    prompt = columns.get("prompt", "prompt")
+    answer = columns.get("answer", "")
+    source = columns.get("source", "data_source")
+
+    def convert(row: Row) -> Record:
+        return Record(
+            messages=_messages(row, prompt),
+            answer=_required(row, answer) if answer else None,
+            source=_source(row, source),
+            info=_others(row, prompt, answer, source),
+        )
+
+    return convert
+
+
+def _verl(row: Row) -> Record:
+    reward_model = _object(row, "reward_model")
+    return Record(
+        messages=_messages(row, "prompt"),
+        answer=_required(reward_model, "ground_truth", shown="reward_model.ground_truth"),
+        source=_source(row, "data_source"),
+        info=_info(row, "extra_info"),
+    )
+
+
+def _skyrl(row: Row) -> Record:
+    reward_spec = _object(row, "reward_spec")
+    env_class = {"env_class": row["env_class"]} if row.get("env_class") else {}
+    return Record(
+        messages=_messages(row, "prompt"),
+        answer=_required(reward_spec, "ground_truth", shown="reward_spec.ground_truth"),
+        source=_source(row, "data_source"),
+        info=env_class | _info(row, "extra_info"),
+    )
+
+
+def _plain(row: Row) -> Record:
+    return Record(
+        messages=_messages(row, "prompt"),
+        answer=_required(row, "ground_truth"),
+        source=_source(row, "data_source"),
+        info=_others(row, "prompt", "ground_truth", "data_source", "extra_info") | _info(row, "extra_info"),
+    )
+
+
+def _verifiers(row: Row) -> Record:
+    prompt = "prompt" if row.get("prompt") is not None else "question"
+    source = "data_source" if row.get("data_source") else "task"
+    return Record(
+        messages=_messages(row, prompt),
+        answer=None if "info" in row and "answer" not in row else _required(row, "answer"),
+        source=_source(row, source),
+        info=_others(row, prompt, "answer", source, "info") | _info(row, "info"),
+    )
+
+
+def _trl(row: Row) -> Record:
+    # TRL hands every column to the reward by name, so `solution`, its usual ground truth, stays in `info` as well.
+    return Record(
+        messages=_messages(row, "prompt"),
+        answer=row.get("solution"),
+        source=_source(row, "data_source"),
+        info=_others(row, "prompt", "data_source"),
+    )
+
+
+# Tried in this order: from the schema with the most telling column to the one that asks only for a prompt.
+_SCHEMAS: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Record]]] = {
+    "verl": (lambda row: "prompt" in row and "reward_model" in row, _verl),
+    "skyrl": (lambda row: "prompt" in row and "reward_spec" in row, _skyrl),
+    "plain": (lambda row: "prompt" in row and "ground_truth" in row, _plain),
+    "verifiers": (
+        lambda row: "question" in row or ("prompt" in row and ("answer" in row or "info" in row)),
+        _verifiers,
+    ),
+    "trl": (lambda row: "prompt" in row, _trl),
+}
+
+
+def _messages(row: Row, column: str) -> list[Message]:
+    value = row.get(column)
+    if value is None:
+        raise _Misfit(f"no {column}; a prompt is spelt {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise _Misfit(f"{column} is neither text nor a list of chat turns")
+    for turn, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _Misfit(f"turn {turn} of {column} is no object with role and content")
+        if not isinstance(message.get("content"), str):
+            raise _Misfit(f"the content of turn {turn} of {column} is not text (images and parts are not supported)")
+    # Parquet gives every turn every key, so keys without a value are left out again.
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _required(row: Row, key: str, *, shown: str = "") -> Any:
+    """The value of `key`, which may be null (`data check` counts those) but not absent."""
+    if key not in row:
+        raise _Misfit(f"no {shown or key}; an answer is spelt {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns")
+    return row[key]
+
+
+def _object(row: Row, key: str) -> Row:
+    value = row.get(key)
+    if not isinstance(value, dict):
+        raise _Misfit(f"{key} is no object with ground_truth")
+    return value
+
+
+def _source(row: Row, key: str) -> str:
+    value = row.get(key)
+    return "" if value is None else str(value)
+
+
+def _info(row: Row, key: str) -> dict[str, Any]:
+    """An object, or the JSON text of one; nothing counts as an empty one."""
+    value = row.get(key)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise _Misfit(f"{key} is text but not JSON: {error.msg}") from error
+    if not value:
+        return {}
+    if not isinstance(value, dict):
+        raise _Misfit(f"{key} is neither an object nor the JSON text of one")
+    return value
+
+
+def _others(row: Row, *used: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in used}

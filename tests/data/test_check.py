@@ -1,0 +1,60 @@
+"""What `data check` finds out about a file."""
+
+import json
+
+import pytest
+
+from asyncgrpo.config import DataConfig
+from asyncgrpo.data.check import Lengths, check_file
+from asyncgrpo.errors import DataError
+from asyncgrpo.types import Score
+
+
+@pytest.fixture
+def file(tmp_path) -> str:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "1" * n, "ground_truth": n, "data_source": "odd" if n % 2 else "even"} for n in range(1, 101)]
+    rows[0]["ground_truth"] = "one"
+    rows[4]["ground_truth"] = None
+    rows[6]["ground_truth"] = ""
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(file, demo_model):
+    report = check_file(file, str(demo_model), DataConfig(train=file, max_prompt_tokens=90, system_prompt="Hm"))
+    assert (report.rows, report.schema_name, report.unit) == (100, "plain", "tokens")
+    assert report.prompt_text == "<system>Hm<user>1<assistant>"
+    assert report.prompt_tokens == 6
+    # n digits, two letters and three special tokens
+    assert report.lengths == Lengths(p50=56, p90=96, p99=105, max=105)
+    assert report.over_long == 15
+    assert report.sources == {"odd": 50, "even": 50}
+    assert report.answers_missing == 2
+    assert report.answer == "one"
+    assert report.score is None
+
+
+def test_without_a_model_lengths_are_characters(file):
+    report = check_file(file, None, DataConfig(train=file))
+    assert (report.unit, report.lengths.max, report.over_long, report.prompt_tokens) == ("characters", 100, None, None)
+    assert report.prompt_text == "1"
+
+
+def test_the_reward_is_tried_on_the_right_answer_of_the_first_row(file, demo_model):
+    seen = []
+
+    def score(prompt, answer):
+        seen.append((prompt.answer, prompt.source, answer))
+        return Score(value=1.0)
+
+    report = check_file(file, str(demo_model), DataConfig(train=file), score)
+    assert seen == [("one", "odd", "one")]
+    assert (report.scored_answer, report.score) == ("one", Score(value=1.0))
+
+
+def test_a_row_that_does_not_fit_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "ground_truth": 1}\n{"prompt": "b"}')
+    with pytest.raises(DataError, match="row 1: no ground_truth"):
+        check_file(path, None, DataConfig(train=str(path)))

@@ -1,0 +1,84 @@
+"""The demo's model, tasks and reward."""
+
+import json
+
+import pytest
+
+from asyncgrpo.config import DataConfig
+from asyncgrpo.data.demo import TASKS, demo_score, make_demo_model, write_demo_task
+from asyncgrpo.data.prompts import load_prompts
+from asyncgrpo.errors import ConfigError
+
+
+def test_any_tool_of_the_field_loads_the_model(demo_model):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert sum(p.numel() for p in model.parameters()) < 100_000
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer.encode("735")])).logits
+    # Nothing is known yet: no byte is much likelier than another.
+    assert logits.softmax(-1).max() < 0.05
+
+
+def test_a_token_is_a_byte(tokenizer):
+    text = "735\n\0 ä漢🙂"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.decode([ord("7"), tokenizer.eos_token_id], skip_special_tokens=True) == "7"
+
+
+def test_a_seed_gives_the_same_model_and_leaves_torch_alone(demo_model, tmp_path):
+    import torch
+
+    state = torch.random.get_rng_state()
+    make_demo_model(tmp_path / "again", seed=0)
+    make_demo_model(tmp_path / "other", seed=1)
+    assert torch.equal(state, torch.random.get_rng_state())
+    weights = [(f / "model.safetensors").read_bytes() for f in (demo_model, tmp_path / "again", tmp_path / "other")]
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_held_out_prompts_are_never_trained_and_the_files_load(task, tmp_path, tokenizer):
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    write_demo_task(train, held_out, seed=1, rows=80, digits=2, eval_rows=20, task=task)
+    loaded = [load_prompts(path, "train", tokenizer, DataConfig(train=str(path))).prompts for path in (train, held_out)]
+    assert [len(prompts) for prompts in loaded] == [80, 20]
+    assert len({prompt.token_ids for prompts in loaded for prompt in prompts}) == 100
+    assert {prompt.source for prompts in loaded for prompt in prompts} == {f"demo_{task}"}
+    row = json.loads(train.read_text().splitlines()[0])
+    assert list(row) == ["prompt", "ground_truth", "data_source"]
+    assert row["ground_truth"] == TASKS[task](row["prompt"])
+
+
+def test_a_task_that_cannot_be_written_says_why(tmp_path):
+    with pytest.raises(ConfigError, match="80 training and 30 held-out prompts are more than there are strings of 2"):
+        write_demo_task(tmp_path / "a", tmp_path / "b", seed=0, rows=80, digits=2, eval_rows=30)
+    with pytest.raises(ConfigError, match="no demo task 'sing'; expected copy"):
+        write_demo_task(tmp_path / "a", tmp_path / "b", seed=0, task="sing")
+
+
+def test_tasks():
+    assert {task: right("907") for task, right in TASKS.items()} == {
+        "copy": "907",
+        "increment": "018",
+        "reverse": "709",
+        "sort": "079",
+    }
+
+
+def test_only_the_very_answer_scores_one():
+    assert demo_score("735", "735") == 1.0
+    assert max(demo_score(text, "735") for text in ("7350", "73", " 735", "753", "73x", "")) < 1.0
+
+
+def test_each_step_towards_the_answer_scores_more():
+    ladder = ["abcd", "ab1", "111", "551", "573", "537", "735"]
+    scores = [demo_score(text, "735") for text in ladder]
+    assert scores[0] == 0.0
+    assert scores == sorted(scores) and len(set(scores)) == len(scores)

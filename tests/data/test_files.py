@@ -1,0 +1,111 @@
+"""What a data file may look like, and what is said of one that cannot be read."""
+
+import datetime
+import decimal
+import json
+import pickle
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncgrpo.data.files import read_rows
+from asyncgrpo.errors import DataError
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"style": "rule", "ground_truth": "2"}},
+    {"prompt": [{"role": "user", "content": "漢字?"}], "reward_model": {"style": "rule", "ground_truth": "3"}},
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a file of a given name and content, gives its path."""
+
+    def write(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+def test_all_formats_give_the_same_rows(tmp_path, file):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    assert read_rows(tmp_path / "rows.parquet") == ROWS
+    assert read_rows(file("rows.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS))) == ROWS
+    assert read_rows(file("rows.json", json.dumps(ROWS))) == ROWS
+    assert read_rows(file("wrapped.json", json.dumps({"data": ROWS}))) == ROWS
+
+
+def test_jsonl_may_have_blank_lines_a_byte_order_mark_and_odd_line_separators_in_strings(file):
+    content = '\ufeff{"prompt": "a\u2028b"}\r\n\n{"prompt": "c"}\n'
+    assert read_rows(file("rows.jsonl", content)) == [{"prompt": "a\u2028b"}, {"prompt": "c"}]
+
+
+def test_parquet_values_become_what_json_can_hold(tmp_path):
+    table = pa.table(
+        {
+            "vector": [[1, 2]],
+            "nested": [{"values": [1.5]}],
+            "map": pa.array([[("key", 1)]], pa.map_(pa.string(), pa.int64())),
+            "day": [datetime.date(2026, 1, 2)],
+            "price": [decimal.Decimal("1.25")],
+            "text": [b"abc"],
+            "blob": [b"\xff\xfe"],
+            "none": pa.nulls(1),
+        }
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    (row,) = read_rows(tmp_path / "rows.parquet")
+    assert json.loads(json.dumps(row)) == {
+        "vector": [1, 2],
+        "nested": {"values": [1.5]},
+        "map": {"key": 1},
+        "day": "2026-01-02",
+        "price": 1.25,
+        "text": "abc",
+        "blob": "//4=",
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": }\n', "line 2, column 12: broken JSON"),
+        ("a.jsonl", '{"prompt": "a"}\n[1]\n', "line 2: expected a JSON object, got a list"),
+        ("a.json", '[\n{"prompt": "a"},\n{"prompt" "b"}]', "line 3, column 11: broken JSON"),
+        ("a.json", '{"prompt": "a"}\n{"prompt": "b"}', "name the file .jsonl"),
+        ("a.json", '[{"prompt": "a"}, 3]', "row 1: expected a JSON object, got a number"),
+        ("a.json", '{"rows": []}', 'expected a list of objects or {"data": [...]}, got an object'),
+        ("a.json", "[]", "holds no rows"),
+        ("a.jsonl", "\n\n", "holds no rows"),
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", b'{"prompt": "\xff"}', "is not UTF-8 text"),
+        ("a.parquet", "not parquet", "not a readable Parquet file"),
+        ("a.csv", "prompt\na", "unknown extension '.csv'; expected .parquet, .jsonl, .json"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_place_and_what_was_expected(file, name, content, said):
+    path = file(name, content)
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert path in str(caught.value)
+    assert said in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_missing_file_names_files_of_nearly_its_name(file, tmp_path):
+    file("train.jsonl", "{}")
+    with pytest.raises(DataError, match=r"no such file; did you mean train\.jsonl\?"):
+        read_rows(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"is a folder; give one file of it: train\.jsonl"):
+        read_rows(tmp_path)
+    with pytest.raises(DataError, match="no folder"):
+        read_rows(tmp_path / "nowhere" / "train.jsonl")
+
+
+def test_a_hub_id_is_refused_with_the_way_out():
+    with pytest.raises(DataError, match="openai/gsm8k is no file; if it is a Hugging Face dataset id, download it"):
+        read_rows("openai/gsm8k")

@@ -1,0 +1,119 @@
+"""Files of the field's projects are read as they are."""
+
+import json
+
+import pytest
+
+from asyncgrpo.data.schemas import Record, recognise
+from asyncgrpo.errors import ConfigError, DataError
+
+TURN = [{"role": "user", "content": "2+2?"}]
+
+
+def first_record(row: dict, columns: dict[str, str] | None = None) -> tuple[str, Record]:
+    schema = recognise([row], columns or {}, "rows.jsonl")
+    return schema.name, schema.to_record(row, 0)
+
+
+def test_verl():
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": TURN,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 7, "split": "train"},
+    }
+    assert first_record(row) == ("verl", Record(TURN, "4", "openai/gsm8k", {"index": 7, "split": "train"}))
+
+
+def test_plain_rows_with_a_string_prompt():
+    row = {"prompt": "2+2?", "ground_truth": "4", "data_source": "math_reasoning", "level": 1, "extra_info": {"a": 2}}
+    assert first_record(row) == ("plain", Record(TURN, "4", "math_reasoning", {"level": 1, "a": 2}))
+
+
+def test_skyrl():
+    row = {
+        "data_source": "gsm8k",
+        "prompt": TURN,
+        "env_class": "gsm8k",
+        "reward_spec": {"method": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train"},
+    }
+    assert first_record(row) == ("skyrl", Record(TURN, "4", "gsm8k", {"env_class": "gsm8k", "split": "train"}))
+
+
+@pytest.mark.parametrize("prompt", ["2+2?", TURN])
+def test_trl_keeps_every_column_for_the_reward(prompt):
+    row = {"prompt": prompt, "solution": "4", "difficulty": 0.5}
+    assert first_record(row) == ("trl", Record(TURN, "4", "", {"solution": "4", "difficulty": 0.5}))
+    assert first_record({"prompt": prompt}) == ("trl", Record(TURN, None, "", {}))
+
+
+@pytest.mark.parametrize("info", [{"unit": "m"}, json.dumps({"unit": "m"})])
+@pytest.mark.parametrize("row", [{"prompt": TURN}, {"question": "2+2?"}])
+def test_verifiers(row, info):
+    row = {**row, "answer": "4", "info": info, "task": "sums"}
+    assert first_record(row) == ("verifiers", Record(TURN, "4", "sums", {"unit": "m"}))
+
+
+def test_verifiers_rows_may_have_info_instead_of_an_answer():
+    assert first_record({"question": "2+2?", "info": {}}) == ("verifiers", Record(TURN, None, "", {}))
+
+
+def test_other_files_go_through_the_columns_map():
+    row = {"input": "2+2?", "label": 4, "set": "sums", "level": 1, "prompt": "not this one"}
+    columns = {"prompt": "input", "answer": "label", "source": "set"}
+    info = {"level": 1, "prompt": "not this one"}
+    assert first_record(row, columns) == ("columns", Record(TURN, 4, "sums", info))
+    assert first_record({"prompt": "2+2?", "gold": "4"}, {"answer": "gold"}) == ("columns", Record(TURN, "4", "", {}))
+
+
+def test_chat_turns_lose_the_keys_that_parquet_filled_up():
+    turns = [{"role": "user", "content": "2+2?", "name": None}]
+    assert first_record({"prompt": turns, "ground_truth": "4"})[1].messages == TURN
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "said"),
+    [
+        ({"promt": "input"}, ConfigError, "data.columns.promt: unknown field; expected prompt, answer, source"),
+        (
+            {"prompt": "inptu"},
+            DataError,
+            "row 0: no column 'inptu', which data.columns.prompt names; did you mean 'input'",
+        ),
+        ({"prompt": "text"}, DataError, "the columns are input, label"),
+        ({}, DataError, "row 0: no prompt among the columns input, label; expected prompt or question"),
+    ],
+)
+def test_a_file_that_fits_nothing_is_told_what_would_do(columns, error, said):
+    with pytest.raises(error, match=said.replace(".", r"\.")):
+        recognise([{"input": "2+2?", "label": "4"}], columns, "rows.jsonl")
+
+
+VERL = {"prompt": TURN, "reward_model": {"ground_truth": "4"}}
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "said"),
+    [
+        (VERL, {"prompt": TURN, "ground_truth": "4"}, "reward_model is no object with ground_truth"),
+        (VERL, {"prompt": TURN, "reward_model": {"style": "rule"}}, "no reward_model.ground_truth; an answer is spelt"),
+        (VERL, {**VERL, "extra_info": "{"}, "extra_info is text but not JSON"),
+        (VERL, {**VERL, "extra_info": [1]}, "extra_info is neither an object nor the JSON text of one"),
+        (VERL, {**VERL, "prompt": None}, "no prompt; a prompt is spelt prompt or question"),
+        (VERL, {**VERL, "prompt": []}, "prompt is neither text nor a list of chat turns"),
+        (VERL, {**VERL, "prompt": ["2+2?"]}, "turn 0 of prompt is no object with role and content"),
+        (VERL, {**VERL, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 0 of prompt is not text"),
+        ({"question": "a", "answer": "b"}, {"question": "a"}, "no answer; an answer is spelt"),
+        ({"prompt": "a", "ground_truth": "b"}, {"prompt": "a", "answer": "b"}, "no ground_truth; an answer is spelt"),
+    ],
+)
+def test_a_later_row_that_does_not_fit_is_named(first, later, said):
+    schema = recognise([first, later], {}, "rows.jsonl")
+    schema.to_record(first, 0)
+    with pytest.raises(DataError) as caught:
+        schema.to_record(later, 1)
+    assert str(caught.value).startswith("rows.jsonl, row 1: ")
+    assert said in str(caught.value)
+    assert f"schema {schema.name}, from row 0" in str(caught.value)

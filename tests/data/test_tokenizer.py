@@ -1,0 +1,77 @@
+"""From chat turns to the token ids of a prompt, and the tokens that end an answer."""
+
+import json
+import shutil
+
+import pytest
+
+from asyncgrpo.data.tokenizer import load_tokenizer, render, stop_token_ids
+from asyncgrpo.errors import ConfigError, DataError
+
+QUESTION = [{"role": "user", "content": "735"}]
+
+
+def test_a_prompt_ends_where_the_answer_begins(tokenizer):
+    text, token_ids = render(tokenizer, QUESTION)
+    assert text == "<user>735<assistant>"
+    assert tokenizer.convert_ids_to_tokens(token_ids) == ["<user>", "7", "3", "5", "<assistant>"]
+
+
+def test_the_ids_are_those_of_the_template_itself(tokenizer):
+    turns = [*QUESTION, {"role": "assistant", "content": "735"}, {"role": "user", "content": "ä漢"}]
+    direct = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert list(render(tokenizer, turns).token_ids) == direct
+
+
+def test_the_system_prompt_is_put_first_unless_there_is_one(tokenizer):
+    assert render(tokenizer, QUESTION, "Copy.").text == "<system>Copy.<user>735<assistant>"
+    turns = [{"role": "system", "content": "Own."}, *QUESTION]
+    assert render(tokenizer, turns, "Copy.").text == "<system>Own.<user>735<assistant>"
+    assert QUESTION == [{"role": "user", "content": "735"}]
+
+
+def test_without_a_template_the_contents_are_joined(demo_model):
+    tokenizer = load_tokenizer(str(demo_model))
+    tokenizer.chat_template = None
+    assert render(tokenizer, QUESTION, "Copy: ") == ("Copy: 735", tuple(b"Copy: 735"))
+
+
+def test_a_template_that_refuses_says_which_prompt(demo_model):
+    tokenizer = load_tokenizer(str(demo_model))
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 3: .* refuses the turns user: System role not supported"):
+        render(tokenizer, QUESTION, where="rows.jsonl, row 3")
+
+
+def test_answers_end_by_every_end_token_there_is(tokenizer, demo_model, tmp_path):
+    assert stop_token_ids(tokenizer, "no/folder") == (tokenizer.eos_token_id,)
+    assert stop_token_ids(tokenizer, str(demo_model), ["\n"]) == (ord("\n"), tokenizer.eos_token_id)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert stop_token_ids(tokenizer, str(tmp_path)) == (5, 7, tokenizer.eos_token_id)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is broken"):
+        stop_token_ids(tokenizer, str(tmp_path))
+
+
+def test_a_stop_of_several_tokens_is_refused(tokenizer, demo_model):
+    with pytest.raises(ConfigError, match=r"sampling\.stop: '###' is 3 tokens"):
+        stop_token_ids(tokenizer, str(demo_model), ["###"])
+
+
+def test_a_model_that_cannot_be_loaded_says_why_in_a_sentence(tmp_path, demo_model, monkeypatch):
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"is no model folder: it holds none of tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    shutil.copytree(demo_model, tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path / "broken"))
+
+
+def test_a_hub_id_out_of_reach_says_what_to_give_instead(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="'nobody/nothing' is no folder, and as a hub id"):
+        load_tokenizer("nobody/nothing")
