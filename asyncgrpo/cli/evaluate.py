@@ -30,8 +30,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="any knob")] = None,
 ) -> None:
     """Score the answers of a checkpoint to a held-out file."""
-    from asyncgrpo.cli.train import check_reward
-    from asyncgrpo.config_checks import check_model
+    from asyncgrpo.cli.preflight import check_run
     from asyncgrpo.config_loading import load_config
     from asyncgrpo.learner.checkpoints import model_folder
 
@@ -45,8 +44,7 @@ def evaluate(
     if reward_func is not None:
         settings.append(f"reward.function={reward_func}")
     config = load_config(None, [*settings, *(overrides or [])])
-    check_model(config)
-    check_reward(config.reward.function)
+    check_run(config)
     report = asyncio.run(_evaluate(config, rollout_n))
     if as_json:
         typer.echo(json.dumps(report))

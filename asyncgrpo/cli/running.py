@@ -37,6 +37,7 @@ def execute(config: Config, console: Console) -> Finished:
     Raises:
         AsyncGRPOError: in one sentence, whatever ended the run.
     """
+    from asyncgrpo.cli.preflight import check_run
     from asyncgrpo.cluster.folder import RunFolder
     from asyncgrpo.cluster.run import Run
     from asyncgrpo.learner.checkpoints import read_state
@@ -45,6 +46,7 @@ def execute(config: Config, console: Console) -> Finished:
     from asyncgrpo.recording.screen import watch
     from asyncgrpo.recording.summary import summary
 
+    check_run(config)
     sizes = sizes_in_words(config)
     console.print(sizes, highlight=False)
     folder = RunFolder(Path(config.run.out))

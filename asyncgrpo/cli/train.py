@@ -44,7 +44,6 @@ def train(
 ) -> None:
     """Train a model on a file of prompts. The same command goes on after an interruption."""
     from asyncgrpo.cli.running import choose_folder, execute
-    from asyncgrpo.config_checks import check_model
     from asyncgrpo.config_loading import load_config
 
     settings = options.train_overrides(
@@ -64,8 +63,6 @@ def train(
         explicit=overrides or (),
     )
     resolved = load_config(config, settings)
-    check_model(resolved)
-    check_reward(resolved.reward.function)
     finished = execute(resolved, Console())
     next_ = (
         f"asyncgrpo samples {finished.run_dir}" if finished.status == "done" else "the same command goes on from here"
@@ -82,19 +79,8 @@ def serve(
     Started again, it goes on from its newest checkpoint. `run.steps` and `run.epochs` count only on the command line.
     """
     from asyncgrpo.cli.running import execute
-    from asyncgrpo.config_checks import check_model
     from asyncgrpo.config_loading import load_config
 
     resolved = load_config(config, ["run.steps=null", "run.epochs=null", *(overrides or [])])
-    check_model(resolved)
-    check_reward(resolved.reward.function)
     finished = execute(resolved, Console())
     typer.echo(f"{finished.status}: {Path(finished.run_dir)}")
-
-
-def check_reward(function: str | None) -> None:
-    """Find out now, not on a cluster, that a reward function cannot be loaded. Raises RewardError."""
-    from asyncgrpo.rewards import check_user_function
-
-    if function is not None:
-        check_user_function(function)

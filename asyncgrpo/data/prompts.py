@@ -62,6 +62,7 @@ def load_prompts(
                 Prompt(
                     prompt_id=f"{split}/{index}",
                     token_ids=token_ids,
+                    text=record.messages[-1]["content"],
                     answer=record.answer,
                     source=record.source,
                     info=record.info,

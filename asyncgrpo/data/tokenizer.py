@@ -92,18 +92,18 @@ def render(
     if system_prompt is not None and all(turn["role"] != "system" for turn in turns):
         turns.insert(0, {"role": "system", "content": system_prompt})
     if not tokenizer.chat_template:
-        text: Any = "".join(turn["content"] for turn in turns)
+        text = "".join(turn["content"] for turn in turns)
         return Rendered(text, tuple(tokenizer.encode(text)))
     from jinja2 import TemplateError
 
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        templated = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise DataError(f"{where}: the model's chat template refuses the turns {roles}: {_one_line(error)}") from error
-    assert isinstance(text, str)
+    assert isinstance(templated, str)
     # The template has written the special tokens already.
-    return Rendered(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+    return Rendered(templated, tuple(tokenizer.encode(templated, add_special_tokens=False)))
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -32,6 +32,9 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         if longest * len(lengths) > LARGEST_PADDING * total:
             return
         key_places = torch.arange(longest)
+        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
+        # Behind its end a sequence repeats its first key. What else lies there may not be finite, and 0 x NaN is NaN.
+        self._key_rows = torch.where(key_places < lengths[:, None], rows, rows[:, :1])
         if mode.is_decode():
             self._mask = (key_places < lengths[:, None])[:, None, None, :]
         else:
@@ -45,7 +48,6 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
             self._query_rows = (first[:, None] + query_places).clamp_(max=int(new.sum()) - 1)
             # A padded query sees at least the first key, so no row of the softmax is empty.
             self._mask = (key_places <= (prefix[:, None] + query_places)[..., None])[:, None]
-        self._key_rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
         self._is_padded = True
 
     def _run_sdpa_forward_decode(
@@ -90,5 +92,5 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         )
 
     def _gather(self, cache: Tensor) -> Tensor:
-        """[sequences, kv_heads, longest, head_dim]; what lies behind a sequence's end is masked."""
+        """[sequences, kv_heads, longest, head_dim]; what lies behind a sequence's end counts for nothing."""
         return cache[self._key_rows].transpose(1, 2)

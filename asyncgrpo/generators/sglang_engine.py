@@ -4,7 +4,7 @@ SGLang runs the model in processes of its own; this class lives on the caller's 
 started from the main thread (SGLang's processes end with the thread that started them), and the main module needs an
 `if __name__ == "__main__"` guard (they are spawned). One engine for each process.
 
-    generate ──▶ one SGLang request for each answer ══▶ scheduler ══▶ completions, one by one
+    generate ──▶ one message, n SGLang requests ══▶ scheduler ══▶ completions, one by one
     load_weights ──▶ hold new requests │ pause │ write │ label │ go on ──▶ let them start, under the new label
 """
 
@@ -12,27 +12,23 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import multiprocessing
 import os
 import signal
 import threading
-import warnings
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from asyncgrpo.errors import EngineError
+from asyncgrpo.generators import host_process
 from asyncgrpo.generators.requests import Request, check_request
-from asyncgrpo.types import Completion, Sampling, VersionSpan, WeightVersion
+from asyncgrpo.generators.sglang_answers import completion_of, sampling_params
+from asyncgrpo.types import Completion, Sampling, WeightVersion
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-SMALLEST_LOGPROB = -1e30
-"""SGLang writes the smallest float for the log of 0."""
 
 
 class SGLangEngine:
@@ -96,54 +92,59 @@ class SGLangEngine:
             raise EngineError("the sglang engine must be started from the main thread of its process")
         if self.device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores slow it down tenfold
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores make it ten times slower
+        self._former_handler = signal.getsignal(signal.SIGQUIT)
         try:
-            with _host_process_kept():
+            with host_process.kept():
                 from asyncgrpo.generators import sglang_process
 
-                self._engine = sglang_process.launch(**self._arguments(version))
+                own = sglang_process.arguments(
+                    self.model_path,
+                    dtype=self.dtype,
+                    max_context=self.max_context,
+                    device=self.device,
+                    tensor_parallel=self.tensor_parallel,
+                    max_answers=self.max_answers,
+                    memory_fraction=self.memory_fraction,
+                )
+                switches = {"disable_radix_cache": not self.prefix_cache, "random_seed": self.random_seed}
+                self._engine = sglang_process.launch(weight_version=str(version), **own | switches | self.extra)
         except Exception as error:
             raise EngineError(f"SGLang cannot start with the model {self.model_path}: {error}") from error
-        loop = asyncio.get_running_loop()
-        self._manager = self._engine.tokenizer_manager
-        self._manager.event_loop = loop  # else it takes over this process's SIGTERM, and kills the process on errors
-        self._receiving = loop.create_task(self._manager.handle_loop(), name="sglang-receive")
-        self._receiving.add_done_callback(lambda task: self._die("its replies cannot be read any more"))
-        self._former_handler = signal.getsignal(signal.SIGQUIT)
-        loop.add_signal_handler(signal.SIGQUIT, self._die, "one of its processes died")
-        self._death: asyncio.Future[None] = loop.create_future()
-        self._may_submit = asyncio.Event()
-        self._may_submit.set()
-        self._loading = asyncio.Lock()
+        self._connect()
         self._version = version
         self._failure = None
+        # What was imported lives for ever; without this every full garbage collection walks all of it.
+        await self._manager.freeze_gc()
 
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
-        self._check_usable()
+        self._require_running()
+        if self._failure:
+            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
         if request_id in self._requests:
             raise EngineError(f"request {request_id} is already in flight")
         request = Request(request_id, prompt, num_answers, sampling, seed)
         check_request(request, vocab_size=self._manager.model_config.vocab_size, max_context=self.max_context)
         running = self._requests[request_id] = _Running(request)
-        running.tasks = [asyncio.create_task(self._sample(running, index)) for index in range(num_answers)]
+        self._spawn(running, self._submit(running))
         try:
             async for completion in request.completions():
                 yield completion
         finally:  # whoever stops listening early ends what runs
             del self._requests[request_id]
-            running.cancel()
+            self._end(running)
 
     async def abort(self, request_id: str) -> None:
         if running := self._requests.get(request_id):
             running.is_aborted = True
-            for rid in running.rids:
-                self._manager.abort_request(rid)
+            self._abort(running)
 
     async def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
     ) -> None:
+        self._require_running()
         try:
             await self._reply(self._replace_weights(tensors, version, keep_kv))
         except BaseException as error:
@@ -156,6 +157,7 @@ class SGLangEngine:
         self._failure = None
 
     async def checksum(self) -> str:
+        self._require_running()
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         call = self._manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
@@ -178,68 +180,61 @@ class SGLangEngine:
             await self._receiving
         engine.shutdown()
 
-    def _arguments(self, version: WeightVersion) -> dict[str, Any]:
-        """Of `sglang.Engine`."""
-        from asyncgrpo.generators.sglang_process import CONTEXT_RESERVE, cache_tokens_on_cpu, longest_context
+    def _connect(self) -> None:
+        """Tie SGLang's end in this process to the running event loop."""
+        loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[None] = loop.create_future()
+        self._may_submit = asyncio.Event()
+        self._may_submit.set()
+        self._loading = asyncio.Lock()
+        self._manager = self._engine.tokenizer_manager
+        # SGLang would start this task itself, and with it take over SIGTERM and kill this process when something fails.
+        self._manager.event_loop = loop
+        self._receiving = loop.create_task(self._manager.handle_loop(), name="sglang-receive")
+        self._receiving.add_done_callback(lambda task: self._die("its replies cannot be read"))
+        loop.add_signal_handler(signal.SIGQUIT, self._die, "one of its processes died")
 
-        limit = longest_context(self.model_path)
-        if self.max_context > limit:
-            raise EngineError(
-                f"max_context ({self.max_context}) is above the {limit} tokens that the model can attend to"
-            )
-        if self.max_context + CONTEXT_RESERVE > limit:
-            os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-        arguments: dict[str, Any] = {
-            "model_path": self.model_path,
-            "device": self.device,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "context_length": self.max_context + CONTEXT_RESERVE,
-            "max_running_requests": self.max_answers,
-            "disable_radix_cache": not self.prefix_cache,
-            "random_seed": self.random_seed,
-            "tp_size": self.tensor_parallel,
-            "weight_version": str(version),
-            "skip_tokenizer_init": True,
-            "log_level": "error",
-        }
-        if self.device == "cpu":
-            wanted = self.max_answers * (self.max_context + CONTEXT_RESERVE)
-            arguments |= {
-                "attention_backend": "torch_native",
-                "sampling_backend": "pytorch",
-                "disable_overlap_schedule": True,
-                "sleep_on_idle": True,
-                "max_total_tokens": cache_tokens_on_cpu(self.model_path, self.dtype.itemsize, wanted),
-            }
-        else:
-            arguments["mem_fraction_static"] = self.memory_fraction
-        return arguments | self.extra
-
-    async def _sample(self, running: "_Running", index: int) -> None:
-        """One answer, from its submission to whoever waits for it."""
+    async def _submit(self, running: "_Running") -> None:
+        """Send all answers of a request to the scheduler in one message, which costs much less than one for each."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        request = running.request
+        request, manager = running.request, self._manager
         await self._may_submit.wait()
         if running.is_aborted:
-            request.deliver(_empty(index))
+            for answer in request.answers:
+                answer.complete([], [], "abort")
             return
-        # From here to its submission nothing is awaited, so the version is still right when it is submitted. Told to
-        # abort an id, SGLang ends every request whose id starts with it; a number of fixed width keeps them apart.
-        rid = f"{next(self._serial):010d}-{request.request_id}-{index}"
+        # Nothing waits from here until the message is sent, so the version is still right when it is. Told to abort an
+        # id, SGLang ends every request whose id starts with it; a number of fixed width in front keeps them apart.
+        num_answers = len(request.answers)
         call = GenerateReqInput(
-            rid=rid,
-            input_ids=list(request.prompt),
-            sampling_params=running.sampling_params(self.max_context),
+            rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_answers)],
+            input_ids=[list(request.prompt)] * num_answers,
+            sampling_params=sampling_params(request.sampling, room=self.max_context - len(request.prompt)),
             return_logprob=True,
-            extra_key=str(self._version) if self.prefix_cache else None,
+            extra_key=[str(self._version)] * num_answers if self.prefix_cache else None,
         )
-        running.rids.append(rid)
-        try:
-            async for output in self._manager.generate_request(call):  # one, as we do not ask for a stream
-                request.deliver(completion_of(output, index))
-        except Exception as error:
-            request.fail(EngineError(f"request {request.request_id}, answer {index}: {error}"))
+        call.normalize_batch_and_arguments()
+        manager._init_req_state(call)
+        running.rids = call.rid
+        await manager._send_batch_request(await manager._batch_tokenize_and_process(num_answers, call))
+        for index in range(num_answers):
+            self._spawn(running, self._receive(request, index, manager._wait_one_response(call[index])))
+
+    async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
+        async for output in outputs:  # one, as we do not ask for a stream
+            request.deliver(completion_of(output, index))
+
+    def _spawn(self, running: "_Running", work: Coroutine[Any, Any, None]) -> None:
+        """Work for a request; if it fails, so does the request."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                running.request.fail(EngineError(f"request {running.request.request_id}: {error}"))
+
+        running.tasks.append(asyncio.create_task(guarded()))
 
     async def _replace_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, keep_kv: bool
@@ -278,11 +273,21 @@ class SGLangEngine:
         self._failure = failure
         for running in self._requests.values():
             running.request.fail(failure)
-            running.cancel()
+            self._end(running)
 
-    def _check_usable(self) -> None:
-        if self._failure:
-            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
+    def _end(self, running: "_Running") -> None:
+        """Nobody waits for its answers any more."""
+        for task in running.tasks:
+            task.cancel()
+        self._abort(running)
+
+    def _abort(self, running: "_Running") -> None:
+        for rid in running.rids:
+            self._manager.abort_request(rid)  # no-op for those that are complete
+
+    def _require_running(self) -> None:
+        if self._engine is None:
+            raise EngineError(str(self._failure))
 
 
 class _Running:
@@ -293,72 +298,3 @@ class _Running:
         self.tasks: list[asyncio.Task[None]] = []
         self.rids: list[str] = []
         self.is_aborted = False
-
-    def cancel(self) -> None:
-        """SGLang is told to end the answers that are not complete."""
-        for task in self.tasks:
-            task.cancel()
-
-    def sampling_params(self, max_context: int) -> dict[str, Any]:
-        sampling = self.request.sampling
-        return {
-            "temperature": sampling.temperature,  # 0: SGLang takes the likeliest token
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_new_tokens": min(sampling.max_tokens, max_context - len(self.request.prompt)),
-            "stop_token_ids": list(sampling.stop_token_ids),
-        }
-
-
-def completion_of(output: dict[str, Any], index: int) -> Completion:
-    """What SGLang returned for one answer. A stop token is its last token. Raises EngineError if a number is broken."""
-    meta = output["meta_info"]
-    token_ids = np.array(output["output_ids"], dtype=np.int32)
-    # An answer aborted before its first token has a log-prob all the same, of a token that was never kept.
-    logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
-    reason = meta["finish_reason"]
-    if len(logprobs) != len(token_ids):
-        raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
-    if reason.get("matched") == "NaN happened" or not (np.isfinite(logprobs) & (logprobs > SMALLEST_LOGPROB)).all():
-        raise EngineError(f"a log-prob is not finite under weights {meta['weight_version']}; they are probably broken")
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
-    return Completion(
-        index=index,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        spans=tuple(
-            VersionSpan(WeightVersion.parse(span["version"]), span["start"], span["end"])
-            for span in spans
-            if span["start"] < span["end"]
-        ),
-        finish_reason=reason["type"],
-    )
-
-
-def _empty(index: int) -> Completion:
-    nothing = np.array([], dtype=np.int32)
-    return Completion(
-        index=index, token_ids=nothing, logprobs=nothing.astype(np.float32), spans=(), finish_reason="abort"
-    )
-
-
-@contextlib.contextmanager
-def _host_process_kept() -> Iterator[None]:
-    """Importing and launching SGLang changes what belongs to the whole process, and warns of what we do not use."""
-    policy = asyncio.get_event_loop_policy()
-    start_method = multiprocessing.get_start_method(allow_none=True)
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    root.handlers = []  # SGLang closes those it finds
-    shown_by_children = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = "ignore"
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        del os.environ["PYTHONWARNINGS"]
-        if shown_by_children is not None:
-            os.environ["PYTHONWARNINGS"] = shown_by_children
-        root.handlers, root.level = handlers, level
-        asyncio.set_event_loop_policy(policy)
-        multiprocessing.set_start_method(start_method, force=True)

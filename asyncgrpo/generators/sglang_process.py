@@ -17,12 +17,13 @@ from collections.abc import Collection
 from typing import Any
 
 import psutil
+import torch
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.utils.hf_transformers_utils import get_context_length
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from asyncgrpo.errors import EngineError
 
@@ -124,17 +125,51 @@ def kill(pids: Collection[int | None]) -> None:
     psutil.wait_procs(processes, timeout=60)
 
 
-def longest_context(model_path: str) -> int:
-    """Tokens that the model can attend to, as its configuration says."""
-    return get_context_length(AutoConfig.from_pretrained(model_path).get_text_config())
-
-
-def cache_tokens_on_cpu(model_path: str, bytes_per_value: int, wanted: int) -> int:
-    """Tokens whose keys and values fit into CACHE_BYTES_ON_CPU, at most `wanted`."""
+def arguments(
+    model_path: str,
+    *,
+    dtype: torch.dtype,
+    max_context: int,
+    device: str,
+    tensor_parallel: int,
+    max_answers: int,
+    memory_fraction: float,
+) -> dict[str, Any]:
+    """Of SGLang's engine, for what `SGLangEngine` was asked. Raises EngineError if the model cannot attend that far."""
     config = AutoConfig.from_pretrained(model_path).get_text_config()
+    context = max_context + CONTEXT_RESERVE
+    limit = get_context_length(config)
+    if max_context > limit:
+        raise EngineError(f"max_context ({max_context}) is above the {limit} tokens that the model can attend to")
+    if context > limit:  # the reserve is never attended to
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    common = {
+        "model_path": model_path,
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "context_length": context,
+        "max_running_requests": max_answers,
+        "tp_size": tensor_parallel,
+        "skip_tokenizer_init": True,
+        "log_level": "error",
+    }
+    if device != "cpu":
+        return common | {"mem_fraction_static": memory_fraction}
+    room = CACHE_BYTES_ON_CPU // _cache_bytes_per_token(config, dtype)
+    return common | {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+        "sleep_on_idle": True,
+        "max_total_tokens": max(context, min(max_answers * context, room)),
+    }
+
+
+def _cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """A key and a value for every layer and key head."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return min(wanted, CACHE_BYTES_ON_CPU // (2 * config.num_hidden_layers * heads * head_dim * bytes_per_value))
+    return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize)
 
 
 def _tree(pid: int | None) -> list[psutil.Process]:

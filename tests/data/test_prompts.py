@@ -26,8 +26,8 @@ def test_rows_become_prompts_and_the_over_long_are_counted(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", ["1", "22222", "333"])
     loaded = load_prompts(path, "train", tokenizer, DataConfig(train=path, max_prompt_tokens=5))
     assert loaded.prompts == (
-        Prompt(prompt_id="train/0", token_ids=(259, 49, 260), answer="1", source="s"),
-        Prompt(prompt_id="train/2", token_ids=(259, 51, 51, 51, 260), answer="333", source="s"),
+        Prompt(prompt_id="train/0", token_ids=(259, 49, 260), text="1", answer="1", source="s"),
+        Prompt(prompt_id="train/2", token_ids=(259, 51, 51, 51, 260), text="333", answer="333", source="s"),
     )
     assert (loaded.schema_name, loaded.dropped_too_long, loaded.longest) == ("plain", 1, 7)
 
