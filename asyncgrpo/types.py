@@ -96,7 +96,7 @@ class Score(Frozen):
     failure: str | None = None
     """`timeout`, `crash`, `exception`, `not_finite`, `bad_type`, `unknown_source` or `aborted`."""
     parts: dict[str, float] = {}
-    """Named parts of a dict reward; they become metrics."""
+    """Named parts of a dict reward; their means are in every step event and go to the loggers."""
     detail: str = ""
     """For a person: the exception's text, for example. At most 500 characters."""
     seconds: float = 0.0

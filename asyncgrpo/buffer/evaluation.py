@@ -29,13 +29,14 @@ class _Round:
 class Evaluations:
     """Evaluations of one fixed list of prompts, any number of them under way at once."""
 
-    def __init__(self, prompts: tuple[Prompt, ...], sampling: Sampling, seed: int) -> None:
+    def __init__(self, prompts: tuple[Prompt, ...], sampling: Sampling, seed: int, lease_timeout_s: float) -> None:
         self._prompts = prompts
         self._sampling = sampling
         self._seed = seed
+        self._lease_timeout_s = lease_timeout_s
         self._rounds: dict[int, _Round] = {}
         self._queue: deque[Lease] = deque()
-        self._leased: dict[str, tuple[Lease, str]] = {}
+        self._leased: dict[str, tuple[Lease, str, float]] = {}  # with holder and time, by lease id
 
     @property
     def under_way(self) -> bool:
@@ -48,20 +49,20 @@ class Evaluations:
         self._rounds[step] = _Round(step, now_s, len(self._prompts))
         self._queue.extend(self._lease(step, index, 0) for index in range(len(self._prompts)))
 
-    def lease(self, holder: str) -> Lease | None:
+    def lease(self, holder: str, now_s: float) -> Lease | None:
         """The next prompt to answer, or None."""
         if not self._queue:
             return None
         lease = self._queue.popleft()
-        self._leased[lease.lease_id] = (lease, holder)
+        self._leased[lease.lease_id] = (lease, holder, now_s)
         return lease
 
     def held_by(self, holder: str) -> int:
-        return sum(h == holder for _, h in self._leased.values())
+        return sum(h == holder for _, h, _ in self._leased.values())
 
     def release(self, holder: str) -> None:
         """`holder` is gone: its leases come first again."""
-        for lease_id in [i for i, (_, h) in self._leased.items() if h == holder]:
+        for lease_id in [i for i, (_, h, _) in self._leased.items() if h == holder]:
             self._queue.appendleft(self._leased.pop(lease_id)[0])
 
     def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
@@ -69,13 +70,20 @@ class Evaluations:
         held = self._leased.pop(lease_id, None)
         if held is None:
             return None
-        lease, _ = held
+        lease = held[0]
         if lease.attempt + 1 < MAX_ATTEMPTS:
             self._queue.append(self._lease(_step_of(lease), lease.order, lease.attempt + 1))
             return None
         round_ = self._rounds[_step_of(lease)]
         round_.failures[reason] += 1
         return self._count_down(round_, now_s)
+
+    def expire(self, now_s: float) -> tuple[list[Lease], list[EvalResult]]:
+        """Leases older than their deadline fail. Returns them, and the evaluations that ended with them."""
+        limit = now_s - self._lease_timeout_s
+        late = [lease for lease, _, since in self._leased.values() if since < limit]
+        results = [self.fail(lease.lease_id, "lease_timeout", now_s) for lease in late]
+        return late, [result for result in results if result is not None]
 
     def accept(self, message: Deliver, now_s: float) -> EvalResult | None:
         """Take in an answered prompt. Returns the result if that ends an evaluation."""

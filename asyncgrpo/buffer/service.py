@@ -41,6 +41,7 @@ from asyncgrpo.wire.messages import (
     NoMore,
     Published,
     RequestEval,
+    SayHello,
     Serving,
     Snapshot,
     Take,
@@ -123,6 +124,8 @@ class BufferService:
             case Serving(generator_id=name, version=version):
                 if name in self._sessions:
                     self._sessions[name].version = version
+                else:  # it was silent for too long and taken for dead
+                    self._server.send(peer, SayHello())
             case Hello():
                 self._hello(peer, message, now_s)
             case LeaseFailed(lease_id=lease_id, reason=reason):
@@ -193,7 +196,9 @@ class BufferService:
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
                 self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s")
-        for lease in self._buffer.expire(now_s):
+        late, results = self._evaluations.expire(now_s)
+        self._results += results
+        for lease in [*self._buffer.expire(now_s), *late]:
             log.warning("lease %s expired", lease.lease_id)
             for session in self._sessions.values():
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason="lease_timeout"))
@@ -207,17 +212,14 @@ class BufferService:
         able = {n: s for n, s in self._sessions.items() if s.version is not None and s.version >= current}
         room = {n: s.window - self._buffer.held_by(n) for n, s in able.items()}
         eval_room = {n: s.window - self._evaluations.held_by(n) for n, s in able.items()}
-        for lend, free in ((self._evaluations.lease, eval_room), (self._lease_training, room)):
+        for lend, free in ((self._evaluations.lease, eval_room), (self._buffer.lease, room)):
             while free and max(free.values()) > 0:
                 name = max(free, key=lambda n: (free[n], n))
-                lease = lend(name)
+                lease = lend(name, now_s)
                 if lease is None:
                     break
                 free[name] -= 1
                 self._server.send(able[name].peer, Grant(lease=lease))
-
-    def _lease_training(self, name: str):
-        return self._buffer.lease(name, time.monotonic())
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         "eval",
-        epilog="Example: asyncgrpo eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 8 model.dtype=float32",
+        epilog="Example: asyncgrpo eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4",
     )(evaluate)
 
 
@@ -34,12 +34,14 @@ def evaluate(
     from asyncgrpo.config_loading import load_config
     from asyncgrpo.learner.checkpoints import model_folder
 
+    folder = model_folder(Path(checkpoint))
     settings = [
-        f"model.path={model_folder(Path(checkpoint))}",
+        f"model.path={folder}",
         f"data.train={data}",
         f"generators.engine={engine}",
         f"sampling.max_tokens={max_tokens}",
         f"sampling.eval_temperature={temperature}",
+        *_fit_to_machine(folder, max_tokens),
     ]
     if reward_func is not None:
         settings.append(f"reward.function={reward_func}")
@@ -54,6 +56,20 @@ def evaluate(
         typer.echo(f"  {source or '(no source)'}: {mean:.4f}")
     for failure, count in report["failures"].items():
         typer.echo(f"  without a score ({failure}): {count}")
+
+
+def _fit_to_machine(folder: Path, max_tokens: int) -> list[str]:
+    """Without a GPU: the CPU and float32. And prompts no longer than the model's context leaves room for."""
+    import torch
+
+    from asyncgrpo.config import DataConfig
+
+    settings = [] if torch.cuda.is_available() else ["generators.gpus_each=0", "model.dtype=float32"]
+    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    default = DataConfig(train="").max_prompt_tokens
+    if context is not None and max_tokens < context < default + max_tokens:
+        settings.append(f"data.max_prompt_tokens={context - max_tokens}")
+    return settings
 
 
 async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class BufferActor:
             seed=config.run.seed,
             lineage=self._setup.lineage,
         )
-        evaluations = Evaluations(held_out, sampling_of(config, stops, evaluation=True), config.run.seed)
+        evaluations = Evaluations(
+            held_out, sampling_of(config, stops, evaluation=True), config.run.seed, config.buffer.lease_timeout_s
+        )
         metrics.buffer_slots.set(config.buffer.num_slots)
         metrics.max_lag_steps.set(config.buffer.max_lag)
         server = Server(config.cluster.bind, self._setup.keys, advertise=_host(config))

@@ -1,8 +1,9 @@
 """The demo's model, tasks and reward: all that a machine without a GPU and without a network needs to watch GRPO learn.
 
 The model is a transformer of some 80,000 random weights over bytes, written in the same format as any Hugging Face
-model. It begins with a preference for what answers are made of, and for nothing else. The tasks are about short strings of digits: an answer is right digit by digit, so the reward rises step by step.
-Training rows and held-out rows never share a prompt.
+model. It begins with a preference for what answers are made of, and for nothing else. The tasks are about short strings
+of digits: an answer is right digit by digit, so the reward rises step by step. Training rows and held-out rows never
+share a prompt.
 """
 
 import json

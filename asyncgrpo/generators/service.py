@@ -36,6 +36,7 @@ from asyncgrpo.wire.messages import (
     LeaseFailed,
     Message,
     Nack,
+    SayHello,
     Serving,
     Welcome,
 )
@@ -109,9 +110,7 @@ class GeneratorService:
             keys=self._keys,
         )
         receiver.start()
-        await self._send(
-            Hello(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
-        )
+        await self._say_hello()
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
@@ -155,6 +154,9 @@ class GeneratorService:
                         await self._engine.abort(lease_id)
             case Farewell():
                 self._over.set()
+            case SayHello():
+                log.warning("the buffer had given this generator up; saying hello again")
+                await self._say_hello()
             case Welcome():
                 log.info("in touch with the buffer")
 
@@ -194,6 +196,11 @@ class GeneratorService:
                     log.warning("no word of %s for %.0f s: sending it again", held.message.lease_id, RESEND_AFTER_S)
                     held.sent_s = time.monotonic()
                     await self._client.send(held.message, held.payload)
+
+    async def _say_hello(self) -> None:
+        hello = Hello(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
+        await self._send(hello)
+        await self._send(Serving(generator_id=self._id, version=self._version))
 
     async def _send(self, message: Message) -> None:
         await self._client.send(message)

@@ -1,6 +1,6 @@
 """What the learner writes down of each step: events, metrics, samples. It reads, and changes nothing of the run."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from asyncgrpo.learner.learner import StepReport
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
-from asyncgrpo.types import Group, WeightVersion
+from asyncgrpo.types import Group, Rollout, WeightVersion
 from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.wire.messages import EvalResult
 
@@ -156,5 +156,15 @@ def step_fields(groups: list[Group], version: WeightVersion, report: StepReport)
         "answer_length_mean": float(np.mean(lengths)),
         "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
         "tokens_trained": report.tokens_trained,
+        "reward_parts": mean_parts(rollouts),
         "failures": dict(Counter(r.score.failure for r in rollouts if r.score.failure is not None)),
     }
+
+
+def mean_parts(rollouts: list[Rollout]) -> dict[str, float]:
+    """Mean of each named part of the rewards, over the answers that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.score.parts.items():
+            values[name].append(value)
+    return {name: float(np.mean(part)) for name, part in sorted(values.items())}

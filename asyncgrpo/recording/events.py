@@ -22,6 +22,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 |---|---|
 | step, version | optimizer steps so far; "lineage.version" of the weights it made |
 | reward_mean, reward_std, reward_max | over the answers of the step that have a score |
+| [reward_parts] | {name: mean} of the named parts of the rewards |
 | loss, grad_norm, lr, entropy, clip_ratio | norm before clipping; entropy in nats; share of tokens clipped |
 | importance_mean, importance_capped | mean weight proximal / behaviour policy, capped; share of tokens at the cap |
 | [kl_reference] | mean KL to the reference model, nats |

@@ -80,6 +80,10 @@ class Welcome(Message):
     protocol: int
 
 
+class SayHello(Message):
+    """The buffer does not know this generator (any more); it is to introduce itself again."""
+
+
 class Grant(Message):
     """Permission to generate one group."""
 
@@ -291,7 +295,7 @@ class SyncFailed(Message):
 
 
 AnyMessage = (
-    Hello | Serving | Deliver | LeaseFailed | Welcome | Grant | Ack | Nack | Cancel | Farewell
+    Hello | Serving | Deliver | LeaseFailed | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
     | Take | Published | RequestEval | TakeSnapshot | LastEvals | Finished | Batch | Waiting | NoMore | Snapshot
     | Drain | GeneratorLost
     | Join | Muster | Present | Assemble | Offer | Staged | Swap | Swapped | SyncFailed

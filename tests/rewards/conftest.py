@@ -28,4 +28,12 @@ def prompt(answer: Any = "42", source: str = "math_reasoning", **rest: Any) -> P
 
 def workers_of(pid: int | None = None) -> list[psutil.Process]:
     """The reward workers below a process (this one if None is named), dead ones that nobody reaped included."""
-    return psutil.Process(pid).children(recursive=True)
+    return [p for p in psutil.Process(pid).children(recursive=True) if not _is_resource_tracker(p)]
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether this is Python's own helper, which an engine started earlier in this process leaves behind."""
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False

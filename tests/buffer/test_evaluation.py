@@ -1,0 +1,80 @@
+"""An evaluation ends with every prompt answered or counted as failed, and names the versions that answered."""
+
+from asyncgrpo.buffer.evaluation import MAX_ATTEMPTS, Evaluations
+from asyncgrpo.types import Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.wire.messages import Deliver, RolloutHeader
+
+PROMPTS = tuple(Prompt(prompt_id=f"eval/{i}", token_ids=(i + 1,)) for i in range(3))
+
+
+def make() -> Evaluations:
+    return Evaluations(PROMPTS, Sampling(temperature=0.0), seed=0, lease_timeout_s=10.0)
+
+
+def answered(lease: Lease, value: float | None, version: int = 4) -> Deliver:
+    header = RolloutHeader(
+        index=0,
+        num_tokens=2,
+        spans=(VersionSpan(WeightVersion(1, version), 0, 2),),
+        finish_reason="stop",
+        score=Score(failure="timeout") if value is None else Score(value=value),
+    )
+    return Deliver(
+        group_id=lease.group_id,
+        lease_id=lease.lease_id,
+        attempt=lease.attempt,
+        order=lease.order,
+        purpose="eval",
+        prompt=lease.prompt,
+        rollouts=(header,),
+        generator_id="g",
+        timings={},
+    )
+
+
+def test_the_result_counts_every_prompt_and_names_the_versions():
+    evaluations = make()
+    evaluations.request(5, 0.0)
+    leases = [evaluations.lease("g", 0.0) for _ in PROMPTS]
+    assert [lease.prompt for lease in leases] == list(PROMPTS) and evaluations.lease("g", 0.0) is None
+    assert evaluations.accept(answered(leases[0], 1.0, 4), 1.0) is None
+    assert evaluations.accept(answered(leases[2], None, 5), 2.0) is None
+    result = evaluations.accept(answered(leases[1], 0.0, 6), 3.0)
+    assert result is not None and not evaluations.under_way
+    assert (result.step, result.answers, result.reward_mean) == (5, 3, 0.5)
+    assert (result.oldest, result.newest) == (WeightVersion(1, 4), WeightVersion(1, 6))
+    assert result.failures == {"timeout": 1} and result.seconds == 3.0
+
+
+def test_the_same_answer_twice_counts_once():
+    evaluations = make()
+    evaluations.request(0, 0.0)
+    lease = evaluations.lease("g", 0.0)
+    assert evaluations.accept(answered(lease, 1.0), 1.0) is None
+    assert evaluations.accept(answered(lease, 1.0), 1.0) is None
+    assert evaluations.held_by("g") == 0
+
+
+def test_what_a_lost_generator_held_is_answered_by_another():
+    evaluations = make()
+    evaluations.request(0, 0.0)
+    lost = evaluations.lease("lost", 0.0)
+    evaluations.release("lost")
+    assert evaluations.lease("other", 1.0) == lost
+
+
+def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_ends():
+    evaluations = make()
+    evaluations.request(0, 0.0)
+    result, now = None, 0.0
+    for _ in range(len(PROMPTS)):
+        lease = evaluations.lease("g", now)
+        if lease.order:
+            evaluations.accept(answered(lease, 1.0), now)
+    for _ in range(MAX_ATTEMPTS - 1):
+        now += 11.0
+        late, results = evaluations.expire(now)
+        assert [lease.order for lease in late] == [0] and results == []
+        assert evaluations.lease("g", now).order == 0
+    _, (result,) = evaluations.expire(now + 11.0)
+    assert result.failures == {"lease_timeout": 1} and result.reward_mean == 1.0
