@@ -4,6 +4,8 @@ Tensors are packed into buckets, one byte tensor each: a small one goes inside t
 memory, of which all schedulers map the same pages. With a GPU they copy to it from there.
 """
 
+import asyncio
+import itertools
 import pickle
 import shutil
 from collections.abc import Iterable, Iterator
@@ -45,6 +47,10 @@ async def replace_weights(
 ) -> None:
     """Pause between two tokens, write all tensors, go on.
 
+    SGLang acts on messages in the order they were sent, so those of the last bucket are all sent before the first reply
+    is awaited: the pause of a small model takes no round trip. If one in the middle is refused the engine goes on with
+    what it has, and the caller must let nobody see it.
+
     Args:
         manager: SGLang's TokenizerManager. No request may be submitted meanwhile.
         tensors: every tensor of the model, read once.
@@ -53,28 +59,43 @@ async def replace_weights(
     Raises:
         EngineError: SGLang refused. The weights may be part old, part new.
     """
+
+    def send(call: str, message: Any) -> asyncio.Task[None]:
+        return asyncio.create_task(_ask(call, getattr(manager, f"{call}_communicator"), message))
+
     buckets = pack(tensors, num_schedulers)
-    bucket: Bucket | None = next(buckets)  # made before the pause: a small model is all in here
+    first = next(buckets)  # made before the pause
     await manager.pause_generation(PauseGenerationReqInput(mode="in_place" if keep_kv else "retract"))
+    replies = [send("begin_weight_update", BeginWeightUpdateReqInput())]
+    failure: Exception | None = None
     try:
-        # Messages arrive in the order they are sent, so the answer to this one says that the pause holds as well.
-        _require("begin_weight_update", await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
-        try:
-            while bucket is not None:
-                update = UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=bucket.payloads,
-                    load_format="flattened_bucket",
-                    flush_cache=bucket.is_last and not keep_kv,
-                    weight_version=label if bucket.is_last else None,
-                )
-                _require("update_weights_from_tensor", await manager.update_weights_from_tensor(update, None))
-                bucket = next(buckets, None)
-        except Exception:  # a session left open would refuse the next load, which may mend this
-            await manager.end_weight_update(EndWeightUpdateReqInput(), None)
-            raise
-        _require("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
-    finally:
-        await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        for bucket in itertools.chain([first], buckets):
+            update = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=bucket.payloads,
+                load_format="flattened_bucket",
+                flush_cache=bucket.is_last and not keep_kv,
+                weight_version=label if bucket.is_last else None,
+            )
+            replies.append(send("update_weights_from_tensor", update))
+            if not bucket.is_last:  # its memory is needed for the next one
+                await asyncio.gather(*replies)
+                replies = []
+    except Exception as error:
+        failure = error
+    # In any case: a session left open would refuse the next load, which may mend what went wrong.
+    replies.append(send("end_weight_update", EndWeightUpdateReqInput()))
+    await asyncio.sleep(0)  # the tasks above send when they get their turn, which is now
+    await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+    results = await asyncio.gather(*replies, return_exceptions=True)
+    for problem in [failure, *results]:
+        if problem is not None:
+            raise problem
+
+
+async def _ask(call: str, communicator: Any, message: Any) -> None:
+    refusals = [reply.message for reply in await communicator(message) if not reply.success]
+    if refusals:
+        raise EngineError(f"{call}: {refusals[0]}")
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator[Bucket]:
@@ -130,9 +151,3 @@ def _share(size: int) -> Tensor:
             "give the container more, for example docker run --shm-size=2g"
         )
     return torch.empty(size, dtype=torch.uint8).share_memory_()
-
-
-def _require(call: str, reply: tuple[bool, str]) -> None:
-    success, message = reply
-    if not success:
-        raise EngineError(f"{call}: {message}")

@@ -273,7 +273,7 @@ def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: R
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in rig.weights(0).items()}
     rig.run(rig.engine.load_weights(broken.items(), rig.engine.version))
     with pytest.raises(EngineError, match=r"request mine: .*not finite"):
-        rig.run(rig.sample(PROMPT, request_id="mine"))
+        rig.run(rig.sample(PROMPT, AT_ONCE, request_id="mine"))
     rig.run(rig.load(0))
     assert_mixed_lengths_are_right(rig)  # whatever the broken weights left in the cache
 
