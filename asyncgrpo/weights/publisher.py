@@ -79,6 +79,7 @@ class Publisher:
         self._members: dict[str, Member] = {}
         self._group: BroadcastGroup | None = None
         self._epoch = 0
+        self._last: tuple[str, dict[str, str]] = "", {}
         self.endpoint = self._server.endpoint
 
     def describe(self, layout: list[TensorInfo]) -> None:
@@ -134,8 +135,7 @@ class Publisher:
                 log.warning("publication of %s, attempt %d: %s", version, attempt, error)
                 self._drop_group()
                 continue
-            if len(set(checksums.values())) > 1:
-                raise WeightsError(f"engines hold different weights after {version} landed: {checksums}")
+            self._check_engines(version, sent, checksums)
             return Publication(
                 version=version,
                 generators=tuple(sorted(checksums)),
@@ -200,6 +200,20 @@ class Publisher:
             assert name == info.name, f"{name} expected, {info.name} given"
             view.copy_(tensor)
         return flat
+
+    def _check_engines(self, version: WeightVersion, sent: str, checksums: dict[str, str]) -> None:
+        """What the engines report of the weights they hold must agree with each other, and change when the weights do.
+
+        Raises:
+            WeightsError: an engine holds something else than was published, whatever it said on the way.
+        """
+        if len(set(checksums.values())) > 1:
+            raise WeightsError(f"engines hold different weights after {version} landed: {checksums}")
+        last_sent, last_checksums = self._last
+        stuck = sorted(n for n, c in checksums.items() if sent != last_sent and last_checksums.get(n) == c)
+        if stuck:
+            raise WeightsError(f"{stuck[0]} swapped to {version} and still holds the weights before it")
+        self._last = sent, checksums
 
     # -- members ---------------------------------------------------------------------------------------------------
 

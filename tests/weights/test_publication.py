@@ -54,7 +54,7 @@ def plane():
             generator_id=name,
             incarnation=incarnation,
             host="127.0.0.1",
-            apply=engine.apply,
+            apply=lambda tensors, version: engine.apply(tensors, version),
             keys=None,
         )
         receiver.start()
@@ -124,6 +124,18 @@ def test_engines_that_end_up_different_are_an_error(plane):
     publisher.wait_for(2, 10.0, lambda text: None)
     with pytest.raises(WeightsError, match="different weights"):
         publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+
+
+def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
+    publisher, add = plane
+    engine = Engine()
+    add("generator-0", engine)
+    publisher.wait_for(1, 10.0, lambda text: None)
+    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    checksum = engine.apply([(i.name, t) for i, t in weights(0)], WeightVersion(1, 0))
+    engine.apply = lambda tensors, version: checksum  # says yes, does nothing
+    with pytest.raises(WeightsError, match="still holds the weights before"):
+        publisher.publish(WeightVersion(1, 1), lambda: weights(1))
 
 
 def test_without_generators_the_wait_ends_with_a_sentence(plane):
