@@ -1,0 +1,74 @@
+"""Demo runs over engines, lags and seeds: how many steps and seconds to a reward of 0.9. One JSON line a run.
+
+python -m benchmarks.demo_runs --engines torch --lags 0 1 2 4 8 --seeds 0 1 2
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+WINDOW = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", nargs="+", default=["torch"], choices=["torch", "sglang"])
+    parser.add_argument("--lags", nargs="+", type=int, default=[2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("overrides", nargs="*", help="key=value for every run")
+    arguments = parser.parse_args()
+    for engine in arguments.engines:
+        for lag in arguments.lags:
+            for seed in arguments.seeds:
+                print(json.dumps(measure(engine, lag, seed, arguments.steps, arguments.overrides)), flush=True)
+
+
+def measure(engine: str, lag: int, seed: int, steps: int | None, overrides: list[str]) -> dict:
+    """One run, and what its events say."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, "-m", "asyncgrpo", "demo", "--engine", engine, "--max-lag", str(lag)]
+        command += ["--seed", str(seed), "--out", str(run), *overrides]
+        if steps is not None:
+            command += ["--steps", str(steps)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            return {"engine": engine, "max_lag": lag, "seed": seed, "error": result.stderr.strip().splitlines()[-1:]}
+        events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    taken = [event for event in events if event["event"] == "step"]
+    rewards = [step["reward_mean"] for step in taken]
+    means = [statistics.fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
+    reached = next((i + WINDOW for i, mean in enumerate(means) if mean >= 0.9), None)
+    began = taken[0]["time"] - sum(taken[0]["seconds"].values())
+    lags = [int(lag) for step in taken for lag, groups in step["lags"].items() for _ in range(groups)]
+    gaps = [step["logprob_gap_max"] for step in taken if step["logprob_gap_max"] is not None]
+    return {
+        "engine": engine,
+        "max_lag": lag,
+        "seed": seed,
+        "steps": len(taken),
+        "reward_first": round(rewards[0], 3),
+        "reward_last5": round(means[-1], 3),
+        "steps_to_0.9": reached,
+        "seconds_to_0.9": None if reached is None else round(taken[reached - 1]["time"] - began, 1),
+        "training_seconds": round(taken[-1]["time"] - began, 1),
+        "lag_mean": round(statistics.fmean(lags), 2),
+        "lag_max": max(lags),
+        "syncs_ok": sum(event["event"] == "sync" and event["checksum"] == "ok" for event in events),
+        "logprob_gap_max": max(gaps, default=None),
+        "wait_share": round(
+            sum(s["seconds"].get("wait_data", 0.0) for s in taken) / sum(sum(s["seconds"].values()) for s in taken), 3
+        ),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+    }
+
+
+if __name__ == "__main__":
+    main()
