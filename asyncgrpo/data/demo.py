@@ -1,9 +1,8 @@
 """The demo's model, tasks and reward: all that a machine without a GPU and without a network needs to watch GRPO learn.
 
-The model is a transformer of some 80,000 random weights over bytes, written in the same format as any Hugging Face
-model. It begins with a preference for what answers are made of, and for nothing else. The tasks are about short strings
-of digits: an answer is right digit by digit, so the reward rises step by step. Training rows and held-out rows never
-share a prompt.
+The model is a transformer of some 70,000 random weights over bytes, written in the same format as any Hugging Face
+model; all it knows is that answers are made of digits. The tasks are about short strings of digits: an answer is right
+digit by digit, so the reward rises step by step. Training rows and held-out rows never share a prompt.
 """
 
 import json
@@ -23,8 +22,8 @@ TASKS: dict[str, Callable[[str], str]] = {
     "reverse": lambda digits: digits[::-1],
     "sort": lambda digits: "".join(sorted(digits)),
 }
-"""The right answer to a prompt, by task. In the order of how fast they are learned: `copy` and `increment` look back by
-the same distance at every position, `reverse` does not, `sort` has to compare."""
+"""The right answer to a prompt, by task. `copy` and `increment` are learned in tens of steps, since they look back by the
+same distance at every position; `reverse`, which does not, and `sort`, which has to compare, take several times that."""
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<system>", "<user>", "<assistant>")
 
@@ -45,21 +44,24 @@ def make_demo_model(
     heads: int = 4,
     rope_theta: float = 100.0,
     initializer_range: float = 0.05,
-    prior: float = 2.0,
+    digit_prior: float = 2.0,
 ) -> None:
     """Write a random Qwen3 and its byte-level tokenizer into a folder.
 
-    The id of a byte is its value; the special tokens come after. All weights are random but for one channel, in which
-    the model begins with the form of an answer, as a pretrained model would: digits, then an end. Of the task it knows
-    nothing. Two more settings are unlike a large model's, and halve the steps to learn: a small RoPE base, so that
-    neighbouring positions look different to so few dimensions, and larger initial weights.
+    The id of a byte is its value; the special tokens come after. Two settings are unlike a large model's because so few
+    dimensions learn faster with them: a small RoPE base, which sets neighbouring positions apart, and larger weights.
+
+    The weights are random but for one thing, which stands for what a base model brings along: digits and <eos> are
+    likelier than other tokens, whatever the prompt. Channel 0 of every embedding holds the same value, and the output
+    rows of those tokens read it. A model without it spends most of its steps on finding out which of 261 tokens answers
+    are made of.
 
     Args:
         seed: of the weights.
         layers, hidden, heads: size; `hidden` is a multiple of `heads`, and `heads` of 2.
         rope_theta: base of the rotary position embedding.
         initializer_range: standard deviation of the initial weights.
-        prior: how strongly digits and the end token are preferred at the start; 0: not at all.
+        digit_prior: how strongly digits and <eos> are preferred; 0 leaves every weight random.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -101,10 +103,11 @@ def make_demo_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    if prior:
+    if digit_prior:
+        likely = [*DIGITS.encode(), tokenizer.eos_token_id]
         with torch.no_grad():
-            model.model.embed_tokens.weight[:, 0] = 0.2  # the same for every token, so it reaches the head everywhere
-            model.lm_head.weight[[*map(ord, DIGITS), tokenizer.eos_token_id], 0] += prior
+            model.model.embed_tokens.weight[:, 0] = 4 * initializer_range
+            model.lm_head.weight[likely, 0] += digit_prior
     with _without_progress_bars():
         model.save_pretrained(path)
 
