@@ -21,7 +21,7 @@ def why_sglang_cannot_run() -> str | None:
         return f"the engine sglang needs Python 3.11 or later, and this is {python}: python3.11 -m venv VENV"
     if find_spec("sglang") is None:
         # SGLang declares the CUDA build of torch and its kernels, which a machine without a GPU has no use for.
-        mend = "pip install 'asyncgrpo[sglang]'" if has_gpu else "pip install --no-deps sglang==0.5.23"
+        mend = "pip install 'asyncgrpo[sglang]'" if has_gpu else "./setup.sh in a checkout of asyncgrpo"
         return f"the engine sglang needs the package sglang, which is not installed here: {mend}"
     if not has_gpu and find_spec("sgl_kernel") is None:
         return (

@@ -78,6 +78,7 @@ class LearnerService:
         self._publisher.wait_for(self._config.generators.count, GENERATORS_START_S, self._tell_waiting)
         self._publish()
         self._evaluate()
+        self._clock.lap()  # what was spent on starting belongs to no step
         status = "done"
         while self._last_step is None or self.step < self._last_step:
             taken = self._take()
