@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ class Recorder:
         self._decode = decode
         self.events = EventLog(run_dir / "metrics.jsonl")
         self._samples = SampleWriter(run_dir / "samples")
+        # Thousands of answers take seconds to decode, which the next step must not wait for; at most one step is behind.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._writing: Future[None] | None = None
         self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
         self.totals: dict[str, float] = {}
         """Counters of the run, those before a resume included."""
@@ -62,13 +66,8 @@ class Recorder:
         metrics.observe_step(event)
         self._loggers.log(step, self.events.write("step", **event))
         if step % self._every == 0:
-            rows = []
-            for group in groups:
-                advantages = [report.advantages.get((group.group_id, r.completion.index)) for r in group.rollouts]
-                rows += samples_of(
-                    group, step=step, lag=lag_of(group, version), advantages=advantages, decode=self._decode
-                )
-            self._samples.write(step, rows)
+            self.flush()
+            self._writing = self._writer.submit(self._write_samples, step, version, groups, report)
 
     def sync(self, publication: Publication) -> None:
         """A publication that landed."""
@@ -107,8 +106,24 @@ class Recorder:
             self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean}})
         self.events.write("eval", **fields)
 
+    def flush(self) -> None:
+        """Wait until the samples of every step so far are on disk. Raises OSError when the disk refused them."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
     def close(self) -> None:
+        """Finish writing."""
+        self.flush()
+        self._writer.shutdown()
         self._loggers.close()
+
+    def _write_samples(self, step: int, version: WeightVersion, groups: list[Group], report: StepReport) -> None:
+        rows = []
+        for group in groups:
+            advantages = [report.advantages.get((group.group_id, r.completion.index)) for r in group.rollouts]
+            rows += samples_of(group, step=step, lag=lag_of(group, version), advantages=advantages, decode=self._decode)
+        self._samples.write(step, rows)
 
     def _count(self, counters: dict[str, float]) -> dict[str, Any]:
         """Totals of the run, and groups that left untrained since the step before."""

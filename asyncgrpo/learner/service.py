@@ -146,6 +146,7 @@ class LearnerService:
         )
         with self._clock("checkpoint"), metrics.waiting("checkpoint"):
             started = time.monotonic()
+            self._recorder.flush()
             path = self._checkpoints.write(state, self._fill)
             seconds = time.monotonic() - started
         metrics.checkpoint_seconds.observe(seconds)
