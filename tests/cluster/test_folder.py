@@ -1,0 +1,48 @@
+"""A run folder has one owner, counts its starts, and knows how its run stands."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.cluster.folder import RunFolder, unused
+from asyncgrpo.errors import CheckpointError
+from asyncgrpo.recording.events import EventLog
+
+
+def test_one_owner_at_a_time(tmp_path: Path):
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.claim()
+    with pytest.raises(CheckpointError, match="still going"):
+        second.claim()
+    first.release()
+    second.claim()
+    second.release()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        RunFolder(tmp_path / "file" / "run").claim()
+
+
+def test_no_lineage_is_given_twice(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    folder.claim()
+    assert [folder.next_lineage() for _ in range(3)] == [1, 2, 3]
+    folder.release()
+    assert RunFolder(tmp_path / "run").next_lineage() == 4
+
+
+def test_how_a_run_stands_is_what_its_last_start_came_to(tmp_path: Path):
+    path = tmp_path / "run"
+    assert RunFolder(path).status() == "new"
+    log = EventLog(path / "metrics.jsonl")
+    log.write("start", run="run", lineage=1, version="1.0", step=0, sizes="")
+    assert RunFolder(path).status() == "unfinished"
+    log.write("end", status="drained", step=3)
+    assert RunFolder(path).status() == "unfinished"
+    log.write("end", status="done", step=9)
+    assert RunFolder(path).status() == "done"
+    assert unused(path) == tmp_path / "run-2"
+    log.write("start", run="run", lineage=2, version="2.9", step=9, sizes="")
+    assert RunFolder(path).status() == "unfinished" and unused(path) == path

@@ -1,0 +1,64 @@
+"""A checkpoint is whole or not there, and the newest whole one is where a run goes on."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.errors import CheckpointError
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState, model_folder, read_state
+
+
+def state(step: int) -> RunState:
+    return RunState(step=step, lineage=1, prompts={"frontier": step}, totals={"tokens_generated": 10.0 * step})
+
+
+def fill(folder: Path) -> None:
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text("{}")
+
+
+def test_what_was_written_is_read_back_and_old_ones_go(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for step in (5, 10, 15):
+        assert read_state(checkpoints.write(state(step), fill)) == state(step)
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000010", "step_000015"]
+    assert checkpoints.latest() == tmp_path / "checkpoints" / "step_000015"
+
+
+def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    whole = checkpoints.write(state(5), fill)
+
+    def die(folder: Path) -> None:
+        fill(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.write(state(10), die)
+    assert checkpoints.latest() == whole
+    assert read_state(checkpoints.write(state(10), fill)).step == 10  # what was left does not get in the way
+
+
+def test_a_disk_that_refuses_is_said_so(tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        Checkpoints(tmp_path, keep=1).write(state(1), fill)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"step": "five", "lineage": 1, "prompts": {}}'])
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: str | None):
+    if text is not None:
+        (tmp_path / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        read_state(tmp_path)
+
+
+def test_the_model_is_found_behind_a_run_a_checkpoint_and_itself(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="holds no model"):
+        model_folder(tmp_path)
+    checkpoint = Checkpoints(tmp_path, keep=1).write(state(1), fill)
+    assert model_folder(tmp_path) == model_folder(checkpoint) == model_folder(checkpoint / "hf") == checkpoint / "hf"
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "config.json").write_text("{}")
+    assert model_folder(tmp_path) == tmp_path / "final"
