@@ -41,6 +41,19 @@ def test_the_demo_learns_and_leaves_what_it_promises(tmp_path: Path):
     assert_nothing_left(tmp_path)
 
 
+def test_with_real_sglang_engines_the_learner_agrees_with_them_on_every_token(tmp_path: Path):
+    """At `max_lag: 0` the weights that sampled a token are those that train on it."""
+    result = asyncgrpo("demo", "--engine", "sglang", "--max-lag", "0", "--steps", "6", "--out", "run", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = events(tmp_path / "run", "step")
+    assert len(steps) == 6
+    for step in steps:
+        assert step["lags"] == {"0": 48}
+        assert step["logprob_gap_max"] < 1e-4  # nats: float32 rounding of two implementations
+    assert all(event["engines"] == 2 and event["checksum"] == "ok" for event in events(tmp_path / "run", "sync"))
+    assert_nothing_left(tmp_path)
+
+
 def test_a_run_killed_at_a_random_moment_goes_on_where_it_was(tmp_path: Path):
     arguments = ["demo", *SHORT, "--out", "run", "--steps", "16", "run.checkpoint_every=4", "run.eval_every=100"]
     run, rng = tmp_path / "run", random.Random(0)

@@ -10,6 +10,7 @@ Time enters as an argument, chance not at all: the same calls give the same answ
 """
 
 import enum
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -70,6 +71,9 @@ class Buffer:
         self._seed = seed
         self._lineage = lineage
         self._entries: dict[str, Entry] = {}  # by group id, in order of first lease
+        # What would otherwise be counted anew at every message; `_enter`, `_turn` and `_leave` keep them.
+        self._in_state: Counter[State] = Counter()
+        self._held: Counter[str] = Counter()  # leases by holder
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt order
         self.version: WeightVersion | None = None
         self.draining = False
@@ -99,20 +103,20 @@ class Buffer:
             sampling=self._sampling,
             seed=group_seed(self._seed, order, attempt),
         )
-        self._entries[group_id] = Entry(order, prompt, attempt, lease, holder, now_s, self.version)
+        self._enter(Entry(order, prompt, attempt, lease, holder, now_s, self.version))
         self.outcomes["leased"] += 1
         return lease
 
     def held_by(self, holder: str) -> int:
         """Leases that `holder` works on."""
-        return sum(e.holder == holder for e in self._entries.values() if e.state is State.LEASED)
+        return self._held[holder]
 
     def fail(self, lease_id: str, reason: str) -> None:
         """A lease came to nothing: its prompt is issued again, before new ones, or dropped after `max_attempts`."""
         entry = self._leased(lease_id)
         if entry is None:
             return
-        del self._entries[entry.lease.group_id]
+        self._leave(entry)
         self._attempts[entry.order] += 1
         if self._attempts[entry.order] >= self._config.max_attempts:
             self._finish(entry, f"dropped_{reason}")
@@ -130,7 +134,9 @@ class Buffer:
     def expire(self, now_s: float) -> list[Lease]:
         """Leases older than their deadline fail with `lease_timeout`. Returns them, so that they can be cancelled."""
         limit = now_s - self._config.lease_timeout_s
-        late = [e for e in self._entries.values() if e.state is State.LEASED and e.leased_at_s < limit]
+        # In order of their leases, so the first that is in time ends the search.
+        leased = (e for e in self._entries.values() if e.state is State.LEASED)
+        late = list(itertools.takewhile(lambda e: e.leased_at_s < limit, leased))
         for entry in late:
             self.fail(entry.lease.lease_id, "lease_timeout")
         return [e.lease for e in late]
@@ -157,7 +163,8 @@ class Buffer:
         if not versions or any(v.lineage != self._lineage for v in versions):
             self.fail(message.lease_id, "lineage")
             return "lineage"
-        entry.state, entry.message, entry.payload = State.READY, message, payload
+        self._turn(entry, State.READY)
+        entry.message, entry.payload = message, payload
         entry.oldest = min(versions)
         self.outcomes["accepted"] += 1
         return None
@@ -171,7 +178,7 @@ class Buffer:
         """
         for entry in [e for e in self._entries.values() if e.state is State.READY]:
             if version.version - entry.oldest.version > self._config.max_lag:
-                del self._entries[entry.lease.group_id]
+                self._leave(entry)
                 self._attempts[entry.order] += 1
                 self.outcomes["dropped_stale"] += 1
                 self.tokens["stale"] += entry.num_tokens
@@ -187,7 +194,7 @@ class Buffer:
         if not lag_is_kept(remaining, version.version, self._config.max_lag, wanted):
             return None
         for entry in batch:
-            entry.state = State.TAKEN
+            self._turn(entry, State.TAKEN)
         # In prompt order, so that the same groups make the same batch whoever finished first.
         return sorted(batch, key=lambda e: e.order)
 
@@ -196,7 +203,7 @@ class Buffer:
         assert self.version is None or version > self.version, f"{version} after {self.version}"
         self.version = version
         for entry in [e for e in self._entries.values() if e.state is State.TAKEN]:
-            del self._entries[entry.lease.group_id]
+            self._leave(entry)
             self.tokens["trained"] += entry.num_tokens
             self._finish(entry, "trained")
 
@@ -218,12 +225,11 @@ class Buffer:
 
     def count(self, state: State) -> int:
         """Groups in `state`."""
-        return sum(e.state is state for e in self._entries.values())
+        return self._in_state[state]
 
     def oldest_lease(self) -> Entry | None:
         """The group that has been under way for longest."""
-        leased = [e for e in self._entries.values() if e.state is State.LEASED]
-        return min(leased, key=lambda e: e.leased_at_s, default=None)
+        return next((e for e in self._entries.values() if e.state is State.LEASED), None)
 
     def snapshot(self) -> PromptState:
         """What a checkpoint must hold: which prompts are trained. What is under way is generated again."""
@@ -241,8 +247,26 @@ class Buffer:
         """Whether this group was trained or dropped already, in this lineage."""
         return message.group_id == f"{self._lineage}.{message.order}" and self._prompts.is_done(message.order)
 
-    def _requeue(self, entry: Entry) -> None:
+    def _enter(self, entry: Entry) -> None:
+        self._entries[entry.lease.group_id] = entry
+        self._in_state[entry.state] += 1
+        self._held[entry.holder] += 1
+
+    def _turn(self, entry: Entry, state: State) -> None:
+        if entry.state is State.LEASED:
+            self._held[entry.holder] -= 1
+        self._in_state[entry.state] -= 1
+        self._in_state[state] += 1
+        entry.state = state
+
+    def _leave(self, entry: Entry) -> None:
         del self._entries[entry.lease.group_id]
+        self._in_state[entry.state] -= 1
+        if entry.state is State.LEASED:
+            self._held[entry.holder] -= 1
+
+    def _requeue(self, entry: Entry) -> None:
+        self._leave(entry)
         self.outcomes["requeued"] += 1
         self._prompts.give_back(entry.order)
 

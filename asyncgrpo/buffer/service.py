@@ -80,6 +80,7 @@ class BufferService:
         self._sessions: dict[str, Session] = {}
         self._learner: str | None = None
         self._take: Take | None = None
+        self._may_take = False  # something changed since the last time a batch was looked for
         self._told_waiting_s = 0.0
         self._results: list[EvalResult] = []
         self._last_evals = False
@@ -95,6 +96,7 @@ class BufferService:
             now_s = time.monotonic()
             if received is not None:
                 self._receive(*received, now_s)
+                self._may_take = True
             if now_s - ticked_s >= TICK_S:
                 ticked_s = now_s
                 self._tick(now_s)
@@ -199,6 +201,7 @@ class BufferService:
         late, results = self._evaluations.expire(now_s)
         self._results += results
         for lease in [*self._buffer.expire(now_s), *late]:
+            self._may_take = True
             log.warning("lease %s expired", lease.lease_id)
             for session in self._sessions.values():
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason="lease_timeout"))
@@ -236,7 +239,8 @@ class BufferService:
         if self._drain_reason:
             self._say_no_more("draining")
             return
-        entries = self._buffer.take(self._take.version)
+        entries = self._buffer.take(self._take.version) if self._may_take else None
+        self._may_take = False
         if entries is not None:
             self._send_batch(self._take, entries)
         elif self._buffer.exhausted and not self._evaluations.under_way:

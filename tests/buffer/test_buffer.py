@@ -245,6 +245,15 @@ class AnyOrder(RuleBasedStateMachine):
         assert held <= (self.max_lag + 1) * self.per_step
 
     @invariant()
+    def counts_are_what_is_there(self):
+        entries = list(self.buffer._entries.values())
+        for state in State:
+            assert self.buffer.count(state) == sum(e.state is state for e in entries)
+        for holder in "ab":
+            held = sum(e.holder == holder and e.state is State.LEASED for e in entries)
+            assert self.buffer.held_by(holder) == held
+
+    @invariant()
     def every_group_is_accounted_for(self):
         out = self.buffer.outcomes
         gone = out["trained"] + out["requeued"] + sum(n for k, n in out.items() if k.startswith("dropped"))
