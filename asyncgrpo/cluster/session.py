@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,7 +52,16 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
             )
     except ConnectionError as error:
         raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there") from error
+    session = _session_folder() if address is None else None
     try:
         yield
     finally:
         ray.shutdown()
+    if session is not None:  # after a failure Ray's logs stay: they may say why
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def _session_folder() -> str | None:
+    """Where the Ray that we started keeps sockets and logs. Ray has no public name for it."""
+    node = getattr(ray._private.worker.global_worker, "node", None)
+    return node.get_session_dir_path() if node is not None else None

@@ -103,14 +103,16 @@ def _lag(axes: Any, progress: Progress) -> None:
 
 
 def _gap(axes: Any, progress: Progress) -> None:
-    _title(axes, "Log-prob gap, learner against engine (nats, current version)")
+    _title(axes, "Log-prob gap, learner against engine (nats, answers of lag 0)")
     drawn = False
     for field, label, colour in (("logprob_gap_max", "largest token", _RED), ("logprob_gap_mean", "mean", _BLUE)):
         x, y = _series(progress, field)
         positive = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
         if positive:
             drawn = True
-            axes.plot([a for a, _ in positive], [b for _, b in positive], color=colour, linewidth=1.4, label=label)
+            # With points: at a lag above 0 few steps hold answers of the current weights, often only the first.
+            steps, gaps = zip(*positive, strict=True)
+            axes.plot(steps, gaps, color=colour, linewidth=1.4, marker="o", markersize=4, label=label)
     if drawn:
         axes.set_yscale("log")
         axes.legend(loc="best", frameon=False, fontsize=9)
