@@ -55,7 +55,7 @@ async def plain_loop(config: Config) -> list[dict[str, float]]:
     sampling = sampling_of(config, tuple(stop_token_ids(tokenizer, config.model.path, ())), evaluation=False)
     prompts = load_prompts(config.data.train, "train", tokenizer, config.data).prompts
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs)
-    engine, reward = build_engine(config), build_reward(config.reward, extra_rules=demo_rules())
+    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
     learner = Learner(config, rank=0, world=1, device="cpu")
     await engine.start(WeightVersion(1, 0))
     steps = []

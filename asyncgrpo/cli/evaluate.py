@@ -91,7 +91,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
         stop_token_ids=tuple(stop_token_ids(tokenizer, config.model.path, config.sampling.stop)),
     )
     prompts = load_prompts(config.data.train, "eval", tokenizer, config.data, limit=config.data.eval_rows).prompts
-    engine = build_engine(config)
+    engine = build_engine(config, seed=config.run.seed)
     reward = build_reward(config.reward, extra_rules=demo_rules())
     await engine.start(UNPUBLISHED)
     room = asyncio.Semaphore(config.generators.groups_in_flight)

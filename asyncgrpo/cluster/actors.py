@@ -158,6 +158,7 @@ class GeneratorActor:
         return _begin(self._setup, "generator", self._index)
 
     def run(self, buffer_endpoint: str, weights_endpoint: str) -> None:
+        from asyncgrpo.buffer.buffer import group_seed
         from asyncgrpo.data.demo import demo_rules
         from asyncgrpo.data.tokenizer import decoder, load_tokenizer
         from asyncgrpo.generators.build import build_engine
@@ -169,7 +170,7 @@ class GeneratorActor:
         service = GeneratorService(
             f"generator-{self._index}",
             uuid.uuid4().hex[:8],
-            build_engine(config),
+            build_engine(config, seed=group_seed(config.run.seed, self._index, self._setup.lineage) % 2**31),
             build_reward(config.reward, extra_rules=demo_rules()),
             decoder(tokenizer, keep_special=False),
             window=config.generators.groups_in_flight,

@@ -8,8 +8,15 @@ from asyncgrpo.generators.availability import why_sglang_cannot_run
 from asyncgrpo.generators.engine import Engine
 
 
-def build_engine(config: Config) -> Engine:
-    """An engine that is not started yet. Raises EngineError when it cannot run here."""
+def build_engine(config: Config, *, seed: int) -> Engine:
+    """An engine that is not started yet.
+
+    Args:
+        seed: for engines that sample with a stream of their own. Must differ between the engines of a run, and between
+            its starts: with equal streams they explore the same answers.
+    Raises:
+        EngineError: it cannot run here.
+    """
     generators = config.generators
     dtype = getattr(torch, config.model.dtype)
     max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
@@ -28,7 +35,7 @@ def build_engine(config: Config) -> Engine:
             max_answers=max_answers,
             memory_fraction=generators.memory_fraction,
             prefix_cache=generators.prefix_cache,
-            random_seed=config.run.seed,
+            random_seed=seed,
             extra=dict(generators.extra),
         )
     if generators.engine == "torch":
