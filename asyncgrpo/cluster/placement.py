@@ -26,9 +26,10 @@ class Placement:
             return
         there = int(ray.cluster_resources().get("GPU", 0))
         if there < wanted:
+            hint = "lower one of them" if there else "without a GPU use --n-gpus 0 (generators.gpus_each=0)"
             raise ConfigError(
-                f"this run needs {wanted} GPUs (learner.ranks {self._ranks}, generators.count {config.generators.count} "
-                f"x generators.gpus_each {self._generator_gpus}), the cluster has {there}; lower one of them"
+                f"this run needs {wanted} GPUs (learner.ranks {self._ranks}, generators.count "
+                f"{config.generators.count} x generators.gpus_each {self._generator_gpus}), the cluster has {there}; {hint}"
             )
         bundles = [self._bundle(self._learner_gpus)] * self._ranks
         bundles += [self._bundle(self._generator_gpus)] * config.generators.count
