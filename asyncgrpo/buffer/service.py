@@ -141,7 +141,8 @@ class BufferService:
             case RequestEval(step=step):
                 self._evaluations.request(step, now_s)
             case TakeSnapshot():
-                self._server.send(peer, Snapshot(state=msgspec.to_builtins(self._buffer.snapshot())))
+                state = msgspec.to_builtins(self._buffer.snapshot())
+                self._server.send(peer, Snapshot(state=state, draining=bool(self._drain_reason)))
             case LastEvals():
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
             case Drain(reason=reason):

@@ -32,7 +32,7 @@ from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.placement import Placement
 from asyncgrpo.cluster.session import ray_session
 from asyncgrpo.config import Config
-from asyncgrpo.errors import AsyncGRPOError, ConfigError
+from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.targets import write_targets
 from asyncgrpo.wire.messages import Drain, GeneratorLost
@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 """Before the first, second, ... restart of one generator."""
+SHORT_LIFE_S = 300.0
+SHORT_LIVES = 3
+"""A generator that ends so often in a row, each time so soon, will not do better: the run ends with its reason."""
 FAREWELL_S = 20.0
 """For engines to close after the learner has ended."""
 
@@ -212,6 +215,8 @@ class Fleet:
         self._running: dict[int, tuple[Any, Any]] = {}  # actor and its `run`; Ray ends an actor nobody holds
         self._restarts: dict[int, int] = {}
         self._due: dict[int, float] = {}
+        self._started: dict[int, float] = {}
+        self._short_lives: dict[int, int] = {}
 
     def start(self) -> None:
         """Start all generators at once."""
@@ -220,7 +225,7 @@ class Fleet:
         write_targets(self._setup.run_dir, self._targets)
 
     def watch(self, *, may_restart: bool) -> None:
-        """Notice who ended and start who is due. Raises ConfigError when one has used up its restarts."""
+        """Notice who ended and start who is due. Raises AsyncGRPOError when one is not to be helped."""
         for index, (actor, reference) in list(self._running.items()):
             if ray.wait([reference], timeout=0)[0]:
                 del self._running[index]
@@ -241,6 +246,7 @@ class Fleet:
         options = self._placement.generator(index)
         actor = ray.remote(GeneratorActor).options(**options).remote(self._setup, index)
         self._targets[f"generator-{index}"] = ray.get(actor.start.remote())
+        self._started[index] = time.monotonic()
         self._running[index] = actor, actor.run.remote(*self._endpoints)
 
     def _ended(self, index: int, reference: Any, may_restart: bool) -> None:
@@ -257,9 +263,12 @@ class Fleet:
         log.warning("%s ended (%s); restart %d", name, reason, count)
         self._events.write("restart", actor=name, reason=reason, count=count)
         metrics.actor_restarts_total.labels(actor="generator").inc()
-        if count > self._setup.config.generators.restarts:
-            raise ConfigError(
-                f"{name} ended {count} times (generators.restarts allows {count - 1}); the last time: {reason}"
+        is_short = time.monotonic() - self._started[index] < SHORT_LIFE_S
+        self._short_lives[index] = self._short_lives.get(index, 0) + 1 if is_short else 0
+        allowed = self._setup.config.generators.restarts
+        if count > allowed or self._short_lives[index] >= SHORT_LIVES:
+            raise AsyncGRPOError(
+                f"{name} ended {count} times (generators.restarts is {allowed}); the last time: {reason}"
             )
         self._due[index] = time.monotonic() + BACKOFF_S[min(count - 1, len(BACKOFF_S) - 1)]
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from asyncgrpo import metrics
 from asyncgrpo.errors import StalledError, WireError
@@ -86,11 +85,11 @@ class Inbox:
     def request_eval(self, step: int) -> None:
         self._client.send(RequestEval(step=step))
 
-    def snapshot(self) -> dict[str, Any]:
-        """The buffer's part of a checkpoint. Raises WireError."""
+    def snapshot(self) -> Snapshot:
+        """The buffer's part of a checkpoint, and whether the run was asked to end. Raises WireError."""
         message, _ = self._client.ask(TakeSnapshot(), ANSWER_WITHIN_S)
         assert isinstance(message, Snapshot), message
-        return message.state
+        return message
 
     def finish(self) -> None:
         """Tell the buffer that the run is over."""

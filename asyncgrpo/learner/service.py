@@ -33,6 +33,10 @@ GENERATORS_START_S = 1800.0
 """Large models take minutes to load on both sides."""
 
 
+class _AskedToEnd(Exception):
+    """A signal came before the generators did."""
+
+
 class LearnerService:
     """Rank 0 of the learner, with everything that only it does."""
 
@@ -75,7 +79,10 @@ class LearnerService:
 
     def run(self) -> str:
         """Train until the last step, the last prompt or a drain. Returns `done` or `drained`."""
-        self._publisher.wait_for(self._config.generators.count, GENERATORS_START_S, self._tell_waiting)
+        try:
+            self._publisher.wait_for(self._config.generators.count, GENERATORS_START_S, self._while_starting)
+        except _AskedToEnd:
+            return self._end("drained")
         self._publish()
         self._evaluate()
         self._clock.lap()  # what was spent on starting belongs to no step
@@ -142,7 +149,10 @@ class LearnerService:
 
     def _checkpoint(self) -> Path:
         state = RunState(
-            step=self.step, lineage=self.version.lineage, prompts=self._inbox.snapshot(), totals=self._recorder.totals
+            step=self.step,
+            lineage=self.version.lineage,
+            prompts=self._inbox.snapshot().state,
+            totals=self._recorder.totals,
         )
         with self._clock("checkpoint"), metrics.waiting("checkpoint"):
             started = time.monotonic()
@@ -189,7 +199,12 @@ class LearnerService:
         if self._publisher.newcomers():
             self._bring_weights()
 
-    def _tell_waiting(self, what: str, seconds: float = 0.0) -> None:
+    def _while_starting(self, what: str, seconds: float) -> None:
+        self._tell_waiting(what, seconds)
+        if self._inbox.snapshot().draining:
+            raise _AskedToEnd
+
+    def _tell_waiting(self, what: str, seconds: float) -> None:
         if seconds - self._stall_told_s >= 30.0:
             self._stall_told_s = seconds
             self._recorder.events.write("stall", what=what, seconds=seconds)

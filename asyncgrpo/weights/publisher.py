@@ -103,16 +103,18 @@ class Publisher:
         if self._members.pop(generator_id, None) is not None:
             self._drop_group()
 
-    def wait_for(self, count: int, timeout_s: float, tell: Callable[[str], None]) -> None:
+    def wait_for(self, count: int, timeout_s: float, tell: Callable[[str, float], None]) -> None:
         """Wait until `count` generators are in touch, or for `timeout_s` and then go on with those there are.
 
+        Args:
+            tell: called about once a second with what is awaited and for how long, seconds; what it raises ends the wait.
         Raises:
             WeightsError: none came.
         """
-        deadline = time.monotonic() + timeout_s
-        while len(self._members) < count and time.monotonic() < deadline:
+        started = time.monotonic()
+        while len(self._members) < count and (waited := time.monotonic() - started) < timeout_s:
             self._receive(1.0)
-            tell(f"{len(self._members)} of {count} generators to start")
+            tell(f"generators to start, {len(self._members)} of {count} have", waited)
         if not self._members:
             raise WeightsError(f"no generator asked for weights within {timeout_s:.0f} s; their logs say why")
 

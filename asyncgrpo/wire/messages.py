@@ -197,6 +197,8 @@ class Snapshot(Message):
     """What a checkpoint must hold of the buffer."""
 
     state: dict[str, Any]
+    draining: bool = False
+    """The run was asked to end."""
 
 
 # -- driver -> buffer ------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_every_generator_holds_exactly_what_was_published(plane):
     engines = [Engine(), Engine()]
     for index, engine in enumerate(engines):
         add(f"generator-{index}", engine)
-    publisher.wait_for(2, 10.0, lambda text: None)
+    publisher.wait_for(2, 10.0, lambda what, seconds: None)
     for step in range(3):
         publication = publisher.publish(WeightVersion(1, step), lambda step=step: weights(step))
         assert publication.generators == ("generator-0", "generator-1")
@@ -92,10 +92,10 @@ def test_a_newcomer_gets_the_current_version_and_the_rest_goes_on(plane):
     publisher, add = plane
     first, second = Engine(), Engine()
     add("generator-0", first)
-    publisher.wait_for(1, 10.0, lambda text: None)
+    publisher.wait_for(1, 10.0, lambda what, seconds: None)
     publisher.publish(WeightVersion(1, 0), lambda: weights(0))
     add("generator-1", second)
-    publisher.wait_for(2, 10.0, lambda text: None)
+    publisher.wait_for(2, 10.0, lambda what, seconds: None)
     assert publisher.newcomers()
     publisher.publish(WeightVersion(1, 0), lambda: weights(0))
     assert not publisher.newcomers()
@@ -107,7 +107,7 @@ def test_a_generator_that_is_gone_is_left_out_and_named(plane):
     alive, dying = Engine(), Engine()
     add("generator-0", alive)
     gone = add("generator-1", dying)
-    publisher.wait_for(2, 10.0, lambda text: None)
+    publisher.wait_for(2, 10.0, lambda what, seconds: None)
     publisher.publish(WeightVersion(1, 0), lambda: weights(0))
     gone.stop()
     publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
@@ -121,7 +121,7 @@ def test_engines_that_end_up_different_are_an_error(plane):
     publisher, add = plane
     add("generator-0", Engine())
     add("generator-1", Engine(spoil=True))
-    publisher.wait_for(2, 10.0, lambda text: None)
+    publisher.wait_for(2, 10.0, lambda what, seconds: None)
     with pytest.raises(WeightsError, match="different weights"):
         publisher.publish(WeightVersion(1, 0), lambda: weights(0))
 
@@ -130,7 +130,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
     publisher, add = plane
     engine = Engine()
     add("generator-0", engine)
-    publisher.wait_for(1, 10.0, lambda text: None)
+    publisher.wait_for(1, 10.0, lambda what, seconds: None)
     publisher.publish(WeightVersion(1, 0), lambda: weights(0))
     checksum = engine.apply([(i.name, t) for i, t in weights(0)], WeightVersion(1, 0))
     engine.apply = lambda tensors, version: checksum  # says yes, does nothing
@@ -141,7 +141,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
 def test_without_generators_the_wait_ends_with_a_sentence(plane):
     publisher, _ = plane
     with pytest.raises(WeightsError, match="no generator asked"):
-        publisher.wait_for(1, 0.1, lambda text: None)
+        publisher.wait_for(1, 0.1, lambda what, seconds: None)
 
 
 def test_the_digest_adds_up_over_buckets_and_sees_one_flipped_bit():
