@@ -33,6 +33,7 @@ from asyncgrpo.cluster.placement import Placement
 from asyncgrpo.cluster.session import ray_session
 from asyncgrpo.config import Config
 from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.targets import write_targets
 from asyncgrpo.wire.messages import Drain, GeneratorLost
@@ -94,8 +95,13 @@ class Run:
             placement = Placement(config, learner_on_gpu=_uses_cuda(config))
             try:
                 status = self._run(placement, address, tick, tell)
+            except KeyboardInterrupt:
+                if self._asked_to_stop > 1:
+                    raise
+                status = "drained"  # asked before anything was trained: nothing is lost
+                self._events.write("end", status=status, step=self._step_so_far())
             except AsyncGRPOError as error:
-                self._events.write("end", status="failed", step=-1, reason=str(error))
+                self._events.write("end", status="failed", step=self._step_so_far(), reason=str(error))
                 raise
             finally:
                 placement.release()
@@ -103,6 +109,10 @@ class Run:
                 if self._control is not None:
                     self._control.close()
         return Outcome(status, self._folder.path)
+
+    def _step_so_far(self) -> int:
+        checkpoint = self._folder.checkpoint()
+        return read_state(checkpoint).step if checkpoint is not None else 0
 
     def _stop(self) -> None:
         """A signal came: the first drains, a second one gives up at once."""
