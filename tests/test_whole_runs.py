@@ -55,11 +55,13 @@ def test_with_real_sglang_engines_the_learner_agrees_with_them_on_every_token(tm
 
 
 def test_a_run_killed_at_a_random_moment_goes_on_where_it_was(tmp_path: Path):
-    arguments = ["demo", *SHORT, "--out", "run", "--steps", "16", "run.checkpoint_every=4", "run.eval_every=100"]
+    # Small steps, so that the run is far from its end when it is killed, and one epoch lasts for all of them.
+    arguments = ["demo", *SHORT, "--out", "run", "--steps", "60", "run.checkpoint_every=4", "run.eval_every=100"]
+    arguments += ["buffer.prompts_per_step=12", "algorithm.group_size=64"]
     run, rng = tmp_path / "run", random.Random(0)
     process = start(*arguments, cwd=tmp_path)
     wait_until(lambda: len(events(run, "checkpoint")) >= 1, "first checkpoint", 200.0)
-    time.sleep(rng.uniform(0.0, 2.0))
+    time.sleep(rng.uniform(0.0, 1.0))
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert_nothing_left(tmp_path)
@@ -68,9 +70,9 @@ def test_a_run_killed_at_a_random_moment_goes_on_where_it_was(tmp_path: Path):
 
     result = asyncgrpo(*arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert before < 16, "the run was over before it was killed: the test shows nothing"
+    assert before < 60, "the run was over before it was killed: the test shows nothing"
     assert f"going on from step {checkpointed}" in result.stdout
-    assert_steps_are_gapless(run, 16)
+    assert_steps_are_gapless(run, 60)
     first = next(e for e in events(run, "start") if e["lineage"] == 2)
     assert first["step"] == checkpointed and first["version"] == f"2.{checkpointed}"
     # The prompts of the first epoch: none twice among those that count, in whichever process they were trained.
@@ -79,7 +81,7 @@ def test_a_run_killed_at_a_random_moment_goes_on_where_it_was(tmp_path: Path):
     seen: list[str] = []
     for path in sorted((run / "samples").glob("*.parquet")):
         seen += sorted(set(pq.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist()))
-    assert len(seen) == len(set(seen)) == 16 * 48
+    assert len(seen) == len(set(seen)) == 60 * 12
     assert_nothing_left(tmp_path)
 
 
@@ -101,14 +103,13 @@ def test_train_on_the_seeds_format_with_a_user_s_reward_learns(tmp_path: Path):
     """The habits of verl's users: a JSON file, a compute_score, a few flags."""
     result = asyncgrpo("demo", *SHORT, "--steps", "1", "--out", "demo", cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    rows = [{"prompt": f"{i:03d}", "ground_truth": str(i % 7), "data_source": "my_task"} for i in range(600)]
+    rows = [{"prompt": f"{i:03d}", "ground_truth": "7", "data_source": "my_task"} for i in range(600)]
     (tmp_path / "train.json").write_text(json.dumps(rows))
     (tmp_path / "my_reward.py").write_text(
         '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Digits are good: a task that a random model learns in a few steps."""
-    digits = sum(c in "0123456789" for c in solution_str)
-    return {"score": digits / max(1, len(solution_str)), "length": len(solution_str)}
+    """Say it as often as you can: a task that a random model learns in a few steps."""
+    return {"score": solution_str.count(ground_truth) / max(1, len(solution_str)), "length": len(solution_str)}
 '''
     )
     result = asyncgrpo(
@@ -120,7 +121,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     curve = rewards(tmp_path / "run")
-    assert len(curve) == 30 and statistics.mean(curve[-5:]) > 2 * statistics.mean(curve[:5])
+    assert len(curve) == 30 and curve[0] < 0.3 and statistics.mean(curve[-5:]) > 0.9
     assert_same_model_as_the_checkpoint(tmp_path / "run")
     assert_nothing_left(tmp_path)
 
