@@ -2,8 +2,8 @@
 
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -12,14 +12,8 @@ from asyncgrpo.config_help import sizes_in_words
 from asyncgrpo.config_loading import to_yaml
 from asyncgrpo.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class Finished:
-    """A run that came to its end."""
-
-    run_dir: Path
-    status: str
-    """`done` or `drained`."""
+if TYPE_CHECKING:  # importing the cluster imports ray
+    from asyncgrpo.cluster.run import Outcome
 
 
 def choose_folder(default: str, explicit: str | None) -> Path:
@@ -29,7 +23,7 @@ def choose_folder(default: str, explicit: str | None) -> Path:
     return Path(explicit) if explicit else unused(Path(default))
 
 
-def execute(config: Config, console: Console) -> Finished:
+def execute(config: Config, console: Console) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, with the screen on `console`.
 
     A folder with an unfinished run is gone on with, from its newest checkpoint.
@@ -79,4 +73,4 @@ def execute(config: Config, console: Console) -> Finished:
     if any(event["event"] == "step" for event in history):
         plot(history, folder.path / "curves.png")
     console.print(summary(history, folder.path), highlight=False, soft_wrap=True)
-    return Finished(folder.path, outcome.status)
+    return outcome

@@ -41,10 +41,8 @@ class BufferReady:
     prompts: int
     dropped_too_long: int
     schema: str
-    eval_prompts: int
     steps: int | None
     """Optimizer steps until every epoch is done; None without an end."""
-    steps_done: int
 
 
 @dataclass(frozen=True)
@@ -134,9 +132,7 @@ class BufferActor:
             prompts=len(loaded.prompts),
             dropped_too_long=loaded.dropped_too_long,
             schema=loaded.schema_name,
-            eval_prompts=len(held_out),
             steps=min((s for s in (total, config.run.steps) if s is not None), default=None),
-            steps_done=read_state(self._setup.checkpoint).step if self._setup.checkpoint else 0,
         )
 
     def run(self) -> None:

@@ -53,7 +53,7 @@ FAREWELL_S = 20.0
 Tick = Callable[[], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """How a run ended."""
 
