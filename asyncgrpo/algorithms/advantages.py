@@ -1,18 +1,36 @@
 """From the rewards of a group to the advantage of each of its answers.
 
-Every group estimator is a baseline times a scale. The edge cases are part of the formula: an answer without a reward
-takes part in no statistic and gets 0, a group with fewer than two rewards gets 0, and equal rewards give exactly 0.
+Every estimator is a baseline times a scale, or one thin step away from that. The edge cases are part of the formula
+and the same for all:
+
+- An answer without a reward (NaN) takes part in no statistic and gets exactly 0.
+- A group with fewer than two rewards gets exactly 0; it never trains on the raw reward.
+- A group whose rewards are all equal gets exactly 0, compared in float64, where rounding of the mean would otherwise
+  be divided by eps: in float32, fifteen rewards of 0.98 give 0.19.
+
+Only `remax` has no group in its formula: there, a missing baseline takes the place of the last two.
+
+Arguments, everywhere:
+    rewards: [S] one reward per answer, finite, or NaN where the answer has none.
+    group_ids: [S] integers; answers to one prompt have the same. Any order, any values.
+    lengths: [S] trained tokens of each answer; may be 0.
+Returns, everywhere: [S] float64, no gradient. In formulas, `mean`, `std` (n - 1 in the denominator) and `n` are over
+the scored answers of the group.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Baseline = Literal["group_mean"]
-Scale = Literal["group_std", "none"]
+from asyncgrpo.algorithms.groups import Groups, has_signal
+
+Baseline = Literal["none", "group_mean", "leave_one_out", "length_weighted"]
+Scale = Literal["none", "group_std", "batch_std", "group_mean", "nonzero_share"]
 
 
+@torch.no_grad()
 def group_advantages(
     rewards: Tensor,
     group_ids: Tensor,
@@ -20,59 +38,256 @@ def group_advantages(
     baseline: Baseline = "group_mean",
     scale: Scale = "group_std",
     eps: float = 1e-6,
+    lengths: Tensor | None = None,
 ) -> Tensor:
-    """Advantage of each answer relative to the other answers to its prompt.
+    """Advantage of each answer: A = (R - baseline) / scale.
 
-        A_i = (R_i - mean_g) / (std_g + eps)        scale "group_std": GRPO
-        A_i =  R_i - mean_g                         scale "none": Dr. GRPO
-
-    The mean and the standard deviation (n - 1 in the denominator) are over the scored answers of the group, in float64.
+        baseline  none             0
+                  group_mean       mean
+                  leave_one_out    mean of the other scored answers of the group
+                  length_weighted  Σ length R / Σ length over the group; an answer's own reward where all are empty
+        scale     none             1
+                  group_std        std + eps
+                  batch_std        std of all scored answers of the batch + eps
+                  group_mean       mean, and A = 0 where mean <= 0: made for rewards that are never negative
+                  nonzero_share    share of the batch's scored answers whose reward is not 0
 
     Args:
-        rewards: [S] one reward per answer; NaN where the answer has none.
-        group_ids: [S] integers; answers to one prompt have the same. Any order, any values.
-        baseline: what is subtracted.
-        scale: what it is divided by.
-        eps: added to the standard deviation.
-    Returns:
-        [S] float64, no gradient. Exactly 0 for an answer without a reward, in a group with fewer than two rewards, and
-        in a group whose rewards are all equal (where rounding of the mean would otherwise be divided by eps: in
-        float32, fifteen rewards of 0.98 give 0.19).
-    Source:
-        GRPO: arXiv:2402.03300. Dr. GRPO: arXiv:2503.20783. Denominators as in verl.
+        eps: added to a standard deviation, and to nothing else.
+        lengths: see the module; only "length_weighted" reads it.
     """
-    assert baseline == "group_mean" and scale in ("group_std", "none"), (baseline, scale)
-    rewards = rewards.detach().to(torch.float64)
-    num_groups, group = _number_groups(group_ids)
-    scored = ~torch.isnan(rewards)
-    count = _sum_by_group(scored.to(torch.float64), group, num_groups)
-    mean = _sum_by_group(torch.where(scored, rewards, 0.0), group, num_groups) / count
-    centred = rewards - mean[group]
-    if scale == "group_std":
-        squares = _sum_by_group(torch.where(scored, centred.square(), 0.0), group, num_groups)
-        centred = centred / ((squares / (count - 1)).sqrt() + eps)[group]
-    return torch.where(scored & _has_signal(rewards, scored, group, num_groups)[group], centred, 0.0)
+    scores = _scores(rewards, group_ids)
+    centre = _baseline(baseline, scores, lengths)
+    return torch.where(scores.trains, (scores.rewards - centre) / _scale(scale, scores, eps), 0.0)
 
 
+class _Scores(NamedTuple):
+    """What the formulas are made of: [S] each, float64 but for the two bools."""
+
+    groups: Groups
+    rewards: Tensor
+    """0 where an answer has none."""
+    scored: Tensor
+    """The answer has a reward."""
+    trains: Tensor
+    """It has one, and the group has two that differ."""
+    num_scored: Tensor
+    """n: scored answers of the group."""
+    mean: Tensor
+
+
+def _scores(rewards: Tensor, group_ids: Tensor) -> _Scores:
+    rewards, groups = rewards.to(torch.float64), Groups(group_ids)
+    scored = ~rewards.isnan()
+    known = torch.where(scored, rewards, 0.0)
+    num_scored = groups.sum(scored.to(torch.float64))
+    mean = groups.sum(known) / num_scored
+    return _Scores(groups, known, scored, scored & has_signal(rewards, groups), num_scored, mean)
+
+
+def _baseline(kind: Baseline, scores: _Scores, lengths: Tensor | None) -> Tensor:
+    if kind == "none":
+        return torch.zeros_like(scores.rewards)
+    if kind == "group_mean":
+        return scores.mean
+    if kind == "leave_one_out":
+        return (scores.groups.sum(scores.rewards) - scores.rewards) / (scores.num_scored - 1)
+    assert kind == "length_weighted" and lengths is not None, (kind, lengths)
+    weights = torch.where(scores.scored, lengths.to(torch.float64), 0.0)
+    total = scores.groups.sum(weights)
+    return torch.where(total > 0, scores.groups.sum(weights * scores.rewards) / total, scores.rewards)
+
+
+def _scale(kind: Scale, scores: _Scores, eps: float) -> Tensor:
+    if kind == "none":
+        return torch.ones_like(scores.rewards)
+    if kind == "group_std":
+        return _group_std(scores) + eps
+    if kind == "group_mean":
+        return torch.where(scores.mean > 0, scores.mean, torch.inf)
+    batch_size = scores.scored.sum().to(torch.float64)
+    if kind == "batch_std":
+        deviations = torch.where(scores.scored, scores.rewards - scores.rewards.sum() / batch_size, 0.0)
+        return (deviations.square().sum() / (batch_size - 1)).sqrt() + eps
+    assert kind == "nonzero_share", kind
+    return (scores.rewards != 0).sum() / batch_size
+
+
+def _group_std(scores: _Scores) -> Tensor:
+    deviations = torch.where(scores.scored, scores.rewards - scores.mean, 0.0)
+    return (scores.groups.sum(deviations.square()) / (scores.num_scored - 1)).sqrt()
+
+
+@torch.no_grad()
 def groups_with_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Which answers are in a group with two different rewards: [S] bool. Arguments as in `group_advantages`."""
-    num_groups, group = _number_groups(group_ids)
-    return _has_signal(rewards, ~torch.isnan(rewards), group, num_groups)[group]
+    """Which answers are in a group with two different rewards: [S] bool. Arguments as in the module."""
+    return has_signal(rewards.to(torch.float64), Groups(group_ids))
 
 
-def _number_groups(group_ids: Tensor) -> tuple[int, Tensor]:
-    """How many groups there are, and [S] the number of each answer's, from 0."""
-    distinct, group = torch.unique(group_ids, return_inverse=True)
-    return distinct.numel(), group
+def grpo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """A = (R - mean) / (std + eps). Source: GRPO, arXiv:2402.03300; n - 1 and eps as in verl."""
+    return group_advantages(rewards, group_ids, baseline="group_mean", scale="group_std", eps=eps)
 
 
-def _sum_by_group(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    return values.new_zeros(num_groups).index_add(0, group, values)
+def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A = R - mean. Source: Dr. GRPO, arXiv:2503.20783."""
+    return group_advantages(rewards, group_ids, baseline="group_mean", scale="none")
 
 
-def _has_signal(rewards: Tensor, scored: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """[G] bool: largest and smallest reward differ. Comparing them is exact where a standard deviation is not."""
-    empty = rewards.new_full((num_groups,), float("nan"))
-    largest = empty.scatter_reduce(0, group, torch.where(scored, rewards, -torch.inf), "amax", include_self=False)
-    smallest = empty.scatter_reduce(0, group, torch.where(scored, rewards, torch.inf), "amin", include_self=False)
-    return largest > smallest
+def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A = R - mean of the others = n / (n - 1) (R - mean). Source: RLOO, arXiv:2402.14740."""
+    return group_advantages(rewards, group_ids, baseline="leave_one_out", scale="none")
+
+
+def lite(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """A = (R - mean) / (std of the batch + eps), over every scored answer of the batch, singletons included.
+
+    Source: Lite PPO in "Tricks or Traps", arXiv:2508.08221.
+    """
+    return group_advantages(rewards, group_ids, baseline="group_mean", scale="batch_std", eps=eps)
+
+
+def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A = (R - mean) / mean, and 0 where mean <= 0: hard prompts weigh more.
+
+    For rewards >= 0 only: mixed signs can have a mean just above 0, and that divides.
+
+    Source: MaxRL, arXiv:2602.02710; the rule for mean <= 0 as in prime-rl.
+    """
+    return group_advantages(rewards, group_ids, baseline="group_mean", scale="group_mean")
+
+
+def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+    """A = R - Σ length R / Σ length over the group; 0 where all scored answers of the group are empty.
+
+    Source: OPO, arXiv:2505.23585: the baseline of least variance when a gradient's norm grows as its length.
+    """
+    return group_advantages(rewards, group_ids, baseline="length_weighted", scale="none", lengths=lengths)
+
+
+def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A = alpha (R - mean), alpha = B / number of rewards that are not 0, both over the batch's scored answers.
+
+    Source: GPG, arXiv:2504.02546; alpha as in verl.
+    """
+    return group_advantages(rewards, group_ids, baseline="group_mean", scale="nonzero_share")
+
+
+@torch.no_grad()
+def pass_at_k(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Only the best answer of a group: A = (R_max - R_2nd) / (std + eps); all others 0.
+
+    R_2nd is the second reward counted with repetition. So where two share the best reward, R_2nd = R_max and the whole
+    group gets 0: had either of them failed, the group would have passed no less.
+
+    Source: pass@k policy optimisation, arXiv:2503.19595; as in verl.
+    """
+    scores = _scores(rewards, group_ids)
+    ranked = torch.where(scores.scored, scores.rewards, -torch.inf)
+    is_best = ranked == scores.groups.max(ranked)
+    is_only_best = is_best & (scores.groups.sum(is_best.to(torch.float64)) == 1)
+    second = scores.groups.max(ranked.masked_fill(is_best, -torch.inf))
+    return torch.where(scores.trains & is_only_best, (scores.rewards - second) / (_group_std(scores) + eps), 0.0)
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """R - mean, then whitened over all trained tokens of the batch.
+
+        x = R - mean                           0 in a group with fewer than two rewards, or with equal ones
+        A = (x - m) / sqrt(v + eps)            m, v (N - 1 in the denominator) over N tokens; A = 0 if N < 2
+
+    A sequence's tokens share one x, so m and v are mean and variance over the scored sequences, weighted by length.
+
+    Whitening would give a group without signal the value -m / sqrt(v + eps), the same push for each of its answers. The
+    groups' means are already gone from x, so m is only how length goes with reward on *other* prompts. Here such a
+    group counts in m and v but keeps its exact 0: nothing is known about its answers, and nothing is trained.
+
+    Source: REINFORCE++, arXiv:2501.03262; denominators and eps as in verl.
+    """
+    scores = _scores(rewards, group_ids)
+    centred = torch.where(scores.trains, scores.rewards - scores.mean, 0.0)
+    weights = torch.where(scores.scored, lengths.to(torch.float64), 0.0)
+    return torch.where(scores.trains, standardised(centred, weights, eps=eps), 0.0)
+
+
+@torch.no_grad()
+def remax(rewards: Tensor, group_ids: Tensor, baseline_rewards: Tensor) -> Tensor:
+    """A = R - R_greedy; 0 where either is NaN.
+
+    The baseline is not made of the group's answers, so one answer is enough and equal answers may differ from it.
+
+    Args:
+        group_ids: unused; every estimator has it.
+        baseline_rewards: [S] the reward of the greedy answer to the same prompt; NaN where it has none.
+    Source:
+        ReMax, arXiv:2310.10505.
+    """
+    del group_ids
+    difference = rewards.to(torch.float64) - baseline_rewards.to(torch.float64)
+    return torch.where(difference.isnan(), 0.0, difference)
+
+
+@torch.no_grad()
+def standardised(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps), where each value stands for `weights` tokens.
+
+        mean = Σ w x / N        variance = Σ w (x - mean)² / (N - 1)        N = Σ w
+
+    Args:
+        values: [*] any float; what it holds where the weight is 0 does not enter the statistics.
+        weights: [*] number of tokens, 0 or more.
+    Returns:
+        [*] float64. 0 everywhere if N < 2, when there is no variance.
+    """
+    values, weights = values.to(torch.float64), weights.to(torch.float64)
+    counted = torch.where(weights > 0, values, 0.0)
+    total = weights.sum()
+    mean = (weights * counted).sum() / total
+    variance = (weights * (counted - mean).square()).sum() / (total - 1)
+    return torch.where(total >= 2, (values - mean) * torch.rsqrt(variance + eps), 0.0)
+
+
+class Estimator(Protocol):
+    """What all estimators can be called with; each reads what its formula needs."""
+
+    def __call__(
+        self, rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None
+    ) -> Tensor: ...
+
+
+def _of_rewards(estimator: Callable[[Tensor, Tensor], Tensor]) -> Estimator:
+    def call(rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None) -> Tensor:
+        return estimator(rewards, group_ids)
+
+    return call
+
+
+def _of_lengths(estimator: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Estimator:
+    def call(rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None) -> Tensor:
+        return estimator(rewards, group_ids, lengths)
+
+    return call
+
+
+def _of_baseline(estimator: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Estimator:
+    def call(rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None) -> Tensor:
+        assert baseline_rewards is not None, "this estimator needs the reward of a greedy answer to each prompt"
+        return estimator(rewards, group_ids, baseline_rewards)
+
+    return call
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": _of_rewards(grpo),
+    "dr_grpo": _of_rewards(dr_grpo),
+    "rloo": _of_rewards(rloo),
+    "lite": _of_rewards(lite),
+    "max_rl": _of_rewards(max_rl),
+    "opo": _of_lengths(opo),
+    "gpg": _of_rewards(gpg),
+    "pass_at_k": _of_rewards(pass_at_k),
+    "reinforce_plus_plus_baseline": _of_lengths(reinforce_plus_plus_baseline),
+    "remax": _of_baseline(remax),
+}
+"""Name to estimator, each with its paper's constants: `ESTIMATORS[name](rewards, group_ids, lengths=..., ...)`."""

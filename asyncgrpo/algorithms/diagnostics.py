@@ -1,30 +1,38 @@
 """What a step reports about its tokens, as sums and counts.
 
 Each function returns named scalars over the tokens of a mask. `merge` adds them over micro-batches and ranks (names
-that end in `_max` take the larger), and only the merged sums are divided: so a report does not depend on how a step
-was split. A new diagnostic is one more function here.
+that end in `_max` take the larger, in `_min` the smaller), and only the merged sums are divided: so a report does not
+depend on how a step was split. All take the mask before any rejection; under an edited one, what was rejected would be
+invisible. A new diagnostic is one more function here.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+from asyncgrpo.algorithms.corrections import Level, at_level
+from asyncgrpo.algorithms.packed import sequence_of_token, trained_sum
+from asyncgrpo.algorithms.precision import MAX_LOG_RATIO
 
 Sums = dict[str, Tensor]
 """Name to a scalar float64 tensor, on the device of the tokens."""
 
 
 def merge(parts: Iterable[Sums]) -> Sums:
-    """Sums of several micro-batches or ranks as one: added, or the larger for names that end in `_max`."""
+    """Sums of several micro-batches or ranks as one: added, or the extreme for names that end in `_max` or `_min`."""
     merged: Sums = {}
     for part in parts:
         for name, value in part.items():
             if name not in merged:
                 merged[name] = value
+            elif name.endswith("_max"):
+                merged[name] = torch.maximum(merged[name], value)
+            elif name.endswith("_min"):
+                merged[name] = torch.minimum(merged[name], value)
             else:
-                merged[name] = torch.maximum(merged[name], value) if name.endswith("_max") else merged[name] + value
+                merged[name] = merged[name] + value
     return merged
 
 
@@ -41,7 +49,7 @@ def importance_sums(log_rho: Tensor, mask: Tensor, *, cap: float) -> Sums:
     Names: `importance` Σρ and `importance_squares` Σρ² (for the effective sample size), log ρ cut to ±20;
     `importance_capped` how many exceed `cap`.
     """
-    rho = log_rho.to(torch.float64).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    rho = _ratio(log_rho)
     return {
         "importance": _total(rho, mask),
         "importance_squares": _total(rho.square(), mask),
@@ -55,8 +63,228 @@ def gap_sums(policy_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) 
 
     Names: `gap` the sum, `gap_tokens` the count, `gap_max` the largest (0 where there are none).
     """
-    gap = torch.where(mask, (policy_logprobs - behaviour_logprobs).abs(), 0.0).to(torch.float64)
-    return {"gap": gap.sum(), "gap_tokens": _count(mask), "gap_max": torch.cat([gap, gap.new_zeros(1)]).max()}
+    gap = torch.where(mask, policy_logprobs.to(torch.float64) - behaviour_logprobs.to(torch.float64), 0.0).abs()
+    return {"gap": gap.sum(), "gap_tokens": _count(mask), "gap_max": _largest(gap, mask, 0.0)}
+
+
+@torch.no_grad()
+def ratio_sums(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
+    """What `ratio_report` needs of ρ = π_num/μ: names that begin with `rho_`. log ρ is cut to ±20 before exp.
+
+    Args:
+        log_rho: [T] log π_num - log μ of the sampled tokens, nats.
+        mask: [T] bool, true on trained tokens, before rejection.
+        cu_seqlens: [S+1] where each sequence begins; those without trained tokens take no part.
+    """
+    x = log_rho.to(torch.float64)
+    bounded = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rho = bounded.exp()
+    half = torch.nn.functional.softplus(bounded) - math.log(2)  # log of the mixture over μ
+    length = trained_sum(mask, mask, cu_seqlens)
+    present, total = length > 0, trained_sum(x, mask, cu_seqlens)
+    rho_of_sequence, gap = _ratio(total), -total / length
+    return {
+        "rho_tokens": _count(mask),
+        "rho_sequences": _count(present),
+        "rho_log": _total(x, mask),
+        "rho_k3": _total(_k3(bounded), mask),
+        "rho_k3_reverse": _total(_k3(-bounded), mask),
+        "rho_js": _total((_k3(bounded - half) + _k3(-half)) / 2, mask),
+        "rho_mult": _total(bounded.abs().exp(), mask),
+        "rho_abs": _total(x.abs(), mask),
+        "rho_abs_max": _largest(x.abs(), mask, 0.0),
+        "rho_log_squares": _total(x.square(), mask),
+        "rho_sum": _total(rho, mask),
+        "rho_squares": _total(rho.square(), mask),
+        "rho_max": _largest(rho, mask, 0.0),
+        "rho_min": -_largest(-rho, mask, -torch.inf),
+        "rho_sequence_sum": _total(rho_of_sequence, present),
+        "rho_sequence_squares": _total(rho_of_sequence.square(), present),
+        "rho_gap": _total(gap, present),
+        "rho_gap_abs": _total(gap.abs(), present),
+        "rho_gap_max": _largest(gap, present, -torch.inf),
+        "rho_gap_min": -_largest(-gap, present, -torch.inf),
+    }
+
+
+def ratio_report(sums: Mapping[str, float]) -> dict[str, float]:
+    """Divide merged `ratio_sums`, once. With x = log ρ on trained tokens and X its sum over a sequence:
+
+        kl_k1, kl_k3              mean(-x), mean(e^x - 1 - x)    KL(μ ‖ num), the second never negative
+        kl_k3_reverse             mean(e^-x - 1 + x)             KL(num ‖ μ); explodes on one bad token
+        js                        Jensen-Shannon, each half by k3 to the mixture
+        mult_prob_error           mean e^|x|                     < 1.02 when engine and learner agree (NeMo)
+        abs_mean, abs_max         mean |x|, max |x|              nats
+        m2                        mean x²                        M2PO's threshold is 0.04
+        ratio_mean, _min, _max    of e^x
+        chi2_token, _sequence     mean e^2x - 1, mean e^2X - 1
+        ess_token, _sequence      (Σw)² / (n Σw²) of w = e^x, e^X, not truncated; a falling sequence-level one
+                                  comes before a collapse (VCPO)
+        log_ppl_gap_mean, _abs, _max, _min     of mean(log μ) - mean(log num) by sequence, nats
+
+    Of no token at all it is what agreement gives: ratios and sample shares 1, the others 0.
+    """
+    tokens, sequences = sums["rho_tokens"], sums["rho_sequences"]
+    if not tokens:
+        return dict.fromkeys(_REPORTED, 0.0) | dict.fromkeys(_ONE_IN_AGREEMENT, 1.0)
+    return {
+        "kl_k1": -sums["rho_log"] / tokens,
+        "kl_k3": sums["rho_k3"] / tokens,
+        "kl_k3_reverse": sums["rho_k3_reverse"] / tokens,
+        "js": sums["rho_js"] / tokens,
+        "mult_prob_error": sums["rho_mult"] / tokens,
+        "abs_mean": sums["rho_abs"] / tokens,
+        "abs_max": sums["rho_abs_max"],
+        "m2": sums["rho_log_squares"] / tokens,
+        "ratio_mean": sums["rho_sum"] / tokens,
+        "ratio_min": sums["rho_min"],
+        "ratio_max": sums["rho_max"],
+        "chi2_token": sums["rho_squares"] / tokens - 1,
+        "chi2_sequence": sums["rho_sequence_squares"] / sequences - 1,
+        "ess_token": effective_sample_share(sums["rho_sum"], sums["rho_squares"], tokens),
+        "ess_sequence": effective_sample_share(sums["rho_sequence_sum"], sums["rho_sequence_squares"], sequences),
+        "log_ppl_gap_mean": sums["rho_gap"] / sequences,
+        "log_ppl_gap_abs": sums["rho_gap_abs"] / sequences,
+        "log_ppl_gap_max": sums["rho_gap_max"],
+        "log_ppl_gap_min": sums["rho_gap_min"],
+    }
+
+
+_ONE_IN_AGREEMENT = ("mult_prob_error", "ratio_mean", "ratio_min", "ratio_max", "ess_token", "ess_sequence")
+_REPORTED = (
+    "kl_k1", "kl_k3", "kl_k3_reverse", "js", "abs_mean", "abs_max", "m2", "chi2_token", "chi2_sequence",
+    "log_ppl_gap_mean", "log_ppl_gap_abs", "log_ppl_gap_max", "log_ppl_gap_min",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def outside_sums(
+    name: str,
+    log_rho: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    level: Level,
+    low: float | None = None,
+    high: float | None = None,
+) -> Sums:
+    """What a correction's bounds cut off (truncated, masked, rejected or vetoed), each side by itself.
+
+    Names, after `name` and an underscore: `tokens` and `sequences` with trained tokens; `below` and `above`: tokens
+    with ρ at its level outside the bound; `sequences_below`, `sequences_above`: sequences with such a token.
+    """
+    rho = at_level(log_rho.to(torch.float64), mask, cu_seqlens, level=level).exp()
+    nowhere = torch.zeros_like(mask)
+    below = mask & (rho < low) if low is not None else nowhere
+    above = mask & (rho > high) if high is not None else nowhere
+    sums = {
+        "tokens": _count(mask),
+        "sequences": _with_any(mask, cu_seqlens),
+        "below": _count(below),
+        "above": _count(above),
+        "sequences_below": _with_any(below, cu_seqlens),
+        "sequences_above": _with_any(above, cu_seqlens),
+    }
+    return {f"{name}_{key}": value for key, value in sums.items()}
+
+
+@torch.no_grad()
+def kept_sums(name: str, keep: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
+    """What is left after rejection: `{name}_tokens`, `{name}_sequences` before, and `_dropped`, `_sequences_dropped`.
+
+    A sequence is dropped when none of its trained tokens is kept.
+    """
+    tokens, sequences = _count(mask), _with_any(mask, cu_seqlens)
+    kept = keep & mask
+    return {
+        f"{name}_tokens": tokens,
+        f"{name}_sequences": sequences,
+        f"{name}_dropped": tokens - _count(kept),
+        f"{name}_sequences_dropped": sequences - _with_any(kept, cu_seqlens),
+    }
+
+
+def shares(name: str, sums: Mapping[str, float]) -> dict[str, float]:
+    """Divide merged `outside_sums` or `kept_sums` of that name, once: each count as a share of tokens or sequences."""
+    totals = (f"{name}_tokens", f"{name}_sequences")
+    counts = [key for key in sums if key.startswith(f"{name}_") and key not in totals]
+    return {key: sums[key] / max(sums[totals[key.startswith(f"{name}_sequences_")]], 1.0) for key in counts}
+
+
+@torch.no_grad()
+def update_sums(
+    log_ratio: Tensor, advantages: Tensor, clipped: Tensor, mask: Tensor, *, dual: float | None = None
+) -> Sums:
+    """Of the ratio r = policy / anchor that a surrogate clips: names that begin with `update_`.
+
+    `update_max`, `update_min` of r; clipped tokens: `update_high` with A > 0, `update_low` with A < 0, and of those
+    `update_dual` beyond the dual clip instead.
+
+    Args:
+        clipped: [T] bool of the surrogate.
+        dual: of `ppo_clip`, where it is used.
+    """
+    ratio = _ratio(log_ratio)
+    clipped = clipped & mask
+    is_bad = clipped & (advantages < 0)
+    beyond = is_bad & (ratio > dual) if dual is not None else torch.zeros_like(mask)
+    return {
+        "update_tokens": _count(mask),
+        "update_max": _largest(ratio, mask, 0.0),
+        "update_min": -_largest(-ratio, mask, -torch.inf),
+        "update_high": _count(clipped & (advantages > 0)),
+        "update_low": _count(is_bad & ~beyond),
+        "update_dual": _count(beyond),
+    }
+
+
+def update_report(sums: Mapping[str, float]) -> dict[str, float]:
+    """Divide merged `update_sums`, once: `ratio_min`, `ratio_max` (1 of nothing), and as shares of the tokens
+    `clipped_high`, `clipped_low`, `clipped_dual`; all after `update_`."""
+    tokens = sums["update_tokens"]
+    return {
+        "update_ratio_min": sums["update_min"] if tokens else 1.0,
+        "update_ratio_max": sums["update_max"] if tokens else 1.0,
+        "update_clipped_high": sums["update_high"] / max(tokens, 1.0),
+        "update_clipped_low": sums["update_low"] / max(tokens, 1.0),
+        "update_clipped_dual": sums["update_dual"] / max(tokens, 1.0),
+    }
+
+
+@torch.no_grad()
+def lag_sums(token_versions: Tensor, version: int | Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
+    """Of the lag, in optimizer steps, of the weights that sampled each token: names that begin with `lag_`.
+
+    `lag_sum` over tokens, `lag_max`; `lag_oldest`: sum over sequences of their oldest token's; `lag_mixed`: sequences
+    that several versions sampled; `lag_span`: sum over sequences of oldest minus newest.
+    """
+    lag = (version - token_versions).to(torch.float64)
+    sequence, nobody = sequence_of_token(cu_seqlens, lag.numel()), lag.new_full((cu_seqlens.numel() - 1,), -torch.inf)
+    oldest = nobody.scatter_reduce(0, sequence, torch.where(mask, lag, -torch.inf), "amax")
+    newest = -nobody.scatter_reduce(0, sequence, torch.where(mask, -lag, -torch.inf), "amax")
+    present = oldest >= newest
+    return {
+        "lag_tokens": _count(mask),
+        "lag_sequences": _count(present),
+        "lag_sum": _total(lag, mask),
+        "lag_max": _largest(lag, mask, 0.0),
+        "lag_oldest": _total(oldest, present),
+        "lag_mixed": _count(present & (oldest > newest)),
+        "lag_span": _total(oldest - newest, present),
+    }
+
+
+def lag_report(sums: Mapping[str, float]) -> dict[str, float]:
+    """Divide merged `lag_sums`, once: `lag_mean` over tokens, `lag_max`; over sequences `lag_oldest_mean`,
+    `lag_mixed_share`, `lag_span_mean`. 0 of nothing."""
+    tokens, sequences = max(sums["lag_tokens"], 1.0), max(sums["lag_sequences"], 1.0)
+    return {
+        "lag_mean": sums["lag_sum"] / tokens,
+        "lag_max": sums["lag_max"],
+        "lag_oldest_mean": sums["lag_oldest"] / sequences,
+        "lag_mixed_share": sums["lag_mixed"] / sequences,
+        "lag_span_mean": sums["lag_span"] / sequences,
+    }
 
 
 def effective_sample_share(weight_sum: float, weight_squares: float, count: float) -> float:
@@ -67,9 +295,27 @@ def effective_sample_share(weight_sum: float, weight_squares: float, count: floa
     return weight_sum**2 / (count * weight_squares) if count and weight_squares else 1.0
 
 
+def _ratio(x: Tensor) -> Tensor:
+    return x.to(torch.float64).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _k3(x: Tensor) -> Tensor:
+    return torch.expm1(x) - x
+
+
 def _total(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values.to(torch.float64), 0.0).sum()
 
 
 def _count(mask: Tensor) -> Tensor:
     return mask.sum().to(torch.float64)
+
+
+def _largest(values: Tensor, mask: Tensor, of_none: float) -> Tensor:
+    """Largest value where the mask is true; `of_none` is not larger than any of them."""
+    return torch.cat([torch.where(mask, values, of_none), values.new_full((1,), of_none)]).max()
+
+
+def _with_any(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """How many sequences have a true token."""
+    return _count(trained_sum(mask, mask, cu_seqlens) > 0)

@@ -1,49 +1,410 @@
-"""Policy surrogates, each as the detached coefficient that it puts before the gradient of a token's log-prob.
+"""Policy surrogates: for every token, what its log-prob's gradient is multiplied by.
 
-The gradient of every surrogate with respect to the policy is `c_t A_t ∇log π(y_t)`, and only `c` differs from paper to
-paper. So a surrogate is a function of the log-ratio and the advantage that returns `c`; it cannot forget to stop a
-gradient. Everything is elementwise: what a masked position holds, even NaN, stays at that position.
+The gradient of every surrogate by the policy is `c_t A_t ∇log π(y_t)`, and only `c` differs from paper to paper. So a
+surrogate returns that product, detached; it cannot forget to stop a gradient, and all of them share one line of the
+learner. They are called alike, `name(policy_logprobs, anchor_logprobs, advantages, mask, cu_seqlens, *, ...)`:
+
+    policy_logprobs   [T] log π of the sampled tokens, nats; here without gradient
+    anchor_logprobs   [T] the same under the policy that the trust region is around: proximal, behaviour or interpolated
+    advantages        [T] of each token's sequence
+    mask              [T] bool, true on tokens to train; what the other positions hold, even NaN, reaches nothing
+    cu_seqlens        [S+1] where each sequence begins. Surrogates not in SEQUENCE_LEVEL are elementwise: they may be
+                      called on any slice of the tokens, and take None here
+
+Below, r = π/anchor is a token's ratio and x = log r. Log-ratios are cut to ±20 where verl does; where the formula
+differentiates r, a token beyond that has no gradient.
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut to ±20 (as in verl), where exp is still far from float32's end."""
+from asyncgrpo.algorithms.packed import sequence_of_token, trained_sum
+from asyncgrpo.algorithms.precision import MAX_LOG_RATIO, upcast
+
+MAX_GSPO_LOG_RATIO = 10.0
 
 
 class Surrogate(NamedTuple):
-    """A surrogate at every token. Nothing here has a gradient."""
+    """A surrogate at every token; 0 and False where the mask is false. Nothing here has a gradient."""
 
     coefficient: Tensor
-    """[T] `c_t`. The loss to differentiate is `-Σ w_t c_t A_t log π(y_t)`."""
+    """[T] c_t A_t: derivative of the objective, which is maximised, by log π(y_t). The loss to differentiate is
+    `-Σ w_t coefficient_t log π(y_t)`."""
     value: Tensor
-    """[T] the objective as the paper writes it, to be maximised; for reports."""
+    """[T] the objective as the paper writes it; for reports."""
     clipped: Tensor
     """[T] bool: the clip took this token's gradient away."""
 
 
 @torch.no_grad()
-def ppo_clip(log_ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surrogate:
-    """PPO's pessimistic clip with two bounds.
+def ppo_clip(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    low: float = 0.2,
+    high: float = 0.28,
+    dual: float | None = None,
+) -> Surrogate:
+    """PPO's pessimistic clip with two bounds, and optionally a third for bad tokens that became likely.
 
-        value = min(r A, clip(r, 1 - low, 1 + high) A)        r = exp(log_ratio)
-        c     = r where the unclipped branch is the smaller or equal one, else 0
+        value = min(r A, clip(r, 1 - low, 1 + high) A);   with `dual`, where A < 0:  max(that, dual A)
+        c     = r where that is differentiable in r, else 0
 
     Args:
-        log_ratio: [T] log π_θ - log π_anchor of the sampled tokens, nats. The anchor is the proximal or
-            the behaviour policy.
-        advantages: [T] advantage of each token's answer.
         low, high: how far r may leave 1 before a token stops pulling it further.
+        dual: largest r at which a token with A < 0 is still pushed down, more than 1. INTELLECT-2's two-sided clip
+            with its delta is the same thing.
     Source:
-        PPO: arXiv:1707.06347. Asymmetric bounds: DAPO, arXiv:2503.14476.
+        PPO: arXiv:1707.06347. Two bounds: DAPO, arXiv:2503.14476. Dual clip: arXiv:1912.09729.
     """
-    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    x = policy - anchor
+    clip = _pessimistic(x, x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), advantages, low, high)
+    if dual is None:
+        return clip
+    assert dual > 1, f"dual ({dual}) must be more than 1"
+    is_floored = (advantages < 0) & (x > math.log(dual))
+    return Surrogate(
+        clip.coefficient.masked_fill(is_floored, 0.0),
+        torch.where(is_floored, dual * advantages, clip.value),
+        clip.clipped | is_floored,
+    )
+
+
+@torch.no_grad()
+def gspo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    low: float = 3e-4,
+    high: float = 4e-4,
+) -> Surrogate:
+    """PPO's clip on the ratio of the whole sequence, per token of its length.
+
+        s     = exp(mean_t x_t)        over the trained tokens of the sequence
+        value = min(s A, clip(s, 1 - low, 1 + high) A)
+        c     = s where the unclipped branch is the smaller or equal one, else 0
+
+    log s is cut at 10 from above, as in verl. To be aggregated as `seq-mean-token-mean`.
+
+    Source:
+        GSPO: arXiv:2507.18071; with advantages that differ within a sequence, its token variant.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    mean = _mean_in_sequence(policy - anchor, mask, cu_seqlens)
+    return _pessimistic(mean, mean.clamp(max=MAX_GSPO_LOG_RATIO), advantages, low, high)
+
+
+@torch.no_grad()
+def gmpo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    low: float = 0.4,
+    high: float = 0.4,
+) -> Surrogate:
+    """Geometric mean of the sequence's ratios, each clipped in log space, on the side where its advantage would go.
+
+        x'    = min(x, high) where A > 0,  max(x, -low) where A < 0
+        s     = exp(mean_t x'_t)       over the trained tokens of the sequence
+        value = s A
+        c     = s where x' = x, else 0
+
+    The mean is within the sequence only; how sequences are averaged is the aggregation's business, as for every other
+    surrogate (the paper's is `seq-mean-token-mean`).
+
+    Args:
+        low, high: how far x may leave 0, nats.
+    Source:
+        GMPO: arXiv:2507.20673.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    x = policy - anchor
+    bounded = torch.where(advantages > 0, x.clamp(max=high), torch.where(advantages < 0, x.clamp(min=-low), x))
+    clipped = bounded != x
+    value = _mean_in_sequence(bounded, mask, cu_seqlens).exp() * advantages
+    return Surrogate(value.masked_fill(clipped, 0.0), value, clipped)
+
+
+@torch.no_grad()
+def vespo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    k_positive: float = 2.0,
+    lam_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lam_negative: float = 2.0,
+) -> Surrogate:
+    """A smooth weight of the ratio of the whole sequence: 1 on policy, falling to 0 on both sides.
+
+        W     = exp(Σ_t x_t)           over the trained tokens of the sequence
+        c     = W^k exp(lam (1 - W))   with the positive k and lam where A >= 0
+        value = c A log π
+
+    x is cut to ±20 and log W to [log 1e-8, 20], as in TRL.
+
+    Source:
+        VESPO: arXiv:2602.10693; parameters as in TRL.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    x = (policy - anchor).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_w = trained_sum(x, mask, cu_seqlens).clamp(math.log(1e-8), MAX_LOG_RATIO)
+    log_w = log_w[sequence_of_token(cu_seqlens, x.numel())].to(x.dtype)
+    is_good = advantages >= 0
+    k, lam = _choose(is_good, k_positive, k_negative, like=x), _choose(is_good, lam_positive, lam_negative, like=x)
+    return _weighted_log_likelihood(torch.exp(k * log_w + lam * (1 - log_w.exp())), advantages, policy)
+
+
+@torch.no_grad()
+def cispo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    low: float = 1.0,
+    high: float = 4.0,
+) -> Surrogate:
+    """REINFORCE with a clipped importance weight; no token loses its gradient.
+
+        c     = clip(r, 1 - low, 1 + high)
+        value = c A log π
+
+    Args:
+        low, high: distances from 1, as for every clip here, in verl, slime and NeMo. Elsewhere the same words are the
+            bounds themselves: TRL's `epsilon_high` = 5.0 (which ScaleRL recommends) is `low=1.0, high=4.0`, and
+            ROLL's 0.9 to 1.1 is `low=0.1, high=0.1`. Copying a 5.0 from TRL would give 6.0.
+    Source:
+        CISPO: MiniMax-M1, arXiv:2506.13585. ScaleRL: arXiv:2510.13786.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    return _weighted_log_likelihood(_ratio(policy - anchor).clamp(1 - low, 1 + high), advantages, policy)
+
+
+@torch.no_grad()
+def dppo_tv(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    cap: float | None = None,
+) -> Surrogate:
+    """A trust region in probability instead of ratio: rare tokens may change by a large factor, common ones may not.
+
+        p = exp(policy), q = exp(anchor)
+        c     = 0 where A > 0 and p - q > high, or A <= 0 and p - q < -low;  else min(r, cap)
+        value = c A
+
+    Args:
+        low, high: how far the probability of a token may fall or rise before it stops pulling further.
+        cap: largest weight; None, as in prime-rl's code: none (but log r is cut at 20). verl's recipe has 1e4, its
+            default is 3.
+    Source:
+        DPPO: arXiv:2602.04879. Bounds as in prime-rl.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    change = policy.exp() - anchor.exp()
+    is_outside = torch.where(advantages > 0, change > high, change < -low)
+    return _capped_inside(policy - anchor, advantages, is_outside, cap)
+
+
+@torch.no_grad()
+def dppo_kl(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    low: float = 0.05,
+    high: float = 0.05,
+    cap: float | None = None,
+) -> Surrogate:
+    """As `dppo_tv`, the distance being the KL between sampling this token or another one.
+
+        KL    = q log(q/p) + (1 - q) log((1 - q)/(1 - p))        nats
+        c     = 0 where A > 0, p > q and KL > high, or A <= 0, p < q and KL > low;  else min(r, cap)
+        value = c A
+
+    Source:
+        DPPO: arXiv:2602.04879.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    distance = _bernoulli_kl(anchor, policy)
+    rising, falling = (policy > anchor) & (distance > high), (policy < anchor) & (distance > low)
+    return _capped_inside(policy - anchor, advantages, torch.where(advantages > 0, rising, falling), cap)
+
+
+@torch.no_grad()
+def sapo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Surrogate:
+    """A soft gate instead of a clip; tau is how sharply it closes.
+
+        g     = sigmoid(tau (r - 1))         tau_positive where A > 0, else tau_negative
+        value = 4/tau g A
+        c     = 4 g (1 - g) r
+
+    Source:
+        SAPO: arXiv:2511.20347.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    x = policy - anchor
+    ratio = _ratio(x)
+    tau = _choose(advantages > 0, tau_positive, tau_negative, like=x)
+    gate, rest = torch.sigmoid(tau * (ratio - 1)), torch.sigmoid(tau * (1 - ratio))
+    slope = (4 * gate * rest * ratio).masked_fill(x.abs() > MAX_LOG_RATIO, 0.0)
+    return Surrogate(slope * advantages, 4 / tau * gate * advantages, torch.zeros_like(mask))
+
+
+@torch.no_grad()
+def dro(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    beta: float,
+) -> Surrogate:
+    """REINFORCE with a quadratic pull towards the anchor: no ratio, no clip.
+
+        value = A log π - beta/2 x²
+        c A   = A - beta x
+
+    A token with advantage 0 has a gradient too.
+
+    Args:
+        beta: strength of the pull.
+    Source:
+        DRO: arXiv:2405.19107, with the group's baseline for its value function.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    x = policy - anchor
+    value = advantages * policy - beta / 2 * x.square()
+    return Surrogate(advantages - beta * x, value, torch.zeros_like(mask))
+
+
+@torch.no_grad()
+def topr(
+    policy_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None
+) -> Surrogate:
+    """Good tokens as in supervised training; bad ones weigh less the less likely they have become.
+
+        c     = 1 where A > 0, else clip(r, 0, 1)
+        value = c A log π
+
+    Source:
+        TOPR: arXiv:2503.14286; per token as in ROLL.
+    """
+    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
+    fading = (policy - anchor).clamp(-MAX_LOG_RATIO, 0.0).exp()
+    return _weighted_log_likelihood(torch.where(advantages > 0, 1.0, fading), advantages, policy)
+
+
+@torch.no_grad()
+def reinforce(
+    policy_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None
+) -> Surrogate:
+    """The plain policy gradient; the anchor plays no part. Off policy it needs a correction: `corrections`.
+
+    c = 1,  value = A log π
+
+    Source:
+        Williams 1992. With a token mask as correction it is IcePop, arXiv:2510.18855.
+    """
+    policy, advantages = _trained(mask, policy_logprobs, advantages)
+    return _weighted_log_likelihood(torch.ones_like(policy), advantages, policy)
+
+
+SURROGATES: dict[str, Callable[..., Surrogate]] = {
+    function.__name__: function
+    for function in (ppo_clip, gspo, cispo, dppo_tv, dppo_kl, sapo, gmpo, vespo, dro, topr, reinforce)
+}
+"""By name, for a configuration."""
+
+SEQUENCE_LEVEL: frozenset[str] = frozenset({"gspo", "gmpo", "vespo"})
+"""Those whose coefficient at a token depends on the other tokens of its sequence."""
+
+
+def _trained(mask: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """Each [T] upcast, in the dtype of the first, and 0 where the mask is false: formulas of 0 give 0 there."""
+    dtype = upcast(values[0]).dtype
+    return tuple(torch.where(mask, upcast(v).to(dtype), 0.0) for v in values)
+
+
+def _ratio(x: Tensor) -> Tensor:
+    return x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _choose(condition: Tensor, yes: float, no: float, *, like: Tensor) -> Tensor:
+    """[T] one of two numbers, in the dtype of `like`: `torch.where` of two numbers would round them to float32."""
+    return torch.where(condition, torch.full_like(like, yes), no)
+
+
+def _mean_in_sequence(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] to [T]: at every token the mean over the trained tokens of its sequence; 0 where there are none."""
+    mean = trained_sum(x, mask, cu_seqlens) / trained_sum(mask, mask, cu_seqlens).clamp(min=1)
+    return mean[sequence_of_token(cu_seqlens, x.numel())].to(x.dtype)
+
+
+def _pessimistic(log_ratio: Tensor, bounded: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
+    """min(r A, clip(r) A) with r = exp(bounded), which has no gradient where the bound changed the log-ratio."""
     ratio = bounded.exp()
     unclipped = ratio * advantages
     pessimistic = ratio.clamp(1 - low, 1 + high) * advantages
     clipped = pessimistic < unclipped
     is_constant = clipped | (bounded != log_ratio)
-    return Surrogate(ratio.masked_fill(is_constant, 0.0), torch.minimum(unclipped, pessimistic), clipped)
+    return Surrogate(unclipped.masked_fill(is_constant, 0.0), torch.minimum(unclipped, pessimistic), clipped)
+
+
+def _capped_inside(x: Tensor, advantages: Tensor, is_outside: Tensor, cap: float | None) -> Surrogate:
+    """min(r, cap) A where not `is_outside`. The weight is a constant of the objective: cutting it stops no gradient."""
+    coefficient = (_ratio(x).clamp(max=cap) if cap is not None else _ratio(x)) * advantages
+    coefficient = coefficient.masked_fill(is_outside, 0.0)
+    return Surrogate(coefficient, coefficient, is_outside)
+
+
+def _weighted_log_likelihood(weight: Tensor, advantages: Tensor, policy: Tensor) -> Surrogate:
+    """weight A log π with a constant weight."""
+    coefficient = weight * advantages
+    return Surrogate(coefficient, coefficient * policy, torch.zeros_like(policy, dtype=torch.bool))
+
+
+def _bernoulli_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """KL between two coins that show heads with probability q and p, from the logs of both; 0 log 0 is 0.
+
+    In float32 the log-prob of a near-certain token rounds to 0. The chance of any other token is therefore taken as at
+    least 1e-8: else the KL to such a token would be infinite, from a neighbour that differs by rounding.
+    """
+    q, rest_q, rest_p = log_q.exp(), *((-torch.expm1(x)).clamp(min=1e-8) for x in (log_q, log_p))
+    return torch.where(q > 0, q * (log_q - log_p), 0.0) + rest_q * (rest_q / rest_p).log()

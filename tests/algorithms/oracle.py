@@ -3,19 +3,6 @@
 import math
 
 
-def advantages(rewards: list[float], groups: list[int], *, scale: str, eps: float = 1e-6) -> list[float]:
-    result = []
-    for reward, group in zip(rewards, groups, strict=True):
-        scored = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
-        if math.isnan(reward) or len(scored) < 2 or max(scored) == min(scored):
-            result.append(0.0)
-            continue
-        mean = math.fsum(scored) / len(scored)
-        std = math.sqrt(math.fsum((r - mean) ** 2 for r in scored) / (len(scored) - 1))
-        result.append((reward - mean) / (std + eps) if scale == "group_std" else reward - mean)
-    return result
-
-
 def ppo_value(log_ratio: float, advantage: float, *, low: float, high: float) -> float:
     ratio = math.exp(log_ratio)
     return min(ratio * advantage, max(1 - low, min(ratio, 1 + high)) * advantage)

@@ -1,70 +1,200 @@
+import itertools
 import math
 
 import pytest
 import torch
 
-from asyncgrpo.algorithms.advantages import group_advantages, groups_with_signal
-from tests.algorithms import oracle
+from asyncgrpo.algorithms import advantages
+from asyncgrpo.algorithms.advantages import ESTIMATORS, group_advantages, groups_with_signal, pass_at_k, standardised
+from tests.algorithms import oracle_advantages as oracle
 
-REWARDS = [1.0, 0.0, 0.5, 0.1, 0.1, 0.1, math.nan, 0.3, 0.9, 2.5, math.nan, math.nan, -1.0, 7.0]
-GROUPS = [4, 9, 4, 7, 7, 7, 9, 9, 9, 2, 3, 3, 4, 11]
-"""Unequal and interleaved groups: a constant one, one with a missing reward, singletons, one without any reward."""
-
-
-@pytest.mark.parametrize("scale", ["group_std", "none"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_advantages_follow_the_formula(scale, dtype):
-    rewards = torch.tensor(REWARDS, dtype=dtype)
-    ours = group_advantages(rewards, torch.tensor(GROUPS), scale=scale)
-    assert ours.dtype == torch.float64
-    expected = oracle.advantages(rewards.double().tolist(), GROUPS, scale=scale)
-    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+NAMES = sorted(ESTIMATORS)
+OF_GROUPS = [name for name in NAMES if name != "remax"]
+SEEDS = range(12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_constant_groups_of_every_size_are_exactly_zero(dtype):
+def estimate(name, rewards, groups, lengths, greedy):
+    return ESTIMATORS[name](rewards, groups, lengths=lengths, baseline_rewards=greedy)
+
+
+def tensors(batch, dtype=torch.float64):
+    rewards, greedy = (torch.tensor(x, dtype=dtype) for x in (batch.rewards, batch.greedy))
+    return rewards, torch.tensor(batch.groups), torch.tensor(batch.lengths), greedy
+
+
+def alone(rewards, name, dtype=torch.float64, greedy=0.0):
+    """Advantages of one group, each answer of three tokens."""
+    rewards = torch.tensor(rewards, dtype=dtype)
+    same = torch.zeros(len(rewards), dtype=torch.int64)
+    return estimate(name, rewards, same, torch.full_like(same, 3), torch.full_like(rewards, greedy))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_every_estimator_follows_its_formula(name, dtype, tolerance):
+    for seed in SEEDS:
+        batch = oracle.batch(seed)
+        rewards, groups, lengths, greedy = tensors(batch, dtype)
+        ours = estimate(name, rewards, groups, lengths, greedy)
+        expected = oracle.estimate(name, rewards.tolist(), batch.groups, batch.lengths, greedy.tolist())
+        assert ours.dtype == torch.float64
+        torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=1e-12)
+
+
+def test_the_registry_and_the_public_functions_are_the_same():
+    rewards, groups, lengths, greedy = tensors(oracle.batch(0))
+    extra = {"opo": (lengths,), "reinforce_plus_plus_baseline": (lengths,), "remax": (greedy,)}
+    for name in NAMES:
+        direct = getattr(advantages, name)(rewards, groups, *extra.get(name, ()))
+        assert direct.equal(estimate(name, rewards, groups, lengths, greedy)), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_order_of_answers_and_names_of_groups_do_not_matter(name):
+    for seed in SEEDS:
+        columns = tensors(oracle.batch(seed))
+        rewards, groups, lengths, greedy = columns
+        shuffled = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
+        expected = estimate(name, *columns)[shuffled]
+        ours = estimate(name, rewards[shuffled], 7 - 3 * groups[shuffled], lengths[shuffled], greedy[shuffled])
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_without_reward_changes_nothing_for_the_others(name):
+    rewards, groups, lengths, greedy = tensors(oracle.batch(3))
+    scored = ~rewards.isnan()
+    ours = estimate(name, rewards, groups, lengths, greedy)
+    assert (ours[~scored] == 0).all()
+    without = estimate(name, *(x[scored] for x in (rewards, groups, lengths, greedy)))
+    torch.testing.assert_close(ours[scored], without, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("rewards", [[0.7], [0.7, math.nan], [math.nan, math.nan], [-0.7]])
+def test_a_singleton_never_trains_on_its_raw_reward(name, rewards):
+    """Finding 3: verl gives it the reward itself, in four estimators."""
+    beside = [1.0, 0.0, 0.0]  # another prompt, so that the batch has statistics
+    groups = torch.tensor([0] * len(rewards) + [1] * 3)
+    lengths = torch.tensor([5] * len(rewards) + [9, 2, 4])
+    ours = estimate(name, torch.tensor(rewards + beside), groups, lengths, None)
+    assert (ours[: len(rewards)] == 0).all()
+    assert (ours[len(rewards) :] != 0).any()
+
+
+def test_a_singleton_of_remax_has_the_greedy_answer_for_a_baseline_and_nothing_without_it():
+    assert alone([0.7], "remax", greedy=0.2).item() == pytest.approx(0.5)
+    assert alone([0.7], "remax", greedy=math.nan).item() == 0
+
+
+def constant_groups():
+    """12,663 groups: each size from 2 to 64 with each reward of c/100."""
     rewards, groups = [], []
+    for size, cents in itertools.product(range(2, 65), range(-100, 101)):
+        rewards += [cents / 100] * size
+        groups += [size * 1000 + cents] * size
+    return rewards, torch.tensor(groups)
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_constant_groups_of_every_size_are_exactly_zero(name, dtype):
+    rewards, groups = constant_groups()
+    # One group with signal beside them: batch statistics must not lift the others from zero.
+    rewards = torch.tensor([*rewards, 1.0, 0.0, 0.0], dtype=dtype)
+    groups = torch.cat([groups, torch.full((3,), -1)])
+    lengths = 1 + torch.arange(len(rewards)) % 7
+    ours = estimate(name, rewards, groups, lengths, None)
+    assert (ours[:-3] == 0).all() and (ours[-3:] != 0).any()
+
+
+def test_the_plain_float32_formula_trains_half_of_the_constant_groups():
+    """Finding 1, and why equality is compared: the same groups under the textbook's line."""
+    wrong, largest = 0, 0.0
     for size in range(2, 65):
-        for cents in range(-100, 101):
-            rewards += [cents / 100] * size
-            groups += [size * 1000 + cents] * size
-    advantages = group_advantages(torch.tensor(rewards, dtype=dtype), torch.tensor(groups))
-    assert (advantages == 0).all()
-
-
-def test_fifteen_times_098_is_exactly_zero():
-    assert (group_advantages(torch.full((15,), 0.98), torch.zeros(15, dtype=torch.int64)) == 0).all()
+        rows = (torch.arange(-100, 101) / 100).unsqueeze(1).repeat(1, size)
+        naive = (rows - rows.mean(1, keepdim=True)) / (rows.std(1, keepdim=True) + 1e-6)
+        wrong += (naive != 0).any(1).sum().item()
+        largest = max(largest, naive.abs().max().item())
+    assert wrong > 12663 // 4 and largest > 0.05
 
 
 def test_a_tiny_difference_of_two_rewards_is_a_signal():
     almost = 0.98 + 1e-12
-    advantages = group_advantages(torch.tensor([0.98] * 7 + [almost], dtype=torch.float64), torch.zeros(8).long())
-    assert advantages[-1] > 0 and (advantages[:-1] < 0).all()
+    ours = alone([0.98] * 7 + [almost], "grpo")
+    assert ours[-1] > 0 and (ours[:-1] < 0).all()
 
 
-def test_an_answer_without_reward_changes_nothing_for_the_others():
-    with_missing = group_advantages(torch.tensor([1.0, math.nan, 0.0, 0.0]), torch.zeros(4).long())
-    without = group_advantages(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3).long())
-    assert with_missing[1] == 0
-    assert with_missing[[0, 2, 3]].equal(without)
+@pytest.mark.parametrize("rewards", [[1.0, 1.0, 0.0], [0.5, 0.5], [1.0, math.nan, 1.0, 0.2]])
+def test_pass_at_k_gives_nothing_where_two_share_the_best(rewards):
+    assert (alone(rewards, "pass_at_k") == 0).all()
 
 
-@pytest.mark.parametrize("rewards", [[0.7], [0.7, math.nan], [math.nan, math.nan]])
-def test_fewer_than_two_rewards_give_zero(rewards):
-    assert (group_advantages(torch.tensor(rewards), torch.zeros(len(rewards)).long()) == 0).all()
+def test_pass_at_k_trains_only_the_best():
+    ours = pass_at_k(torch.tensor([0.0, 1.0, 0.4, 0.4]), torch.zeros(4).long())
+    assert ours[1] > 0 and (ours[[0, 2, 3]] == 0).all()
 
 
-def test_order_of_answers_and_names_of_groups_do_not_matter():
-    rewards, groups = torch.tensor(REWARDS), torch.tensor(GROUPS)
-    order = torch.randperm(len(REWARDS), generator=torch.Generator().manual_seed(0))
-    expected = group_advantages(rewards, groups)[order]
-    torch.testing.assert_close(group_advantages(rewards[order], 100 - groups[order]), expected, rtol=1e-12, atol=1e-15)
+def test_max_rl_gives_nothing_to_a_group_that_loses_on_average():
+    assert (alone([-1.0, 0.5, 0.25], "max_rl") == 0).all()
 
 
-def test_the_advantage_has_no_gradient():
-    assert not group_advantages(torch.rand(4, requires_grad=True), torch.zeros(4).long()).requires_grad
+def test_opo_gives_nothing_to_a_group_of_empty_answers():
+    ours = advantages.opo(torch.tensor([1.0, 0.0]), torch.zeros(2).long(), torch.zeros(2).long())
+    assert (ours == 0).all()
+
+
+def test_whitening_is_over_tokens_and_leaves_groups_without_signal_at_zero():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.3, 0.3, 0.8], dtype=torch.float64)
+    groups, lengths = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([30, 5, 5, 8, 1, 4])
+    ours = advantages.reinforce_plus_plus_baseline(rewards, groups, lengths)
+    assert (ours[3:] == 0).all()
+    # Whitened by the statistics of all 53 tokens: a known shift and one common scale.
+    centred = torch.tensor([2 / 3, -1 / 3, -1 / 3], dtype=torch.float64)
+    mean = (centred * lengths[:3]).sum() / lengths.sum()
+    ratio = ours[:3] / (centred - mean)
+    torch.testing.assert_close(ratio, ratio[:1].expand(3), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [1, 0, 0]])
+def test_a_batch_with_fewer_than_two_tokens_is_not_whitened(lengths):
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3).long()
+    assert (advantages.reinforce_plus_plus_baseline(rewards, groups, torch.tensor(lengths)) == 0).all()
+
+
+@pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out", "length_weighted"])
+@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std", "group_mean", "nonzero_share"])
+def test_baseline_and_scale_are_independent(baseline, scale):
+    """Every product is the centred reward of its baseline over the scale, wherever the group has signal."""
+    rewards, groups, lengths, _ = tensors(oracle.batch(1))
+    both = group_advantages(rewards, groups, baseline=baseline, scale=scale, lengths=lengths)
+    centred = group_advantages(rewards, groups, baseline=baseline, scale="none", lengths=lengths)
+    scaled = group_advantages(rewards, groups, baseline="group_mean", scale=scale)
+    plain = group_advantages(rewards, groups, baseline="group_mean", scale="none")
+    torch.testing.assert_close(both * plain, centred * scaled, rtol=1e-9, atol=1e-12)
+    assert (both[~groups_with_signal(rewards, groups)] == 0).all() and both.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_batch_and_a_gradient_are_no_trouble(name):
+    nothing = torch.zeros(0)
+    assert estimate(name, nothing, nothing.long(), nothing.long(), nothing).shape == (0,)
+    rewards = torch.rand(4, requires_grad=True)
+    groups = torch.zeros(4).long()
+    assert not estimate(name, rewards, groups, groups + 2, torch.rand(4, requires_grad=True)).requires_grad
+
+
+def test_standardised_is_the_same_as_repeating_each_value():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(20, dtype=torch.float64, generator=generator)
+    weights = torch.randint(0, 9, (20,), generator=generator)
+    tokens = values.repeat_interleave(weights)
+    expected = (values - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
+    torch.testing.assert_close(standardised(values, weights, eps=1e-8), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_signal_is_two_different_rewards():
-    signal = groups_with_signal(torch.tensor(REWARDS), torch.tensor(GROUPS))
-    assert {g for g, s in zip(GROUPS, signal.tolist(), strict=True) if s} == {4, 9}
+    batch = oracle.batch(5)
+    rewards, groups, *_ = tensors(batch)
+    with_signal = {batch.groups[winner] for winner, _ in oracle.pairs(batch.rewards, batch.groups)}
+    assert groups_with_signal(rewards, groups).tolist() == [g in with_signal for g in batch.groups]

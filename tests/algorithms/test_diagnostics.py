@@ -4,29 +4,72 @@ import math
 import pytest
 import torch
 
-from asyncgrpo.algorithms.diagnostics import effective_sample_share, gap_sums, importance_sums, mean_sums, merge
+from asyncgrpo.algorithms.corrections import importance, veto
+from asyncgrpo.algorithms.diagnostics import (
+    effective_sample_share,
+    gap_sums,
+    importance_sums,
+    kept_sums,
+    lag_report,
+    lag_sums,
+    mean_sums,
+    merge,
+    outside_sums,
+    ratio_report,
+    ratio_sums,
+    shares,
+    update_report,
+    update_sums,
+)
+from asyncgrpo.algorithms.surrogates import ppo_clip
+from tests.algorithms import oracle_losses as oracle
+from tests.algorithms.batches import VERSION, batch, tensor
 
 MASK = torch.tensor([False, True, True, True, False, True, True])
 LOG_RHO = torch.tensor([math.nan, 0.1, -0.4, 1.2, math.inf, 0.0, 24.0])
 
 
-def all_sums(rows):
-    mask, log_rho = MASK[rows], LOG_RHO[rows]
-    sums = mean_sums(mask, entropy=log_rho.square(), clipped=log_rho > 0)
-    return sums | importance_sums(log_rho, mask, cap=2.0) | gap_sums(log_rho, torch.zeros_like(log_rho), mask)
+def numbers(sums) -> dict[str, float]:
+    return {name: value.item() for name, value in sums.items()}
 
 
-@pytest.mark.parametrize("cuts", [[0, 7], [0, 2, 7], [0, 1, 1, 4, 5, 7]])
-def test_sums_of_any_split_are_the_sums_of_the_whole(cuts):
-    whole = all_sums(slice(0, 7))
-    parts = merge(all_sums(slice(a, b)) for a, b in itertools.pairwise(cuts))
-    assert parts.keys() == whole.keys()
+def all_sums(b, chosen: list[int]):
+    """Every diagnostic, of some of the batch's sequences."""
+    tokens = [t for i in chosen for t in b.sequences[i]]
+    cu = torch.tensor([0, *(len(b.sequences[i]) for i in chosen)]).cumsum(0)
+    mask, log_rho, versions = torch.tensor(b.mask)[tokens], tensor(b.log_rho)[tokens], torch.tensor(b.versions)[tokens]
+    policy, anchor, advantages = (tensor(v)[tokens] for v in (b.policy, b.anchor, b.advantages))
+    clipped = ppo_clip(policy, anchor, advantages, mask, None, dual=3.0).clipped
+    sums = mean_sums(mask, squares=log_rho.square(), positive=log_rho > 0)
+    sums |= importance_sums(log_rho, mask, cap=2.0) | gap_sums(policy, anchor, mask) | ratio_sums(log_rho, mask, cu)
+    sums |= outside_sums("veto", log_rho, mask, cu, level="token", low=1e-4, high=100.0)
+    sums |= outside_sums("geo", log_rho, mask, cu, level="geometric", low=0.8, high=1.25)
+    sums |= kept_sums("vetoed", veto(log_rho, mask, cu).keep, mask, cu)
+    return (
+        sums | update_sums(policy - anchor, advantages, clipped, mask, dual=3.0) | lag_sums(versions, VERSION, mask, cu)
+    )
+
+
+@pytest.mark.parametrize(
+    "parts", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[7, 1], [], [3], [2, 5, 0], [4, 6]], [[i] for i in range(8)]]
+)
+def test_sums_of_any_split_are_the_sums_of_the_whole(parts):
+    b = batch()
+    whole, merged = all_sums(b, list(range(8))), merge(all_sums(b, part) for part in parts)
+    assert merged.keys() == whole.keys()
     for name in whole:
-        assert parts[name].item() == pytest.approx(whole[name].item(), rel=1e-12), name
+        assert merged[name].dtype == torch.float64 and merged[name].shape == ()
+        assert merged[name].item() == pytest.approx(whole[name].item(), rel=1e-12), name
+
+
+def test_merging_adds_or_takes_the_extreme_by_the_ending_of_the_name():
+    one, two = ({"x": tensor(v), "x_max": tensor(v), "x_min": tensor(v)} for v in (1.0, 3.0))
+    assert numbers(merge([one, two])) == {"x": 4.0, "x_max": 3.0, "x_min": 1.0}
 
 
 def test_values_follow_a_loop_over_the_trained_tokens():
-    sums = {name: value.item() for name, value in all_sums(slice(0, 7)).items()}
+    sums = mean_sums(MASK, entropy=LOG_RHO.square(), clipped=LOG_RHO > 0)
+    sums |= importance_sums(LOG_RHO, MASK, cap=2.0) | gap_sums(LOG_RHO, torch.zeros_like(LOG_RHO), MASK)
     x = [v for v, m in zip(LOG_RHO.tolist(), MASK.tolist(), strict=True) if m]
     rho = [math.exp(min(v, 20.0)) for v in x]
     expected = {
@@ -40,15 +83,112 @@ def test_values_follow_a_loop_over_the_trained_tokens():
         "gap_tokens": 5,
         "gap_max": 24.0,
     }
-    assert sums == pytest.approx(expected, rel=1e-6)
+    assert numbers(sums) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_ratio_report_follows_the_formulas(seed):
+    b = batch(seed)
+    ours = ratio_report(numbers(ratio_sums(tensor(b.log_rho), torch.tensor(b.mask), b.cu_seqlens)))
+    assert ours == pytest.approx(oracle.ratio_report(b.log_rho, b.mask, b.sequences), rel=1e-9)
+
+
+def test_sequences_without_trained_tokens_are_in_no_mean():
+    """Counted as perplexity 1, they would hide a gap."""
+    log_rho, mask = torch.tensor([-0.5, -0.5, math.nan]), torch.tensor([True, True, False])
+    report = ratio_report(numbers(ratio_sums(log_rho, mask, torch.tensor([0, 2, 2, 3]))))
+    assert report["log_ppl_gap_mean"] == report["log_ppl_gap_min"] == report["log_ppl_gap_max"] == 0.5
+    assert report["chi2_sequence"] == pytest.approx(math.exp(-2) - 1) and report["ess_sequence"] == 1.0
+
+
+def test_of_nothing_the_report_is_that_of_agreement():
+    b = batch()
+    nothing = ratio_report(
+        numbers(ratio_sums(tensor(b.log_rho), torch.zeros(len(b.mask), dtype=torch.bool), b.cu_seqlens))
+    )
+    agreement = ratio_report(numbers(ratio_sums(torch.zeros(len(b.mask)), torch.tensor(b.mask), b.cu_seqlens)))
+    assert nothing == agreement and set(agreement.values()) == {0.0, 1.0}
+
+
+def test_a_micro_batch_of_nothing_does_not_touch_the_extremes():
+    log_rho, cu = torch.tensor([0.5, 0.25]), torch.tensor([0, 2])
+    some = ratio_sums(log_rho, torch.ones(2, dtype=torch.bool), cu)
+    none = ratio_sums(log_rho, torch.zeros(2, dtype=torch.bool), cu)
+    for parts in itertools.permutations((some, none)):
+        assert numbers(merge(parts)) == numbers(some)
+
+
+def test_bounds_are_counted_on_each_side_in_tokens_and_sequences():
+    log_rho = torch.tensor([0.0, 1.0, 2.0, -3.0, 0.0, math.nan, 0.1])
+    mask, cu = torch.tensor([True] * 5 + [False, True]), torch.tensor([0, 1, 5, 6, 7])
+    token = outside_sums("x", log_rho, mask, cu, level="token", low=0.5, high=2.0)
+    assert numbers(token) == {
+        "x_tokens": 6, "x_sequences": 3, "x_below": 1, "x_above": 2, "x_sequences_below": 1, "x_sequences_above": 1
+    }  # fmt: skip
+    assert shares("x", numbers(token)) == pytest.approx(
+        {"x_below": 1 / 6, "x_above": 2 / 6, "x_sequences_below": 1 / 3, "x_sequences_above": 1 / 3}
+    )
+    sequence = outside_sums("y", log_rho, mask, cu, level="sequence", high=1.05)
+    assert shares("y", numbers(sequence)) == pytest.approx(
+        {"y_below": 0.0, "y_above": 1 / 6, "y_sequences_below": 0.0, "y_sequences_above": 1 / 3}
+    )
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_outside_the_bounds_is_what_rejection_drops(level):
+    b = batch()
+    log_rho, mask, bounds = tensor(b.log_rho), torch.tensor(b.mask), {"level": level, "low": 0.7, "high": 1.4}
+    keep = importance(log_rho, mask, b.cu_seqlens, action="reject", **bounds).keep
+    outside = shares("x", numbers(outside_sums("x", log_rho, mask, b.cu_seqlens, **bounds)))
+    dropped = shares("x", numbers(kept_sums("x", keep, mask, b.cu_seqlens)))
+    assert 0 < dropped["x_dropped"] == pytest.approx(outside["x_below"] + outside["x_above"])
+    if level != "token":
+        both = outside["x_sequences_below"] + outside["x_sequences_above"]
+        assert dropped["x_sequences_dropped"] == pytest.approx(both)
+
+
+def test_clipped_tokens_are_told_apart_by_side():
+    log_ratio = torch.tensor([1.0, -1.0, 2.0, 0.1, math.nan])
+    advantages, mask = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]), torch.tensor([True] * 4 + [False])
+    clipped = ppo_clip(log_ratio, torch.zeros(5), advantages, mask, None, dual=3.0).clipped
+    report = update_report(numbers(update_sums(log_ratio, advantages, clipped, mask, dual=3.0)))
+    assert report == pytest.approx(
+        {
+            "update_ratio_min": math.exp(-1),
+            "update_ratio_max": math.exp(2),
+            "update_clipped_high": 0.25,
+            "update_clipped_low": 0.25,
+            "update_clipped_dual": 0.25,
+        }
+    )
+
+
+def test_lag_is_reported_by_token_and_by_oldest_token():
+    versions = torch.tensor([-1, 5, 7, 6, -1, 6, 6, 3])
+    mask = torch.tensor([False, True, True, True, False, True, True, False])
+    report = lag_report(numbers(lag_sums(versions, 7, mask, torch.tensor([0, 4, 4, 7, 8]))))
+    assert report == {
+        "lag_mean": 1.0, "lag_max": 2.0, "lag_oldest_mean": 1.5, "lag_mixed_share": 0.5, "lag_span_mean": 1.0
+    }  # fmt: skip
+
+
+def test_reports_of_nothing_are_numbers():
+    nothing, cu = torch.zeros(0), torch.tensor([0])
+    mask = nothing.bool()
+    assert set(lag_report(numbers(lag_sums(nothing.long(), 7, mask, cu))).values()) == {0.0}
+    assert set(update_report(numbers(update_sums(nothing, nothing, mask, mask))).values()) == {0.0, 1.0}
+    assert set(shares("x", numbers(kept_sums("x", mask, mask, cu))).values()) == {0.0}
+    gap = gap_sums(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
+    assert numbers(gap) == {"gap": 0.0, "gap_tokens": 0.0, "gap_max": 0.0}
+
+
+def test_a_gap_of_bfloat16_is_taken_after_the_upcast():
+    policy, behaviour = torch.tensor([-3.015625]).bfloat16(), torch.tensor([-0.0317])
+    gap = gap_sums(policy, behaviour, torch.tensor([True]))
+    assert gap["gap"].item() == pytest.approx(3.015625 - 0.0317, abs=1e-8)
 
 
 def test_effective_sample_share_is_one_for_equal_weights_and_small_for_one_giant():
     assert effective_sample_share(4 * 0.5, 4 * 0.25, 4) == 1.0
     assert effective_sample_share(1e6, 1e12, 4) == 0.25
     assert effective_sample_share(0.0, 0.0, 0) == 1.0
-
-
-def test_no_token_is_a_gap_of_zero():
-    sums = gap_sums(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
-    assert {name: value.item() for name, value in sums.items()} == {"gap": 0.0, "gap_tokens": 0.0, "gap_max": 0.0}

@@ -1,0 +1,130 @@
+"""Learning from pairs: raise the probability of a better answer over that of a worse one to the same prompt.
+
+`pairs` chooses them from rewards, `pairwise` turns them into a detached coefficient per token. Without a reference or
+length normalisation nothing stops both log-probs of a pair from falling, so use it with a KL penalty.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncgrpo.algorithms.groups import Groups, has_signal
+from asyncgrpo.algorithms.packed import sequence_of_token, sum_by_sequence
+
+PairKind = Literal["best_worst", "random", "all"]
+
+
+class Pairs(NamedTuple):
+    """Indices of answers, int64, in no order that means anything."""
+
+    winner: Tensor
+    """[P] the answer with the higher reward."""
+    loser: Tensor
+    """[P] the other, of the same group."""
+
+
+class PairwiseResult(NamedTuple):
+    """The objective, to be maximised. Nothing here has a gradient."""
+
+    coefficient: Tensor
+    """[T] float64: derivative of the *sum* over pairs by each token's log-prob; 0 outside the mask. The loss to
+    differentiate is `-Σ coefficient_t log π(y_t) / number of pairs of the step`."""
+    value: Tensor
+    """[P] float64: the objective of each pair, at most 0."""
+
+
+@torch.no_grad()
+def pairs(rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torch.Generator | None = None) -> Pairs:
+    """Pairs of answers to one prompt with different rewards; never one without a reward.
+
+        best_worst    one per group: the best and the worst; of several, the first in the batch
+        random        one per group, each of its pairs being as likely
+        all           every pair
+
+    A group whose rewards are all equal, or with fewer than two, gives none.
+
+    Args:
+        rewards: [S] one reward per answer, NaN where it has none.
+        group_ids: [S] integers; answers to one prompt have the same. Any order, any values.
+        generator: what "random" draws from, on the device of the rewards; None is torch's own.
+    """
+    assert kind in ("best_worst", "random", "all"), kind
+    rewards = rewards.to(torch.float64)
+    groups = Groups(group_ids)
+    if kind == "best_worst":
+        return _best_worst(rewards, groups)
+    first, second = _ordered_pairs(groups)
+    is_pair = rewards[first] > rewards[second]  # false for NaN
+    winner, loser = first[is_pair], second[is_pair]
+    if kind == "random":
+        ticket = torch.randperm(winner.numel(), generator=generator, device=rewards.device)
+        is_drawn = ticket == Groups(groups.number[winner]).min(ticket)
+        winner, loser = winner[is_drawn], loser[is_drawn]
+    return Pairs(winner, loser)
+
+
+def _best_worst(rewards: Tensor, groups: Groups) -> Pairs:
+    position = torch.arange(rewards.numel(), device=rewards.device)
+    missing = rewards.isnan()
+    best, worst = rewards.masked_fill(missing, -torch.inf), rewards.masked_fill(missing, torch.inf)
+    first_best = groups.min(torch.where(best == groups.max(best), position, rewards.numel()))
+    first_worst = groups.min(torch.where(worst == groups.min(worst), position, rewards.numel()))
+    is_winner = has_signal(rewards, groups) & (position == first_best)
+    return Pairs(position[is_winner], first_worst[is_winner])
+
+
+def _ordered_pairs(groups: Groups) -> tuple[Tensor, Tensor]:
+    """Every answer with every answer of its group, itself included: memory grows with Σ size², not with S²."""
+    position = torch.arange(groups.number.numel(), device=groups.number.device)
+    by_group = torch.argsort(groups.number, stable=True)
+    group_size = torch.bincount(groups.number)
+    group_start = group_size.cumsum(0) - group_size
+    partners = group_size[groups.number]
+    first = torch.repeat_interleave(position, partners)
+    nth_partner = torch.arange(first.numel(), device=first.device) - (partners.cumsum(0) - partners)[first]
+    return first, by_group[group_start[groups.number[first]] + nth_partner]
+
+
+@torch.no_grad()
+def pairwise(
+    policy_logprobs: Tensor,
+    cu_seqlens: Tensor,
+    mask: Tensor,
+    winner: Tensor,
+    loser: Tensor,
+    *,
+    beta: float,
+    reference_logprobs: Tensor | None = None,
+    length_normalised: bool = False,
+) -> PairwiseResult:
+    """The logistic objective of each pair, and its derivative by the log-prob of each token.
+
+        value = log sigmoid(beta z)        z = (LP_w - LP_l) - (LP_w - LP_l under the reference)
+        d value / d LP_w = beta sigmoid(-beta z) = - d value / d LP_l
+
+    LP is an answer's log-prob: the sum over its trained tokens, or their mean if `length_normalised` (0 for an answer
+    without any). An answer in several pairs gets the sum of what they give it.
+
+    Args:
+        policy_logprobs: [T] log π of the sampled tokens, nats. Its gradient is not used.
+        cu_seqlens: [S+1] where each packed sequence starts.
+        mask: [T] bool, true on trained tokens; what others hold, even NaN, does not count.
+        winner, loser: [P] indices of sequences, as from `pairs`.
+        beta: steepness, per nat.
+        reference_logprobs: [T] the same under the frozen reference; None leaves that half of z out.
+    Source:
+        DPO, arXiv:2305.18290; without a reference, the pairwise logistic loss.
+    """
+    relative = policy_logprobs.to(torch.float64)
+    if reference_logprobs is not None:
+        relative = relative - reference_logprobs.to(torch.float64)
+    totals = sum_by_sequence(torch.where(mask, relative, 0.0), cu_seqlens)
+    lengths = sum_by_sequence(mask.to(torch.float64), cu_seqlens).clamp(min=1.0)
+    share = 1 / lengths if length_normalised else torch.ones_like(lengths)  # of an answer's LP that each token is
+    z = (totals * share)[winner] - (totals * share)[loser]
+    slope = beta * torch.sigmoid(-beta * z)
+    per_sequence = torch.zeros_like(totals).index_add(0, winner, slope).index_add(0, loser, -slope) * share
+    coefficient = torch.where(mask, per_sequence[sequence_of_token(cu_seqlens, mask.numel())], 0.0)
+    return PairwiseResult(coefficient, F.logsigmoid(beta * z))

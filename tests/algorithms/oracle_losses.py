@@ -1,0 +1,308 @@
+"""Surrogates, corrections, weights, penalties and diagnostics once more, as loops over plain floats.
+
+They follow the notation of the papers, case by case, and use nothing but `math`. Slow on purpose. A batch is lists over
+tokens, and `sequences`, the indices of each sequence's tokens.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+Tokens = Sequence[int]
+Floats = list[float]
+
+
+def trained(tokens: Tokens, mask: Sequence[bool]) -> list[int]:
+    return [t for t in tokens if mask[t]]
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return max(low, min(x, high))
+
+
+def exp(x: float) -> float:
+    return math.exp(clip(x, -20, 20))
+
+
+# Surrogates: (c A, value, clipped) of each token.
+
+Point = tuple[float, float, bool]
+NOTHING: Point = (0.0, 0.0, False)
+
+
+def clipped_ratio(x: float, a: float, low: float, high: float, least: float, most: float) -> Point:
+    """PPO at log-ratio x, with no gradient outside [least, most]."""
+    r = math.exp(clip(x, least, most))
+    value = min(r * a, clip(r, 1 - low, 1 + high) * a)
+    if (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low):
+        return 0.0, value, True
+    return (r * a if least <= x <= most else 0.0), value, False
+
+
+def ppo_clip(logp: float, anchor: float, a: float, *, low=0.2, high=0.28, dual=None) -> Point:
+    x = logp - anchor
+    coefficient, value, clipped = clipped_ratio(x, a, low, high, -20, 20)
+    if dual is not None and a < 0 and exp(x) > dual:
+        return 0.0, dual * a, True
+    return coefficient, value, clipped
+
+
+def cispo(logp: float, anchor: float, a: float, *, low=1.0, high=4.0) -> Point:
+    c = clip(exp(logp - anchor), 1 - low, 1 + high)
+    return c * a, c * a * logp, False
+
+
+def dppo_tv(logp: float, anchor: float, a: float, *, low=0.2, high=0.2, cap=None) -> Point:
+    p, q = math.exp(logp), math.exp(anchor)
+    if (a > 0 and p - q > high) or (a <= 0 and p - q < -low):
+        return 0.0, 0.0, True
+    c = min(exp(logp - anchor), math.inf if cap is None else cap)
+    return c * a, c * a, False
+
+
+def dppo_kl(logp: float, anchor: float, a: float, *, low=0.05, high=0.05, cap=None) -> Point:
+    p, q = math.exp(logp), math.exp(anchor)
+    kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    if (a > 0 and p > q and kl > high) or (a <= 0 and p < q and kl > low):
+        return 0.0, 0.0, True
+    c = min(exp(logp - anchor), math.inf if cap is None else cap)
+    return c * a, c * a, False
+
+
+def sapo(logp: float, anchor: float, a: float, *, tau_positive=1.0, tau_negative=1.05) -> Point:
+    x, tau = logp - anchor, tau_positive if a > 0 else tau_negative
+    r = exp(x)
+    gate = 1 / (1 + math.exp(-clip(tau * (r - 1), -700, 700)))
+    c = 4 * gate * (1 - gate) * r if abs(x) <= 20 else 0.0
+    return c * a, 4 / tau * gate * a, False
+
+
+def dro(logp: float, anchor: float, a: float, *, beta: float) -> Point:
+    x = logp - anchor
+    return a - beta * x, a * logp - beta / 2 * x * x, False
+
+
+def topr(logp: float, anchor: float, a: float) -> Point:
+    c = 1.0 if a > 0 else clip(exp(logp - anchor), 0, 1)
+    return c * a, c * a * logp, False
+
+
+def reinforce(logp: float, anchor: float, a: float) -> Point:
+    return a, a * logp, False
+
+
+def gspo(logp: Floats, anchor: Floats, a: Floats, *, low=3e-4, high=4e-4) -> list[Point]:
+    mean = math.fsum(p - q for p, q in zip(logp, anchor, strict=True)) / len(logp)
+    return [clipped_ratio(mean, advantage, low, high, -math.inf, 10) for advantage in a]
+
+
+def gmpo(logp: Floats, anchor: Floats, a: Floats, *, low=0.4, high=0.4) -> list[Point]:
+    bounded = []
+    for p, q, advantage in zip(logp, anchor, a, strict=True):
+        x = p - q
+        bounded.append(min(x, high) if advantage > 0 else max(x, -low))
+    s = math.exp(math.fsum(bounded) / len(bounded))
+    points = []
+    for p, q, advantage, b in zip(logp, anchor, a, bounded, strict=True):
+        points.append((0.0 if b != p - q else s * advantage, s * advantage, b != p - q))
+    return points
+
+
+def vespo(
+    logp: Floats, anchor: Floats, a: Floats, *, k_positive=2, lam_positive=3, k_negative=3, lam_negative=2
+) -> list[Point]:
+    log_w = math.fsum(clip(p - q, -20, 20) for p, q in zip(logp, anchor, strict=True))
+    w = math.exp(clip(log_w, math.log(1e-8), 20))
+    points = []
+    for p, advantage in zip(logp, a, strict=True):
+        k, lam = (k_positive, lam_positive) if advantage >= 0 else (k_negative, lam_negative)
+        phi = w**k * math.exp(max(lam * (1 - w), -700))
+        points.append((phi * advantage, phi * advantage * p, False))
+    return points
+
+
+TOKEN_SURROGATES = {f.__name__: f for f in (ppo_clip, cispo, dppo_tv, dppo_kl, sapo, dro, topr, reinforce)}
+SEQUENCE_SURROGATES = {f.__name__: f for f in (gspo, gmpo, vespo)}
+
+
+def surrogate(name: str, policy, anchor, advantages, mask, sequences, **parameters) -> list[Point]:
+    points = [NOTHING] * len(mask)
+    for tokens in (trained(s, mask) for s in sequences):
+        if name in TOKEN_SURROGATES:
+            found = [TOKEN_SURROGATES[name](policy[t], anchor[t], advantages[t], **parameters) for t in tokens]
+        elif tokens:
+            lists = ([values[t] for t in tokens] for values in (policy, anchor, advantages))
+            found = SEQUENCE_SURROGATES[name](*lists, **parameters)
+        else:
+            found = []
+        for t, point in zip(tokens, found, strict=True):
+            points[t] = point
+    return points
+
+
+# Corrections: (weight, keep) of each token.
+
+Verdict = tuple[float, bool]
+UNTRAINED: Verdict = (0.0, False)
+
+
+def by_token(mask, judge: Callable[[int], Verdict]) -> list[Verdict]:
+    return [judge(t) if mask[t] else UNTRAINED for t in range(len(mask))]
+
+
+def log_rho_at(level: str, log_rho, mask, sequences) -> dict[int, float]:
+    found = {}
+    for tokens in (trained(s, mask) for s in sequences):
+        total = math.fsum(log_rho[t] for t in tokens)
+        for t in tokens:
+            found[t] = {"token": log_rho[t], "sequence": total, "geometric": total / len(tokens)}[level]
+    return found
+
+
+def importance(log_rho, mask, sequences, *, level, action, low=None, high=None) -> list[Verdict]:
+    x = log_rho_at(level, log_rho, mask, sequences)
+    least, most = 0.0 if low is None else low, math.inf if high is None else high
+
+    def judge(t: int) -> Verdict:
+        rho = exp(x[t])
+        inside = least <= rho <= most
+        if action == "truncate":
+            return min(rho, most), True
+        if action == "clip":
+            return clip(rho, least, most), True
+        if action == "mask":
+            return (rho if inside else 0.0), True
+        return 1.0, inside
+
+    return by_token(mask, judge)
+
+
+def veto(log_rho, mask, sequences, *, low=1e-4, high=None) -> list[Verdict]:
+    dead = set()
+    for s in sequences:
+        if any(math.exp(log_rho[t]) < low or (high and math.exp(log_rho[t]) > high) for t in trained(s, mask)):
+            dead |= set(s)
+    return by_token(mask, lambda t: (1.0, t not in dead))
+
+
+def opsm(log_rho, advantages, mask, sequences, *, delta) -> list[Verdict]:
+    x = log_rho_at("geometric", log_rho, mask, sequences)
+    return by_token(mask, lambda t: (1.0, not (advantages[t] < 0 and -x[t] > delta)))
+
+
+def m2po(log_rho, mask, *, threshold=0.04) -> list[Verdict]:
+    kept = [t for t in range(len(mask)) if mask[t]]
+    while kept and math.fsum(log_rho[t] ** 2 for t in kept) / len(kept) >= threshold:
+        kept.remove(max(kept, key=lambda t: (log_rho[t] ** 2, t)))
+    return by_token(mask, lambda t: (1.0, t in kept))
+
+
+def divergence(log_rho, mask, sequences, *, estimator, level, high, reduction="mean") -> list[Verdict]:
+    def estimate(t: int) -> float:
+        x = clip(log_rho[t], -20, 20)
+        return x * x / 2 if estimator == "k2" else math.exp(x) - 1 - x
+
+    found = {}
+    for tokens in (trained(s, mask) for s in sequences):
+        values = [estimate(t) for t in tokens]
+        if level == "token":
+            found |= dict(zip(tokens, values, strict=True))
+        elif tokens:
+            one = {"sum": math.fsum(values), "mean": math.fsum(values) / len(values), "max": max(values)}[reduction]
+            found |= dict.fromkeys(tokens, one)
+    return by_token(mask, lambda t: (1.0, found[t] <= high))
+
+
+def normalise(verdicts: list[Verdict], mask) -> list[Verdict]:
+    weights = [w for (w, _), m in zip(verdicts, mask, strict=True) if m]
+    mean = math.fsum(weights) / len(weights)
+    return [(w / mean, keep) for w, keep in verdicts]
+
+
+def combine(several: list[list[Verdict]]) -> list[Verdict]:
+    return [(math.prod(w for w, _ in each), all(k for _, k in each)) for each in zip(*several, strict=True)]
+
+
+# Aggregation.
+
+
+def token_weights(mode: str, mask, sequences, groups, *, num_sequences: int, max_length: int) -> Floats:
+    """As if this batch were the whole step, but for `num_sequences`."""
+    weights = [0.0] * len(mask)
+    num_tokens = sum(mask)
+    for s, group in zip(sequences, groups, strict=True):
+        in_group = sum(len(trained(other, mask)) for other, g in zip(sequences, groups, strict=True) if g == group)
+        for t in trained(s, mask):
+            weights[t] = {
+                "token-mean": lambda: 1 / num_tokens,
+                "seq-mean-token-sum": lambda: 1 / num_sequences,
+                "seq-mean-token-mean": lambda s=s: 1 / (len(trained(s, mask)) * num_sequences),
+                "seq-mean-token-sum-norm": lambda: 1 / (num_sequences * max_length),
+                "prompt-mean": lambda n=in_group: 1 / (n * len(set(groups))),
+            }[mode]()
+    return weights
+
+
+# Penalties: (value, derivative) at a token.
+
+
+def kl(kind: str, logp: float, reference: float, log_ratio: float = 0.0) -> tuple[float, float]:
+    d, r = logp - reference, math.exp(log_ratio)
+    if kind.endswith("+"):
+        return kl(kind[:-1], logp, reference)[0], d
+    if kind in ("k1", "kl"):
+        return d, 1.0
+    if kind == "abs":
+        return abs(d), float((d > 0) - (d < 0))
+    if kind in ("k2", "mse"):
+        return d * d / 2, d
+    if kind == "k3":
+        return math.exp(-d) - 1 + d, 1 - math.exp(-d)
+    if kind == "k3_reweighted":
+        return r * (math.exp(-d) - 1 + d), r * d
+    assert kind == "low_var_kl", kind
+    value = exp(-d) - 1 + clip(d, -20, 20)
+    return min(value, 10.0), (1 - math.exp(-d) if value <= 10 and abs(d) <= 20 else 0.0)
+
+
+# Diagnostics.
+
+
+def ratio_report(log_rho, mask, sequences) -> dict[str, float]:
+    x = [log_rho[t] for t in range(len(mask)) if mask[t]]
+    by_sequence = [[log_rho[t] for t in trained(s, mask)] for s in sequences if trained(s, mask)]
+
+    def mean(values) -> float:
+        values = list(values)
+        return math.fsum(values) / len(values)
+
+    def k3(z: float) -> float:
+        return math.exp(z) - 1 - z
+
+    def js(z: float) -> float:
+        mixture = math.log(0.5 * math.exp(z) + 0.5)
+        return 0.5 * k3(z - mixture) + 0.5 * k3(-mixture)
+
+    cut = [clip(v, -20, 20) for v in x]
+    w, big = [math.exp(v) for v in cut], [exp(math.fsum(s)) for s in by_sequence]
+    gaps = [-mean(s) for s in by_sequence]
+    return {
+        "kl_k1": mean(-v for v in x),
+        "kl_k3": mean(map(k3, cut)),
+        "kl_k3_reverse": mean(k3(-v) for v in cut),
+        "js": mean(map(js, cut)),
+        "mult_prob_error": mean(math.exp(abs(v)) for v in cut),
+        "abs_mean": mean(map(abs, x)),
+        "abs_max": max(map(abs, x)),
+        "m2": mean(v * v for v in x),
+        "ratio_mean": mean(w),
+        "ratio_min": min(w),
+        "ratio_max": max(w),
+        "chi2_token": mean(v * v for v in w) - 1,
+        "chi2_sequence": mean(v * v for v in big) - 1,
+        "ess_token": sum(w) ** 2 / (len(w) * sum(v * v for v in w)),
+        "ess_sequence": sum(big) ** 2 / (len(big) * sum(v * v for v in big)),
+        "log_ppl_gap_mean": mean(gaps),
+        "log_ppl_gap_abs": mean(map(abs, gaps)),
+        "log_ppl_gap_max": max(gaps),
+        "log_ppl_gap_min": min(gaps),
+    }

@@ -1,0 +1,225 @@
+"""Corrections and anchors against scalar loops, and what all corrections promise."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from asyncgrpo.algorithms import corrections
+from asyncgrpo.algorithms.anchors import interpolated
+from asyncgrpo.algorithms.corrections import Correction, combine, divergence, importance, m2po, normalise, opsm, veto
+from tests.algorithms import oracle_losses as oracle
+from tests.algorithms.batches import UNTRAINED, VERSION, batch, tensor
+
+BOUNDS = [(None, None), (None, 2.0), (0.5, 5.0), (0.999, 1.001), (0.0, 1.0), (1.5, None)]
+CASES = [
+    ("importance", {"level": level, "action": action, "low": low, "high": high})
+    for level, action, (low, high) in itertools.product(
+        ("token", "sequence", "geometric"), ("truncate", "clip", "mask", "reject"), BOUNDS
+    )
+    if action != "truncate" or low is None
+]
+CASES += [("veto", {}), ("veto", {"low": 1e-4, "high": 100.0}), ("veto", {"low": 0.5, "high": 2.0})]
+CASES += [("divergence", {"estimator": e, "level": "token", "high": h}) for e in ("k2", "k3") for h in (0.01, 0.2)]
+CASES += [
+    ("divergence", {"estimator": e, "level": "sequence", "reduction": r, "high": h})
+    for e, r, h in itertools.product(("k2", "k3"), ("sum", "mean", "max"), (0.1, 1.0))
+]
+CASES += [("opsm", {"delta": d}) for d in (1e-4, 0.5)] + [("m2po", {"threshold": m}) for m in (0.04, 0.2, 1e-9, 1e9)]
+
+
+def ours(name: str, b, dtype=torch.float64, junk: float = math.nan, **parameters) -> Correction:
+    mask = torch.tensor(b.mask, dtype=torch.bool)
+    log_rho, advantages = (tensor(values, dtype).masked_fill(~mask, junk) for values in (b.log_rho, b.advantages))
+    if name == "m2po":
+        return m2po(log_rho, mask, **parameters)
+    if name == "opsm":
+        return opsm(log_rho, advantages, mask, b.cu_seqlens, **parameters)
+    return getattr(corrections, name)(log_rho, mask, b.cu_seqlens, **parameters)
+
+
+def expected(name: str, b, **parameters) -> list[oracle.Verdict]:
+    if name == "m2po":
+        return oracle.m2po(b.log_rho, b.mask, **parameters)
+    if name == "opsm":
+        return oracle.opsm(b.log_rho, b.advantages, b.mask, b.sequences, **parameters)
+    return getattr(oracle, name)(b.log_rho, b.mask, b.sequences, **parameters)
+
+
+def assert_follows(correction: Correction, verdicts: list[oracle.Verdict], rtol: float) -> None:
+    weight, keep = (list(column) for column in zip(*verdicts, strict=True))
+    torch.testing.assert_close(correction.weight.double(), tensor(weight), rtol=rtol, atol=0.0)
+    assert correction.keep.tolist() == keep
+
+
+@pytest.mark.parametrize(("name", "parameters"), CASES)
+def test_weights_and_verdicts_follow_the_formula(name, parameters):
+    for seed in range(3):
+        b = batch(seed)
+        verdicts = expected(name, b, **parameters)
+        assert_follows(ours(name, b, **parameters), verdicts, 1e-9)
+        assert_follows(ours(name, b, torch.float32, **parameters), verdicts, 2e-5)
+
+
+@pytest.mark.parametrize(("name", "parameters"), CASES)
+def test_what_masked_positions_hold_reaches_nothing(name, parameters):
+    b = batch()
+    results = [ours(name, b, junk=junk, **parameters) for junk in (0.0, math.nan, math.inf, -math.inf)]
+    for other in results[1:]:
+        assert results[0].weight.equal(other.weight) and results[0].keep.equal(other.keep)
+    mask = torch.tensor(b.mask)
+    assert (results[0].weight[~mask] == 0).all() and not results[0].keep[~mask].any()
+
+
+@pytest.mark.parametrize(("name", "parameters"), [c for c in CASES if c[1].get("level") == "token"])
+def test_level_token_is_elementwise_and_needs_no_sequences(name, parameters):
+    b = batch()
+    whole, log_rho, mask = ours(name, b, **parameters), tensor(b.log_rho), torch.tensor(b.mask)
+    function = getattr(corrections, name)
+    parts = [function(log_rho[a : a + 5], mask[a : a + 5], None, **parameters) for a in range(0, len(mask), 5)]
+    torch.testing.assert_close(torch.cat([p.weight for p in parts]), whole.weight, rtol=1e-14, atol=0.0)
+    assert torch.cat([p.keep for p in parts]).equal(whole.keep)
+
+
+@pytest.mark.parametrize(("name", "parameters"), CASES)
+def test_an_empty_batch_is_fine(name, parameters):
+    b = batch()
+    b.mask, b.anchor, b.behaviour, b.advantages, b.sequences = [], [], [], [], [[], []]
+    assert ours(name, b, **parameters).keep.shape == (0,)
+
+
+def test_nothing_has_a_gradient():
+    log_rho = torch.tensor([0.1, -0.2], requires_grad=True)
+    mask, cu = torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
+    results = [importance(log_rho, mask, cu, level="sequence", action="clip", high=2.0), veto(log_rho, mask, cu)]
+    results += [opsm(log_rho, log_rho, mask, cu, delta=0.1), m2po(log_rho, mask)]
+    results += [divergence(log_rho, mask, cu, estimator="k3", level="sequence", high=0.1)]
+    assert not any(x.requires_grad for result in [*results, combine(results)] for x in result)
+    assert not normalise(log_rho, mask).requires_grad
+    assert not interpolated(log_rho, log_rho, torch.tensor([1, 2]), 3).requires_grad
+
+
+def test_extreme_ratios_are_cut_in_the_weight_but_not_in_the_verdict():
+    log_rho, mask = torch.tensor([-math.inf, -25.0, 0.0, 25.0, math.inf]), torch.ones(5, dtype=torch.bool)
+    weight = importance(log_rho, mask, None, level="token", action="truncate").weight
+    torch.testing.assert_close(weight, torch.tensor([-20.0, -20.0, 0.0, 20.0, 20.0]).exp())
+    capped = importance(log_rho, mask, None, level="token", action="truncate", high=2.0).weight
+    assert capped[3:].tolist() == [2.0, 2.0]
+    keep = importance(log_rho, mask, None, level="token", action="reject", low=1e-10, high=1e10).keep
+    assert keep.tolist() == [False, False, True, False, False]
+
+
+def test_a_trained_token_that_is_not_a_number_is_never_kept():
+    log_rho, mask, cu = torch.tensor([math.nan, 0.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
+    assert importance(log_rho, mask, None, level="token", action="reject", high=2.0).keep.tolist() == [False, True]
+    assert importance(log_rho, mask, None, level="token", action="mask", high=2.0).weight.tolist() == [0.0, 1.0]
+    assert veto(log_rho, mask, cu).keep.tolist() == [False, False]
+    assert m2po(log_rho, mask).keep.tolist() == [False, True]
+
+
+def test_one_broken_token_vetoes_its_sequence_and_no_other():
+    log_rho = torch.tensor([0.0, 0.1, math.log(0.9e-4), 0.2, 0.0])
+    keep = veto(log_rho, torch.ones(5, dtype=torch.bool), torch.tensor([0, 1, 4, 5])).keep
+    assert keep.tolist() == [True, False, False, False, True]
+
+
+def test_m2po_drops_the_largest_until_the_mean_is_small():
+    log_rho = torch.tensor([0.1, -1.0, 0.2, 0.5, -0.1])
+    keep = m2po(log_rho, torch.ones(5, dtype=torch.bool), threshold=0.04).keep
+    assert keep.tolist() == [True, False, True, False, True]
+    assert log_rho[keep].square().mean() < 0.04 <= log_rho[[0, 2, 3, 4]].square().mean()
+
+
+def test_normalised_weights_have_mean_one_over_the_trained_tokens():
+    b = batch()
+    mask, verdicts = (
+        torch.tensor(b.mask),
+        oracle.importance(b.log_rho, b.mask, b.sequences, level="token", action="clip"),
+    )
+    weight = ours("importance", b, level="token", action="clip").weight
+    assert_follows(
+        Correction(normalise(weight.masked_fill(~mask, math.nan), mask), mask),
+        oracle.normalise(verdicts, b.mask),
+        1e-12,
+    )
+    assert normalise(weight, mask)[mask].mean().item() == pytest.approx(1.0, abs=1e-12)
+    assert normalise(torch.zeros(2), torch.ones(2, dtype=torch.bool)).tolist() == [0.0, 0.0]
+
+
+def test_normalised_in_parts_by_the_mean_of_the_step_is_normalised_whole():
+    weight, mask = torch.tensor([0.5, 2.0, 1.0, 3.0]), torch.tensor([True, True, False, True])
+    whole, mean = normalise(weight, mask), weight[mask].mean()
+    assert torch.cat([normalise(weight[s], mask[s], mean=mean) for s in (slice(0, 2), slice(2, 4))]).equal(whole)
+
+
+def test_combined_weights_multiply_and_verdicts_and():
+    b = batch()
+    cases = [
+        CASES[0],
+        ("veto", {}),
+        ("importance", {"level": "geometric", "action": "reject", "low": 0.8, "high": 1.3}),
+    ]
+    together = combine([ours(name, b, **parameters) for name, parameters in cases])
+    assert_follows(together, oracle.combine([expected(name, b, **parameters) for name, parameters in cases]), 1e-9)
+
+
+def test_a_sequence_without_trained_tokens_disturbs_nobody():
+    b = batch()
+    bare = [t for s in b.sequences for t in s if t not in b.sequences[UNTRAINED]]
+    lengths = [len(s) for s in b.sequences if s is not b.sequences[UNTRAINED]]
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    without = importance(tensor(b.log_rho)[bare], torch.tensor(b.mask)[bare], cu, level="geometric", action="clip")
+    assert ours("importance", b, level="geometric", action="clip").weight[bare].equal(without.weight)
+
+
+def test_bfloat16_is_upcast():
+    log_rho, mask = torch.tensor([0.1, -0.3]).bfloat16(), torch.ones(2, dtype=torch.bool)
+    weight = importance(log_rho, mask, None, level="token", action="truncate").weight
+    assert weight.equal(log_rho.float().exp())
+
+
+def test_the_interpolated_anchor_follows_the_formula():
+    b = batch()
+    anchor = interpolated(tensor(b.policy), tensor(b.behaviour), torch.tensor(b.versions), VERSION)
+    for t in (t for t, trained in enumerate(b.mask) if trained):
+        lag = VERSION - b.versions[t]
+        share = max(0.0, min((VERSION - 1 - b.versions[t]) / lag, 1.0)) if lag else 0.0
+        assert anchor[t].item() == pytest.approx(b.behaviour[t] + share * (b.policy[t] - b.behaviour[t]), abs=1e-12)
+
+
+def test_lag_zero_and_one_are_anchored_at_the_behaviour_policy_and_old_tokens_near_the_present():
+    policy, behaviour = torch.full((5,), -1.0).bfloat16(), torch.full((5,), -2.0)
+    anchor = interpolated(policy, behaviour, torch.tensor([7, 6, 5, 3, -1]), torch.tensor(7))
+    assert anchor.dtype == torch.float32
+    torch.testing.assert_close(anchor, torch.tensor([-2.0, -2.0, -1.5, -1.25, -2.0]))
+
+
+def test_unbiased_is_only_the_whole_sequence_without_truncation():
+    """All four answers of two binary tokens, each weighted by its chance: the sums are exact expectations."""
+    generator = torch.Generator().manual_seed(5)
+    mine, theirs = (torch.randn(3, dtype=torch.float64, generator=generator) for _ in range(2))
+    rewards = torch.randn(4, dtype=torch.float64, generator=generator)
+
+    def logprobs(logits):
+        """[4, 2] of each answer's tokens; logits: of the first being 1, of the second after a 0 and after a 1."""
+        answers = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+        chosen = torch.stack([logits[0].expand(4), logits[1 + answers[:, 0]]], 1)
+        return torch.nn.functional.logsigmoid(torch.where(answers == 1, chosen, -chosen))
+
+    mine.requires_grad_()
+    policy, behaviour = logprobs(mine), logprobs(theirs)
+    (true,) = torch.autograd.grad((policy.sum(1).exp() * rewards).sum(), mine, retain_graph=True)
+    chance, log_rho = behaviour.sum(1).exp(), (policy - behaviour).flatten()
+    mask, cu = torch.ones(8, dtype=torch.bool), torch.tensor([0, 2, 4, 6, 8])
+
+    def bias(**parameters) -> float:
+        weight = importance(log_rho, mask, cu, **parameters).weight.view(4, 2)
+        loss = (chance.unsqueeze(1) * weight * rewards.unsqueeze(1) * policy).sum()
+        (gradient,) = torch.autograd.grad(loss, mine, retain_graph=True)
+        return (gradient - true).norm().item()
+
+    assert bias(level="sequence", action="truncate") < 1e-12
+    assert bias(level="token", action="truncate") > 1e-2
+    assert bias(level="geometric", action="truncate") > 1e-2
+    assert bias(level="sequence", action="truncate", high=1.2) > 1e-3

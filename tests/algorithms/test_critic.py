@@ -1,0 +1,134 @@
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from asyncgrpo.algorithms.critic import gae, length_adaptive_lambda, value_loss, whiten
+from tests.algorithms import oracle_advantages as oracle
+
+LENGTHS = [7, 0, 1, 12, 1, 33, 0, 5, 0]
+"""Sequences of many lengths: empty ones in front of others and at the end, and single tokens."""
+
+
+def packed(seed, dtype):
+    """Tokens with observation gaps: at the start, inside, at the end, a whole sequence of them."""
+    rng = random.Random(seed)
+    mask = [rng.random() < 0.6 for _ in range(sum(LENGTHS))]
+    mask[0], mask[7], mask[-5:] = False, True, [False] * 5
+    rewards, values = (torch.tensor([rng.gauss(0, 1) for _ in mask], dtype=dtype) for _ in range(2))
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    return rewards, values, torch.tensor(mask), cu_seqlens
+
+
+@pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_gae_is_the_recursion_of_each_sequence(gamma, lam, dtype, tolerance):
+    for seed in range(8):
+        rewards, values, mask, cu_seqlens = packed(seed, dtype)
+        ours = gae(rewards, values, mask, cu_seqlens, gamma=gamma, lam=lam)
+        expected = []
+        for a, b in itertools.pairwise(cu_seqlens.tolist()):
+            expected += oracle.gae(rewards[a:b].tolist(), values[a:b].tolist(), mask[a:b].tolist(), gamma, lam)
+        expected = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(ours.advantages, expected, rtol=tolerance, atol=1e-12)
+        returns = torch.where(mask, expected + values, 0.0)
+        torch.testing.assert_close(ours.returns, returns, rtol=tolerance, atol=1e-12)
+
+
+def test_every_sequence_may_have_its_own_lambda():
+    rewards, values, mask, cu_seqlens = packed(0, torch.float64)
+    lam = torch.linspace(0.1, 0.9, len(LENGTHS))
+    ours = gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=lam).advantages
+    for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        one = gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=lam[i].item()).advantages
+        torch.testing.assert_close(ours[a:b], one[a:b], rtol=1e-12, atol=1e-15)
+
+
+def test_gae_of_a_sequence_does_not_depend_on_its_neighbours():
+    rewards, values, mask, cu_seqlens = packed(1, torch.float64)
+    whole = gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=0.8).returns
+    for a, b in itertools.pairwise(cu_seqlens.tolist()):
+        alone = gae(rewards[a:b], values[a:b], mask[a:b], torch.tensor([0, b - a]), gamma=0.9, lam=0.8).returns
+        torch.testing.assert_close(whole[a:b], alone, rtol=1e-12, atol=1e-15)
+
+
+def test_what_observation_tokens_hold_does_not_leak():
+    rewards, values, mask, cu_seqlens = packed(2, torch.float64)
+    clean = gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=0.8)
+    bad_rewards, bad_values = rewards.masked_fill(~mask, math.nan), values.masked_fill(~mask, math.inf)
+    dirty = gae(bad_rewards, bad_values, mask, cu_seqlens, gamma=0.9, lam=0.8)
+    assert dirty.advantages.equal(clean.advantages) and dirty.returns.equal(clean.returns)
+    assert (dirty.advantages[~mask] == 0).all() and (dirty.returns[~mask] == 0).all()
+
+
+def test_without_discount_the_return_is_the_reward_to_come():
+    """The seed case: one outcome reward on the last trained token; the values cancel."""
+    mask = torch.tensor([True, True, False, True, False])
+    rewards = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0])
+    result = gae(rewards, torch.randn(5), mask, torch.tensor([0, 5]), gamma=1.0, lam=1.0)
+    torch.testing.assert_close(result.returns[mask], torch.ones(3, dtype=torch.float64))
+
+
+def test_long_sequences_stay_exact():
+    rng = random.Random(0)
+    rewards, values = ([rng.gauss(0, 1) for _ in range(3000)] for _ in range(2))
+    expected = oracle.gae(rewards, values, [True] * 3000, 1.0, 0.999)
+    tensors = (torch.tensor(x, dtype=torch.float64) for x in (rewards, values))
+    ours = gae(*tensors, torch.ones(3000, dtype=torch.bool), torch.tensor([0, 3000]), gamma=1.0, lam=0.999)
+    torch.testing.assert_close(ours.advantages, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0], [0, 0], [0, 0, 0]])
+def test_no_token_gives_no_advantage(cu_seqlens):
+    nothing = torch.zeros(0)
+    result = gae(nothing, nothing, nothing.bool(), torch.tensor(cu_seqlens), gamma=1.0, lam=1.0)
+    assert result.advantages.shape == result.returns.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_whitening_is_over_the_mask(dtype, tolerance):
+    _, values, mask, _ = packed(3, dtype)
+    expected = torch.tensor(oracle.whiten(values.tolist(), mask.tolist()), dtype=torch.float64)
+    torch.testing.assert_close(whiten(values, mask), expected, rtol=tolerance, atol=1e-12)
+    assert whiten(values.masked_fill(~mask, math.nan), mask).equal(whiten(values, mask))
+
+
+@pytest.mark.parametrize("mask", [[False, False], [True, False]])
+def test_fewer_than_two_tokens_whiten_to_zero(mask):
+    assert whiten(torch.tensor([3.0, 5.0]), torch.tensor(mask)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 0.5])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_value_loss_and_its_coefficient_are_autograds(clip, dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    values, returns, old_values = torch.randn(3, 400, dtype=dtype, generator=generator)
+    ours = value_loss(values.requires_grad_(), returns, old_values, clip=clip)
+    v, target, old = (x.detach().double() for x in (values, returns, old_values))
+    v.requires_grad_()
+    expected = 0.5 * (v - target) ** 2
+    if clip is not None:
+        held = old + (v - old).clamp(-clip, clip)
+        expected = torch.maximum(expected, 0.5 * (held - target) ** 2)
+        assert 0 < ours.clipped.sum() < 400
+        # Clipped is: far from the old value, and nearer to the target than the old value's clip would be.
+        assert ((v - old).abs() > clip)[ours.clipped].all()
+        assert (((v - target).abs() < (held - target).abs()) == ours.clipped)[(v - old).abs() > clip].all()
+    else:
+        assert not ours.clipped.any()
+    expected.sum().backward()
+    torch.testing.assert_close(ours.value, expected.detach(), rtol=tolerance, atol=1e-12)
+    torch.testing.assert_close(ours.coefficient, v.grad, rtol=tolerance, atol=1e-12)
+    assert not ours.value.requires_grad and not ours.coefficient.requires_grad
+
+
+def test_an_unmoved_value_is_never_clipped():
+    values = torch.tensor([0.1, 0.7, -0.3])
+    assert not value_loss(values, torch.zeros(3), values, clip=0.0).clipped.any()
+
+
+def test_lambda_grows_with_length_and_is_never_negative():
+    lam = length_adaptive_lambda(torch.tensor([0, 1, 19, 20, 40, 2000]), alpha=0.05)
+    torch.testing.assert_close(lam, torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.99], dtype=torch.float64))

@@ -1,0 +1,65 @@
+"""No function reads a number back from the device: all of them run on tensors that have a shape and no numbers."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from asyncgrpo.algorithms import diagnostics
+from asyncgrpo.algorithms.aggregation import Aggregation, token_weights, weighted_sum
+from asyncgrpo.algorithms.anchors import interpolated
+from asyncgrpo.algorithms.corrections import combine, divergence, importance, m2po, normalise, opsm, veto
+from asyncgrpo.algorithms.penalties import KlKind, entropy, entropy_gradient, full_kl, kl_penalty
+from asyncgrpo.algorithms.surrogates import SURROGATES
+
+X = torch.zeros(8, device="meta")
+MASK = torch.zeros(8, dtype=torch.bool, device="meta")
+CU = torch.zeros(4, dtype=torch.int32, device="meta")
+IDS = torch.zeros(8, dtype=torch.int64, device="meta")
+
+
+def assert_on_device(results) -> None:
+    assert all(x.is_meta for x in results)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_surrogates_wait_for_nothing(name):
+    parameters = {"dro": {"beta": 0.1}, "ppo_clip": {"dual": 3.0}, "dppo_tv": {"cap": 3.0}}.get(name, {})
+    assert_on_device(SURROGATES[name](X, X, X, MASK, CU, **parameters))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("action", ["truncate", "clip", "mask", "reject"])
+def test_importance_waits_for_nothing(level, action):
+    assert_on_device(importance(X, MASK, CU, level=level, action=action, high=2.0))
+
+
+def test_the_other_corrections_wait_for_nothing():
+    found = [veto(X, MASK, CU), opsm(X, X, MASK, CU, delta=0.1), m2po(X, MASK)]
+    for reduction in ("sum", "mean", "max"):
+        found.append(divergence(X, MASK, CU, estimator="k3", level="sequence", reduction=reduction, high=0.1))
+    assert_on_device(combine(found))
+    assert_on_device([normalise(X, MASK), interpolated(X, X, IDS, 3), interpolated(X, X, IDS, IDS[0])])
+
+
+@pytest.mark.parametrize("mode", get_args(Aggregation))
+def test_weights_wait_for_nothing(mode):
+    counts = {"num_tokens": 8, "num_sequences": 3, "max_length": 4, "tokens_in_group": IDS[:3], "num_groups": 2}
+    weights = token_weights(MASK, CU, mode=mode, **counts)
+    assert_on_device([weights, weighted_sum(X, weights)])
+
+
+@pytest.mark.parametrize("kind", get_args(KlKind))
+def test_penalties_wait_for_nothing(kind):
+    assert_on_device(kl_penalty(X, X, kind=kind, log_ratio=X))
+    logits = X.view(2, 4)
+    assert_on_device([*full_kl(logits, logits), entropy(logits), entropy_gradient(logits)])
+
+
+def test_diagnostics_wait_for_nothing():
+    sums = diagnostics.mean_sums(MASK, x=X) | diagnostics.importance_sums(X, MASK, cap=2.0)
+    sums |= diagnostics.gap_sums(X, X, MASK) | diagnostics.ratio_sums(X, MASK, CU)
+    sums |= diagnostics.outside_sums("x", X, MASK, CU, level="geometric", low=0.5, high=2.0)
+    sums |= diagnostics.kept_sums("y", MASK, MASK, CU) | diagnostics.update_sums(X, X, MASK, MASK, dual=3.0)
+    sums |= diagnostics.lag_sums(IDS, 3, MASK, CU)
+    assert_on_device(diagnostics.merge([sums, sums]).values())

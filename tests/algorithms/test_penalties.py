@@ -1,0 +1,128 @@
+"""KL estimators, the KL over the vocabulary and entropy: values and derivatives."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from asyncgrpo.algorithms.penalties import KlKind, entropy, entropy_gradient, full_kl, kl_penalty
+from tests.algorithms import oracle_losses as oracle
+
+KINDS = list(get_args(KlKind))
+POLICY = [-45.0, -13.0, -6.0, -5.0, -3.1, -3.0, -2.9, -1.0, -0.1]
+REFERENCE, LOG_RATIO = -3.0, 0.4
+
+
+def logits(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_value_and_coefficient_follow_the_formula(kind, dtype, tolerance):
+    policy = torch.tensor(POLICY, dtype=dtype)
+    ours = kl_penalty(
+        policy, torch.full_like(policy, REFERENCE), kind=kind, log_ratio=torch.full_like(policy, LOG_RATIO)
+    )
+    assert ours.value.dtype == ours.coefficient.dtype == dtype
+    for i, logp in enumerate(policy.tolist()):
+        value, coefficient = oracle.kl(kind, logp, REFERENCE, torch.tensor(LOG_RATIO, dtype=dtype).item())
+        assert ours.value[i].item() == pytest.approx(value, rel=tolerance, abs=tolerance)
+        assert ours.coefficient[i].item() == pytest.approx(coefficient, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if not k.endswith("+")])
+def test_the_coefficient_is_the_derivative_of_the_value(kind):
+    policy = torch.tensor([-4.2, -3.5, -2.5, -0.3], dtype=torch.float64)
+    reference, sampled = torch.full_like(policy, REFERENCE), policy - LOG_RATIO
+
+    def at(shift: float):
+        return kl_penalty(policy + shift, reference, kind=kind, log_ratio=policy + shift - sampled)
+
+    slope = (at(1e-6).value - at(-1e-6).value) / 2e-6
+    torch.testing.assert_close(at(0.0).coefficient, slope, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.endswith("+")])
+def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2(kind):
+    policy, reference = torch.tensor(POLICY), torch.full((len(POLICY),), REFERENCE)
+    ours = kl_penalty(policy, reference, kind=kind)
+    assert ours.value.equal(kl_penalty(policy, reference, kind=kind[:-1]).value)
+    assert ours.coefficient.equal(kl_penalty(policy, reference, kind="k2").coefficient)
+
+
+def test_low_var_kl_is_cut_where_it_explodes():
+    ours = kl_penalty(torch.tensor([-40.0, -5.0]), torch.tensor([-1.0, -1.0]), kind="low_var_kl")
+    assert ours.value.tolist() == [10.0, 10.0] and ours.coefficient.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["k2", "k1+", "abs+", "k3+", "low_var_kl+"])
+def test_averaged_over_the_policy_it_has_the_gradient_of_the_true_kl(kind):
+    z = logits(0, 6).requires_grad_()
+    reference = logits(1, 6).log_softmax(0)
+    logp = z.log_softmax(0)
+    coefficient = kl_penalty(logp, reference, kind=kind).coefficient
+    (estimated,) = torch.autograd.grad((logp.exp().detach() * coefficient * logp).sum(), z)
+    torch.testing.assert_close(estimated, full_kl(z, reference).gradient)
+
+
+def test_reweighted_k3_has_the_gradient_of_the_true_kl_under_another_sampler():
+    z = logits(0, 6).requires_grad_()
+    reference, sampler, logp = logits(1, 6).log_softmax(0), logits(2, 6).log_softmax(0), z.log_softmax(0)
+    ours = kl_penalty(logp, reference, kind="k3_reweighted", log_ratio=logp - sampler)
+    (estimated,) = torch.autograd.grad((sampler.exp() * ours.coefficient * logp).sum(), z)
+    torch.testing.assert_close(estimated, full_kl(z, reference).gradient)
+    torch.testing.assert_close((sampler.exp() * ours.value).sum(), full_kl(z, reference).value)
+
+
+def test_reweighting_needs_a_ratio():
+    with pytest.raises(AssertionError, match="log_ratio"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), kind="k3_reweighted")
+
+
+def test_full_kl_is_the_definition_and_its_gradient_is_autograds():
+    z, other = logits(0, 4, 7).requires_grad_(), logits(1, 4, 7)
+    log_p, log_q = z.log_softmax(-1), other.log_softmax(-1)
+    exact = (log_p.exp() * (log_p - log_q)).sum(-1)
+    (gradient,) = torch.autograd.grad(exact.sum(), z)
+    ours = full_kl(z, other)
+    torch.testing.assert_close(ours.value, exact.detach())
+    torch.testing.assert_close(ours.gradient, gradient)
+
+
+def test_entropy_is_the_definition_and_both_gradients_are_autograds():
+    z = logits(0, 5, 11).requires_grad_()
+    p = z.softmax(-1)
+    exact = -(p * p.log()).sum(-1)
+    torch.testing.assert_close(entropy(z), exact)
+    ours, theirs = (torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (entropy(z), exact))
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(entropy_gradient(z), theirs)
+
+
+def test_a_logit_outside_the_support_takes_no_part():
+    inside, other = logits(0, 4), logits(1, 4)
+    z, reference = (torch.cat([x, x.new_full((1,), -math.inf)]) for x in (inside, other))
+    ours, expected = full_kl(z, reference), full_kl(inside, other)
+    torch.testing.assert_close(ours.value, expected.value)
+    torch.testing.assert_close(ours.gradient, torch.cat([expected.gradient, torch.zeros(1, dtype=torch.float64)]))
+    torch.testing.assert_close(entropy_gradient(z)[:4], entropy_gradient(inside))
+    assert entropy_gradient(z)[4] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_elementwise_without_gradient_and_upcast(kind):
+    policy = torch.tensor([-1.0, math.nan, -0.7]).bfloat16().requires_grad_()
+    reference, log_ratio = torch.tensor([-1.1, 0.0, -0.6]).bfloat16(), torch.zeros(3)
+    ours = kl_penalty(policy, reference, kind=kind, log_ratio=log_ratio)
+    assert not ours.value.requires_grad and not ours.coefficient.requires_grad
+    exact = kl_penalty(policy[::2].double(), reference[::2].double(), kind=kind, log_ratio=log_ratio[::2].double())
+    torch.testing.assert_close(ours.value[::2].double(), exact.value, rtol=1e-4, atol=1e-9)
+    assert ours.coefficient.dtype == torch.float32
+
+
+def test_gradients_over_the_vocabulary_keep_no_graph():
+    z = logits(0, 3, 4).requires_grad_()
+    assert not any(x.requires_grad for x in (*full_kl(z, z), entropy_gradient(z)))
+    assert entropy(z).requires_grad

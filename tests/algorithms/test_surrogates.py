@@ -1,0 +1,209 @@
+"""Every surrogate against scalar loops, and what all of them promise."""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+from asyncgrpo.algorithms.surrogates import SEQUENCE_LEVEL, SURROGATES, Surrogate, dppo_kl, gmpo, gspo, ppo_clip
+from tests.algorithms import oracle_losses as oracle
+from tests.algorithms.batches import batch, logits_for, tensor
+
+VARIANTS = [
+    ("ppo_clip", {}),
+    ("ppo_clip", {"low": 0.4, "high": 0.4, "dual": 3.0}),
+    ("gspo", {}),
+    ("gspo", {"low": 0.5, "high": 0.5}),
+    ("cispo", {}),
+    ("cispo", {"low": 0.1, "high": 0.1}),
+    ("dppo_tv", {}),
+    ("dppo_tv", {"low": 0.05, "high": 0.15, "cap": 3.0}),
+    ("dppo_kl", {}),
+    ("dppo_kl", {"low": 0.01, "high": 0.2, "cap": 1e4}),
+    ("sapo", {}),
+    ("sapo", {"tau_positive": 0.5, "tau_negative": 3.0}),
+    ("gmpo", {}),
+    ("gmpo", {"low": 0.1, "high": 0.7}),
+    ("vespo", {}),
+    ("vespo", {"k_positive": 1.0, "lam_positive": 1.0, "k_negative": 0.5, "lam_negative": 0.1}),
+    ("dro", {"beta": 0.1}),
+    ("topr", {}),
+    ("reinforce", {}),
+]
+ONE_OF_EACH = list({name: (name, parameters) for name, parameters in VARIANTS}.values())
+
+
+def call(name: str, b, dtype=torch.float64, **parameters) -> Surrogate:
+    inputs = [tensor(values, dtype) for values in (b.policy, b.anchor, b.advantages)]
+    return SURROGATES[name](*inputs, torch.tensor(b.mask), b.cu_seqlens, **parameters)
+
+
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((ours.double() - expected).abs() / expected.abs().clamp(min=1.0)).max().item()
+
+
+@pytest.mark.parametrize(("name", "parameters"), VARIANTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_coefficient_value_and_clip_follow_the_formula(name, parameters, seed):
+    b = batch(seed)
+    points = oracle.surrogate(name, b.policy, b.anchor, b.advantages, b.mask, b.sequences, **parameters)
+    coefficient, value, clipped = (list(column) for column in zip(*points, strict=True))
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-5)):  # x itself is only good to 24 * 2^-24
+        ours = call(name, b, dtype, **parameters)
+        assert ours.coefficient.dtype == ours.value.dtype == dtype
+        assert relative_error(ours.coefficient, tensor(coefficient)) < tolerance
+        assert relative_error(ours.value, tensor(value)) < tolerance
+        assert ours.clipped.tolist() == clipped
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "sapo", "dro"])
+@pytest.mark.parametrize("advantage", [1.5, -0.7])
+def test_the_coefficient_is_the_slope_of_the_value(name, advantage):
+    parameters = {"ppo_clip": {"dual": 3.0}, "sapo": {}, "dro": {"beta": 0.3}}[name]
+    policy = torch.linspace(-4.0, -0.01, 101, dtype=torch.float64)
+
+    def at(shift: float) -> Surrogate:
+        anchor, mask = torch.full_like(policy, -2.0), torch.ones(101, dtype=torch.bool)
+        return SURROGATES[name](policy + shift, anchor, torch.full_like(policy, advantage), mask, None, **parameters)
+
+    slope = (at(1e-6).value - at(-1e-6).value) / 2e-6
+    torch.testing.assert_close(at(0.0).coefficient, slope, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [gspo, gmpo])
+def test_averaged_over_its_sequence_the_gradient_is_that_of_the_sequence_ratio(function):
+    """Token by token they stop gradients; summed with equal weights it is exactly d/dθ of s A, clipped or not."""
+    b = batch(3)
+    logits, tokens = logits_for(b)
+    logits.requires_grad_()
+    logp = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    low = high = 0.4
+    ours = function(
+        logp, tensor(b.anchor), tensor(b.advantages), torch.tensor(b.mask), b.cu_seqlens, low=low, high=high
+    )
+    loss, expected = 0.0, 0.0
+    for t in (torch.tensor(oracle.trained(s, b.mask), dtype=torch.long) for s in b.sequences):
+        if t.numel():
+            loss = loss + (ours.coefficient[t] * logp[t]).mean()
+            x, a = logp[t] - tensor(b.anchor)[t], b.advantages[t[0]]
+            if function is gmpo:
+                expected = expected + (x.clamp(max=high) if a > 0 else x.clamp(min=-low)).mean().exp() * a
+            else:
+                s = x.mean().clamp(max=10).exp()
+                expected = expected + torch.minimum(s * a, s.clamp(1 - low, 1 + high) * a)
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (exact,) = torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(gradient, exact, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "parameters"), VARIANTS)
+def test_on_policy_every_surrogate_is_reinforce(name, parameters):
+    b = batch()
+    b.anchor = [p if m else a for p, a, m in zip(b.policy, b.anchor, b.mask, strict=True)]
+    ours = call(name, b, **parameters)
+    expected = [a if m else 0.0 for a, m in zip(b.advantages, b.mask, strict=True)]
+    torch.testing.assert_close(ours.coefficient, tensor(expected), rtol=1e-12, atol=0.0)
+    assert not ours.clipped.any()
+
+
+@pytest.mark.parametrize(("name", "parameters"), VARIANTS)
+def test_what_masked_positions_hold_reaches_nothing(name, parameters):
+    b, mask = batch(), torch.tensor(batch().mask)
+    results = []
+    for junk in (0.0, math.nan, math.inf, -math.inf):
+        inputs = [tensor(v).masked_fill(~mask, junk) for v in (b.policy, b.anchor, b.advantages)]
+        results.append(SURROGATES[name](*inputs, mask, b.cu_seqlens, **parameters))
+    for other in results[1:]:
+        for ours, theirs in zip(results[0], other, strict=True):
+            assert ours.equal(theirs)
+    assert (results[0].coefficient[~mask] == 0).all() and (results[0].value[~mask] == 0).all()
+
+
+@pytest.mark.parametrize(("name", "parameters"), [v for v in VARIANTS if v[0] not in SEQUENCE_LEVEL])
+def test_the_others_are_elementwise_and_need_no_sequences(name, parameters):
+    b = batch()
+    whole = call(name, b, **parameters)
+    inputs = [*(tensor(v) for v in (b.policy, b.anchor, b.advantages)), torch.tensor(b.mask)]
+    parts = [SURROGATES[name](*(v[a : a + 5] for v in inputs), None, **parameters) for a in range(0, len(b.mask), 5)]
+    for ours, theirs in zip(whole, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize(("name", "parameters"), ONE_OF_EACH)
+def test_sequence_level_is_exactly_what_depends_on_other_tokens(name, parameters):
+    def first_coefficient(second: float) -> float:
+        policy, anchor = tensor([-1.1, second, -0.3]), tensor([-1.0, -2.0, -0.25])
+        mask, cu = torch.ones(3, dtype=torch.bool), torch.tensor([0, 3])
+        return SURROGATES[name](policy, anchor, tensor([1.0, 1.0, 1.0]), mask, cu, **parameters).coefficient[0].item()
+
+    assert (first_coefficient(-2.1) != first_coefficient(-2.2)) == (name in SEQUENCE_LEVEL)
+
+
+@pytest.mark.parametrize(("name", "parameters"), ONE_OF_EACH)
+def test_bfloat16_is_upcast_before_the_subtraction(name, parameters):
+    policy, anchor = torch.tensor([-3.015625, -0.125]).bfloat16(), torch.tensor([-3.0, -0.12]).bfloat16()
+    advantages, mask, cu = (
+        torch.tensor([1.0, -1.0]).bfloat16(),
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor([0, 1, 2]),
+    )
+    ours = SURROGATES[name](policy, anchor, advantages, mask, cu, **parameters)
+    upcast = SURROGATES[name](policy.float(), anchor.float(), advantages.float(), mask, cu, **parameters)
+    assert ours.coefficient.dtype == torch.float32
+    assert ours.coefficient.equal(upcast.coefficient) and ours.value.equal(upcast.value)
+
+
+@pytest.mark.parametrize(("name", "parameters"), ONE_OF_EACH)
+def test_nothing_has_a_gradient(name, parameters):
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    ours = SURROGATES[name](logp, logp * 1.1, logp * -1, torch.ones(2, dtype=torch.bool), cu, **parameters)
+    assert not any(field.requires_grad for field in ours)
+
+
+@pytest.mark.parametrize(("name", "parameters"), ONE_OF_EACH)
+@pytest.mark.parametrize("num_sequences", [0, 3])
+def test_a_batch_without_tokens_is_fine(name, parameters, num_sequences):
+    nothing, cu = torch.zeros(0), torch.zeros(num_sequences + 1, dtype=torch.int32)
+    ours = SURROGATES[name](nothing, nothing, nothing, nothing.bool(), cu, **parameters)
+    assert [field.shape for field in ours] == [(0,)] * 3
+
+
+def test_all_are_called_alike():
+    expected = ["policy_logprobs", "anchor_logprobs", "advantages", "mask", "cu_seqlens"]
+    for name, function in SURROGATES.items():
+        assert function.__name__ == name
+        parameters = inspect.signature(function).parameters.values()
+        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == expected
+    assert set(SURROGATES) >= SEQUENCE_LEVEL
+
+
+def test_a_log_ratio_of_24_gives_no_gradient_and_stays_finite():
+    policy, anchor = torch.tensor([-0.1, -24.1]), torch.tensor([-24.1, -0.1])
+    ours = ppo_clip(policy, anchor, torch.tensor([-1.0, 1.0]), torch.ones(2, dtype=torch.bool), None)
+    assert ours.coefficient.tolist() == [0.0, 0.0] and ours.value.isfinite().all()
+
+
+def test_dual_clip_needs_a_bound_above_one():
+    one = torch.ones(1)
+    with pytest.raises(AssertionError, match="dual"):
+        ppo_clip(one, one, one, one.bool(), None, dual=0.5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "anchor", "advantage", "clipped"),
+    [
+        (0.0, 0.0, 1.0, False),  # both certain: no distance
+        (0.0, -1e-9, 1.0, False),
+        (0.0, -0.5, 1.0, True),  # certain now, not before: infinitely far
+        (0.0, -0.5, -1.0, False),  # but on the way back
+        (-0.5, 0.0, -1.0, True),
+        (-40.0, -41.0, -1.0, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_coin_kl_is_exact_where_a_probability_is_one(policy, anchor, advantage, clipped, dtype):
+    inputs = (torch.tensor([v], dtype=dtype) for v in (policy, anchor, advantage))
+    ours = dppo_kl(*inputs, torch.tensor([True]), None)
+    assert ours.clipped.item() is clipped and ours.coefficient.isfinite().all()
