@@ -71,6 +71,7 @@ class Publisher:
         """
         self._config = config
         self._layout: tuple[TensorInfo, ...] = ()
+        self._base = ""
         self._buckets: list[Bucket] = []
         self._backend = backend
         self._host = host
@@ -82,9 +83,15 @@ class Publisher:
         self._last: tuple[str, dict[str, str]] = "", {}
         self.endpoint = self._server.endpoint
 
-    def describe(self, layout: list[TensorInfo]) -> None:
-        """Say what will be published: names, shapes and dtypes, in the order in which `publish` gives them."""
+    def describe(self, layout: list[TensorInfo], base: str = "") -> None:
+        """Say what will be published.
+
+        Args:
+            layout: names, shapes and dtypes, in the order in which `publish` gives them.
+            base: fingerprint of the weights that these adapters belong to; empty: they are whole weights.
+        """
         self._layout = tuple(layout)
+        self._base = base
         self._buckets = plan_buckets(layout, self._config.bucket_mb * 2**20)
 
     @property
@@ -130,14 +137,16 @@ class Publisher:
         """
         started = time.monotonic()
         before = set(self._members)
+        first_failure: WeightsError | None = None
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                sent, checksums = self._publish_once(version, tensors)
+                sent, loaded, checksums = self._publish_once(version, tensors)
             except WeightsError as error:
                 log.warning("publication of %s, attempt %d: %s", version, attempt, error)
+                first_failure = first_failure or error
                 self._drop_group()
                 continue
-            self._check_engines(version, sent, checksums)
+            self._check_engines(version, loaded, checksums)
             return Publication(
                 version=version,
                 generators=tuple(sorted(checksums)),
@@ -148,7 +157,9 @@ class Publisher:
                 attempts=attempt,
                 dropped=tuple(sorted(before - set(checksums))),
             )
-        raise WeightsError(f"weights {version} reached no generator in {ATTEMPTS} attempts")
+        raise WeightsError(
+            f"weights {version} reached no generator in {ATTEMPTS} attempts; first failure: {first_failure}"
+        ) from first_failure
 
     def close(self) -> None:
         self._drop_group()
@@ -158,24 +169,34 @@ class Publisher:
 
     def _publish_once(
         self, version: WeightVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
-    ) -> tuple[str, dict[str, str]]:
+    ) -> tuple[str, str, dict[str, str]]:
+        """Digest of what was sent, digest of what the engines were given, and their checksums by generator."""
         self.newcomers()
         if self._group is None or any(not m.in_group for m in self._members.values()):
             self._assemble()
         assert self._group is not None
-        self._tell_all(
-            Offer(epoch=self._epoch, version=version, tensors=self._layout, bucket_bytes=self._config.bucket_mb * 2**20)
+        offer = Offer(
+            epoch=self._epoch,
+            version=version,
+            tensors=self._layout,
+            bucket_bytes=self._config.bucket_mb * 2**20,
+            base=self._base,
         )
+        self._tell_all(offer)
         sent = self._broadcast(self._group, tensors())
         staged = self._gather(Staged, "stage", version)
         wrong = sorted(name for name, message in staged.items() if message.digest != sent)
         if wrong:
             raise WeightsError(f"digest mismatch: sent {sent}, {wrong[0]} received {staged[wrong[0]].digest}")
+        merged = {name: message.merged for name, message in staged.items()}
+        if len(set(merged.values())) > 1:
+            raise WeightsError(f"the same adapters were merged into different weights: {merged}")
         self._tell_all(Swap(epoch=self._epoch, version=version))
         swapped = self._gather(Swapped, "swap to", version)
         for name in swapped:
             self._members[name].version = version
-        return sent, {name: message.checksum for name, message in swapped.items()}
+        loaded = next(iter(merged.values())) or sent
+        return sent, loaded, {name: message.checksum for name, message in swapped.items()}
 
     def _broadcast(self, group: BroadcastGroup, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> str:
         """Send all buckets; the digest of what was sent. Consumes `tensors` to the end even on failure."""
@@ -203,7 +224,7 @@ class Publisher:
             view.copy_(tensor)
         return flat
 
-    def _check_engines(self, version: WeightVersion, sent: str, checksums: dict[str, str]) -> None:
+    def _check_engines(self, version: WeightVersion, loaded: str, checksums: dict[str, str]) -> None:
         """What the engines report of the weights they hold must agree with each other, and change when the weights do.
 
         Raises:
@@ -211,11 +232,11 @@ class Publisher:
         """
         if len(set(checksums.values())) > 1:
             raise WeightsError(f"engines hold different weights after {version} landed: {checksums}")
-        last_sent, last_checksums = self._last
-        stuck = sorted(n for n, c in checksums.items() if sent != last_sent and last_checksums.get(n) == c)
+        last_loaded, last_checksums = self._last
+        stuck = sorted(n for n, c in checksums.items() if loaded != last_loaded and last_checksums.get(n) == c)
         if stuck:
             raise WeightsError(f"{stuck[0]} swapped to {version} and still holds the weights before it")
-        self._last = sent, checksums
+        self._last = loaded, checksums
 
     # -- members ---------------------------------------------------------------------------------------------------
 

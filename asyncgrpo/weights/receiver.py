@@ -1,8 +1,8 @@
 """The generator's side of a publication, in a thread of its own beside the engine.
 
 Weights are received into host memory while the engine goes on sampling; the engine is paused only for the swap, and
-only for bytes whose digest the learner has confirmed. A learner that dies mid-broadcast costs this thread a deadline
-and the engine nothing.
+only for bytes whose digest the learner has confirmed. Where adapters are received, they are merged into their base
+before that pause. A learner that dies mid-broadcast costs this thread a deadline and the engine nothing.
 """
 
 import logging
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import WeightVersion
+from asyncgrpo.weights.base import AdapterMerger
 from asyncgrpo.weights.group import BroadcastGroup, visit_store
-from asyncgrpo.weights.layout import Bucket, add_digests, digest, plan_buckets
+from asyncgrpo.weights.layout import add_digests, digest, plan_buckets
+from asyncgrpo.weights.merging import content_digest
 from asyncgrpo.wire.messages import Assemble, Join, Message, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
 from asyncgrpo.wire.sockets import Client, Keys
 
@@ -29,17 +31,30 @@ class Receiver:
     """Receives, stages, verifies and swaps. `failure` is set when the engine must be replaced."""
 
     def __init__(
-        self, endpoint: str, *, generator_id: str, incarnation: str, host: str, apply: Apply, keys: Keys | None
+        self,
+        endpoint: str,
+        *,
+        generator_id: str,
+        incarnation: str,
+        host: str,
+        apply: Apply,
+        keys: Keys | None,
+        merger: AdapterMerger | None = None,
     ) -> None:
+        """
+        Args:
+            merger: for publications of adapters.
+        """
         self._endpoint = endpoint
         self._generator_id = generator_id
         self._incarnation = incarnation
         self._host = host
         self._apply = apply
         self._keys = keys
+        self._merger = merger
         self._group: BroadcastGroup | None = None
         self._epoch = 0
-        self._staged: list[tuple[Bucket, Tensor]] = []
+        self._staged: list[tuple[str, Tensor]] = []
         self._staged_version: WeightVersion | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receiver", daemon=True)
@@ -105,9 +120,10 @@ class Receiver:
         self._epoch = message.epoch
 
     def _stage(self, client: Client, message: Offer) -> None:
-        """Receive every bucket into host memory and report its digest."""
+        """Receive every bucket, put what is to be loaded into host memory, and report the digest."""
         assert self._group is not None
         self._staged, self._staged_version = [], None
+        received: list[tuple[str, Tensor]] = []
         digests, start = [], 0
         try:
             for bucket in plan_buckets(message.tensors, message.bucket_bytes):
@@ -115,12 +131,13 @@ class Receiver:
                 self._group.broadcast(flat)
                 digests.append(digest(flat, start))
                 start += bucket.num_bytes // 4
-                self._staged.append((bucket, flat.to("cpu")))
+                received += bucket.views(flat if message.base else flat.to("cpu"))
         except RuntimeError as error:
             log.warning("broadcast of %s failed: %s", message.version, error)
             self._leave()
             self._join(client, f"broadcast failed: {error}")
             return
+        self._staged = self._merge(client, message, received) if message.base else received
         self._staged_version = message.version
         client.send(
             Staged(
@@ -128,19 +145,25 @@ class Receiver:
                 epoch=message.epoch,
                 version=message.version,
                 digest=add_digests(digests),
+                merged=content_digest(self._staged) if message.base else "",
             )
         )
 
+    def _merge(self, client: Client, message: Offer, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Whole weights; or the end of this generator, which cannot make them of any publication."""
+        try:
+            assert self._merger is not None, "adapters were published, and whole weights expected"
+            return self._merger.merge(adapters, message.base)
+        except Exception as error:
+            self._give_up(client, message.epoch, error)
+            raise
+
     def _swap(self, client: Client, message: Swap) -> None:
         started = time.monotonic()
-        tensors = [item for bucket, flat in self._staged for item in bucket.views(flat)]
         try:
-            checksum = self._apply(tensors, message.version)
-        except Exception as error:
-            # Perhaps part old, part new: these weights must never sample. The service ends on `failure`.
-            client.send(
-                SyncFailed(generator_id=self._generator_id, epoch=message.epoch, reason=str(error)[:300], poisoned=True)
-            )
+            checksum = self._apply(self._staged, message.version)
+        except Exception as error:  # perhaps part old, part new: these weights must never sample
+            self._give_up(client, message.epoch, error)
             raise
         self._staged, self._staged_version = [], None
         client.send(
@@ -152,6 +175,10 @@ class Receiver:
                 seconds=time.monotonic() - started,
             )
         )
+
+    def _give_up(self, client: Client, epoch: int, error: Exception) -> None:
+        """Tell the learner to go on without this generator. The service ends on `failure`."""
+        client.send(SyncFailed(generator_id=self._generator_id, epoch=epoch, reason=str(error)[:300], poisoned=True))
 
     def _leave(self) -> None:
         if self._group is not None:
