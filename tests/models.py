@@ -4,10 +4,22 @@ Weights are drawn wide (standard deviation 0.2), so that the next token depends 
 wrong key, a wrong position or old weights change the numbers far beyond rounding.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 
 def make_tiny_qwen3(
@@ -22,6 +34,36 @@ def make_tiny_llama(
 ) -> Path:
     """Save a random Llama of the same shape into `path`, and return it."""
     return _save(LlamaForCausalLM, LlamaConfig(**_shape(layers, hidden, vocab, tie)), path, seed)
+
+
+def make_tiny_qwen3_moe(
+    path: str | Path, *, layers: int = 2, hidden: int = 64, vocab: int = 260, seed: int = 0, experts: int = 5
+) -> Path:
+    """Save a random Qwen3-MoE into `path`, and return it: every layer has `experts`, of which a token uses two."""
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 2}
+    config = Qwen3MoeConfig(**_shape(layers, hidden, vocab, False), **mixture, head_dim=hidden // 4)
+    return _save(Qwen3MoeForCausalLM, config, path, seed)
+
+
+def make_tiny_deepseek_v3(
+    path: str | Path, *, layers: int = 2, hidden: int = 64, vocab: int = 260, seed: int = 0, experts: int = 8
+) -> Path:
+    """Save a random DeepSeek-V3 into `path`, and return it: latent attention, and a mixture after the first layer.
+
+    `experts` in two groups; a token uses two experts of one group, and a shared one. The biases that correct the choice
+    of experts are drawn too, wide enough to decide it often: a model saved without them is another model.
+    """
+    mixture = {"n_routed_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 2}
+    mixture |= {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24}
+    shape = _shape(layers, hidden, vocab, False) | {"num_key_value_heads": 4, "num_nextn_predict_layers": 0}
+
+    def draw_biases(model: PreTrainedModel) -> None:
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(std=0.3)
+
+    return _save(DeepseekV3ForCausalLM, DeepseekV3Config(**shape, **mixture, **latent), path, seed, draw_biases)
 
 
 def _shape(layers: int, hidden: int, vocab: int, tie: bool) -> dict:
@@ -41,8 +83,16 @@ def _shape(layers: int, hidden: int, vocab: int, tie: bool) -> dict:
     }
 
 
-def _save(kind: type[PreTrainedModel], config: PretrainedConfig, path: str | Path, seed: int) -> Path:
+def _save(
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    path: str | Path,
+    seed: int,
+    change: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        kind(config).save_pretrained(path)
+        model = kind(config)
+        change(model)
+        model.save_pretrained(path)
     return Path(path)

@@ -1,220 +1,267 @@
 """Groups become packed micro-batches for every rank.
 
-Every rank calls `pack` with the same groups and builds its own share, without communication. Every trained token is in
-exactly one micro-batch of one rank, no answer is split, and all ranks get the same number of micro-batches, because a
-sharded model runs its collectives in each. Advantages are computed here, from whole groups, before anything is split.
+Every rank calls `pack` with the same groups and builds its own share, without communication. Every sampled token of a
+usable answer is in exactly one micro-batch of one rank, no answer is split, and all ranks get the same number of
+micro-batches, because a sharded model runs its collectives in each. Advantages are made of whole groups, before
+anything is split.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.advantages import Scale, group_advantages, groups_with_signal
-from asyncgrpo.types import Completion, Group, Rollout, WeightVersion
-
-AnswerKey = tuple[str, int]
-"""group_id, and the index of the answer in its group."""
+from asyncgrpo.algorithms.advantages import groups_with_signal
+from asyncgrpo.learner.answers import UNSHAPED, Answers, Shaping, read_answers
+from asyncgrpo.learner.attention import Family, Segments
+from asyncgrpo.learner.packing import rows_for_ranks
+from asyncgrpo.types import Completion, Group, WeightVersion
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch: S prompts with their answers, one after the other. T tokens, no padding."""
+    """One micro-batch: T tokens that the model runs on, without padding, and the N sampled tokens that they predict.
+
+    The last token of an answer predicts nothing and is not run; a prompt that several answers share is run once.
+    """
 
     token_ids: Tensor
     """[T] int64."""
     position_ids: Tensor
     """[T] int64, from 0 in every sequence."""
+    segments: Segments
+    """Which tokens attend to which."""
+    read_at: Tensor
+    """[N] int64, in T: the token before each sampled token."""
+    targets: Tensor
+    """[N] int64, the sampled tokens."""
     cu_seqlens: Tensor
-    """[S+1] int32, where each sequence starts; the last is T."""
+    """[S+1] int64, where each answer starts in N; the last is N."""
     mask: Tensor
-    """[T] bool, true on sampled tokens. Never true on the first token of a sequence."""
+    """[N] bool, false on answers that are only compared with."""
     behaviour_logprobs: Tensor
-    """[T] float32, nats, as the generator sampled them; 0 where mask is false."""
+    """[N] float32, nats, as the generator sampled them."""
     advantages: Tensor
-    """[T] float32, the answer's on its sampled tokens; 0 where mask is false."""
+    """[N] float32, the answer's."""
+    versions: Tensor
+    """[N] int64, the number of the weights that sampled each token."""
     is_current: Tensor
-    """[T] bool, true on the tokens of answers that the learner's present weights sampled from first to last."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """[S] tokens of each sequence."""
-        return self.cu_seqlens.diff()
+    """[N] bool, true on the tokens of answers that the learner's present weights sampled from first to last."""
+    answers: Tensor
+    """[S] int64, which of the step's answers each is."""
+    tokens_in_group: Tensor
+    """[S] int64, trained tokens of all answers of the same group, in the whole step."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The same on another device."""
-        return PackedBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
+        return PackedBatch(**moved)
+
+    def with_advantages(self, advantages: Tensor) -> "PackedBatch":
+        """The same with the advantages [N] of its tokens."""
+        return replace(self, advantages=advantages.to(self.mask.device, torch.float32))
+
+
+def _moved(value: Tensor | Segments, device: torch.device) -> Tensor | Segments:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of a step, and the counts of the whole step, which are the same on all ranks."""
+    """One rank's share of a minibatch, and the counts of the whole, which are the same on all ranks."""
 
     trained: tuple[PackedBatch, ...]
     """Micro-batches to run forward and backward; at least one, perhaps of no answer."""
     silent: tuple[PackedBatch, ...]
     """Micro-batches whose gradient is zero for certain: forward only, for the report."""
+    answers: Answers
+    """All usable answers, of all ranks."""
     num_tokens: int
-    """Sampled tokens in all micro-batches of all ranks."""
+    """Trained tokens in all micro-batches of all ranks."""
     num_answers: int
-    """Usable answers of the step; one without tokens counts."""
-    num_unusable: int
-    """Answers left out: without a score, aborted, or with a behaviour log-prob that is not a number."""
+    """Trained answers; one without tokens counts."""
+    num_groups: int
+    """Groups with a trained token."""
     zero_signal_groups: int
     """Groups whose usable answers all have the same reward, or that have fewer than two."""
-    advantages: dict[AnswerKey, float]
-    """Of the usable answers."""
+    advantages: Tensor
+    """[A] float64. Of a critic: the mean over the answer's tokens."""
 
-
-@dataclass(frozen=True)
-class _Answer:
-    prompt: np.ndarray
-    completion: Completion
-    advantage: float
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion.token_ids)
+    def with_advantages(self, advantages: Tensor, of_microbatches: Sequence[Tensor]) -> "StepBatch":
+        """The same with other advantages: of the answers [A], and of the tokens [N] of each trained micro-batch."""
+        trained = tuple(m.with_advantages(a) for m, a in zip(self.trained, of_microbatches, strict=True))
+        return replace(self, trained=trained, advantages=advantages)
 
 
 def pack(
     groups: Sequence[Group],
-    version: WeightVersion,
+    version: WeightVersion | None,
     *,
     rank: int,
     world: int,
     tokens_per_microbatch: int,
-    scale: Scale = "group_std",
-    padded: bool = True,
+    advantage: str = "grpo",
+    group_size: int | None = None,
+    shaping: Shaping = UNSHAPED,
+    share_prompts: bool = True,
+    pair_cost: float = 0.0,
     skip_silent: bool = False,
 ) -> StepBatch:
-    """This rank's micro-batches of a step.
+    """This rank's micro-batches of a minibatch.
 
     Args:
-        groups: all groups of the step, the same on every rank.
-        version: the learner's weights, to mark the tokens that they sampled.
+        groups: all groups of the minibatch, the same on every rank.
+        version: the learner's weights, to mark the tokens that they sampled; none: mark none.
         rank, world: this rank, and how many there are.
         tokens_per_microbatch: budget of one micro-batch; only a single longer sequence may exceed it.
-        scale: of `group_advantages`.
-        padded: sequences are run as a rectangle, whose area counts against the budget; false: end to end.
-        skip_silent: answers with advantage 0 have no gradient (no KL and no entropy in the loss): set them apart.
+        advantage: a name in `algorithms.advantages.ESTIMATORS`, or `gae`, which leaves 0 for the critic to replace.
+        group_size: answers from this index on are greedy baselines; none: there are none.
+        shaping: of the rewards.
+        share_prompts: compute a prompt once for the answers to it in one micro-batch.
+        pair_cost: cost of a query-key pair of attention, in tokens, to deal micro-batches of like cost to the ranks.
+        skip_silent: answers with advantage 0 have no gradient: set them apart.
     """
-    answers, keys, zero_signal_groups, num_unusable = _read(groups, scale)
-    present = [a for a in answers if len(a.completion.token_ids)]
-    silent = [a for a in present if skip_silent and a.advantage == 0]
-    trained = [a for a in present if not (skip_silent and a.advantage == 0)]
+    largest = max((len(group.rollouts) for group in groups), default=0)
+    answers = read_answers(groups, group_size=largest if group_size is None else group_size, shaping=shaping)
+    advantages = answers.advantages(advantage)
+    in_group = torch.zeros(len(groups), dtype=torch.int64)
+    in_group.index_add_(0, answers.groups, answers.lengths * answers.is_trained)
+    rows = _Rows(groups, answers, advantages, in_group[answers.groups], version, share_prompts)
+    is_silent = (advantages == 0) & skip_silent
 
-    def share(chosen: list[_Answer]) -> tuple[PackedBatch, ...]:
-        bins = spread([len(a) for a in chosen], world, tokens_per_microbatch, padded=padded)
-        return tuple(_pack([chosen[i] for i in members], version) for members in bins[rank])
+    def share(wanted: Tensor) -> tuple[PackedBatch, ...]:
+        dealt = rows.deal(wanted & (answers.lengths > 0), world, tokens_per_microbatch, pair_cost)
+        return tuple(rows.build(row) for row in dealt[rank])
 
+    with_signal = groups_with_signal(answers.rewards, answers.groups)
     return StepBatch(
-        trained=share(trained) or (_pack([], version),),
-        silent=share(silent),
-        num_tokens=sum(len(a.completion.token_ids) for a in present),
-        num_answers=len(answers),
-        num_unusable=num_unusable,
-        zero_signal_groups=zero_signal_groups,
-        advantages={key: answer.advantage for key, answer in zip(keys, answers, strict=True)},
+        trained=share(~is_silent) or (rows.build([]),),
+        silent=share(is_silent),
+        answers=answers,
+        num_tokens=int(in_group.sum()),
+        num_answers=int(answers.is_trained.sum()),
+        num_groups=int((in_group > 0).sum()),
+        zero_signal_groups=len(groups) - answers.groups[with_signal].unique().numel(),
+        advantages=advantages,
     )
 
 
-def spread(lengths: Sequence[int], world: int, budget: int, *, padded: bool) -> list[list[list[int]]]:
-    """Deal sequences to ranks and micro-batches: `[world][micro-batch]` lists of indices into `lengths`.
+class _Rows:
+    """Builds micro-batches of the answers of a minibatch."""
 
-    Sequences are sorted by length and cut into runs, so that those of a micro-batch are about equally long: a rectangle
-    then wastes little, and the k-th micro-batches of all ranks, which wait for one another, take about the same time.
-    There are as few micro-batches as the budget allows; then the largest is made as small as that number allows. Ranks
-    that get fewer are given empty ones.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    descending = [lengths[i] for i in order]
-    per_rank = -(-len(_cut(descending, budget, padded)) // world)
-    low, high = 1, budget  # the smallest capacity that needs no more runs than there are micro-batches
-    while low < high:
-        middle = (low + high) // 2
-        if len(_cut(descending, middle, padded)) <= per_rank * world:
-            high = middle
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        answers: Answers,
+        advantages: Tensor,
+        tokens_in_group: Tensor,
+        version: WeightVersion | None,
+        share_prompts: bool,
+    ) -> None:
+        self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
+        self.answers, self.advantages, self.tokens_in_group = answers, advantages, tokens_in_group
+        self.version, self.share_prompts = version, share_prompts
+
+    def deal(self, wanted: Tensor, world: int, budget: int, pair_cost: float) -> list[list[list[list[int]]]]:
+        """`[world][micro-batch][piece]` lists of answers; those of a piece have the same prompt."""
+        members: list[list[int]] = [[] for _ in self.prompts]
+        for answer in wanted.nonzero().squeeze(-1).tolist():
+            members[int(self.answers.groups[answer])].append(answer)
+        lengths = self.answers.lengths.tolist()
+        dealt = rows_for_ranks(
+            [len(prompt) for prompt in self.prompts],
+            [[lengths[answer] - 1 for answer in group] for group in members],
+            world=world,
+            budget=budget,
+            share_prompts=self.share_prompts,
+            pair_cost=pair_cost,
+        )
+        return [[[[members[p.group][a] for a in p.answers] for p in row] for row in rows] for rows in dealt]
+
+    def build(self, pieces: list[list[int]]) -> PackedBatch:
+        """One micro-batch. Without answers it has one token, which nothing reads, so that the model can run it."""
+        layout = _Layout()
+        for piece in pieces:
+            prompt = self.prompts[int(self.answers.groups[piece[0]])]
+            layout.add(prompt, [self.answers.completions[answer].token_ids for answer in piece], self.share_prompts)
+        if not pieces:
+            layout.add(np.zeros(1, np.int64), [], True)
+        chosen = [answer for piece in pieces for answer in piece]
+        index = torch.tensor(chosen, dtype=torch.int64)
+        completions = [self.answers.completions[answer] for answer in chosen]
+        lengths = self.answers.lengths[index]
+        return PackedBatch(
+            token_ids=_joined(layout.token_ids, np.int64),
+            position_ids=_joined(layout.position_ids, np.int64),
+            segments=Segments.of(layout.families),
+            read_at=_joined(layout.read_at, np.int64),
+            targets=_joined([c.token_ids for c in completions], np.int64),
+            cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            mask=self.answers.is_trained[index].repeat_interleave(lengths),
+            behaviour_logprobs=_joined([c.logprobs for c in completions], np.float32),
+            advantages=self.advantages[index].repeat_interleave(lengths).float(),
+            versions=_joined([_versions(c) for c in completions], np.int64),
+            is_current=torch.tensor(
+                [_is_current(c, self.version) for c in completions], dtype=torch.bool
+            ).repeat_interleave(lengths),
+            answers=index,
+            tokens_in_group=self.tokens_in_group[index],
+        )
+
+
+class _Layout:
+    """Where the tokens of a row lie."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.token_ids: list[np.ndarray] = []
+        self.position_ids: list[np.ndarray] = []
+        self.read_at: list[np.ndarray] = []
+        self.families: list[Family] = []
+
+    def add(self, prompt: np.ndarray, answers: Sequence[np.ndarray], share_prompt: bool) -> None:
+        """A prompt and the answers to it: the prompt once, or each answer after a prompt of its own."""
+        if share_prompt and len(answers) != 1:
+            start = self._run(prompt, 0)
+            prefix = (start, self.size)
+            self.families.append(Family((start, start), prefix))
+            bounds = [self.size]
+            for answer in answers:
+                first = self._run(answer[:-1], len(prompt))
+                self.read_at.append(np.concatenate([[prefix[1] - 1], np.arange(first, self.size)]))
+                bounds += [self.size] * (self.size > first)
+            if len(bounds) > 1:
+                self.families.append(Family(prefix, tuple(bounds)))
         else:
-            low = middle + 1
-    bins: list[list[list[int]]] = [[[] for _ in range(per_rank)] for _ in range(world)]
-    for number, (start, end) in enumerate(_cut(descending, low, padded)):
-        bins[number % world][number // world] = order[start:end]
-    return bins
+            for answer in answers:
+                first = self._run(np.concatenate([prompt, answer[:-1]]), 0)
+                self.read_at.append(np.arange(first + len(prompt) - 1, self.size))
+                self.families.append(Family((first, first), (first, self.size)))
+
+    def _run(self, token_ids: np.ndarray, position: int) -> int:
+        """Append tokens; where they start."""
+        self.token_ids.append(token_ids)
+        self.position_ids.append(np.arange(position, position + len(token_ids)))
+        self.size += len(token_ids)
+        return self.size - len(token_ids)
 
 
-def _cut(descending: list[int], capacity: int, padded: bool) -> list[tuple[int, int]]:
-    """Cut sorted lengths into runs `[start, end)` that cost at most `capacity` (or have one member)."""
-    runs, start, total = [], 0, 0
-    for i, length in enumerate(descending):
-        total += length
-        cost = (i - start + 1) * descending[start] if padded else total
-        if cost > capacity and i > start:
-            runs.append((start, i))
-            start, total = i, length
-    if descending:
-        runs.append((start, len(descending)))
-    return runs
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
 
 
-def _read(groups: Sequence[Group], scale: Scale) -> tuple[list[_Answer], list[AnswerKey], int, int]:
-    """Usable answers with advantages, their keys, the number of groups without signal, and of answers left out."""
-    rollouts = [(number, group, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-    rewards = torch.tensor([_reward(rollout) for _, _, rollout in rollouts], dtype=torch.float64)
-    group_ids = torch.tensor([number for number, _, _ in rollouts], dtype=torch.int64)
-    advantages = group_advantages(rewards, group_ids, scale=scale).tolist()
-    with_signal = group_ids[groups_with_signal(rewards, group_ids)].unique().numel()
-    prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
-    assert all(len(prompt) for prompt in prompts), "a prompt without tokens gives its answer's first token no context"
-    answers, keys = [], []
-    is_usable = (~rewards.isnan()).tolist()
-    for (number, group, rollout), advantage, usable in zip(rollouts, advantages, is_usable, strict=True):
-        if usable:
-            answers.append(_Answer(prompts[number], rollout.completion, advantage))
-            keys.append((group.group_id, rollout.completion.index))
-    return answers, keys, len(groups) - with_signal, len(rollouts) - len(answers)
+def _versions(completion: Completion) -> np.ndarray:
+    """[L] number of the weights that sampled each token."""
+    return np.concatenate([np.full(span.end - span.start, span.version.version) for span in completion.spans])
 
 
-def _reward(rollout: Rollout) -> float:
-    """NaN where the answer takes no part in training."""
-    completion, value = rollout.completion, rollout.score.value
-    if value is None or completion.finish_reason == "abort" or np.isnan(completion.logprobs).any():
-        return float("nan")
-    return value
-
-
-def _pack(answers: list[_Answer], version: WeightVersion) -> PackedBatch:
-    """One micro-batch. Without answers it holds one sequence that trains nothing, so that the model can run it."""
-    if not answers:
-        nothing = Completion(0, np.zeros(0, np.int32), np.zeros(0, np.float32), (), "stop")
-        answers = [_Answer(np.zeros(2, np.int64), nothing, 0.0)]
-    lengths = np.array([len(a) for a in answers])
-    sampled = np.array([len(a.completion.token_ids) for a in answers])
-    starts = np.concatenate([[0], lengths.cumsum()])
-    position_ids = np.arange(starts[-1]) - starts[:-1].repeat(lengths)
-    mask = position_ids >= (lengths - sampled).repeat(lengths)
-
-    def on_sampled(values: np.ndarray) -> Tensor:
-        tokens = np.zeros(len(mask), values.dtype)
-        tokens[mask] = values
-        return torch.from_numpy(tokens)
-
-    return PackedBatch(
-        token_ids=torch.from_numpy(np.concatenate([x for a in answers for x in (a.prompt, a.completion.token_ids)])),
-        position_ids=torch.from_numpy(position_ids),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        mask=torch.from_numpy(mask),
-        behaviour_logprobs=on_sampled(np.concatenate([a.completion.logprobs for a in answers]).astype(np.float32)),
-        advantages=on_sampled(np.array([a.advantage for a in answers], np.float32).repeat(sampled)),
-        is_current=on_sampled(np.concatenate([_is_current(a.completion, version) for a in answers])),
-    )
-
-
-def _is_current(completion: Completion, version: WeightVersion) -> np.ndarray:
-    """[L] bool: all true if `version` sampled the answer from its first token to its last, else all false.
+def _is_current(completion: Completion, version: WeightVersion | None) -> bool:
+    """True if `version` sampled the answer from its first token to its last.
 
     An answer that began under older weights may go on with their keys and values: its later tokens are not what these
     weights alone would say, so they tell nothing of how well two kernels agree.
     """
-    return np.full(len(completion.token_ids), all(span.version == version for span in completion.spans))
+    return all(span.version == version for span in completion.spans)

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.learner.logprobs import TokenScorer
 from asyncgrpo.learner.publishing import PublishedWeights
+from asyncgrpo.learner.scorer import TokenScorer
 
 FILE_BYTES = 4 * 2**30
 TOKENIZER_FILES = (

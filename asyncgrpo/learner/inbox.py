@@ -20,12 +20,13 @@ from asyncgrpo.wire.messages import (
     NoMore,
     Published,
     RequestEval,
+    Saved,
     Snapshot,
     Take,
     TakeSnapshot,
     Waiting,
 )
-from asyncgrpo.wire.sockets import Client, Keys
+from asyncgrpo.wire.sockets import Client
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,11 @@ class Taken:
 class Inbox:
     """The learner's first rank owns one."""
 
-    def __init__(self, endpoint: str, keys: Keys | None, stall_timeout_s: float) -> None:
-        self._client = Client(endpoint, "learner", keys)
+    def __init__(self, client: Client, stall_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
         self._stall_timeout_s = stall_timeout_s
+        self._clock = clock
+        self._published: WeightVersion | None = None
 
     def take(
         self,
@@ -80,6 +83,7 @@ class Inbox:
         self._wait(on_eval, while_waiting)
 
     def published(self, version: WeightVersion) -> None:
+        self._published = version
         self._client.send(Published(version=version))
 
     def request_eval(self, step: int) -> None:
@@ -87,9 +91,13 @@ class Inbox:
 
     def snapshot(self) -> Snapshot:
         """The buffer's part of a checkpoint, and whether the run was asked to end. Raises WireError."""
-        message, _ = self._client.ask(TakeSnapshot(), ANSWER_WITHIN_S)
+        message, _ = self._client.ask(TakeSnapshot(published=self._published), ANSWER_WITHIN_S)
         assert isinstance(message, Snapshot), message
         return message
+
+    def saved(self, step: int) -> None:
+        """Tell the buffer that the checkpoint of `step` is on the disk."""
+        self._client.send(Saved(step=step))
 
     def finish(self) -> None:
         """Tell the buffer that the run is over."""
@@ -97,12 +105,12 @@ class Inbox:
         self._client.close()
 
     def _wait(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> Taken:
-        started = heard = said = time.monotonic()
+        started = heard = said = self._clock()
         what = "the buffer's answer"
         with metrics.waiting("batch"):
             while True:
                 received = self._client.receive(0.5)
-                now = time.monotonic()
+                now = self._clock()
                 if received is not None:
                     heard = now
                     message, payload = received

@@ -4,27 +4,33 @@
 its share, and shares add up to what one process would have done, whatever the number of ranks and micro-batches.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from asyncgrpo.algorithms.advantages import Scale
-from asyncgrpo.algorithms.aggregation import token_weights, weighted_sum
-from asyncgrpo.algorithms.corrections import truncated_importance
-from asyncgrpo.algorithms.diagnostics import Sums, gap_sums, importance_sums, mean_sums, merge
-from asyncgrpo.algorithms.penalties import kl_penalty
-from asyncgrpo.algorithms.surrogates import ppo_clip
+from asyncgrpo.algorithms.critic import value_loss
+from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
+from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
 from asyncgrpo.config import Config, LearnerConfig
-from asyncgrpo.learner import checkpoint, exporting
+from asyncgrpo.learner import checkpoint, exporting, foresight
+from asyncgrpo.learner.adapters import PublishedAdapters
+from asyncgrpo.learner.answers import Shaping
 from asyncgrpo.learner.batching import PackedBatch, StepBatch, pack
-from asyncgrpo.learner.model import build_model, reshard, without_adapters
+from asyncgrpo.learner.guard import GradientGuard
+from asyncgrpo.learner.head import Reference
+from asyncgrpo.learner.model import build_model, keep_gathered, reshard, without_adapters
+from asyncgrpo.learner.objective import Known, MicrobatchObjective, is_elementwise
+from asyncgrpo.learner.offload import OptimizerOffload
 from asyncgrpo.learner.publishing import PublishedWeights
-from asyncgrpo.learner.report import PhaseClock, StepReport, build_report
+from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report
+from asyncgrpo.learner.scorer import Scored, whole
+from asyncgrpo.learner.settings import check_algorithm
 from asyncgrpo.types import Group, WeightVersion
-
-ADVANTAGE_SCALES: dict[str, Scale] = {"grpo": "group_std", "dr_grpo": "none"}
 
 
 class Learner:
@@ -38,53 +44,73 @@ class Learner:
             rank, world: of the default process group. With world 1 one is made here if there is none.
             device: of this rank, `cpu` or `cuda:N`.
         Raises:
-            ConfigError: the model cannot be loaded or trained here.
+            ConfigError: the model cannot be loaded or trained here, or the algorithm's settings do not fit together.
         """
+        check_algorithm(config)
         self.config, self.rank, self.world, self.device = config, rank, world, torch.device(device)
         self.steps = 0
-        """Optimizer steps made."""
+        """Optimizer updates made."""
+        self.kl_coef = config.algorithm.kl_coef
+        """The present one: it moves where `algorithm.kl_target` is set."""
         mesh = _mesh(self.device, rank, world)
         dtype = getattr(torch, config.model.dtype)
         self.model = build_model(config.model.path, dtype, self.device, mesh, config)
-        self.has_reference = config.algorithm.kl_coef > 0
+        self.has_reference = config.algorithm.kl_coef > 0 or bool(config.algorithm.loss_args.get("reference"))
         self._reference = None
         if self.has_reference and not config.model.lora.rank:  # with adapters the reference is the model without them
             self._reference = build_model(config.model.path, dtype, self.device, mesh, config, trainable=False)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=config.learner.lr,
-            betas=config.learner.betas,
-            weight_decay=config.learner.weight_decay,
-            fused=True,
-        )
+        self.optimizer = _optimizer(self.model, config)
+        self._offload = OptimizerOffload(self.optimizer, is_on=config.learner.offload_optimizer)
+        self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips)
         self._published = PublishedWeights(self.model, dtype)
         self.layout, self.weights = self._published.layout, self._published.weights
+        only_adapters = config.model.lora.rank and config.weights.adapters_only
+        self.sent = PublishedAdapters(self.model, config.model.path) if only_adapters else self._published
+        """What a publication carries."""
 
     def step(self, groups: list[Group], version: WeightVersion) -> StepReport:
         """Train once on `groups`; `version` names the weights before it. Collective.
 
-        A gradient that is not finite changes nothing and is reported in `skipped`.
+        An update whose gradient is not finite, or a spike, is not made, and is reported in `skipped`.
+
+        Raises:
+            TrainingError: too many updates in a row were not made.
         """
-        clock, lr = PhaseClock(self.device), learning_rate(self.steps, self.config.learner)
+        clock, updates, totals = PhaseClock(self.device), [], []
         with clock("pack"):
-            batch = self._pack(groups, version)
+            parts = self._minibatches(groups)
+            # Later parts meet weights that sampled nothing, and compare with them only where the first ones are known.
+            knows_start = foresight.is_needed(self.config.algorithm, self.config.learner.minibatches)
+            batches = [self._pack(part, version if n == 0 or knows_start else None) for n, part in enumerate(parts)]
         with clock("forward_backward"):
-            sums = [self._score(microbatch, batch) for microbatch in batch.silent]
-            sums += [self._accumulate(microbatch, batch) for microbatch in batch.trained]
-        with clock("optimizer"):
-            grad_norm, skipped = self._update(lr)
-        with clock("report"):
-            totals = self._reduce(merge(sums))
-        return build_report(totals, batch, skipped=skipped, grad_norm=grad_norm, lr=lr, seconds=clock.seconds)
+            ahead = [self._look_ahead(batch) for batch in batches]
+        for batch, known in ahead:
+            with clock("forward_backward"):
+                sums = self._accumulate(batch, known, version)
+            with clock("report"):
+                totals.append(self._reduce(sums))
+            with clock("optimizer"):
+                updates.append(self._update(learning_rate(self.steps, self.config.learner), totals[-1]))
+        self._steer_kl(totals, sum(batch.num_answers for batch in batches))
+        return build_report(
+            totals,
+            [batch for batch, _ in ahead],
+            updates,
+            kl_coef=self.kl_coef,
+            group_size=self.config.algorithm.group_size,
+            seconds=clock.seconds,
+        )
 
     def save(self, folder: str) -> None:
         """Write what `load` needs to go on exactly here. Collective. Raises CheckpointError."""
-        checkpoint.save(folder, self.model, self.optimizer, self.steps)
+        with self._offload.at_hand():
+            checkpoint.save(folder, self.model, self.optimizer, self.steps, self.kl_coef)
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
-        self.steps = checkpoint.load(folder, self.model, self.optimizer)
+        with self._offload.at_hand():
+            self.steps, self.kl_coef = checkpoint.load(folder, self.model, self.optimizer)
 
     def export(self, folder: str, tokenizer_path: str | None = None) -> None:
         """Write a Hugging Face model folder, with the tokenizer of `tokenizer_path` (a folder or hub id). Collective.
@@ -93,108 +119,169 @@ class Learner:
         """
         exporting.export(folder, self.model, self._published, tokenizer_path)
 
-    def _pack(self, groups: list[Group], version: WeightVersion) -> StepBatch:
-        algorithm = self.config.algorithm
+    def _minibatches(self, groups: list[Group]) -> list[list[Group]]:
+        """The groups of each update, in order."""
+        count = min(self.config.learner.minibatches, max(len(groups), 1))
+        bounds = [len(groups) * i // count for i in range(count + 1)]
+        return [groups[start:end] for start, end in itertools.pairwise(bounds)]
+
+    def _pack(self, groups: list[Group], version: WeightVersion | None) -> StepBatch:
+        algorithm, learner = self.config.algorithm, self.config.learner
         return pack(
             groups,
             version,
             rank=self.rank,
             world=self.world,
-            tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
-            scale=ADVANTAGE_SCALES[algorithm.advantage],
-            padded=not self.model.has_varlen_kernel,
-            skip_silent=algorithm.kl_coef == 0 and algorithm.entropy_coef == 0,
+            tokens_per_microbatch=learner.tokens_per_microbatch,
+            advantage=algorithm.advantage,
+            group_size=algorithm.group_size,
+            shaping=Shaping(
+                algorithm.truncated,
+                self.config.sampling.max_tokens,
+                algorithm.overlong_buffer,
+                algorithm.overlong_factor,
+            ),
+            share_prompts=learner.share_prompts,
+            pair_cost=1 / (6 * self.model.head.in_features),
+            skip_silent=has_only_policy_gradient(self.config),
         )
 
-    def _accumulate(self, microbatch: PackedBatch, step: StepBatch) -> Sums:
-        """Forward and backward of one micro-batch; its share of the gradient is added to the parameters'."""
-        loss, sums = self._loss(microbatch.to(self.device), step)
-        loss.backward()
-        return sums
+    def _look_ahead(self, batch: StepBatch) -> tuple[StepBatch, list[Known]]:
+        """The minibatch, and what each of its micro-batches must know of the step before its gradient."""
+        settings = self.config.algorithm
+        if not foresight.is_needed(settings, self.config.learner.minibatches):
+            return batch, [Known()] * len(batch.trained)
+        return foresight.look_ahead(batch, self._before, settings, kl_coef=self.kl_coef)
 
     @torch.no_grad()
-    def _score(self, microbatch: PackedBatch, step: StepBatch) -> Sums:
-        """Forward only, for a micro-batch without gradient."""
-        _, sums = self._loss(microbatch.to(self.device), step)
+    def _before(self, batch: PackedBatch) -> foresight.Scored:
+        """A micro-batch under the weights at the start of the step."""
+        batch = batch.to(self.device)
+        scored: Scored = self.model(batch)
         reshard(self.model)
-        return sums
+        reference = self._score_reference(batch).scores.logprobs if self.has_reference else None
+        return foresight.Scored(scored.scores.logprobs, reference, scored.values)
 
-    def _loss(self, batch: PackedBatch, step: StepBatch) -> tuple[Tensor, Sums]:
-        """This micro-batch's share of the step's loss, to be differentiated, and what it reports."""
-        algorithm = self.config.algorithm
-        mask, advantages, behaviour = batch.mask, batch.advantages, batch.behaviour_logprobs
-        reference = self._reference_logprobs(batch) if self.has_reference else None
-        policy, entropy = self.model.score(batch, entropy_gradient=algorithm.entropy_coef > 0)
-        # A batch is trained once, by one optimizer step, so the weights at its start are the policy's own.
-        proximal = policy.detach()
+    def _accumulate(self, batch: StepBatch, known: Sequence[Known], version: WeightVersion) -> Sums:
+        """Forward and backward of a minibatch; gradients of its share are left in the parameters."""
+        sums = []
+        keep_gathered(self.model, self.world == 1)
+        for microbatch in batch.silent:
+            with torch.no_grad():
+                sums.append(self._loss(microbatch.to(self.device), batch, Known(), version)[1])
+        for number, microbatch in enumerate(batch.trained):
+            if number == len(batch.trained) - 1:
+                keep_gathered(self.model, False)
+            loss, reported = self._loss(microbatch.to(self.device), batch, known[number], version)
+            loss.backward()
+            sums.append(reported)
+        return merge(sums)
 
-        log_rho = proximal - behaviour
-        if algorithm.anchor == "proximal":
-            anchor, importance = proximal, truncated_importance(log_rho, cap=algorithm.importance_cap)
-        else:  # the clip itself bounds the distance to the behaviour policy
-            anchor, importance = behaviour, torch.ones_like(log_rho)
-        surrogate = ppo_clip(policy.detach() - anchor, advantages, low=algorithm.clip_low, high=algorithm.clip_high)
-        weights = token_weights(
-            mask,
-            batch.cu_seqlens,
-            mode=algorithm.aggregation,
-            num_tokens=step.num_tokens,
-            num_sequences=step.num_answers,
+    def _loss(self, batch: PackedBatch, step: StepBatch, known: Known, version: WeightVersion) -> tuple[Tensor, Sums]:
+        """The root of this micro-batch's share of the step's loss, and what it reports."""
+        settings = self.config.algorithm
+        reference = None
+        if self.has_reference and (known.reference is None or settings.kl_kind == "full"):
+            scored = self._score_reference(batch)
+            known = known._replace(reference=scored.scores.logprobs)
+            if settings.kl_kind == "full":
+                model = self.model if self._reference is None else self._reference
+                reference = Reference(scored.hidden, whole(model.head.weight, scored.hidden))
+        objective = MicrobatchObjective(
+            settings,
+            batch,
+            step,
+            known,
+            version=version.version,
             max_length=self.config.sampling.max_tokens,
+            kl_coef=self.kl_coef,
         )
-
-        slope = -importance * surrogate.coefficient * advantages  # derivative of the token's loss by its log-prob
-        value = -importance * surrogate.value - algorithm.entropy_coef * entropy.detach()
-        sums = mean_sums(mask, entropy=entropy.detach(), clipped=surrogate.clipped)
-        if reference is not None:
-            kl = kl_penalty(proximal, reference, kind=algorithm.kl_kind)
-            slope = slope + algorithm.kl_coef * kl.coefficient
-            value = value + algorithm.kl_coef * kl.value
-            sums |= mean_sums(mask, kl=kl.value)
-        sums |= importance_sums(log_rho, mask, cap=algorithm.importance_cap)
-        sums |= gap_sums(proximal, behaviour, batch.is_current)
-        sums["loss"] = weighted_sum(value, weights).double()
-        loss = weighted_sum(slope * policy, weights)
-        return loss - algorithm.entropy_coef * weighted_sum(entropy, weights), sums
+        scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
+        sums = objective.report(scored.scores)
+        if scored.values is None:
+            return scored.loss, sums
+        assert known.returns is not None and known.values is not None
+        critic = value_loss(scored.values.detach(), known.returns, known.values, clip=settings.critic.value_clip)
+        weights = settings.critic.value_coef * objective.weights
+        sums["value_loss"] = (critic.value * objective.weights).sum().double()
+        return scored.loss + (weights * critic.coefficient.float() * scored.values).sum(), sums
 
     @torch.no_grad()
-    def _reference_logprobs(self, batch: PackedBatch) -> Tensor:
-        """[T] log-probs under the initial model."""
+    def _score_reference(self, batch: PackedBatch) -> Scored:
+        """Under the initial model."""
         if self._reference is not None:
-            return self._reference.score(batch).logprobs
+            return self._reference(batch)
         with without_adapters(self.model):
-            logprobs = self.model.score(batch).logprobs
-        reshard(self.model)
-        return logprobs
+            scored: Scored = self.model(batch)
+        if self.world > 1:
+            reshard(self.model)
+        return scored
 
-    def _update(self, lr: float) -> tuple[float, str | None]:
-        """Clip the gradient and step; or, if it is not finite, drop it. Gives its norm, and why it was dropped."""
+    def _update(self, lr: float, totals: Sums) -> Update:
+        """Clip the gradient and step; or, if the gradient is no good, drop it."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        grad_norm = norm.item()
-        skipped = None if norm.isfinite() else f"the gradient norm is {grad_norm}"
-        if skipped is None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.learner.grad_clip, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm, skipped
+        if self.config.learner.ess_lr:
+            of_sequences = ("rho_sequence_sum", "rho_sequence_squares", "rho_sequences")
+            lr *= effective_sample_share(*(totals[name].item() for name in of_sequences)) ** 0.5
+        try:
+            skipped = self._guard.judge(norm.item())
+            if skipped is None:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.learner.grad_clip, norm)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr * group["lr_scale"]
+                with self._offload.at_hand():
+                    self.optimizer.step()
+                self.steps += 1
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
 
-    def _reduce(self, sums: Sums) -> dict[str, float]:
-        """Sums of all ranks, in one exchange."""
+    def _steer_kl(self, totals: Sequence[Sums], num_answers: int) -> None:
+        """Move the coefficient of the KL towards its target."""
+        algorithm = self.config.algorithm
+        sums = merge(totals)
+        if algorithm.kl_target is not None and sums["tokens"] > 0:
+            kl = (sums["kl"] / sums["tokens"]).item()
+            self.kl_coef = adaptive_kl_coefficient(
+                self.kl_coef, kl, target=algorithm.kl_target, horizon=algorithm.kl_horizon, count=num_answers
+            )
+
+    def _reduce(self, sums: Sums) -> Sums:
+        """Sums of all ranks, in one exchange; on the CPU."""
         mine = torch.stack(list(sums.values()))
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
-        merged = merge(dict(zip(sums, theirs, strict=True)) for theirs in everyone)
-        return dict(zip(merged, torch.stack(list(merged.values())).tolist(), strict=True))
+        return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone)
 
 
 def learning_rate(steps: int, config: LearnerConfig) -> float:
     """Of the step after `steps` steps: a linear warm-up that ends at `lr`, then constant."""
     return config.lr * min(1.0, (steps + 1) / (config.warmup_steps + 1))
+
+
+def has_only_policy_gradient(config: Config) -> bool:
+    """Whether an answer with advantage 0 has no gradient at all."""
+    algorithm = config.algorithm
+    return (
+        algorithm.kl_coef == 0
+        and algorithm.entropy_coef == 0
+        and algorithm.behaviour_kl_coef == 0
+        and algorithm.loss not in ("dro", "pairwise")
+        and not foresight.is_needed(algorithm, config.learner.minibatches)
+    )
+
+
+def _optimizer(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
+    """AdamW, with a larger rate for a critic's value head."""
+    learner = config.learner
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [{"params": [p for name, p in named if not name.startswith("value_head")], "lr_scale": 1.0}]
+    critic = [p for name, p in named if name.startswith("value_head")]
+    if critic:
+        groups.append({"params": critic, "lr_scale": config.algorithm.critic.lr_scale})
+    return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
 
 
 def _mesh(device: torch.device, rank: int, world: int) -> dist.device_mesh.DeviceMesh:

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a sharded model that returns token log-probs.
+"""From a Hugging Face folder to a sharded model that trains on packed answers.
 
 One path for every number of ranks: FSDP2 on a one-dimensional mesh, a shard for each decoder layer and one for the
 rest. Weights and optimizer are float32; where `dtype` is bfloat16, layers are gathered and run in bfloat16 and
@@ -16,11 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from asyncgrpo.config import Config, LoraConfig
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner.logprobs import TokenScorer
+from asyncgrpo.learner import attention
+from asyncgrpo.learner.answers import CRITIC
+from asyncgrpo.learner.scorer import TokenScorer
+from asyncgrpo.weights.disk_names import disk_tensors
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of model configs that change logits after the head, which `TokenScorer` calls itself."""
@@ -41,8 +43,9 @@ def build_model(
     Raises:
         ConfigError: the model cannot be loaded or trained here.
     """
-    attention = choose_attention(config.learner.attention, device, dtype)
-    language_model = load_language_model(path, attention)
+    kernel = choose_kernel(config.learner.attention, device, dtype)
+    language_model = load_language_model(path, longest=config.data.max_prompt_tokens + config.sampling.max_tokens)
+    attention.install(language_model, kernel)
     if not trainable:
         language_model.requires_grad_(False)
     elif config.model.lora.rank:
@@ -53,38 +56,75 @@ def build_model(
     scorer = TokenScorer(
         language_model,
         temperature=config.sampling.temperature,
-        has_varlen_kernel=attention == "flash_attention_2",
+        has_critic=trainable and config.algorithm.advantage == CRITIC,
     )
+    layers = _layers(language_model, path)
+    if config.learner.compile:
+        for layer in layers:  # one program for all layers; attention stays outside it
+            layer.compile(dynamic=True)
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
-    _shard(scorer, _layers(language_model, path), dtype, mesh, CPUOffloadPolicy() if offload else OffloadPolicy())
+    _shard(scorer, layers, dtype, mesh, CPUOffloadPolicy() if offload else OffloadPolicy())
     return scorer
 
 
-def choose_attention(wish: str, device: torch.device, dtype: torch.dtype) -> str:
-    """`sdpa` or `flash_attention_2`. Raises ConfigError if the wish cannot be met."""
-    is_installed = importlib.util.find_spec("flash_attn") is not None
-    can_flash = is_installed and device.type == "cuda" and dtype == torch.bfloat16
-    if wish == "flash_attention_2" and not can_flash:
-        reason = "flash_attn is not installed" if not is_installed else f"{device} with {dtype} cannot run it"
-        raise ConfigError(f"learner.attention is flash_attention_2, but {reason}; use auto or sdpa")
-    return "flash_attention_2" if can_flash and wish != "sdpa" else "sdpa"
+def choose_kernel(wish: str, device: torch.device, dtype: torch.dtype) -> str:
+    """A name in `attention.KERNELS`. Raises ConfigError if the wish cannot be met."""
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    fits = device.type == "cuda" and dtype == torch.bfloat16
+    if device.type == "cpu" and wish in ("auto", "sdpa"):
+        return "cpu"
+    for name, is_there in (("flash_attention_2", has_flash), ("varlen", has_varlen)):
+        if wish == name and not (fits and is_there):
+            what = "flash_attn" if name == "flash_attention_2" else "torch.nn.attention.varlen"
+            reason = f"{what} is not installed" if not is_there else f"{device} with {dtype} cannot run it"
+            raise ConfigError(f"learner.attention is {wish}, but {reason}; use auto or sdpa")
+        if fits and is_there and wish in ("auto", name):
+            return name
+    return "sdpa"
 
 
-def load_language_model(path: str, attention: str) -> PreTrainedModel:
-    """The model in float32 on the CPU, in evaluation mode. Raises ConfigError."""
+def load_language_model(path: str, *, longest: int) -> PreTrainedModel:
+    """The model in float32 on the CPU, in evaluation mode, for sequences of up to `longest` tokens.
+
+    Raises ConfigError.
+    """
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.path ({path}) cannot be loaded as a causal language model: {error}") from error
+    _refuse_what_differs(model, path, longest)
     for field in LOGIT_TRANSFORMS:
         if getattr(model.config, field, None) not in (None, 1, 1.0):
             raise ConfigError(f"model.path ({path}) sets {field}, which the learner's log-probs do not apply")
-    if get_checkpoint_conversion_mapping(model.config.model_type):
+    try:
+        disk_tensors(model)
+    except ValueError as error:
         raise ConfigError(
-            f"model.path ({path}) is a {model.config.model_type}, whose tensors are named and shaped otherwise in "
-            "memory than on disk; only models without such a conversion can be published"
-        )
+            f"model.path ({path}) is a {model.config.model_type}, which can be trained but not published: {error}"
+        ) from error
     return model.eval()
+
+
+def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> None:
+    """Raise ConfigError for a model whose attention or head is not what ours computes."""
+    settings = model.config
+    window = getattr(settings, "sliding_window", None)
+    kinds = getattr(settings, "layer_types", None) or ["sliding_attention"]
+    slides = getattr(settings, "use_sliding_window", True) and "sliding_attention" in kinds
+    if window is not None and slides and window < longest:
+        raise ConfigError(
+            f"model.path ({path}) attends to {window} tokens in some layers, but prompt and answer may have "
+            f"{longest} (data.max_prompt_tokens + sampling.max_tokens), and the learner has no sliding window"
+        )
+    if getattr(settings, "attn_logit_softcapping", None) or any(
+        n.endswith(".sinks") for n, _ in model.named_parameters()
+    ):
+        raise ConfigError(
+            f"model.path ({path}) is a {settings.model_type}, whose attention the learner does not compute"
+        )
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"model.path ({path}) has a head with a bias, which the learner does not compute")
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreTrainedModel:
@@ -96,16 +136,24 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreT
     adapters = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
-        target_modules=list(lora.targets) or "all-linear",
+        target_modules=list(lora.targets) or _linear_layers(model),
         lora_dropout=0.0,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            peft.inject_adapter_in_model(adapters, model)
+            # In a plain container peft takes names as they are. Of a transformers model it would translate those of
+            # experts on disk, and adapt the fused experts by swapping parameters that FSDP has sharded.
+            peft.inject_adapter_in_model(adapters, nn.ModuleList([model]))
         except ValueError as error:
             raise ConfigError(f"model.lora.targets ({', '.join(lora.targets)}) fit no layer: {error}") from error
     return model
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of all linear layers but the head; fused experts and routers are none."""
+    head = model.get_output_embeddings()
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
 
 
 @contextlib.contextmanager
@@ -140,19 +188,31 @@ def _shard(
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*layers, scorer):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    for module in scorer.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+    for sharded in _sharded(scorer):
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+
+
+def keep_gathered(scorer: TokenScorer, keep: bool) -> None:
+    """Whether gathered weights stay from one micro-batch to the next, and gradients are only reduced at the end.
+
+    Saves gathering and reducing for each micro-batch, for the memory of one whole copy of weights and gradients. With
+    one rank that copy is there anyway.
+    """
+    for module in _sharded(scorer):
+        module.set_reshard_after_forward(not keep, recurse=False)
+        module.set_reshard_after_backward(not keep, recurse=False)
+        module.set_requires_gradient_sync(not keep, recurse=False)
 
 
 def reshard(scorer: TokenScorer) -> None:
-    """Drop gathered weights after a forward pass that has no backward.
+    """Drop gathered weights: the next forward pass gathers those that the optimizer made."""
+    for module in _sharded(scorer):
+        module.reshard()
 
-    FSDP keeps those of the root for a backward that is expected next; the optimizer would step without them changing.
-    """
-    assert isinstance(scorer, FSDPModule)
-    scorer.reshard()
+
+def _sharded(scorer: TokenScorer) -> list[FSDPModule]:
+    return [module for module in scorer.modules() if isinstance(module, FSDPModule)]
 
 
 def _train_without_dropout(model: nn.Module) -> None:

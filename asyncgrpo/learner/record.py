@@ -44,6 +44,7 @@ class Recorder:
         self.totals: dict[str, float] = {}
         """Counters of the run, those before a resume included."""
         self._before: dict[str, float] = {}
+        self._left: dict[str, Any] = {}
 
     def resume(self, step: int, totals: dict[str, float]) -> None:
         """Go on after `step`: later events are forgotten, counters go on from `totals`."""
@@ -89,6 +90,15 @@ class Recorder:
         for name in publication.dropped:
             self.events.write("restart", actor=name, reason="left out of the weight group: it did not answer")
 
+    def no_more(self, counters: dict[str, float]) -> None:
+        """There is no further batch. Groups may have left untrained since the last one; the `end` event will say so."""
+        counted = self._count(counters)
+        self._left = {name: counted[name] for name in ("dropped", "filtered") if counted[name]}
+
+    def end(self, status: str, step: int) -> None:
+        """The run is over."""
+        self.events.write("end", status=status, step=step, **self._left)
+
     def evaluation(self, result: EvalResult) -> None:
         """An evaluation that ended."""
         fields: dict[str, Any] = {
@@ -126,27 +136,29 @@ class Recorder:
         self._samples.write(step, rows)
 
     def _count(self, counters: dict[str, float]) -> dict[str, Any]:
-        """Totals of the run, and groups that left untrained since the step before."""
+        """Totals of the run, and groups that left untrained since the last count."""
         prompts_done = counters.get("prompts_done", 0.0)  # the buffer counts these over all starts by itself
         totals = Counter(self._before)
         totals.update({name: count for name, count in counters.items() if name != "prompts_done"})
-        dropped = {
-            reason.removeprefix("groups_dropped_"): int(count - self.totals.get(reason, 0.0))
-            for reason, count in totals.items()
-            if reason.startswith("groups_dropped_")
-        }
+
+        def since_before(prefix: str) -> dict[str, int]:
+            names = [name for name in totals if name.startswith(prefix)]
+            new = {name.removeprefix(prefix): int(totals[name] - self.totals.get(name, 0.0)) for name in names}
+            return {name: count for name, count in new.items() if count}
+
+        left = {"dropped": since_before("groups_dropped_"), "filtered": since_before("filtered_")}
         self.totals = dict(totals)
         return {
             "tokens_generated": int(totals["tokens_generated"]),
             "tokens_dropped": int(totals["tokens_stale"]),
+            "tokens_filtered": int(totals["tokens_filtered"]),
             "prompts_done": int(prompts_done),
-            "dropped": {reason: count for reason, count in dropped.items() if count},
-        }
+        } | left
 
 
 def step_fields(groups: list[Group], version: WeightVersion, report: StepReport) -> dict[str, Any]:
     """What a `step` event says of a batch and of its step (`recording/events.py` lists the fields)."""
-    rollouts = [r for g in groups for r in g.rollouts]
+    rollouts = [r for g in groups for r in g.rollouts if r.completion.index < report.group_size]
     rewards = np.array([r.score.value for r in rollouts if r.score.value is not None], dtype=np.float64)
     lengths = [len(r.completion.token_ids) for r in rollouts]
     lags = Counter(lag_of(g, version) for g in groups)
@@ -167,6 +179,8 @@ def step_fields(groups: list[Group], version: WeightVersion, report: StepReport)
         "lags": {str(lag): count for lag, count in sorted(lags.items())},
         "answers": len(rollouts),
         "zero_signal_groups": report.zero_signal_groups,
+        "value_loss": report.value_loss,
+        "diagnostics": report.diagnostics,
         "skipped": report.skipped,
         "answer_length_mean": float(np.mean(lengths)),
         "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),

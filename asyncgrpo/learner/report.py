@@ -1,43 +1,66 @@
 """What one step says of itself, and how long its phases took."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from asyncgrpo.algorithms.diagnostics import effective_sample_share
-from asyncgrpo.learner.batching import AnswerKey, StepBatch
+from asyncgrpo.algorithms.diagnostics import Sums, lag_report, merge, ratio_report, shares, update_report
+from asyncgrpo.learner.batching import StepBatch
+
+AnswerKey = tuple[str, int]
+"""group_id, and the index of the answer in its group."""
+
+
+class Update(NamedTuple):
+    """One call of the optimizer, made or not."""
+
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    """Learning rate of this update (of the one that would have been, if skipped)."""
+    skipped: str | None
+    """Why the weights were left as they were; None: they were changed."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, over all ranks. Means are over the trained tokens of the step; log-probs in nats."""
+    """One step, over all its updates and all ranks. Means are over the trained tokens; log-probs in nats."""
 
     skipped: str | None
-    """Why the weights were left as they were; None: they were changed."""
+    """Why the last update that was skipped was; None: all were made."""
     loss: float
-    """Value of the objective that was minimised: surrogate, KL and entropy."""
+    """Value of the objective that was minimised: surrogate, penalties and entropy; mean over the updates."""
     grad_norm: float
-    """Before clipping."""
+    """Before clipping; the largest."""
     lr: float
-    """Learning rate of this step (of the step that would have been, if skipped)."""
+    """Of the last update."""
     entropy: float
     clip_ratio: float
-    """Share of tokens whose gradient the clip took away."""
+    """Share of tokens whose gradient the surrogate's clip took away."""
     importance_mean: float
-    """Mean of proximal / behaviour policy before truncation."""
+    """Mean of proximal / behaviour policy before any correction."""
     importance_capped: float
-    """Share of tokens above the cap."""
+    """Share of tokens above the upper bound of the first importance correction."""
     effective_sample_share: float
     """(Σρ)² / (n Σρ²) of those ratios: 1 when all are equal."""
     kl_reference: float | None
     """Mean estimate of the KL to the reference; None without a reference."""
+    kl_coef: float
+    """Weight of that KL in the next step."""
+    value_loss: float | None
+    """Mean of the critic's loss; None without a critic."""
     logprob_gap_mean: float | None
     """Mean |learner - generator| log-prob on tokens that these very weights sampled: what their kernels disagree by.
     None where there are no such tokens."""
     logprob_gap_max: float | None
+    diagnostics: dict[str, float]
+    """What `algorithms.diagnostics` reports of ratios, updates, rejections and lags, all before anything is rejected."""
+    group_size: int
+    """Answers of a group that are sampled; those from this index on are greedy baselines."""
     tokens_trained: int
     answers: int
     """Answers trained."""
@@ -46,43 +69,59 @@ class StepReport:
     zero_signal_groups: int
     """Groups whose advantages are all exactly 0."""
     advantages: dict[AnswerKey, float]
-    """Of every trained answer, by (group_id, index of the answer)."""
+    """Of every usable answer, by (group_id, index of the answer)."""
     seconds: dict[str, float]
     """By phase: `pack`, `forward_backward`, `optimizer`, `report`."""
 
 
 def build_report(
-    sums: dict[str, float],
-    batch: StepBatch,
+    totals: Sequence[Sums],
+    batches: Sequence[StepBatch],
+    updates: Sequence[Update],
     *,
-    skipped: str | None,
-    grad_norm: float,
-    lr: float,
+    kl_coef: float,
+    group_size: int,
     seconds: dict[str, float],
 ) -> StepReport:
     """Divide the merged sums of `algorithms.diagnostics`, once, and put the rest beside them.
 
-    `sums` has the learner's own `loss` as well, and `kl` only where there is a reference.
+    Args:
+        totals: of each update. They have the learner's own `loss` as well, `kl` only where there is a reference, and
+            `value_loss` only where there is a critic.
+        kl_coef: of the next step.
+        group_size: answers of a group that are sampled.
     """
+    sums = {name: total.item() for name, total in merge(totals).items()}
     tokens, current = max(sums["tokens"], 1.0), sums["gap_tokens"]
+    ratios = ratio_report(sums)
+    cut = shares("bounded", sums) if "bounded_tokens" in sums else {}
+    diagnostics = ratios | update_report(sums) | shares("rejected", sums) | cut | lag_report(sums)
     return StepReport(
-        skipped=skipped,
-        loss=sums["loss"],
-        grad_norm=grad_norm,
-        lr=lr,
+        skipped=next((u.skipped for u in reversed(updates) if u.skipped is not None), None),
+        loss=sums["loss"] / len(updates),
+        grad_norm=max(u.grad_norm for u in updates),
+        lr=updates[-1].lr,
         entropy=sums["entropy"] / tokens,
         clip_ratio=sums["clipped"] / tokens,
-        importance_mean=sums["importance"] / tokens,
-        importance_capped=sums["importance_capped"] / tokens,
-        effective_sample_share=effective_sample_share(sums["importance"], sums["importance_squares"], sums["tokens"]),
+        importance_mean=ratios["ratio_mean"],
+        importance_capped=cut.get("bounded_above", 0.0),
+        effective_sample_share=ratios["ess_token"],
         kl_reference=sums["kl"] / tokens if "kl" in sums else None,
+        kl_coef=kl_coef,
+        value_loss=sums["value_loss"] / len(updates) if "value_loss" in sums else None,
         logprob_gap_mean=sums["gap"] / current if current else None,
         logprob_gap_max=sums["gap_max"] if current else None,
-        tokens_trained=batch.num_tokens,
-        answers=batch.num_answers,
-        answers_unusable=batch.num_unusable,
-        zero_signal_groups=batch.zero_signal_groups,
-        advantages=batch.advantages,
+        diagnostics=diagnostics,
+        group_size=group_size,
+        tokens_trained=sum(batch.num_tokens for batch in batches),
+        answers=sum(batch.num_answers for batch in batches),
+        answers_unusable=sum(batch.answers.num_unusable for batch in batches),
+        zero_signal_groups=sum(batch.zero_signal_groups for batch in batches),
+        advantages={
+            key: advantage
+            for batch in batches
+            for key, advantage in zip(batch.answers.keys, batch.advantages.tolist(), strict=True)
+        },
         seconds=seconds,
     )
 

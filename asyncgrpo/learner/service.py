@@ -91,6 +91,7 @@ class LearnerService:
             taken = self._take()
             if taken.ended is not None:
                 status = "drained" if taken.ended == "draining" else "done"
+                self._recorder.no_more(taken.counters)
                 break
             with self._clock("forward_backward"):
                 self._share(taken)
@@ -140,7 +141,7 @@ class LearnerService:
 
     def _gather_weights(self) -> Iterator[tuple[TensorInfo, Tensor]]:
         self._team.tell(Order(what="gather_weights"))
-        return self._learner.weights()
+        return self._learner.sent.weights()
 
     def _evaluate(self) -> None:
         if self._config.data.eval is not None and self._evaluated != self.step:
@@ -159,6 +160,7 @@ class LearnerService:
             self._recorder.flush()
             path = self._checkpoints.write(state, self._fill)
             seconds = time.monotonic() - started
+        self._inbox.saved(self.step)
         metrics.checkpoint_seconds.observe(seconds)
         metrics.checkpoint_last_success_timestamp_seconds.set_to_current_time()
         self._recorder.events.write("checkpoint", step=self.step, path=str(path), seconds=seconds)
@@ -185,7 +187,7 @@ class LearnerService:
         if status == "done":
             self._export(self._run_dir / "final")
         self._team.tell(Order(what="end"))
-        self._recorder.events.write("end", status=status, step=self.step)
+        self._recorder.end(status, self.step)
         self._recorder.close()
         self._publisher.close()
         self._inbox.finish()
@@ -221,7 +223,7 @@ def follow(learner: Learner, team: Team) -> None:
                 assert isinstance(message, Batch) and order.version is not None
                 learner.step(unpack_batch(message, payload), order.version)
             case "gather_weights":
-                for _ in learner.weights():
+                for _ in learner.sent.weights():
                     pass
             case "save":
                 learner.save(order.folder)

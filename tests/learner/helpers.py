@@ -1,11 +1,18 @@
 """Groups, configurations and a plain transformers forward for the learner's tests."""
 
+import zlib
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 import torch
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from asyncgrpo.config import Config
+from asyncgrpo.learner import head
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.report import StepReport
 from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
 
 VERSION = WeightVersion(7, 3)
@@ -102,3 +109,76 @@ def with_true_logprobs(path, groups: list[Group], *, temperature: float = 1.0) -
 
 def weights(learner) -> dict[str, torch.Tensor]:
     return {info.name: tensor.clone() for info, tensor in learner.weights()}
+
+
+def learner(path, **sections) -> Learner:
+    """One rank, on the CPU."""
+    return Learner(config(path, **sections), rank=0, world=1, device="cpu")
+
+
+class Seen(NamedTuple):
+    """An update as it is about to be made, by the parameter's name; whole tensors."""
+
+    gradient: dict[str, torch.Tensor]
+    """Before it is clipped."""
+    weights: dict[str, torch.Tensor]
+    """Before it."""
+
+
+def watch_updates(learner: Learner) -> list[Seen]:
+    """From now on, every update; in a list that grows."""
+    seen: list[Seen] = []
+    update = learner._update
+
+    def keep(*arguments):
+        named = {n.removeprefix("language_model."): p for n, p in learner.model.named_parameters()}
+        gradient = {n: p.grad.full_tensor().clone() for n, p in named.items() if p.grad is not None}
+        seen.append(Seen(gradient, {n: p.detach().full_tensor().clone() for n, p in named.items()}))
+        return update(*arguments)
+
+    learner._update = keep
+    return seen
+
+
+def step_and_gradient(learner: Learner, groups, version=VERSION) -> tuple[StepReport, dict[str, torch.Tensor]]:
+    """A step's report, and the gradient of its (first) update. The learner steps as well."""
+    update = learner._update
+    seen = watch_updates(learner)
+    report = learner.step(groups, version)
+    learner._update = update
+    return report, seen[0].gradient
+
+
+@torch.no_grad()
+def disturb(learner: Learner, scale: float = 0.03) -> None:
+    """Move every trained weight by seeded noise, the same on any number of ranks: it is no longer the initial model."""
+    for name, parameter in learner.model.named_parameters():
+        if parameter.requires_grad:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = scale * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(distribute_tensor(noise, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
+def assert_same_gradient(found: dict, expected: dict, tolerance: float) -> None:
+    """Relative to the norm of each tensor, or where that is next to nothing, of the whole gradient."""
+    assert found.keys() == expected.keys()
+    whole = torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
+    for name, gradient in expected.items():
+        error = (found[name].double() - gradient.double()).norm()
+        assert error <= tolerance * max(gradient.double().norm(), 1e-3 * whole), name
+
+
+def assert_equal_but_for_rounding(found: dict, expected: dict) -> None:
+    """Float32 sums in another order: no number is off by a millionth of the gradient's norm, no tensor by more of its
+    own than that a few times over."""
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-6 * whole, name
+    assert_same_gradient(found, expected, 1e-5)
+
+
+def cut_head(monkeypatch, block: int, tile: int | None = None) -> None:
+    """Let the head work on blocks of so many logits, and on tiles of two blocks or of `tile` logits."""
+    monkeypatch.setitem(head.BLOCK_LOGITS, "cpu", block)
+    monkeypatch.setitem(head.TILE_LOGITS, "cpu", 2 * block if tile is None else tile)
+    monkeypatch.setattr(head, "FEWEST_ROWS", 1)

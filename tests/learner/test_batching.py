@@ -1,3 +1,5 @@
+"""Micro-batches hold every sampled token once, after exactly the tokens that it was sampled after."""
+
 import itertools
 import math
 from dataclasses import replace
@@ -6,54 +8,109 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.learner.batching import pack, spread
-from asyncgrpo.types import VersionSpan
+from asyncgrpo.learner.answers import Shaping
+from asyncgrpo.learner.batching import pack
+from asyncgrpo.types import VersionSpan, WeightVersion
+from tests.algorithms import oracle_advantages
 from tests.learner.helpers import OLDER, VERSION, make_group, random_groups
 
-GROUPS = random_groups(7, 4)
-COLUMNS = ("token_ids", "position_ids", "mask", "behaviour_logprobs", "advantages", "is_current")
+GROUPS = [
+    *random_groups(7, 4),
+    make_group(7, [1.0, 0.0, None, 0.5], [[], [9], [1, 2], [3, 4, 5]], prompt=(8,)),
+    make_group(8, [1.0, 1.0], [[6, 7], [8]], prompt=range(20)),
+]
+"""With an empty answer, one-token answers, an unusable one, a prompt of one token, and a group without signal."""
 
 
-def packed(groups=GROUPS, *, rank=0, world=1, budget=64, **options):
-    return pack(groups, VERSION, rank=rank, world=world, tokens_per_microbatch=budget, **options)
+def packed(groups=GROUPS, *, rank=0, world=1, budget=64, version=VERSION, **options):
+    return pack(groups, version, rank=rank, world=world, tokens_per_microbatch=budget, **options)
 
 
-def sequences(step):
-    """Every packed sequence of a rank as a tuple of its tokens, each the values of COLUMNS."""
+def changed(group, index, **completion):
+    """`group` with another completion in one of its rollouts."""
+    rollouts = list(group.rollouts)
+    rollouts[index] = replace(rollouts[index], completion=replace(rollouts[index].completion, **completion))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def history(batch, position: int) -> tuple[list[int], list[int]]:
+    """Tokens that the one at `position` of the row attends to, and their positions in their sequence."""
+    for (first, last), bounds in batch.segments.families:
+        for start, end in itertools.pairwise(bounds):
+            if start <= position < end:
+                seen = [*range(first, last), *range(start, position + 1)]
+                return batch.token_ids[seen].tolist(), batch.position_ids[seen].tolist()
+    raise AssertionError("segments cover the row")
+
+
+def read(step) -> dict:
+    """(group_id, index) of every answer in a rank's micro-batches to what is there for each of its tokens."""
+    found = {}
     for batch in (*step.trained, *step.silent):
-        columns = (getattr(batch, name).tolist() for name in COLUMNS)
-        rows = list(zip(*columns, strict=True))
-        for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
-            if any(sampled for _, _, sampled, *_ in rows[start:end]):
-                yield tuple(rows[start:end])
+        bounds = itertools.pairwise(batch.cu_seqlens.tolist())
+        columns = (batch.targets, batch.mask, batch.behaviour_logprobs, batch.advantages, batch.versions)
+        columns = [c.tolist() for c in (*columns, batch.is_current)]
+        for answer, in_group, (start, end) in zip(batch.answers, batch.tokens_in_group, bounds, strict=True):
+            tokens = []
+            for n in range(start, end):
+                seen, positions = history(batch, int(batch.read_at[n]))
+                assert positions == list(range(len(positions)))
+                tokens.append((seen, *(column[n] for column in columns)))
+            key = step.answers.keys[answer]
+            assert key not in found, "no answer is there twice"
+            found[key] = (tokens, int(in_group))
+    return found
 
 
-@pytest.mark.parametrize("padded", [True, False])
+def expected(groups, advantages: dict) -> dict:
+    """The same, written down from the groups."""
+    found = {}
+    for group in groups:
+        in_group = sum(
+            len(r.completion.token_ids) for r in group.rollouts if (group.group_id, r.completion.index) in advantages
+        )
+        for rollout in group.rollouts:
+            completion, key = rollout.completion, (group.group_id, rollout.completion.index)
+            if key not in advantages or not len(completion.token_ids):
+                continue
+            prompt, answer = list(group.prompt.token_ids), completion.token_ids.tolist()
+            version = completion.spans[0].version
+            a = float(np.float32(advantages[key]))
+            tokens = [
+                (prompt + answer[:i], token, True, logprob, a, version.version, version == VERSION)
+                for i, (token, logprob) in enumerate(zip(answer, completion.logprobs.tolist(), strict=True))
+            ]
+            found[key] = (tokens, in_group)
+    return found
+
+
+def by_key(step) -> dict:
+    return dict(zip(step.answers.keys, step.advantages.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("skip_silent", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 40])
 @pytest.mark.parametrize("budget", [1, 30, 64, 100_000])
-def test_every_token_is_trained_once_and_ranks_run_equally_often(world, budget, padded, skip_silent):
-    shares = [
-        packed(rank=rank, world=world, budget=budget, padded=padded, skip_silent=skip_silent) for rank in range(world)
-    ]
-    expected = []
-    for group in GROUPS:
-        for rollout in group.rollouts:
-            completion, prompt = rollout.completion, group.prompt.token_ids
-            advantage = np.float32(shares[0].advantages[group.group_id, completion.index])
-            current = completion.spans[0].version == VERSION
-            rows = [(token, i, False, 0.0, 0.0, False) for i, token in enumerate(prompt)]
-            for i, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-                rows.append((token, len(prompt) + i, True, logprob, advantage, current))
-            expected.append(tuple(rows))
-    assert sorted(s for share in shares for s in sequences(share)) == sorted(expected)
+def test_every_token_is_trained_once_after_its_history_and_ranks_run_equally_often(
+    world, budget, share_prompts, skip_silent
+):
+    options = {"world": world, "budget": budget, "share_prompts": share_prompts, "skip_silent": skip_silent}
+    shares = [packed(rank=rank, **options) for rank in range(world)]
+    first = shares[0]
+    found = [read(share) for share in shares]
+    assert sum(map(len, found)) == len(set().union(*found)), "no two ranks train the same answer"
+    assert {k: v for share in found for k, v in share.items()} == expected(GROUPS, by_key(first))
     assert len({len(share.trained) for share in shares}) == len({len(share.silent) for share in shares}) == 1
-    assert {share.num_tokens for share in shares} == {sum(g.num_tokens for g in GROUPS)}
-    for batch in (b for share in shares for b in share.trained + share.silent):
-        lengths = batch.lengths
-        cost = len(lengths) * lengths.max() if padded else lengths.sum()
-        assert cost <= budget or len(lengths) == 1
-        assert not batch.mask[batch.cu_seqlens[:-1].long()].any()
+    for share in shares:
+        assert by_key(share) == by_key(first), "ranks agree without talking"
+        counts = (share.num_tokens, share.num_answers, share.num_groups, share.zero_signal_groups)
+        assert counts == (sum(g.num_tokens for g in GROUPS) - 2, 7 * 4 + 3 + 2, 9, first.zero_signal_groups)
+        for batch in (*share.trained, *share.silent):
+            assert len(batch.token_ids) <= budget or len(batch.answers) <= 1
+            assert batch.segments.queries[-1] == len(batch.token_ids) == len(batch.position_ids)
+        silent = {k: v for batch in share.silent for k, v in read(replace(share, trained=(batch,), silent=())).items()}
+        assert all(by_key(first)[key] == 0 for key in silent) and (skip_silent or not silent)
 
 
 def test_the_plan_is_the_same_every_time():
@@ -61,64 +118,162 @@ def test_the_plan_is_the_same_every_time():
     assert [b.token_ids.tolist() for b in first.trained] == [b.token_ids.tolist() for b in second.trained]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_get_about_equal_work(world):
-    lengths = np.random.default_rng(0).integers(10, 200, 300).tolist()
-    bins = spread(lengths, world, 4096, padded=True)
-    areas = [[len(b) * max(lengths[i] for i in b) for b in rank] for rank in bins]
-    for same_turn in zip(*areas, strict=True):
-        assert max(same_turn) <= 4096 and min(same_turn) > 0.7 * max(same_turn)
-    assert sum(map(sum, areas)) < 1.15 * sum(lengths), "rectangles of sorted sequences waste little"
+def test_a_shared_prompt_is_run_once_and_the_last_token_of_an_answer_never():
+    group = make_group(0, [1.0, 0.0, 0.5], [[1], [2, 3], [4, 5, 6]], prompt=(7, 8))
+    (batch,) = packed([group]).trained
+    assert sorted(batch.token_ids.tolist()) == [2, 4, 5, 7, 8]
+    assert batch.token_ids[:2].tolist() == [7, 8] and batch.position_ids.tolist()[:2] == [0, 1]
+    (batch,) = packed([group], share_prompts=False).trained
+    assert sorted(batch.token_ids.tolist()) == [2, 4, 5, *[7] * 3, *[8] * 3]
+    assert batch.segments.key_positions is None, "nothing is shared, so keys are the row itself"
+    alone = make_group(1, [1.0], [[1, 2]], prompt=(7, 8))
+    assert packed([alone]).trained[0].segments.key_positions is None, "nor by an answer that is alone"
 
 
-def test_there_are_no_more_microbatches_than_the_budget_needs():
-    bins = spread([10] * 32, 2, 80, padded=True)
-    assert [[len(b) for b in rank] for rank in bins] == [[8, 8], [8, 8]]
+def test_each_answer_has_its_own_advantage_however_many_tokens_there_are():
+    """As many tokens as answers, in another order: nothing may take the one for the other."""
+    group = make_group(0, [1.0, 0.0, 0.25], [[1], [2, 3], []])
+    step = packed([group])
+    assert read(step) == expected([group], by_key(step))
+    group = make_group(0, [1.0, 0.0, 0.25, 0.5], [[1], [2], [3], [4]])
+    for rank in range(2):
+        step = packed([group], rank=rank, world=2, budget=6)
+        assert read(step).items() <= expected([group], by_key(step)).items()
+
+
+def test_advantages_are_the_estimators_and_know_their_answers():
+    step = packed(advantage="rloo")
+    rewards = [r.score.value for g in GROUPS for r in g.rollouts if r.score.value is not None]
+    groups = [g.order for g in GROUPS for r in g.rollouts if r.score.value is not None]
+    keys = tuple((g.group_id, r.completion.index) for g in GROUPS for r in g.rollouts if r.score.value is not None)
+    assert step.answers.keys == keys and step.advantages.shape == (len(keys),)
+    assert step.advantages.dtype == torch.float64
+    values = oracle_advantages.estimate("rloo", rewards, groups, [1] * len(rewards), rewards)
+    assert step.advantages.tolist() == pytest.approx(values, abs=1e-12)
+    assert (packed(advantage="gae").advantages == 0).all(), "a critic's are not known yet"
 
 
 def test_answers_without_score_or_aborted_or_without_logprobs_are_left_out_and_counted():
     group = make_group(0, [1.0, None, 0.0, 1.0, 1.0], [[1], [2], [3], [4], [5]])
-    aborted, broken = group.rollouts[3], group.rollouts[4]
-    rollouts = [*group.rollouts[:3]]
-    for rollout, change in ((aborted, {"finish_reason": "abort"}), (broken, {"logprobs": np.float32([math.nan])})):
-        rollouts.append(replace(rollout, completion=replace(rollout.completion, **change)))
-    step = packed([replace(group, rollouts=tuple(rollouts))])
-    assert (step.num_answers, step.num_unusable, step.num_tokens) == (2, 3, 2)
-    assert step.advantages.keys() == {("g0", 0), ("g0", 2)}
-    assert step.advantages["g0", 0] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
-    assert sorted(t for s in sequences(step) for t, *_ in s if t not in (5, 6, 7)) == [1, 3]
+    group = changed(changed(group, 3, finish_reason="abort"), 4, logprobs=np.float32([math.nan]))
+    step = packed([group])
+    assert (step.num_answers, step.answers.num_unusable, step.num_tokens) == (2, 3, 2)
+    assert by_key(step).keys() == {("g0", 0), ("g0", 2)}
+    assert by_key(step)["g0", 0] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
+    assert sorted(t for batch in step.trained for t in batch.targets.tolist()) == [1, 3]
 
 
 def test_an_empty_answer_takes_part_in_the_statistics_but_has_nothing_to_train():
     step = packed([make_group(0, [1.0, 0.0], [[], [9, 9]])])
-    assert (step.num_answers, step.num_tokens, len(list(sequences(step)))) == (2, 2, 1)
-    assert step.advantages["g0", 0] > 0
+    assert (step.num_answers, step.num_tokens) == (2, 2)
+    assert by_key(step)["g0", 0] > 0 and read(step).keys() == {("g0", 1)}
+    only = packed([make_group(0, [1.0, 0.0], [[], []])])
+    assert (only.num_answers, only.num_tokens, only.num_groups, only.zero_signal_groups) == (2, 0, 0, 0)
+    assert [len(batch.targets) for batch in only.trained] == [0]
 
 
 def test_groups_without_signal_are_counted_and_can_be_set_apart():
     groups = [make_group(0, [1.0, 1.0], [[1], [2]]), make_group(1, [1.0, 0.0], [[3], [4]]), make_group(2, [1.0], [[5]])]
+    groups.append(make_group(3, [None, None], [[1], [2]]))
     step = packed(groups, skip_silent=True)
-    assert step.zero_signal_groups == 2
+    assert step.zero_signal_groups == 3
     assert [b.mask.sum().item() for b in step.trained] == [2] and sum(b.mask.sum().item() for b in step.silent) == 3
     assert not packed(groups).silent
 
 
-def test_a_step_without_answers_still_has_one_empty_microbatch_for_every_rank():
+@pytest.mark.parametrize("groups", [[], [make_group(0, [None, None], [[1], [2]])]])
+def test_a_step_without_answers_still_has_one_empty_microbatch_for_every_rank(groups):
     for rank in range(2):
-        step = packed([], rank=rank, world=2)
-        assert len(step.trained) == 1 and not step.trained[0].mask.any() and step.num_tokens == 0
+        step = packed(groups, rank=rank, world=2)
+        assert len(step.trained) == 1 and step.num_tokens == step.num_answers == step.num_groups == 0
+        (batch,) = step.trained
+        assert len(batch.token_ids) == 1, "a model can run it"
+        assert batch.mask.shape == batch.targets.shape == batch.advantages.shape == batch.versions.shape == (0,)
 
 
-def test_each_token_knows_whether_the_present_weights_sampled_all_of_its_answer():
+def test_each_token_knows_whose_weights_sampled_it():
     group = make_group(0, [1.0, 0.0], [[1, 2, 3], [4, 5]])
-    first, second = group.rollouts
-    spans = (VersionSpan(OLDER, 0, 2), VersionSpan(VERSION, 2, 3))
-    mixed = replace(group, rollouts=(replace(first, completion=replace(first.completion, spans=spans)), second))
-    current = {t: c for s in sequences(packed([mixed])) for t, _, sampled, _, _, c in s if sampled}
-    assert current == {1: False, 2: False, 3: False, 4: True, 5: True}
+    mixed = changed(group, 0, spans=(VersionSpan(OLDER, 0, 2), VersionSpan(VERSION, 2, 3)))
+    (batch,) = packed([mixed]).trained
+    columns = (batch.targets.tolist(), batch.versions.tolist(), batch.is_current.tolist())
+    seen = {token: rest for token, *rest in zip(*columns, strict=True)}
+    assert seen == {1: [2, False], 2: [2, False], 3: [3, False], 4: [3, True], 5: [3, True]}
+    elsewhere = packed([mixed], version=WeightVersion(VERSION.lineage + 1, VERSION.version))
+    assert not elsewhere.trained[0].is_current.any(), "the same number of another lineage is another version"
+
+
+def cut_at(limit: int):
+    """Two groups, some of whose answers were cut at `limit` tokens."""
+    group = make_group(0, [1.0, 0.0, 0.5], [[1] * limit, [2, 3], [4] * limit], prompt=(5,))
+    group = changed(changed(group, 0, finish_reason="length"), 2, finish_reason="length")
+    return [group, make_group(1, [1.0, 0.0], [[6], [7]])]
+
+
+def test_answers_that_were_cut_can_be_compared_with_and_not_trained():
+    step = packed(cut_at(4), shaping=Shaping(truncated="mask"))
+    kept = packed(cut_at(4))
+    assert by_key(step) == by_key(kept), "they count in the statistics"
+    assert (step.num_tokens, step.num_answers, step.num_groups) == (4, 3, 2)
+    assert (kept.num_tokens, kept.num_answers) == (12, 5)
+    tokens = {key: [m for _, _, m, *_ in rows] for key, (rows, _) in read(step).items()}
+    assert tokens == {("g0", 0): [False] * 4, ("g0", 1): [True] * 2, ("g0", 2): [False] * 4} | {
+        ("g1", i): [True] for i in range(2)
+    }
+    assert {in_group for key, (_, in_group) in read(step).items() if key[0] == "g0"} == {2}
+    all_cut = changed(cut_at(4)[0], 1, finish_reason="length")
+    nothing = packed([all_cut], shaping=Shaping("mask"))
+    assert (nothing.num_tokens, nothing.num_answers, nothing.num_groups) == (0, 0, 0)
+
+
+def test_answers_that_were_cut_can_be_worth_nothing():
+    step = packed(cut_at(4), shaping=Shaping(truncated="zero"))
+    assert step.answers.rewards.tolist() == [0, 0, 0, 1, 0]
+    assert step.zero_signal_groups == 1 and step.num_tokens == 12
+
+
+def test_long_answers_lose_reward_over_the_overlong_buffer():
+    group = make_group(0, [1.0, 1.0, 1.0, 1.0], [[1] * n for n in (4, 6, 8, 11)])
+    step = packed([group], shaping=Shaping("keep", longest=10, overlong_buffer=5, overlong_factor=0.5))
+    assert step.answers.rewards.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5])
+    expected = oracle_advantages.estimate("grpo", [1.0, 0.9, 0.7, 0.5], [0] * 4, [4, 6, 8, 11], [math.nan] * 4)
+    assert step.advantages.tolist() == pytest.approx(expected)
+    assert packed([group]).zero_signal_groups == 1
+
+
+def test_greedy_answers_are_baselines_and_nothing_else():
+    first = make_group(0, [1.0, 0.0, 0.25], [[1], [2, 2], [3, 3, 3]])
+    second = make_group(1, [1.0, 0.0, None], [[4], [5], [6]])
+    step = packed([first, second], group_size=2, advantage="remax")
+    assert step.answers.keys == (("g0", 0), ("g0", 1), ("g1", 0), ("g1", 1))
+    assert step.advantages.tolist() == [0.75, -0.25, 0.0, 0.0], "without a baseline nothing is learned"
+    assert (step.num_tokens, step.num_answers, step.answers.num_unusable) == (5, 4, 0)
+    assert not any({3, 6} & set(batch.targets.tolist()) for batch in step.trained)
+    plain = packed([first, second], group_size=2, advantage="dr_grpo")
+    assert plain.advantages.tolist() == [0.5, -0.5, 0.5, -0.5], "nor do they take part in a group's statistics"
+    baselines = plain.answers.baseline_rewards
+    assert baselines[:2].tolist() == [0.25, 0.25] and baselines[2:].isnan().all()
+
+
+def test_a_step_with_other_advantages_differs_in_nothing_else():
+    step = packed(budget=40)
+    of_tokens = [torch.randn(batch.mask.shape, dtype=torch.float64) for batch in step.trained]
+    other = step.with_advantages(-step.advantages, of_tokens)
+    assert torch.equal(other.advantages, -step.advantages) and other.answers is step.answers
+    for before, after, given in zip(step.trained, other.trained, of_tokens, strict=True):
+        assert torch.equal(after.advantages, given.float()) and torch.equal(after.targets, before.targets)
+    assert replace(other, trained=step.trained, advantages=step.advantages) == step
 
 
 def test_moving_a_batch_keeps_every_field():
-    batch = packed().trained[0]
-    moved = batch.to(torch.device("cpu"))
-    assert all(torch.equal(getattr(moved, name), getattr(batch, name)) for name in batch.__dataclass_fields__)
+    for share_prompts in (True, False):
+        batch = packed(share_prompts=share_prompts).trained[0]
+        moved = batch.to(torch.device("cpu"))
+        for name in set(batch.__dataclass_fields__) - {"segments"}:
+            assert torch.equal(getattr(moved, name), getattr(batch, name))
+        assert moved.segments.families == batch.segments.families
+        assert torch.equal(moved.segments.queries, batch.segments.queries)
+        away = batch.to(torch.device("meta"))
+        tensors = [getattr(away, name) for name in set(batch.__dataclass_fields__) - {"segments"}]
+        tensors += [away.segments.queries, away.segments.keys]
+        tensors += [away.segments.key_positions] if share_prompts else []
+        assert all(tensor.is_meta for tensor in tensors), "nothing stays behind"

@@ -7,8 +7,7 @@ import torch
 
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner import exporting
-from asyncgrpo.learner.learner import Learner
-from tests.learner.helpers import VERSION, config, load, plain_logprobs, random_groups, weights, with_true_logprobs
+from tests.learner.helpers import VERSION, learner, load, plain_logprobs, random_groups, weights, with_true_logprobs
 from tests.models import make_tiny_llama, make_tiny_qwen3
 
 GROUPS, MORE = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
@@ -17,10 +16,6 @@ GROUPS, MORE = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
-
-
-def learner(path, **sections) -> Learner:
-    return Learner(config(path, **sections), rank=0, world=1, device="cpu")
 
 
 def test_a_resumed_learner_takes_the_same_next_step_bit_for_bit(path, tmp_path):
@@ -112,3 +107,47 @@ def test_an_export_that_cannot_be_written_is_an_error(path, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot be written"):
         learner(path).export(str(tmp_path / "file"))
+
+
+# --- a critic's value head
+
+CRITIC = {"algorithm": {"advantage": "gae"}, "learner": {"lr": 1e-3}}
+
+
+def value_head(learner) -> list[torch.Tensor]:
+    return [p.full_tensor().clone() for p in learner.model.value_head.parameters()]
+
+
+def test_a_value_head_is_trained_at_its_own_rate(path):
+    ours = learner(path, algorithm={"advantage": "gae", "critic": {"lr_scale": 30.0}}, learner={"lr": 1e-4})
+    before = weights(ours)
+    ours.step(GROUPS, VERSION)
+    # AdamW's first step is the learning rate, whatever the gradient is.
+    assert value_head(ours)[0].abs().median().item() == pytest.approx(30 * 1e-4, rel=0.01)
+    moved = weights(ours)["model.layers.0.mlp.up_proj.weight"] - before["model.layers.0.mlp.up_proj.weight"]
+    assert moved.abs().median().item() == pytest.approx(1e-4, rel=0.05)
+
+
+def test_a_value_head_is_neither_published_nor_exported(path, tmp_path):
+    ours = learner(path, **CRITIC)
+    ours.step(GROUPS, VERSION)
+    names = load(path).state_dict().keys()
+    assert {info.name for info in ours.layout()} == names == weights(ours).keys()
+    ours.export(str(tmp_path))
+    exported = load(tmp_path).state_dict()
+    assert exported.keys() == names and all(exported[n].equal(t) for n, t in weights(ours).items())
+
+
+def test_a_value_head_is_in_the_checkpoint(path, tmp_path):
+    first, resumed = learner(path, **CRITIC), learner(path, **CRITIC)
+    first.step(GROUPS, VERSION)
+    first.save(str(tmp_path / "critic"))
+    resumed.load(str(tmp_path / "critic"))
+    assert all(t.any() for t in value_head(first))
+    assert all(ours.equal(theirs) for ours, theirs in zip(value_head(resumed), value_head(first), strict=True))
+    ours, theirs = resumed.step(MORE, VERSION), first.step(MORE, VERSION)
+    assert (ours.loss, ours.value_loss, ours.grad_norm) == (theirs.loss, theirs.value_loss, theirs.grad_norm)
+    assert all(ours.equal(theirs) for ours, theirs in zip(value_head(resumed), value_head(first), strict=True))
+    learner(path).save(str(tmp_path / "plain"))
+    with pytest.raises(CheckpointError, match=r"does not fit .*value_head"):
+        resumed.load(str(tmp_path / "plain"))

@@ -1,22 +1,27 @@
 """One rank: what a step reports, and what it does to the weights."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner.learner import Learner, learning_rate
-from tests.algorithms import oracle
+from asyncgrpo.learner.learner import learning_rate
+from tests.algorithms import oracle_advantages
 from tests.learner.helpers import (
     OLDER,
     VERSION,
+    assert_same_gradient,
     config,
+    disturb,
+    learner,
     load,
     make_group,
     plain_logprobs,
     random_groups,
+    step_and_gradient,
     weights,
     with_true_logprobs,
 )
@@ -30,99 +35,12 @@ def path(tmp_path_factory):
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
-def learner(path, **sections) -> Learner:
-    return Learner(config(path, **sections), rank=0, world=1, device="cpu")
-
-
-def step_and_gradient(learner, groups, version=VERSION):
-    """A step's report, and the gradient it used, by name. The learner steps as well."""
-    seen = {}
-    update = learner._update
-
-    def keep_gradients(lr):
-        for name, p in learner.model.language_model.named_parameters():
-            seen[name] = p.grad.full_tensor().clone()
-        return update(lr)
-
-    learner._update = keep_gradients
-    return learner.step(groups, version), seen
-
-
-def reference_loss(model, groups, *, kl_coef=0.0, entropy_coef=0.0, scale="group_std", anchor="proximal", initial=None):
-    """The step's loss, differentiable, one answer at a time and straight from the papers."""
-    total, tokens = 0.0, sum(g.num_tokens for g in groups)
-    for group in groups:
-        rewards = [r.score.value for r in group.rollouts]
-        for advantage, rollout in zip(
-            oracle.advantages(rewards, [0] * len(rewards), scale=scale), group.rollouts, strict=True
-        ):
-            prompt, answer = group.prompt.token_ids, torch.from_numpy(rollout.completion.token_ids).long()
-            ids = torch.cat([torch.tensor(prompt), answer])[None]
-            rows = slice(len(prompt) - 1, ids.shape[1] - 1)
-            logits = model(ids).logits[0, rows].log_softmax(-1)
-            policy = logits.gather(-1, answer[:, None]).squeeze(-1)
-            behaviour = torch.from_numpy(rollout.completion.logprobs)
-            if anchor == "proximal":
-                ratio, weight = (policy - policy.detach()).exp(), (policy.detach() - behaviour).exp().clip(max=2.0)
-            else:
-                ratio, weight = (policy - behaviour).exp(), 1.0
-            loss = -(weight * torch.minimum(ratio * advantage, ratio.clip(0.8, 1.28) * advantage)).sum()
-            if kl_coef:
-                with torch.no_grad():
-                    reference = initial(ids).logits[0, rows].log_softmax(-1).gather(-1, answer[:, None]).squeeze(-1)
-                loss = loss + kl_coef * (torch.exp(reference - policy) - 1 + policy - reference).sum()
-            if entropy_coef:
-                loss = loss + entropy_coef * (logits.exp() * logits).sum()
-            total = total + loss / tokens
-    return total
-
-
-CASES = {
-    "grpo": ({}, {}),
-    "behaviour anchor": ({"anchor": "behaviour"}, {"anchor": "behaviour"}),
-    "dr_grpo": ({"advantage": "dr_grpo"}, {"scale": "none"}),
-    "entropy and kl": ({"kl_coef": 0.1, "entropy_coef": 0.01}, {"kl_coef": 0.1, "entropy_coef": 0.01}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradient_are_the_papers(path, case):
-    algorithm, options = CASES[case]
-    ours = learner(path, algorithm=algorithm)
-    ours.step(random_groups(2, 4, seed=9), VERSION)  # leave the initial model, so that the KL is not zero
-    model = load(path)
-    model.load_state_dict(weights(ours), strict=True)
-    report, gradients = step_and_gradient(ours, GROUPS)
-    loss = reference_loss(model, GROUPS, initial=load(path), **options)
-    loss.backward()
-    assert report.loss == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=2e-5, msg=name)
-    if options.get("kl_coef"):
-        assert report.kl_reference > 0
-
-
-@pytest.mark.parametrize("budget", [1, 50])
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum-norm"])
-def test_the_split_into_microbatches_changes_nothing(path, budget, aggregation):
-    options = {"aggregation": aggregation, "kl_coef": 0.01}
-    whole, split = (
-        learner(path, algorithm=options, learner={"tokens_per_microbatch": tokens, "lr": 1e-3})
-        for tokens in (10_000, budget)
-    )
-    (first, expected), (second, gradients) = step_and_gradient(whole, GROUPS), step_and_gradient(split, GROUPS)
-    for name in expected:
-        torch.testing.assert_close(gradients[name], expected[name], rtol=1e-4, atol=1e-6)
-    for field in ("loss", "grad_norm", "entropy", "importance_mean", "kl_reference", "logprob_gap_max"):
-        assert getattr(second, field) == pytest.approx(getattr(first, field), rel=1e-5, abs=1e-7), field
-
-
-def test_setting_silent_answers_apart_changes_nothing(path):
+def test_setting_silent_answers_apart_changes_nothing(path, monkeypatch):
     """Forward-only micro-batches count in the report and contribute the zero gradient that they have."""
     groups = [*GROUPS, make_group(9, [1.0, 1.0], [[1, 2], [3]]), make_group(10, [0.0, 0.0], [[4], [5, 6, 7]])]
-    apart, (together) = learner(path), learner(path)
+    apart, together = learner(path), learner(path)
     pack = together._pack
-    together._pack = lambda groups, version: _all_trained(pack(groups, version))
+    monkeypatch.setattr(together, "_pack", lambda groups, version: _all_trained(pack(groups, version)))
     (first, gradients), (second, expected) = step_and_gradient(apart, groups), step_and_gradient(together, groups)
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], rtol=1e-4, atol=1e-6)
@@ -132,15 +50,13 @@ def test_setting_silent_answers_apart_changes_nothing(path):
 
 
 def _all_trained(batch):
-    from dataclasses import replace
-
     assert batch.silent
     return replace(batch, trained=batch.trained + batch.silent, silent=())
 
 
 def test_constant_groups_have_no_gradient(path):
     groups = [make_group(i, [0.98] * 15, [[i + 1, j + 1] for j in range(15)]) for i in range(2)]
-    report, gradients = step_and_gradient(learner(path), groups)
+    report, gradients = step_and_gradient(learner(path, algorithm={"group_size": 15}), groups)
     assert report.grad_norm == 0.0 and report.zero_signal_groups == 2 and report.skipped is None
     assert all((g == 0).all() for g in gradients.values())
     assert report.tokens_trained == 60 and set(report.advantages.values()) == {0.0}
@@ -206,15 +122,6 @@ def test_the_learning_rate_warms_up_and_stays(path):
     assert learner(path, learner={"warmup_steps": 1, "lr": 0.2}).step(GROUPS, VERSION).lr == pytest.approx(0.1)
 
 
-def test_recomputing_activations_changes_nothing(path):
-    (_, expected), (_, gradients) = (
-        step_and_gradient(learner(path, learner={"activation_checkpointing": flag, "lr": 1e-3}), GROUPS)
-        for flag in (False, True)
-    )
-    for name in expected:
-        torch.testing.assert_close(gradients[name], expected[name], rtol=1e-5, atol=1e-7)
-
-
 def test_bfloat16_keeps_float32_masters(path):
     ours = learner(path, model={"path": str(path), "dtype": "bfloat16"}, learner={"lr": 1e-6})
     report = ours.step(GROUPS, VERSION)
@@ -237,5 +144,125 @@ def test_the_report_knows_every_advantage(path):
     report = learner(path).step(GROUPS, VERSION)
     assert report.advantages.keys() == {(g.group_id, i) for g in GROUPS for i in range(4)}
     for group in GROUPS:
-        expected = oracle.advantages([r.score.value for r in group.rollouts], [0] * 4, scale="group_std")
+        rewards = [r.score.value for r in group.rollouts]
+        expected = oracle_advantages.estimate("grpo", rewards, [0] * 4, [1] * 4, rewards)
         assert np.allclose([report.advantages[group.group_id, i] for i in range(4)], expected, atol=1e-12)
+
+
+def test_diagnostics_are_of_the_ratios_to_the_generator(path):
+    """Behaviour log-probs that are all off by the same amount: every number is known."""
+    groups = with_true_logprobs(path, GROUPS)
+    shifted = [
+        make_group(
+            g.order,
+            [r.score.value for r in g.rollouts],
+            [r.completion.token_ids for r in g.rollouts],
+            prompt=g.prompt.token_ids,
+            logprobs=[r.completion.logprobs + 0.25 for r in g.rollouts],
+            version=OLDER,
+        )
+        for g in groups
+    ]
+    report = learner(path, algorithm={"corrections": ({"high": 0.5}, {"action": "reject", "high": 0.7})}).step(
+        shifted, VERSION
+    )
+    found = report.diagnostics
+    assert found["kl_k1"] == pytest.approx(0.25, abs=1e-4) and found["m2"] == pytest.approx(0.0625, abs=1e-4)
+    assert found["ratio_mean"] == report.importance_mean == pytest.approx(math.exp(-0.25), abs=1e-4)
+    assert found["bounded_above"] == report.importance_capped == 1.0 and found["rejected_dropped"] == 1.0
+    assert (found["lag_mean"], found["lag_max"]) == (1.0, 1.0)
+    assert report.grad_norm == 0.0 and report.logprob_gap_max is None
+
+
+@pytest.mark.filterwarnings("error:The given NumPy array is not writable")
+@pytest.mark.parametrize("algorithm", [{}, {"corrections": ({"kind": "m2po", "threshold": 0.04},)}])
+def test_answers_from_the_wire_cannot_be_written_and_need_not_be(path, algorithm):
+    groups = random_groups(3, 4)
+    for rollout in (r for group in groups for r in group.rollouts):
+        rollout.completion.logprobs.flags.writeable = rollout.completion.token_ids.flags.writeable = False
+    expected = learner(path, algorithm=algorithm).step(random_groups(3, 4), VERSION)
+    assert learner(path, algorithm=algorithm).step(groups, VERSION).loss == expected.loss
+
+
+# --- the learning rate and the weight of the KL
+
+
+def test_the_learning_rate_falls_with_the_effective_sample_share(path):
+    settings = {"lr": 1e-3, "warmup_steps": 1}
+    plain, scaled = learner(path, learner=settings), learner(path, learner=settings | {"ess_lr": True})
+    off_policy = [plain.step(GROUPS, VERSION), scaled.step(GROUPS, VERSION)]
+    share = off_policy[1].diagnostics["ess_sequence"]
+    assert share < 0.9 and off_policy[0].lr == pytest.approx(5e-4)
+    assert off_policy[1].lr == pytest.approx(5e-4 * math.sqrt(share))
+    before = load(path).state_dict()
+    moved = [max((t - before[n]).abs().max().item() for n, t in weights(one).items()) for one in (plain, scaled)]
+    assert moved[1] == pytest.approx(moved[0] * math.sqrt(share), rel=0.05), "and the weights move so much less"
+    on_policy = learner(path, learner=settings | {"ess_lr": True}).step(with_true_logprobs(path, GROUPS), VERSION)
+    assert on_policy.lr == pytest.approx(5e-4, rel=1e-3)
+
+
+def test_the_weight_of_the_kl_is_steered_to_its_target_and_survives_a_restart(path, tmp_path):
+    settings = {"algorithm": {"kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100}, "learner": {"lr": 1e-2}}
+    ours = learner(path, **settings)
+    first = ours.step(GROUPS, VERSION)
+    assert first.kl_reference == pytest.approx(0.0, abs=1e-6)
+    assert first.kl_coef == ours.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 24 / 100)), "it is too near: pull less"
+    second = ours.step(GROUPS, VERSION)
+    assert second.kl_reference > 0.012
+    assert second.kl_coef == pytest.approx(first.kl_coef * (1 + 0.2 * 24 / 100)), "it has gone too far: pull more"
+    ours.save(str(tmp_path))
+    resumed = learner(path, **settings)
+    resumed.load(str(tmp_path))
+    assert resumed.kl_coef == ours.kl_coef
+    assert resumed.step(GROUPS, VERSION).loss == ours.step(GROUPS, VERSION).loss
+
+
+@pytest.mark.parametrize("kind", ["k3", "full"])
+def test_the_steered_weight_is_the_one_that_is_used(path, kind):
+    algorithm = {"kl_coef": 0.1, "kl_kind": kind}
+    steered, fixed = learner(path, algorithm=algorithm), learner(path, algorithm=algorithm | {"kl_coef": 2.0})
+    for one in (steered, fixed):
+        disturb(one)
+    steered.kl_coef = 2.0
+    (_, found), (_, expected) = step_and_gradient(steered, GROUPS), step_and_gradient(fixed, GROUPS)
+    assert_same_gradient(found, expected, 1e-7)
+
+
+# --- options that change nothing
+
+
+def test_recomputing_activations_changes_nothing(path):
+    for algorithm in ({}, {"advantage": "gae", "kl_coef": 0.1}):
+        (first, expected), (second, gradients) = (
+            step_and_gradient(
+                learner(path, algorithm=algorithm, learner={"activation_checkpointing": flag, "lr": 1e-3}), GROUPS
+            )
+            for flag in (False, True)
+        )
+        assert_same_gradient(gradients, expected, 1e-6)
+        assert first.loss == pytest.approx(second.loss, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiling_changes_nothing(path, checkpointing):
+    options = {"lr": 1e-3, "tokens_per_microbatch": 50, "activation_checkpointing": checkpointing}
+    plain, compiled = learner(path, learner=options), learner(path, learner=options | {"compile": True})
+    for groups in (GROUPS, random_groups(4, 4, seed=5)):
+        (first, expected), (second, gradients) = (step_and_gradient(one, groups) for one in (plain, compiled))
+        assert_same_gradient(gradients, expected, 1e-4)
+        assert first.loss == pytest.approx(second.loss, rel=1e-4)
+
+
+def test_every_algorithm_can_be_run_in_bfloat16(path):
+    for algorithm in (
+        {"kl_coef": 0.1, "kl_kind": "full", "entropy_coef": 0.1},
+        {"advantage": "gae"},
+        {"loss": "pairwise", "loss_args": {"beta": 0.1, "reference": True}, "corrections": ()},
+    ):
+        reports = [
+            learner(path, algorithm=algorithm, model={"path": str(path), "dtype": dtype}).step(GROUPS, VERSION)
+            for dtype in ("float32", "bfloat16")
+        ]
+        assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=0.1)
+        assert reports[1].loss == pytest.approx(reports[0].loss, abs=0.1)

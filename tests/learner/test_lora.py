@@ -5,7 +5,7 @@ import torch
 
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.learner import Learner
-from tests.learner.helpers import VERSION, config, load, random_groups, weights, with_true_logprobs
+from tests.learner.helpers import VERSION, config, load, random_groups, step_and_gradient, weights, with_true_logprobs
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("peft")
@@ -55,28 +55,11 @@ def test_the_reference_is_the_model_without_its_adapters(path):
 def test_the_gradient_is_that_of_the_merged_weights(path):
     """For W + s B A, the gradient of B is s (dL/dW) Aᵀ."""
     ours, full = learner(path, targets=("down_proj",)), learner(path, rank=0)
-    seen = {}
-
-    def keep(learner):
-        update = learner._update
-
-        def keep_gradients(lr):
-            for name, p in learner.model.language_model.named_parameters():
-                if p.grad is not None:
-                    seen[name] = p.grad.full_tensor().clone()
-            return update(lr)
-
-        learner._update = keep_gradients
-
-    for one in (ours, full):
-        keep(one)
     (a,) = (p.full_tensor().clone() for n, p in ours.model.named_parameters() if "layers.1" in n and "lora_A" in n)
-    for one in (ours, full):
-        one.step(GROUPS, VERSION)
-    expected = (16.0 / 4) * seen["model.layers.1.mlp.down_proj.weight"] @ a.T
-    torch.testing.assert_close(
-        seen["model.layers.1.mlp.down_proj.lora_B.default.weight"], expected, rtol=1e-4, atol=1e-5
-    )
+    (_, of_adapters), (_, of_weights) = (step_and_gradient(one, GROUPS) for one in (ours, full))
+    expected = (16.0 / 4) * of_weights["model.layers.1.mlp.down_proj.weight"] @ a.T
+    found = of_adapters["model.layers.1.mlp.down_proj.lora_B.default.weight"]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_holds_the_adapters_and_goes_on_bit_for_bit(path, tmp_path):

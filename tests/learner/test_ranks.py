@@ -1,4 +1,4 @@
-"""Two real ranks do exactly what one does. One pair of processes runs every scenario; the tests read what it wrote."""
+"""Two and three real ranks do exactly what one does. A few processes run every scenario; the tests read what they wrote."""
 
 import pickle
 from dataclasses import asdict
@@ -8,21 +8,47 @@ import pytest
 import torch
 
 from asyncgrpo.learner.learner import Learner
-from tests.learner.helpers import VERSION, config, load, make_group, random_groups, weights
+from tests.learner import objectives
+from tests.learner.helpers import (
+    VERSION,
+    assert_equal_but_for_rounding,
+    config,
+    disturb,
+    load,
+    make_group,
+    random_groups,
+    step_and_gradient,
+    weights,
+)
 from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_qwen3
 
 GROUPS = [*random_groups(5, 4), make_group(9, [1.0, 1.0], [[1, 2], [3]])]
 FEW = [make_group(0, [1.0, 0.0], [[1, 2, 3], []])]
-"""One trainable sequence: the second rank has nothing to do but must keep step."""
+"""One trainable sequence: the other ranks have nothing to do but must keep step."""
 SCENARIOS = {
     "plain": ({}, GROUPS),
-    "small microbatches": ({"learner": {"tokens_per_microbatch": 40, "lr": 1e-3}}, GROUPS),
-    "kl and entropy": ({"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}}, GROUPS),
+    "small microbatches": ({"learner": {"tokens_per_microbatch": 40}}, GROUPS),
     "less work than ranks": ({}, FEW),
-    "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1}}, GROUPS),
+    "less work than ranks, with foresight": ({"algorithm": {"advantage": "gae", "kl_coef": 0.1}}, FEW),
+    "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
     "tied": ({}, GROUPS),
+    "minibatches": ({"learner": {"minibatches": 3, "tokens_per_microbatch": 60}}, GROUPS),
+    "no shared prompts": ({"learner": {"share_prompts": False, "tokens_per_microbatch": 60}}, GROUPS),
+} | {
+    case: ({"algorithm": objectives.CASES[case], "learner": {"tokens_per_microbatch": 50}}, objectives.groups())
+    for case in objectives.STEP_WIDE
 }
+BASIC = [name for name in SCENARIOS if name not in objectives.STEP_WIDE]
+WORLDS = {
+    2: [*BASIC, "several", "pairwise, penalties", "prompt-mean, masked", "gae, kl in the reward"],
+    3: [
+        *("small microbatches", "less work than ranks, with foresight"),
+        *("several", "pairwise, all, per token", "pairwise, penalties", "prompt-mean, masked"),
+        *("kl k3 in the reward, rloo", "kl full, seq-mean-token-mean", "gae, kl in the reward"),
+    ],
+}
+"""Which scenarios are run on how many ranks."""
 FIELDS = (
     "loss",
     "grad_norm",
@@ -31,81 +57,84 @@ FIELDS = (
     "logprob_gap_max",
     "effective_sample_share",
     "tokens_trained",
+    "answers",
+    "zero_signal_groups",
+    "value_loss",
+    "kl_reference",
 )
+
+
+def model_of(name: str) -> str:
+    return "small" if name in objectives.STEP_WIDE else "tied" if name == "tied" else "model"
 
 
 def run_scenario(name: str, folder: Path, rank: int, world: int):
     sections, groups = SCENARIOS[name]
-    path = str(folder / ("tied" if name == "tied" else "model"))
-    sections = sections | {"model": sections.get("model", {}) | {"path": path, "dtype": "float32"}}
+    path = str(folder / model_of(name))
+    sections = sections | {
+        "model": {"path": path, "dtype": "float32"} | sections.get("model", {}),
+        "learner": {"device": "cpu", "lr": 1e-3, "tokens_per_microbatch": 4096} | sections.get("learner", {}),
+    }
     learner = Learner(config(path, **sections), rank=rank, world=world, device="cpu")
-    gradients: dict[str, torch.Tensor] = {}
-    update = learner._update
-
-    def keep_gradients(lr):
-        for parameter, (key, p) in zip(learner.parameters, trainable(learner), strict=True):
-            assert parameter is p
-            gradients[key] = p.grad.full_tensor().clone()
-        return update(lr)
-
-    learner._update = keep_gradients
-    if name == "lora":  # at its first step only half of an adapter has a gradient
-        learner.step(groups, VERSION)
-    report = asdict(learner.step(groups, VERSION))
-    learner._update = update
-    return learner, {"report": report, "gradients": gradients, "weights": weights(learner)}
+    disturb(learner)
+    report, gradient = step_and_gradient(learner, groups)
+    sent = {info.name: tensor.clone() for info, tensor in learner.sent.weights()}
+    return learner, {"report": asdict(report), "gradient": gradient, "weights": weights(learner), "sent": sent}
 
 
-def trainable(learner):
-    return [(n, p) for n, p in learner.model.language_model.named_parameters() if p.requires_grad]
-
-
-def two_ranks(rank: int, world: int, folder: str) -> None:
-    """What each of the two ranks does."""
+def on_a_rank(rank: int, world: int, folder: str) -> None:
+    """What each rank does. All take part in gathering; only the first has to write everything."""
     results = {}
-    for name in SCENARIOS:
+    for name in WORLDS[world]:
         learner, results[name] = run_scenario(name, Path(folder), rank, world)
-        if name == "plain":
+        if name == "plain" and world == 2:
             learner.save(f"{folder}/checkpoint")
             learner.export(f"{folder}/export")
             learner.step(GROUPS, VERSION)
             results["second step"] = weights(learner)
-    Path(folder, f"rank{rank}.pickle").write_bytes(pickle.dumps(results))
+        if rank != 0:
+            results[name] = {"report": results[name]["report"]}
+    Path(folder, f"world{world}rank{rank}.pickle").write_bytes(pickle.dumps(results))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    make_tiny_qwen3(folder / "model")
-    make_tiny_qwen3(folder / "tied", tie=True)
-    run_on_ranks(2, two_ranks, str(folder))
+    make_tiny_qwen3(folder / "model", hidden=32)
+    make_tiny_qwen3(folder / "tied", hidden=32, tie=True)
+    make_tiny_qwen3(folder / "small", hidden=32, vocab=objectives.VOCAB)
+    run_on_ranks(on_a_rank, str(folder), *WORLDS)
     return folder
 
 
-def read(folder: Path, rank: int = 0):
-    return pickle.loads((folder / f"rank{rank}.pickle").read_bytes())
+def read(folder: Path, world: int, rank: int = 0):
+    return pickle.loads((folder / f"world{world}rank{rank}.pickle").read_bytes())
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_two_ranks_step_as_one(folder, name):
+@pytest.mark.parametrize("name", sorted({name for names in WORLDS.values() for name in names}))
+def test_several_ranks_step_as_one(folder, name):
     if name == "lora":
         pytest.importorskip("peft")
     _, one = run_scenario(name, folder, 0, 1)
-    two = read(folder)[name]
-    for field in FIELDS:
-        assert two["report"][field] == pytest.approx(one["report"][field], rel=1e-4, abs=1e-6), field
-    assert two["report"]["advantages"] == one["report"]["advantages"]
-    tolerance = 1e-3 if name == "lora" else 2e-6  # its first step has already made the weights differ by rounding
-    for key, expected in one["gradients"].items():
-        assert (two["gradients"][key] - expected).norm() < tolerance * expected.norm(), key
-    for key, expected in one["weights"].items():  # AdamW makes steps of about lr of any gradient, be it rounding
-        torch.testing.assert_close(two["weights"][key], expected, rtol=0, atol=0.05 * 1e-3, msg=key)
+    for world in (world for world, names in WORLDS.items() if name in names):
+        several = read(folder, world)[name]
+        numbers, expected = ({f: r[f] for f in FIELDS if r[f] is not None} for r in (several["report"], one["report"]))
+        assert numbers == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert several["report"]["advantages"] == pytest.approx(one["report"]["advantages"], rel=1e-4, abs=1e-5)
+        assert several["report"]["diagnostics"] == pytest.approx(one["report"]["diagnostics"], rel=1e-4, abs=1e-5)
+        assert_equal_but_for_rounding(several["gradient"], one["gradient"])
+        assert several["sent"].keys() == one["sent"].keys()
+        for what in ("weights", "sent"):
+            for key, expected in one[what].items():  # AdamW makes steps of about lr of any gradient, be it rounding
+                torch.testing.assert_close(several[what][key], expected, rtol=0, atol=0.1 * 1e-3, msg=key)
 
 
-def test_every_rank_reports_the_same(folder):
-    for name in SCENARIOS:
-        reports = [read(folder, rank)[name]["report"] | {"seconds": None} for rank in range(2)]
-        assert reports[0] == reports[1]
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_rank_reports_the_same(folder, world):
+    reports = [read(folder, world, rank) for rank in range(world)]
+    for name in WORLDS[world]:
+        first, *others = (report[name]["report"] | {"seconds": None} for report in reports)
+        assert all(other == first for other in others), name
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder):
@@ -113,11 +142,11 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder):
     learner.load(str(folder / "checkpoint"))
     assert learner.steps == 1
     learner.step(GROUPS, VERSION)
-    expected = read(folder)["second step"]
+    expected = read(folder, 2)["second step"]
     for name, tensor in weights(learner).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_an_export_of_two_ranks_is_their_weights(folder):
-    expected = read(folder)["plain"]["weights"]
+    expected = read(folder, 2)["plain"]["weights"]
     assert all(expected[name].equal(tensor) for name, tensor in load(folder / "export").state_dict().items())

@@ -1,0 +1,59 @@
+"""Which updates are made: not those whose gradient is not finite, nor those far larger than the ones before.
+
+One bad batch can undo a week; skipping it costs one batch. But a run that only skips learns nothing, so it ends.
+"""
+
+import math
+from collections import deque
+from statistics import median
+
+from asyncgrpo.errors import TrainingError
+
+WINDOW = 50
+"""Norms that the median is of."""
+ENOUGH = 10
+"""Norms before anything is a spike."""
+
+
+class GradientGuard:
+    """Judges gradient norms in the order in which they come; the same on every rank. Not part of a checkpoint."""
+
+    def __init__(self, spike_factor: float | None, max_skips: int) -> None:
+        """
+        Args:
+            spike_factor: a norm above this multiple of the recent median is a spike; none: nothing is.
+            max_skips: skipped updates in a row that end the run.
+        """
+        self._factor, self._max_skips = spike_factor, max_skips
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self.skips = 0
+        """Updates skipped in a row."""
+
+    def judge(self, norm: float) -> str | None:
+        """Why the update of this norm is to be skipped; none: it is to be made.
+
+        Raises:
+            TrainingError: it was one too many.
+        """
+        reason = self._objection(norm)
+        if reason is None:
+            self.skips = 0
+            self._norms.append(norm)
+            return None
+        self.skips += 1
+        if self.skips >= self._max_skips:
+            raise TrainingError(
+                f"{self.skips} updates in a row were skipped (learner.max_skips), the last because {reason}; "
+                "look at learner.lr, at the rewards and at the log-prob gap, or raise learner.spike_factor"
+            )
+        return reason
+
+    def _objection(self, norm: float) -> str | None:
+        if not math.isfinite(norm):
+            return f"the gradient norm is {norm}"
+        if self._factor is None or len(self._norms) < ENOUGH:
+            return None
+        usual = median(self._norms)
+        if norm <= self._factor * usual:
+            return None
+        return f"the gradient norm, {norm:.3g}, is above learner.spike_factor x the recent median, {usual:.3g}"

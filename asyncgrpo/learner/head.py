@@ -1,0 +1,246 @@
+"""The language model head with the loss inside: logits exist for one tile of tokens at a time, and are made once.
+
+The objective's gradient by the logits has a closed form. With z = W h / temperature, p = softmax(z), y the sampled
+token, H the entropy and KL = Σ p (log p - log q) for a reference q,
+
+    ∂ log p(y) / ∂z = 1_y - p        ∂H / ∂z = -p (log p + H)        ∂KL / ∂z = p (log p - log q - KL)
+
+So, while a tile of logits is there, log-probs are computed of it, the objective answers with its slopes, these become
+the gradient by the logits, in their place, and that becomes its share of the gradients by h and W. Backward only hands
+those out. Statistics are float32 (float64 for float64 weights), block by block.
+"""
+
+import copy
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+TILE_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+"""Logits that exist at once, as a count, in the dtype of the model."""
+BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
+"""Logits that are float32 at once. On a CPU 4 MiB, so that what is done to each finds it in the cache."""
+FEWEST_ROWS = 32
+"""Of a tile or block, however large the vocabulary: an objective is asked once a block."""
+
+
+class TokenScores(NamedTuple):
+    """Of the tokens that are read. Without gradient."""
+
+    logprobs: Tensor
+    """[N] float32, of the sampled tokens under softmax(logits / temperature), nats."""
+    entropy: Tensor
+    """[N] float32, nats, of that distribution."""
+    reference_kl: Tensor | None = None
+    """[N] float32, KL(policy ‖ reference) over the whole vocabulary, nats; none where nobody asked."""
+
+
+class Slopes(NamedTuple):
+    """Derivatives of the step's loss by what the head computes for each token; none is zero."""
+
+    logprobs: Tensor
+    """[n] by the sampled token's log-prob."""
+    entropy: Tensor | None = None
+    """[n] by the entropy."""
+    reference_kl: Tensor | None = None
+    """[n] by the full KL."""
+
+    def at(self, where: slice) -> "Slopes":
+        """Of some of the tokens."""
+        entropy, reference_kl = (None if x is None else x[where] for x in self[1:])
+        return Slopes(self.logprobs[where], entropy, reference_kl)
+
+
+class Objective(Protocol):
+    """What the head asks for a block of tokens at a time."""
+
+    def __call__(self, tokens: slice, scores: TokenScores) -> Slopes:
+        """Slopes of some of the N tokens, whose scores are given."""
+
+
+class Reference(NamedTuple):
+    """The distribution that a full KL is taken to."""
+
+    hidden: Tensor
+    """[N, D] last hidden states of the reference."""
+    weight: Tensor
+    """[V, D] its head."""
+
+
+@torch.no_grad()
+def score(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> TokenScores:
+    """Log-probs and entropies of `targets`, without gradient.
+
+    Args:
+        hidden: [N, D] what the head reads.
+        weight: [V, D] the head.
+        targets: [N] int64, the sampled tokens.
+        temperature: of the sampling.
+    """
+    rows = _Rows(weight)
+    scores = [
+        _statistics(rows.exact(logits[block], temperature), targets[tile][block])[0]
+        for tile in rows.tiles(len(targets))
+        for logits in [rows.logits(hidden[tile], weight)]
+        for block in rows.blocks(len(logits))
+    ]
+    return _concatenated(scores)
+
+
+def fused_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    objective: Objective,
+    *,
+    temperature: float,
+    reference: Reference | None = None,
+) -> tuple[Tensor, TokenScores]:
+    """A scalar whose gradient is the loss's, and the scores. Arguments as in `score`.
+
+    The scalar is 0: the loss's value is for the objective to report. `backward` takes no other root than this scalar or
+    a multiple of it.
+    """
+    root, *scores = _FusedLoss.apply(hidden, weight, targets, objective, temperature, reference)
+    return root, TokenScores(*scores)
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        objective: Objective,
+        temperature: float,
+        reference: Reference | None,
+    ) -> tuple[Tensor, ...]:
+        rows = _Rows(weight)
+        # Not a list of small tensors: glibc leaves holes between those that the next block's logits do not fit into.
+        kept = [hidden.new_empty(len(hidden), dtype=_exact(weight.dtype)) for _ in range(2 + (reference is not None))]
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if weight.requires_grad else None
+        share = torch.empty_like(weight) if weight.requires_grad else None  # of one tile, always in the same memory
+        for tile in rows.tiles(len(targets)):
+            logits, there = rows.logits(hidden[tile], weight), None
+            if reference is not None:
+                there = rows.of_reference().logits(reference.hidden[tile], reference.weight)
+            grad_logits = logits if logits.dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
+            for block in rows.blocks(len(logits)):
+                here = slice(tile.start + block.start, tile.start + block.stop)
+                found, log_p, p = _statistics(rows.exact(logits[block], temperature), targets[here])
+                gap = None
+                if there is not None:
+                    gap = log_p - rows.exact(there[block], temperature).log_softmax(-1)
+                    found = found._replace(reference_kl=_dot(p, gap))
+                slopes = objective(here, found)
+                grad_logits[block] = _grad_logits(slopes, found, log_p, p, gap, targets[here], temperature)
+                for whole, part in zip(kept, found, strict=False):
+                    if part is not None:
+                        whole[here] = part
+            torch.mm(grad_logits, weight, out=grad_hidden[tile])
+            if grad_weight is not None and share is not None:
+                grad_weight += torch.mm(grad_logits.t(), hidden[tile], out=share)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(*kept)
+        return hidden.new_zeros((), dtype=torch.float32), *kept
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        for gradient in (grad_hidden, grad_weight):
+            if gradient is not None:
+                gradient.mul_(gradients[0])
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+class _Rows:
+    """Cuts tokens into tiles and tiles into blocks, and makes logits, of a tile always in the same memory."""
+
+    def __init__(self, weight: Tensor) -> None:
+        vocabulary, device = weight.shape[0], weight.device.type
+        self._in_block = max(FEWEST_ROWS, BLOCK_LOGITS[device] // vocabulary)
+        self._in_tile = max(self._in_block, TILE_LOGITS[device] // vocabulary)
+        self._memory: Tensor | None = None
+        self._reference: _Rows | None = None
+
+    def of_reference(self) -> "_Rows":
+        """The same with memory of its own."""
+        if self._reference is None:
+            self._reference = copy.copy(self)
+            self._reference._memory = None
+        return self._reference
+
+    def tiles(self, num_tokens: int) -> list[slice]:
+        """At least one, perhaps of no token."""
+        return _cut(num_tokens, self._in_tile)
+
+    def blocks(self, num_rows: int) -> list[slice]:
+        return _cut(num_rows, self._in_block)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[n, V] of one tile, before the temperature; a GPU does not round them to bfloat16."""
+        if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        if self._memory is None:
+            self._memory = hidden.new_empty(len(hidden), weight.shape[0])
+        return torch.mm(hidden, weight.t(), out=self._memory[: len(hidden)])
+
+    def exact(self, logits: Tensor, temperature: float) -> Tensor:
+        """Of one block, in float32, after the temperature."""
+        logits = logits.to(_exact(logits.dtype))
+        return logits if temperature == 1.0 else logits / temperature
+
+
+def _cut(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """[n, V] and [n, V] to [n], without the product in between."""
+    return torch.bmm(a[:, None], b[..., None])[:, 0, 0]
+
+
+def _statistics(logits: Tensor, targets: Tensor) -> tuple[TokenScores, Tensor, Tensor]:
+    """Scores of a block, and [n, V] log p and p."""
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp()
+    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    return TokenScores(logprobs, -_dot(p, log_p)), log_p, p
+
+
+def _grad_logits(
+    slopes: Slopes,
+    scores: TokenScores,
+    log_p: Tensor,
+    p: Tensor,
+    gap: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+) -> Tensor:
+    """[n, V] derivative of the loss by the logits before the temperature; in the memory of `p` and `log_p`."""
+    slope = (slopes.logprobs / temperature)[:, None].to(p.dtype)
+    if slopes.reference_kl is not None:
+        assert gap is not None and scores.reference_kl is not None
+        gap.sub_(scores.reference_kl[:, None]).mul_((slopes.reference_kl / temperature)[:, None])
+    if slopes.entropy is not None:
+        weights = log_p.add_(scores.entropy[:, None]).mul_((-slopes.entropy / temperature)[:, None]).sub_(slope)
+    else:
+        weights = -slope
+    if gap is not None and slopes.reference_kl is not None:
+        weights = gap.add_(weights)
+    return p.mul_(weights).scatter_add_(-1, targets[:, None], slope)
+
+
+def _concatenated(tiles: list[TokenScores]) -> TokenScores:
+    kls = [scores.reference_kl for scores in tiles if scores.reference_kl is not None]
+    return TokenScores(
+        torch.cat([scores.logprobs for scores in tiles]),
+        torch.cat([scores.entropy for scores in tiles]),
+        torch.cat(kls) if kls else None,
+    )

@@ -1,0 +1,142 @@
+"""The algorithms that the learner's gradient is checked for, and answers with every edge to check it on."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from asyncgrpo.types import Group, VersionSpan, WeightVersion
+from tests.learner.helpers import OLDER, VERSION, make_group
+
+OLDEST = WeightVersion(VERSION.lineage, VERSION.version - 3)
+VOCAB = 61
+MAX_TOKENS = 16
+
+ON_RATIOS = {"anchor": "behaviour", "corrections": ()}
+"""Where the surrogate itself sees the ratio to the behaviour policy."""
+KL = {"kl_coef": 0.3}
+
+
+def corrected(*corrections: dict, **others) -> dict:
+    return {"loss": "reinforce", "corrections": corrections} | others
+
+
+CASES: dict[str, dict] = {
+    # losses
+    "ppo_clip": ON_RATIOS,
+    "ppo_clip, dual": ON_RATIOS | {"loss_args": {"low": 0.1, "high": 0.1, "dual": 1.3}},
+    "gspo": ON_RATIOS | {"loss": "gspo", "loss_args": {"low": 0.1, "high": 0.1}, "aggregation": "seq-mean-token-mean"},
+    "cispo": ON_RATIOS | {"loss": "cispo", "loss_args": {"low": 0.2, "high": 0.2}},
+    "dppo_tv": ON_RATIOS | {"loss": "dppo_tv", "loss_args": {"low": 0.01, "high": 0.01}},
+    "dppo_kl": ON_RATIOS | {"loss": "dppo_kl", "loss_args": {"low": 0.001, "high": 0.001}},
+    "sapo": ON_RATIOS | {"loss": "sapo"},
+    "gmpo": ON_RATIOS | {"loss": "gmpo", "loss_args": {"low": 0.2, "high": 0.2}},
+    "vespo": ON_RATIOS | {"loss": "vespo"},
+    "dro": ON_RATIOS | {"loss": "dro", "loss_args": {"beta": 0.5}},
+    "topr": ON_RATIOS | {"loss": "topr"},
+    "reinforce": ON_RATIOS | {"loss": "reinforce"},
+    # anchors
+    "anchor proximal": {},
+    "anchor interpolated": {"anchor": "interpolated", "corrections": ({"high": 1.1},)},
+    "anchor interpolated, sequences": {"anchor": "interpolated", "loss": "gspo", "loss_args": {"low": 0.05}},
+    # corrections
+    "truncate": corrected({"high": 1.1}),
+    "clip": corrected({"action": "clip", "low": 0.9, "high": 1.1}),
+    "mask": corrected({"action": "mask", "low": 0.8, "high": 1.2}),
+    "reject": corrected({"action": "reject", "low": 0.8, "high": 1.2}),
+    "truncate sequences": corrected({"level": "sequence", "high": 1.1}),
+    "mask sequences": corrected({"level": "sequence", "action": "mask", "low": 0.5, "high": 1.5}),
+    "reject by geometric mean": corrected({"level": "geometric", "action": "reject", "low": 0.9, "high": 1.1}),
+    "veto": corrected({"kind": "veto", "low": 0.5}),
+    "opsm": corrected({"kind": "opsm", "threshold": 0.05}),
+    "m2po": corrected({"kind": "m2po", "threshold": 0.04}),
+    "m2po on ratios": corrected({"kind": "m2po", "threshold": 0.04}, anchor="behaviour", loss="ppo_clip"),
+    "divergence": corrected({"kind": "divergence", "estimator": "k2", "high": 0.05}),
+    "divergence of sequences": corrected({"kind": "divergence", "level": "sequence", "high": 0.04}),
+    "several": corrected({"high": 1.1}, {"kind": "veto", "low": 0.5}, {"kind": "m2po", "threshold": 0.1}),
+    # aggregations
+    "seq-mean-token-sum": {"aggregation": "seq-mean-token-sum"},
+    "seq-mean-token-mean": {"aggregation": "seq-mean-token-mean"},
+    "seq-mean-token-sum-norm": {"aggregation": "seq-mean-token-sum-norm"},
+    "prompt-mean": {"aggregation": "prompt-mean"},
+    "prompt-mean, masked": {"aggregation": "prompt-mean", "truncated": "mask"},
+    # penalties
+    **{
+        f"kl {kind}": KL | {"kl_kind": kind}
+        for kind in ("abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k3+", "low_var_kl+", "k3_reweighted")
+    },
+    "kl full": KL | {"kl_kind": "full"},
+    "kl full, seq-mean-token-mean": KL | {"kl_kind": "full", "aggregation": "seq-mean-token-mean", "entropy_coef": 0.1},
+    "kl k1 in the reward": KL | {"kl_kind": "k1", "kl_in": "reward"},
+    "kl k3 in the reward, rloo": KL | {"kl_kind": "k3", "kl_in": "reward", "advantage": "rloo"},
+    "entropy": {"entropy_coef": 0.2},
+    "entropy and kl": KL | {"entropy_coef": 0.2, "truncated": "mask"},
+    "kl to the behaviour policy": ON_RATIOS | {"behaviour_kl_coef": 0.5, "loss": "dppo_tv"},
+    # advantages
+    **{f"advantage {name}": {"advantage": name} for name in ("dr_grpo", "lite", "opo", "reinforce_plus_plus_baseline")},
+    # what looks at the whole step
+    "pairwise": {"loss": "pairwise", "loss_args": {"beta": 0.5}, "corrections": ()},
+    "pairwise, all, per token": {
+        "loss": "pairwise",
+        "loss_args": {"beta": 2.0, "pairs": "all", "length_normalised": True},
+        "corrections": (),
+    },
+    "pairwise, reference": {"loss": "pairwise", "loss_args": {"beta": 0.5, "reference": True}, "corrections": ()},
+    "pairwise, penalties": {"loss": "pairwise", "loss_args": {"beta": 0.5}, "corrections": (), "entropy_coef": 0.2}
+    | KL,
+    "gae": {"advantage": "gae"},
+    "gae, kl in the reward": {"advantage": "gae", "kl_kind": "k1", "kl_in": "reward", "critic": {"value_clip": None}}
+    | KL,
+    "gae, masked": {"advantage": "gae", "truncated": "mask", "aggregation": "seq-mean-token-mean"},
+}
+"""Name to `algorithm` section."""
+
+STEP_WIDE = (
+    "m2po",
+    "several",
+    "pairwise, all, per token",
+    "pairwise, reference",
+    "pairwise, penalties",
+    "prompt-mean, masked",
+    "seq-mean-token-mean",
+    "gspo",
+    "kl k3 in the reward, rloo",
+    "kl full, seq-mean-token-mean",
+    "gae, kl in the reward",
+    "entropy and kl",
+)
+"""Those in which a token's gradient depends on tokens that may lie elsewhere, one or two of a kind."""
+
+
+def groups(logprobs=None) -> list[Group]:
+    """Six prompts: an empty answer, one-token answers, a constant group, a failure, a singleton, cut answers, and
+    several versions, in one answer too.
+
+    Args:
+        logprobs: function of prompt and answer; behaviour log-probs are around them.
+    """
+    rng = np.random.default_rng(4)
+    lengths = [(9, 1, 4, 6), (3, 0, 7), (2, 5), (4, 1, 8), (3,), (6, 2, 12)]
+    rewards = [(1.0, 0.0, 0.0, 1.0), (0.2, 0.9, 0.4), (0.1, 0.1), (1.0, None, 0.0), (0.5,), (0.0, 1.0, 0.3)]
+    made = []
+    for number, (sizes, given) in enumerate(zip(lengths, rewards, strict=True)):
+        prompt = tuple(rng.integers(0, VOCAB, rng.integers(1, 9)).tolist())
+        answers = [rng.integers(0, VOCAB, n).tolist() for n in sizes]
+        behaviour = []
+        for answer in answers:
+            exact = logprobs(prompt, answer) if logprobs and answer else np.full(len(answer), -4.0)
+            noise = rng.normal(0, 0.2, len(answer)) + (rng.random(len(answer)) < 0.1) * rng.choice([-0.9, 0.9])
+            behaviour.append(np.minimum(exact + noise, -1e-3))
+        version = (VERSION, OLDER, OLDEST)[number % 3]
+        made.append(make_group(number, given, answers, prompt=prompt, logprobs=behaviour, version=version))
+    made[0] = _changed(
+        made[0], 0, spans=(VersionSpan(OLDEST, 0, 3), VersionSpan(OLDER, 3, 5), VersionSpan(VERSION, 5, 9))
+    )
+    made[1] = _changed(made[1], 2, finish_reason="length")
+    made[5] = _changed(made[5], 2, finish_reason="length")
+    return made
+
+
+def _changed(group: Group, index: int, **completion) -> Group:
+    rollouts = list(group.rollouts)
+    rollouts[index] = replace(rollouts[index], completion=replace(rollouts[index].completion, **completion))
+    return replace(group, rollouts=tuple(rollouts))

@@ -1,0 +1,231 @@
+"""Attention over segments with prefixes is plain attention with the mask that they stand for, forward and backward."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncgrpo.learner import cpu_attention
+from asyncgrpo.learner.attention import KERNELS, Family, Segments
+
+ON_CPU = ("cpu", "sdpa")
+"""Kernels that run without a GPU."""
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Of a whole tensor, relative."""
+
+
+def random_families(seed: int, *, groups: int, longest: int) -> Segments:
+    """Prompts with answers, prompts of their own, and a family whose prefix lies further back; lengths from 1."""
+    rng = random.Random(seed)
+    families: list[Family] = []
+    end = 0
+
+    def add(prefix: tuple[int, int], count: int) -> None:
+        nonlocal end
+        bounds = [end]
+        for _ in range(count):
+            bounds.append(bounds[-1] + rng.choice([1, 2, rng.randint(1, longest)]))
+        families.append(Family(prefix, tuple(bounds)))
+        end = bounds[-1]
+
+    for _ in range(groups):
+        start = end
+        add((start, start), rng.choice([1, 1, 3]))
+        prefix = (families[-1].bounds[-2], end)
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            add(prefix, rng.randint(1, 5))
+    return Segments.of(families)
+
+
+def of_lengths(*groups: tuple[int, list[int]]) -> Segments:
+    """Prompts, each with the answers to it."""
+    families, end = [], 0
+    for prompt, answers in groups:
+        prefix = (end, end + prompt)
+        families.append(Family((end, end), prefix))
+        end += prompt
+        bounds = [end]
+        for answer in answers:
+            bounds.append(bounds[-1] + answer)
+        if answers:
+            families.append(Family(prefix, tuple(bounds)))
+        end = bounds[-1]
+    return Segments.of(families)
+
+
+def visible(segments: Segments) -> Tensor:
+    """[T, T] bool, token by token: whether the row's token sees the column's."""
+    size = segments.families[-1].bounds[-1]
+    mask = torch.zeros(size, size, dtype=torch.bool)
+    for (first, last), bounds in segments.families:
+        for start, end in itertools.pairwise(bounds):
+            for t in range(start, end):
+                mask[t, first:last] = True
+                mask[t, start : t + 1] = True
+    return mask
+
+
+def inputs(segments: Segments, *, heads=4, groups=2, width=16, value_width=None, seed=0, scale=1.0) -> list[Tensor]:
+    """Queries, keys, values and a gradient of the output, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    size, value_width = int(segments.queries[-1]), value_width or width
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    query, key = scale * draw(size, heads, width), scale * draw(size, groups, width)
+    return [query, key, draw(size, groups, value_width), draw(size, heads, value_width)]
+
+
+def results(attend, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The output and its gradients by query, key and value."""
+    *leaves, grad_out = (x.to(dtype) for x in tensors)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = attend(*leaves)
+    assert out.dtype == dtype
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def plain(mask: Tensor, scale: float):
+    """Attention as the textbooks have it."""
+
+    def attend(query, key, value):
+        shared = query.shape[1] // key.shape[1]
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, *(y.repeat_interleave(shared, 1) for y in (key, value))))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+
+    return attend
+
+
+def check(kernel: str, segments: Segments, dtype: torch.dtype, *, scale: float = 0.25, **shape) -> None:
+    tensors = inputs(segments, **shape)
+    exact = results(plain(visible(segments), scale), [x.to(dtype).double() for x in tensors], torch.float64)
+    ours = results(lambda q, k, v: KERNELS[kernel](q, k, v, segments, scale), tensors, dtype)
+    for what, expected, found in zip(("output", "dQ", "dK", "dV"), exact, ours, strict=True):
+        assert found.shape == expected.shape and found.isfinite().all(), what
+        scale_of_error = max(expected.norm(), exact[0].norm())  # one token alone has no gradient by its query
+        error = (found.double() - expected).norm() / scale_of_error
+        assert error < TOLERANCE[dtype], (what, error)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_families_attend_as_their_mask_says(kernel, seed, dtype):
+    check(kernel, random_families(seed, groups=3, longest=20), dtype, seed=seed)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (3, 3), (6, 3)])
+@pytest.mark.parametrize("kernel", ON_CPU)
+def test_heads_may_share_keys(kernel, heads, groups):
+    check(kernel, random_families(7, groups=2, longest=9), torch.float64, heads=heads, groups=groups)
+    check(kernel, random_families(8, groups=2, longest=9), torch.bfloat16, heads=heads, groups=groups, width=64)
+
+
+LENGTHS = {
+    "one token": [(1, [])],
+    "segments of one token": [(1, [1, 1, 1]), (1, []), (2, [1])],
+    "exactly a block": [(cpu_attention.OWN_BLOCK, [cpu_attention.OWN_BLOCK])],
+    "a token more than a block": [(cpu_attention.OWN_BLOCK + 1, [1, cpu_attention.OWN_BLOCK + 1])],
+    "two blocks of queries over one prefix": [(3, [500, 400, 300])],
+    "a long prefix": [(700, [30, 2])],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_blocks_of_the_backward_pass_meet_without_a_seam(lengths, dtype):
+    check("cpu", of_lengths(*LENGTHS[lengths]), dtype, heads=2, groups=1, width=8)
+
+
+@pytest.mark.parametrize(("own", "prefix"), [(1, 1), (2, 3), (7, 5)])
+def test_blocks_of_any_size_do(monkeypatch, own, prefix):
+    monkeypatch.setattr(cpu_attention, "OWN_BLOCK", own)
+    monkeypatch.setattr(cpu_attention, "PREFIX_BLOCK", prefix)
+    for seed in range(3):
+        check("cpu", random_families(seed, groups=3, longest=12), torch.float64, seed=seed)
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("value_width", [8, 24])
+def test_values_may_have_another_width_than_keys(kernel, value_width):
+    """As in latent attention, which flash attention on the CPU does not have."""
+    check(kernel, random_families(2, groups=2, longest=12), torch.float64, value_width=value_width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kernel", ON_CPU)
+def test_scores_far_apart_are_no_trouble(kernel, dtype):
+    """A future token that would score hundreds of nats more than all that is visible stays invisible."""
+    segments = of_lengths((12, [20, 9]), (5, []))
+    query, key, value, grad_out = inputs(segments, scale=20.0)
+    found = results(lambda q, k, v: KERNELS[kernel](q, k, v, segments, 1.0), [query, key, value, grad_out], dtype)
+    exact = results(plain(visible(segments), 1.0), [query, key, value, grad_out], torch.float64)
+    assert (torch.einsum("qhd,khd->hqk", query[:, ::2], key).abs().max() > 1000).all()
+    for expected, ours in zip(exact, found, strict=True):
+        assert (ours.double() - expected).norm() < 1e3 * TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+def test_nothing_leaks_from_tokens_outside(kernel):
+    """Whatever another token is, bit for bit: what does not see it is the same, and everything that does is not."""
+    segments = random_families(5, groups=3, longest=6)
+    mask = visible(segments)
+    query, key, value, _ = inputs(segments)
+
+    def attend(k, v):
+        return KERNELS[kernel](query, k, v, segments, 0.25)
+
+    before = attend(key, value)
+    for t in range(len(mask)):
+        other_key, other_value = key.clone(), value.clone()
+        other_key[t] += 1.0
+        other_value[t] = 100.0
+        is_same = (attend(other_key, other_value) == before).flatten(1).all(-1)
+        assert torch.equal(is_same, ~mask[:, t]), t
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+def test_no_gradient_reaches_what_was_not_seen(kernel):
+    segments = random_families(5, groups=3, longest=6)
+    mask = visible(segments)
+    *leaves, _ = inputs(segments)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = KERNELS[kernel](*leaves, segments, 0.25)
+    for t in range(0, len(mask), 3):
+        by_query, by_key, by_value = torch.autograd.grad(out[t].sum(), leaves, retain_graph=True)
+        assert (by_query.flatten(1).any(-1).nonzero().flatten() == t).all()
+        assert not by_key[~mask[t]].any() and not by_value[~mask[t]].any()
+        assert by_value[mask[t]].flatten(1).any(-1).all()
+
+
+def test_inputs_need_not_be_contiguous():
+    segments = random_families(1, groups=2, longest=8)
+    tensors = inputs(segments)
+    expected = results(lambda q, k, v: KERNELS["cpu"](q, k, v, segments, 0.25), tensors, torch.float64)
+    views = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+    found = results(lambda q, k, v: KERNELS["cpu"](q, k, v, segments, 0.25), views, torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_segments_say_the_same_in_families_and_in_keys():
+    """Kernels for GPUs read the tensors, those for CPUs the families."""
+    for seed in range(5):
+        segments = random_families(seed, groups=4, longest=9)
+        positions = segments.key_positions
+        if positions is None:
+            positions = torch.arange(int(segments.queries[-1]))
+        mask = torch.zeros(int(segments.queries[-1]), int(segments.queries[-1]), dtype=torch.bool)
+        queries, keys = segments.queries.tolist(), segments.keys.tolist()
+        for s in range(len(queries) - 1):
+            seen = positions[keys[s] : keys[s + 1]]
+            rows = queries[s + 1] - queries[s]
+            for i in range(rows):  # causal, the last query sees the last key
+                mask[queries[s] + i, seen[: len(seen) - rows + i + 1]] = True
+        assert torch.equal(mask, visible(segments))
+        assert segments.longest_query == segments.queries.diff().max()
+        assert segments.longest_key == segments.keys.diff().max()
+        assert segments.keys[-1] == len(positions)

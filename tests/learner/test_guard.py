@@ -1,0 +1,122 @@
+"""Updates that would do harm are not made, and a run that makes none ends."""
+
+import math
+
+import pytest
+import torch
+
+from asyncgrpo.errors import TrainingError
+from asyncgrpo.learner import guard
+from asyncgrpo.learner.guard import ENOUGH, WINDOW, GradientGuard
+from tests.learner.helpers import VERSION, learner, make_group, random_groups, weights
+from tests.models import make_tiny_qwen3
+
+GROUPS = random_groups(3, 4)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32)
+
+
+def used_to(norm: float, *, factor: float | None = 3.0, max_skips: int = 5) -> GradientGuard:
+    """A guard that has seen enough updates of that norm."""
+    one = GradientGuard(factor, max_skips)
+    assert [one.judge(norm) for _ in range(ENOUGH)] == [None] * ENOUGH
+    return one
+
+
+def test_a_spike_is_a_multiple_of_the_recent_median():
+    one = used_to(2.0)
+    assert one.judge(6.0) is None, "just not above"
+    assert one.judge(6.01) == "the gradient norm, 6.01, is above learner.spike_factor x the recent median, 2"
+    assert one.judge(0.0) is None, "a small gradient does no harm"
+
+
+def test_nothing_is_a_spike_before_enough_is_known_or_without_a_factor():
+    early = GradientGuard(3.0, 5)
+    assert [early.judge(10.0**i) for i in range(ENOUGH)] == [None] * ENOUGH
+    assert all(used_to(1.0, factor=None).judge(norm) is None for norm in (1e6, 1e12))
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_a_norm_that_is_not_finite_is_never_made(norm, factor):
+    one = GradientGuard(factor, 5)
+    assert one.judge(norm) == f"the gradient norm is {norm}"
+    assert one.judge(1.0) is None
+
+
+def test_what_was_skipped_does_not_move_the_median():
+    one = used_to(1.0, max_skips=1000)
+    assert all(one.judge(100.0) and one.judge(1.0) is None for _ in range(2 * WINDOW))
+    assert one.judge(100.0)
+
+
+def test_the_median_follows_the_last_updates():
+    one = used_to(1.0)
+    assert [one.judge(2.5) for _ in range(WINDOW)] == [None] * WINDOW
+    assert one.judge(7.0) is None and used_to(1.0).judge(7.0), "2.5 is what is usual now"
+
+
+@pytest.mark.parametrize("bad", [math.nan, 100.0])
+def test_too_many_in_a_row_end_the_run(bad):
+    one = used_to(1.0, max_skips=3)
+    for _ in range(4):
+        assert one.judge(bad) and one.judge(bad) and one.skips == 2
+        assert one.judge(1.0) is None and one.skips == 0
+    assert one.judge(bad) and one.judge(bad)
+    with pytest.raises(TrainingError, match=r"3 updates in a row were skipped \(learner.max_skips\), .* gradient norm"):
+        one.judge(bad)
+
+
+def loud(groups, factor: float) -> list:
+    """The same answers with rewards that are much larger."""
+    return [
+        make_group(
+            group.order,
+            [factor * r.score.value for r in group.rollouts],
+            [r.completion.token_ids for r in group.rollouts],
+            prompt=group.prompt.token_ids,
+            logprobs=[r.completion.logprobs for r in group.rollouts],
+        )
+        for group in groups
+    ]
+
+
+def test_the_learner_skips_a_spike_and_goes_on_as_if_it_had_not_been(path, monkeypatch):
+    monkeypatch.setattr(guard, "ENOUGH", 2)
+    settings = {"algorithm": {"advantage": "dr_grpo"}, "learner": {"spike_factor": 5.0, "lr": 1e-3, "warmup_steps": 9}}
+    ours, undisturbed = learner(path, **settings), learner(path, **settings)
+    for one in (ours, undisturbed):
+        for _ in range(2):
+            assert one.step(GROUPS, VERSION).skipped is None
+    before = weights(ours)
+    report = ours.step(loud(GROUPS, 100.0), VERSION)
+    assert "learner.spike_factor" in report.skipped and report.grad_norm > 10 and ours.steps == 2
+    assert report.lr == pytest.approx(3e-4), "of the update that would have been"
+    assert all(before[name].equal(tensor) for name, tensor in weights(ours).items())
+    assert all(p.grad is None for p in ours.parameters)
+    assert ours.step(GROUPS, VERSION).lr == undisturbed.step(GROUPS, VERSION).lr
+    expected = weights(undisturbed)
+    assert all(expected[name].equal(tensor) for name, tensor in weights(ours).items())
+
+
+def test_one_skipped_update_of_several_is_reported(path, monkeypatch):
+    monkeypatch.setattr(guard, "ENOUGH", 1)
+    settings = {"algorithm": {"advantage": "dr_grpo"}, "learner": {"spike_factor": 20.0, "minibatches": 3}}
+    ours = learner(path, **settings)
+    report = ours.step([GROUPS[0], *loud(GROUPS[1:2], 1000.0), GROUPS[2]], VERSION)
+    assert report.skipped is not None and ours.steps == 2
+
+
+def test_a_run_that_only_skips_ends(path):
+    poisoned = [make_group(0, [float("inf"), 0.0, 1.0], [[1], [2], [3]])]
+    ours = learner(path, learner={"max_skips": 2})
+    before = weights(ours)
+    assert ours.step(poisoned, VERSION).skipped
+    with pytest.raises(TrainingError, match="2 updates in a row"):
+        ours.step(poisoned, VERSION)
+    assert all(before[name].equal(tensor) for name, tensor in weights(ours).items())
+    assert all(p.grad is None for p in ours.parameters), "nothing of it is left behind"
+    assert torch.isfinite(torch.cat([t.flatten() for t in weights(ours).values()])).all()

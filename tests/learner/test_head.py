@@ -1,0 +1,245 @@
+"""The head with the loss inside is autograd of the plain formula, one tile of logits at a time."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncgrpo.learner.head import Reference, Slopes, TokenScores, fused_loss, score
+from tests.learner.helpers import cut_head
+
+WIDTH, VOCAB = 12, 37
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+class Objective:
+    """Slopes that depend on the scores, as a real objective's do, and a record of what was asked."""
+
+    def __init__(self, *, entropy: bool, full_kl: bool) -> None:
+        self.entropy, self.full_kl = entropy, full_kl
+        self.tiles: list[slice] = []
+
+    def __call__(self, tile: slice, scores: TokenScores) -> Slopes:
+        self.tiles.append(tile)
+        assert not any(x is not None and x.requires_grad for x in scores)
+        assert (scores.reference_kl is not None) == self.full_kl
+        assert all(x is None or len(x) == tile.stop - tile.start for x in scores)
+        return Slopes(
+            logprobs=(2 * scores.logprobs).cos(),
+            entropy=0.3 * scores.entropy.sin() if self.entropy else None,
+            reference_kl=scores.reference_kl.cos() if self.full_kl else None,
+        )
+
+    def value(self, logprobs: Tensor, entropy: Tensor, kl: Tensor | None) -> Tensor:
+        """The loss that has these slopes."""
+        loss = (2 * logprobs).sin().sum() / 2
+        if self.entropy:
+            loss = loss - 0.3 * entropy.cos().sum()
+        return loss if kl is None else loss + kl.sin().sum()
+
+
+def inputs(dtype: torch.dtype, *, tokens: int = 11, vocab: int = VOCAB) -> tuple[Tensor, Tensor, Tensor, Reference]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+    hidden, weight = draw(tokens, WIDTH).requires_grad_(), draw(vocab, WIDTH).requires_grad_()
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    return hidden, weight, targets, Reference(draw(tokens, WIDTH), draw(vocab, WIDTH))
+
+
+def plain(hidden, weight, targets, objective, *, temperature, reference) -> tuple[Tensor, TokenScores]:
+    """The formula with all logits at once, for autograd."""
+    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
+    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    kl = None
+    if reference is not None:
+        log_q = (reference.hidden @ reference.weight.t() / temperature).log_softmax(-1)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return objective.value(logprobs, entropy, kl), TokenScores(logprobs, entropy, kl)
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype and found.shape == expected.shape
+    assert (found.double() - expected).norm() <= TOLERANCE[dtype] * max(expected.norm().item(), 1e-3)
+
+
+@pytest.mark.parametrize("tile", [1, 2, 3, 5, 10, 11, 100])
+@pytest.mark.parametrize("full_kl", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, dtype, temperature, entropy, full_kl, tile):
+    cut_head(monkeypatch, tile * VOCAB + VOCAB // 2)
+    objective = Objective(entropy=entropy, full_kl=full_kl)
+    hidden, weight, targets, reference = inputs(dtype)
+    reference = reference if full_kl else None
+    root, scores = fused_loss(hidden, weight, targets, objective, temperature=temperature, reference=reference)
+    root.backward()
+    assert root.item() == 0 and not any(x is not None and x.requires_grad for x in scores)
+    assert [n for tile in objective.tiles for n in range(tile.start, tile.stop)] == list(range(11)), "each token once"
+    assert max(tile.stop - tile.start for tile in objective.tiles) == min(tile, 11)
+
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    if reference is not None:
+        reference = Reference(*(x.double() for x in reference))
+    loss, expected = plain(*exact, targets, objective, temperature=temperature, reference=reference)
+    loss.backward()
+    for found, value in zip(scores, expected, strict=True):
+        assert (found is None) == (value is None)
+        if value is not None:
+            assert_near(found, value.detach(), dtype)
+    assert_near(hidden.grad, exact[0].grad, dtype)
+    assert_near(weight.grad, exact[1].grad, dtype)
+
+
+def test_a_root_may_be_multiplied_and_added_to_others():
+    objective = Objective(entropy=True, full_kl=False)
+    hidden, weight, targets, _ = inputs(torch.float64)
+    root, _ = fused_loss(hidden, weight, targets, objective, temperature=1.0)
+    expected = torch.autograd.grad(root, (hidden, weight))
+    other, _ = fused_loss(hidden, weight, targets, objective, temperature=1.0)
+    found = torch.autograd.grad(-3 * other + hidden.sum(), (hidden, weight))
+    torch.testing.assert_close(found, (-3 * expected[0] + 1, -3 * expected[1]))
+
+
+def test_a_frozen_head_gets_no_gradient_and_passes_it_on():
+    objective = Objective(entropy=True, full_kl=False)
+    hidden, weight, targets, _ = inputs(torch.float64)
+    expected = torch.autograd.grad(fused_loss(hidden, weight, targets, objective, temperature=1.0)[0], hidden)
+    frozen = weight.detach()
+    root, _ = fused_loss(hidden, frozen, targets, objective, temperature=1.0)
+    root.backward()
+    torch.testing.assert_close(hidden.grad, expected[0])
+    assert frozen.grad is None
+
+
+def test_a_head_that_is_the_embedding_gets_both_gradients():
+    objective = Objective(entropy=True, full_kl=False)
+    _, weight, targets, _ = inputs(torch.float64)
+    inputs_ids = torch.arange(11) % 5
+    root, _ = fused_loss(weight[inputs_ids].tanh(), weight, targets, objective, temperature=0.9)
+    (found,) = torch.autograd.grad(root, weight)
+    loss, _ = plain(weight[inputs_ids].tanh(), weight, targets, objective, temperature=0.9, reference=None)
+    (expected,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("full_kl", [False, True])
+def test_no_tokens_are_no_gradient(full_kl):
+    hidden, weight, targets, reference = inputs(torch.float32, tokens=0)
+    objective = Objective(entropy=True, full_kl=full_kl)
+    root, scores = fused_loss(
+        hidden, weight, targets, objective, temperature=1.0, reference=reference if full_kl else None
+    )
+    root.backward()
+    assert scores.logprobs.shape == scores.entropy.shape == (0,) and hidden.grad.shape == (0, WIDTH)
+    assert (weight.grad == 0).all()
+    assert score(hidden, weight, targets, temperature=1.0).logprobs.shape == (0,)
+
+
+@pytest.mark.parametrize("tile", [1, 4, 11, 50])
+def test_scores_without_a_loss_are_the_same(monkeypatch, tile):
+    cut_head(monkeypatch, tile * VOCAB)
+    hidden, weight, targets, _ = inputs(torch.float64)
+    scores = score(hidden, weight, targets, temperature=0.6)
+    _, expected = fused_loss(hidden, weight, targets, Objective(entropy=False, full_kl=False), temperature=0.6)
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(scores.entropy, expected.entropy, rtol=1e-13, atol=1e-13)
+    assert not scores.logprobs.requires_grad and scores.reference_kl is None
+
+
+def test_statistics_of_bfloat16_weights_are_float32():
+    hidden, weight, targets, _ = inputs(torch.bfloat16)
+    slopes = torch.linspace(-1, 1, 11)
+    root, scores = fused_loss(
+        hidden, weight, targets, lambda tile, _: Slopes(slopes[tile], 0.3 * slopes[tile]), temperature=2.0
+    )
+    root.backward()
+    assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    log_p = (exact[0] @ exact[1].t() / 2).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    (slopes * (log_p.gather(-1, targets[:, None]).squeeze(-1) + 0.3 * entropy)).sum().backward()
+    for found, expected in ((hidden.grad, exact[0].grad), (weight.grad, exact[1].grad)):
+        assert (found.double() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_weight_gradient_is_summed_over_tiles_before_it_is_rounded(monkeypatch):
+    """In bfloat16, 300 tiles of equal gradients would stop adding up at 256."""
+    cut_head(monkeypatch, 2)
+    hidden = torch.ones(300, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+
+    def objective(tile: slice, scores: TokenScores) -> Slopes:
+        return Slopes(torch.full_like(scores.logprobs, 2.0))
+
+    root, _ = fused_loss(hidden, weight, torch.zeros(300, dtype=torch.int64), objective, temperature=1.0)
+    root.backward()
+    assert weight.grad.flatten().tolist() == [300.0, -300.0]
+
+
+def test_certain_and_impossible_tokens_are_finite():
+    hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
+    weight = torch.tensor([[300.0], [-300.0], [0.0]], requires_grad=True)
+    objective = Objective(entropy=True, full_kl=True)
+    reference = Reference(-hidden.detach(), weight.detach())
+    root, scores = fused_loss(hidden, weight, torch.tensor([0, 1]), objective, temperature=1.0, reference=reference)
+    root.backward()
+    assert scores.logprobs.tolist() == pytest.approx([0.0, -600.0])
+    assert scores.entropy.tolist() == [0.0, 0.0] and scores.reference_kl.tolist() == pytest.approx([600.0, 600.0])
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, Tensor):
+                self.numel = max(self.numel, one.numel())
+        return result
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(4096, 32_768), (64, 151_936)])
+def test_logits_of_all_tokens_never_exist(monkeypatch, tokens, vocab):
+    limit = 2**21
+    cut_head(monkeypatch, limit // 4, tile=limit)
+    width = 4
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(vocab, width, requires_grad=True)
+    targets = torch.randint(vocab, (tokens,))
+    with Largest() as seen:
+        score(hidden[:256], weight, targets[:256], temperature=0.9)
+        full_kl = tokens < 100  # all there is, where there is time for it
+        reference = Reference(hidden.detach(), weight.detach()) if full_kl else None
+        objective = Objective(entropy=full_kl, full_kl=full_kl)
+        fused_loss(hidden, weight, targets, objective, temperature=0.9, reference=reference)[0].backward()
+    assert vocab * width < limit < tokens * vocab
+    assert limit / 2 < seen.numel <= limit
+
+
+def test_a_vocabulary_larger_than_a_tile_is_read_one_token_at_a_time(monkeypatch):
+    cut_head(monkeypatch, VOCAB - 1)
+    hidden, weight, targets, _ = inputs(torch.float64)
+    objective = Objective(entropy=False, full_kl=False)
+    fused_loss(hidden, weight, targets, objective, temperature=1.0)
+    assert [(t.start, t.stop) for t in objective.tiles] == [(i, i + 1) for i in range(11)]
+
+
+def test_a_uniform_distribution_has_the_entropy_of_its_vocabulary():
+    hidden, weight, targets, _ = inputs(torch.float64)
+    scores = score(hidden, torch.zeros_like(weight), targets, temperature=0.3)
+    torch.testing.assert_close(scores.entropy, torch.full((11,), math.log(VOCAB), dtype=torch.float64))
+    torch.testing.assert_close(scores.logprobs, -scores.entropy)

@@ -1,0 +1,101 @@
+"""Models whose numbers the learner would get wrong are refused, and the kernel is the best one that runs."""
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM, PhiConfig, PhiForCausalLM
+
+from asyncgrpo.errors import ConfigError
+from asyncgrpo.learner import model as learner_model
+from asyncgrpo.learner.model import choose_kernel, load_language_model, without_adapters
+from tests.learner.helpers import VERSION, assert_same_gradient, learner, random_groups, step_and_gradient, weights
+from tests.models import make_tiny_qwen3
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 60,
+}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32)
+
+
+def test_a_sliding_window_is_refused_only_where_it_would_be_felt(tmp_path):
+    MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24)).save_pretrained(tmp_path)
+    load_language_model(str(tmp_path), longest=24)
+    with pytest.raises(ConfigError, match=r"attends to 24 tokens in some layers, but prompt and answer may have 25"):
+        load_language_model(str(tmp_path), longest=25)
+
+
+def test_a_model_with_other_attention_or_another_head_is_refused_by_name(tmp_path):
+    soft = {"head_dim": 8, "sliding_window": 4096}
+    Gemma2ForCausalLM(Gemma2Config(**SHAPE, **soft)).save_pretrained(tmp_path / "soft")
+    with pytest.raises(ConfigError, match="is a gemma2, whose attention the learner does not compute"):
+        load_language_model(str(tmp_path / "soft"), longest=100)
+    softer = soft | {"attn_logit_softcapping": None}
+    Gemma2ForCausalLM(Gemma2Config(**SHAPE, **softer)).save_pretrained(tmp_path / "logits")
+    with pytest.raises(ConfigError, match="sets final_logit_softcapping, which the learner's log-probs do not apply"):
+        load_language_model(str(tmp_path / "logits"), longest=100)
+    PhiForCausalLM(PhiConfig(**SHAPE)).save_pretrained(tmp_path / "bias")
+    with pytest.raises(ConfigError, match="has a head with a bias"):
+        load_language_model(str(tmp_path / "bias"), longest=100)
+
+
+def test_a_model_in_evaluation_mode_in_float32(path):
+    model = load_language_model(str(path), longest=100)
+    assert not model.training and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("flash", "varlen"), [(True, True), (False, True), (False, False)])
+def test_the_kernel_is_the_best_one_that_runs(monkeypatch, flash, varlen):
+    there = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
+    monkeypatch.setattr(learner_model.importlib.util, "find_spec", lambda name: there[name] or None)
+    best = "flash_attention_2" if flash else "varlen" if varlen else "sdpa"
+    assert choose_kernel("auto", CUDA, torch.bfloat16) == best
+    assert choose_kernel("auto", CUDA, torch.float32) == "sdpa", "those two have no float32"
+    assert choose_kernel("sdpa", CUDA, torch.bfloat16) == "sdpa"
+    assert choose_kernel("auto", CPU, torch.bfloat16) == choose_kernel("sdpa", CPU, torch.float32) == "cpu"
+    for wish, is_there in (("flash_attention_2", flash), ("varlen", varlen)):
+        if is_there:
+            assert choose_kernel(wish, CUDA, torch.bfloat16) == wish
+            with pytest.raises(ConfigError, match=rf"{wish}, but cuda:0 with torch.float32 cannot run it; use auto"):
+                choose_kernel(wish, CUDA, torch.float32)
+        else:
+            with pytest.raises(ConfigError, match=rf"{wish}, but .* is not installed"):
+                choose_kernel(wish, CUDA, torch.bfloat16)
+        with pytest.raises(ConfigError, match=f"{wish}, but"):
+            choose_kernel(wish, CPU, torch.bfloat16)
+
+
+def test_adapters_are_back_after_the_block_even_if_it_fails(path):
+    pytest.importorskip("peft")
+    model = {"path": str(path), "dtype": "float32", "lora": {"rank": 2}}
+    ours = learner(path, model=model)
+    layers = [m for m in ours.model.modules() if hasattr(m, "_disable_adapters")]
+    trained = [p.requires_grad for p in ours.model.parameters()]
+    with pytest.raises(RuntimeError), without_adapters(ours.model):
+        assert layers and all(layer._disable_adapters for layer in layers)
+        assert [p.requires_grad for p in ours.model.parameters()] == trained
+        raise RuntimeError
+    assert not any(layer._disable_adapters for layer in layers)
+
+
+def test_a_second_step_sees_the_weights_of_the_first(path):
+    """Gathered weights are kept from one micro-batch to the next, and must not outlive the update."""
+    groups, options = random_groups(4, 4), {"learner": {"tokens_per_microbatch": 40, "lr": 1e-2}}
+    for algorithm in ({}, {"kl_coef": 0.1}, {"advantage": "gae"}):
+        ours = learner(path, algorithm=algorithm, **options)
+        ours.step(groups, VERSION)
+        fresh = learner(path, algorithm=algorithm, **options)
+        with torch.no_grad():
+            for mine, theirs in zip(fresh.model.parameters(), ours.model.parameters(), strict=True):
+                mine.copy_(theirs)
+        assert weights(fresh).keys() == weights(ours).keys()
+        (_, found), (_, expected) = (step_and_gradient(one, groups) for one in (ours, fresh))
+        assert_same_gradient(found, expected, 1e-7)

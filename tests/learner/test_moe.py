@@ -1,0 +1,218 @@
+"""Mixtures of experts: fused in memory, trained there, and published as they are on disk."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import HrmTextConfig, HrmTextForCausalLM
+
+from asyncgrpo.errors import ConfigError
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.model import load_language_model
+from tests.learner.helpers import (
+    VERSION,
+    config,
+    load,
+    make_group,
+    random_groups,
+    step_and_gradient,
+    weights,
+    with_true_logprobs,
+)
+from tests.learner.ranks import run_on_ranks
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
+
+GROUPS = random_groups(5, 4)
+FEW = [make_group(0, [1.0, 0.0], [[1, 2, 3], []])]
+"""One trainable sequence: of two ranks the second has nothing to do, and most experts see no token."""
+MAKERS = {"qwen3_moe": make_tiny_qwen3_moe, "deepseek_v3": make_tiny_deepseek_v3}
+BIAS = "e_score_correction_bias"
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def path(request, tmp_path_factory) -> Path:
+    return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def learner(path, *, rank=0, world=1, dtype="float32", lora=0, **sections) -> Learner:
+    model = {"path": str(path), "dtype": dtype, "lora": {"rank": lora}}
+    return Learner(
+        config(path, **{"model": model, "learner": {"lr": 1e-2}} | sections), rank=rank, world=world, device="cpu"
+    )
+
+
+def gradients_of_a_step(learner, groups=GROUPS) -> dict[str, torch.Tensor]:
+    """The gradient of every parameter, by its name in memory. The learner steps as well."""
+    return step_and_gradient(learner, groups)[1]
+
+
+# --- what is published
+
+
+def test_names_shapes_and_dtypes_are_those_of_the_file(path):
+    ours, file = learner(path), load_file(path / "model.safetensors")
+    expected = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in file.items()}
+    assert {info.name: (info.shape, info.dtype) for info in ours.layout()} == expected
+    assert all(tensor.equal(file[name]) for name, tensor in weights(ours).items())
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_the_layout_is_what_is_given(path, lora):
+    if lora:
+        pytest.importorskip("peft")
+    ours = learner(path, dtype="bfloat16", lora=lora)
+    given = [(info, tuple(tensor.shape), tensor.dtype) for info, tensor in ours.weights()]
+    assert [info for info, _, _ in given] == ours.layout()
+    assert all(info.shape == shape and f"torch.{info.dtype}" == str(dtype) for info, shape, dtype in given)
+
+
+def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path):
+    path = make_tiny_deepseek_v3(tmp_path)
+    ours, file = learner(path, dtype="bfloat16"), load_file(path / "model.safetensors")
+    ours.step(GROUPS, VERSION)
+    published = weights(ours)
+    assert {n: t.dtype for n, t in published.items() if t.dtype != torch.bfloat16} == {
+        n: torch.float32 for n in file if n.endswith(BIAS)
+    }
+    assert all(published[n].equal(t) for n, t in file.items() if n.endswith(BIAS)), "training leaves it as it is"
+
+
+# --- what is trained
+
+
+def test_a_step_changes_experts_router_and_attention(path):
+    ours, before = learner(path), load_file(path / "model.safetensors")
+    ours.step(GROUPS, VERSION)
+    unchanged = {name for name, tensor in weights(ours).items() if tensor.equal(before[name])}
+    assert unchanged == {name for name in before if name.endswith(BIAS)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["", "eager", "batched_mm", "grouped_mm"])
+def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype, implementation):
+    """With what transformers chooses itself, and with each implementation that runs everywhere."""
+    ours = learner(path, dtype=dtype)
+    model = ours.model.language_model
+    if implementation:
+        model.set_experts_implementation(implementation)
+    used: dict[str, set[int]] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(
+                lambda _, inputs, name=name: used.setdefault(name, set()).update(inputs[1].flatten().tolist())
+            )
+    seen = gradients_of_a_step(ours, FEW)
+    assert used
+    for name, experts in used.items():
+        for matrix in ("gate_up_proj", "down_proj"):
+            gradient = seen[f"{name}.{matrix}"]
+            assert gradient.isfinite().all()
+            assert set(gradient.flatten(1).any(dim=1).nonzero().flatten().tolist()) == experts
+        assert seen[name.replace(".experts", ".gate.weight")].any(), "the router is trained"
+
+
+def test_all_implementations_of_experts_have_one_gradient(path):
+    seen = {}
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        ours = learner(path)
+        ours.model.language_model.set_experts_implementation(implementation)
+        seen[implementation] = gradients_of_a_step(ours)
+    for name, expected in seen["eager"].items():
+        for implementation in ("batched_mm", "grouped_mm"):
+            difference = (seen[implementation][name] - expected).norm()
+            assert difference < 2e-6 * expected.norm(), (implementation, name)
+
+
+def test_recomputed_activations_have_the_same_gradient(path):
+    plain, recomputed = (
+        gradients_of_a_step(learner(path, learner={"activation_checkpointing": on})) for on in (False, True)
+    )
+    for name, expected in plain.items():
+        torch.testing.assert_close(recomputed[name], expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_adapters_are_merged_and_experts_and_router_have_none(path):
+    pytest.importorskip("peft")
+    ours, before = learner(path, lora=4), load_file(path / "model.safetensors")
+    for _ in range(2):
+        ours.step(GROUPS, VERSION)
+    published = weights(ours)
+    assert published.keys() == before.keys()
+    changed = {name for name, tensor in published.items() if not tensor.equal(before[name])}
+    assert changed == {name for name in before if "_proj" in name and ".experts." not in name}
+
+
+# --- what is exported
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_an_export_is_the_model_that_was_trained(path, tmp_path, lora):
+    if lora:
+        pytest.importorskip("peft")
+    ours = learner(path, lora=lora)
+    for _ in range(2):
+        ours.step(GROUPS, VERSION)
+    ours.export(str(tmp_path))
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
+    tokens, exported = torch.arange(40)[None] * 5, load(tmp_path)
+    if not lora:  # merged, the sums are others
+        trained = load(path)
+        for name, parameter in ours.model.language_model.named_parameters():
+            trained.get_parameter(name).data.copy_(parameter.full_tensor())
+        assert exported(tokens).logits.equal(trained(tokens).logits)
+        assert not exported(tokens).logits.equal(load(path)(tokens).logits)
+    report = ours.step(with_true_logprobs(tmp_path, GROUPS), VERSION)
+    assert report.logprob_gap_max < 1e-4
+
+
+# --- two ranks
+
+
+def run_scenarios(folder: Path, rank: int, world: int) -> dict:
+    results = {}
+    for name in MAKERS:
+        for amount, groups in (("much", GROUPS), ("few", FEW)):
+            ours = learner(folder / name, rank=rank, world=world)
+            published = weights(ours)
+            gradients = gradients_of_a_step(ours, groups)
+            results[name, amount] = {"before": published, "gradients": gradients, "after": weights(ours)}
+    return results
+
+
+def two_ranks(rank: int, world: int, folder: str) -> None:
+    """What each of the two ranks does."""
+    results = run_scenarios(Path(folder), rank, world)
+    Path(folder, f"rank{rank}.pickle").write_bytes(pickle.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Five experts of Qwen3-MoE on two ranks: three here, two there."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, make in MAKERS.items():
+        make(folder / name)
+    run_on_ranks(two_ranks, str(folder), 2)
+    return folder
+
+
+def test_two_ranks_train_and_publish_as_one(folder):
+    both = [pickle.loads((folder / f"rank{rank}.pickle").read_bytes()) for rank in range(2)]
+    for key, one in run_scenarios(folder, 0, 1).items():
+        first, second = both[0][key], both[1][key]
+        assert list(first["before"]) == list(one["before"]), "one order"
+        assert all(first["before"][name].equal(tensor) for name, tensor in one["before"].items())
+        assert all(first["after"][name].equal(tensor) for name, tensor in second["after"].items())
+        for name, expected in one["gradients"].items():
+            assert (first["gradients"][name] - expected).norm() <= 5e-6 * expected.norm(), (key, name)
+
+
+# --- what is refused
+
+
+def test_a_model_that_cannot_be_published_is_refused_by_type(tmp_path):
+    shape = {"hidden_size": 32, "intermediate_size": 16, "num_layers_per_stack": 1, "num_attention_heads": 2}
+    HrmTextForCausalLM(HrmTextConfig(**shape, head_dim=16, vocab_size=40)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a hrm_text, which can be trained but not published: .*gqkv_proj"):
+        load_language_model(str(tmp_path), longest=100)

@@ -1,0 +1,172 @@
+"""The gradient of a step is that of the papers' loss, written down one answer at a time; whichever algorithm it is."""
+
+from collections.abc import Callable
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+
+from asyncgrpo.config import AlgorithmConfig
+from asyncgrpo.learner.learner import Learner
+from tests.learner import objectives
+from tests.learner.helpers import (
+    VERSION,
+    assert_equal_but_for_rounding,
+    assert_same_gradient,
+    config,
+    disturb,
+    load,
+    make_group,
+    plain_logprobs,
+    step_and_gradient,
+    watch_updates,
+)
+from tests.learner.objectives import CASES, MAX_TOKENS, VOCAB
+from tests.learner.reference import Policy, Result, Setup
+from tests.models import make_tiny_qwen3
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32, vocab=VOCAB)
+
+
+def learner(path, algorithm: dict, **options) -> Learner:
+    """Whose weights are not the initial ones."""
+    options = {"tokens_per_microbatch": 10_000, "lr": 1e-3} | options
+    sections = {"algorithm": algorithm, "learner": options, "sampling": {"max_tokens": MAX_TOKENS}}
+    made = Learner(config(path, **sections), rank=0, world=1, device="cpu")
+    disturb(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def policies(path) -> dict[str, Policy]:
+    """The learner's weights at the start, with and without a critic, and the initial ones."""
+    found = {"initial": Policy(path, load(path).state_dict())}
+    for name, algorithm in (("now", {}), ("critic", {"advantage": "gae"})):
+        ours = learner(path, algorithm)
+        weights = {n.removeprefix("language_model."): p.full_tensor() for n, p in ours.model.named_parameters()}
+        found[name] = Policy(path, {n: p.detach().clone() for n, p in weights.items()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def groups(policies):
+    model = policies["now"].model
+    return objectives.groups(lambda prompt, answer: plain_logprobs(model, prompt, answer))
+
+
+def setup(policies, algorithm: dict, **others) -> Setup:
+    settings = msgspec.convert(algorithm, AlgorithmConfig)
+    now = policies["critic" if settings.advantage == "gae" else "now"]
+    return Setup(
+        **{"settings": settings, "now": now, "start": now, "initial": policies["initial"]} | others,
+        version=VERSION.version,
+        max_length=MAX_TOKENS,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected_of(policies, groups) -> Callable[[str], Result]:
+    """The reference's result for a case, computed once."""
+    return cache(lambda case: setup(policies, CASES[case]).update(groups))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_are_those_of_one_answer_at_a_time(path, groups, expected_of, case):
+    report, gradient = step_and_gradient(learner(path, CASES[case]), groups)
+    expected = expected_of(case)
+    assert_same_gradient(gradient, expected.gradient, 1e-4)
+    assert report.loss == pytest.approx(expected.loss, rel=1e-4, abs=1e-5)
+    if report.value_loss is not None:
+        assert report.value_loss == pytest.approx(expected.value_loss, rel=1e-4)
+
+
+SAME = ({"kl k3", "kl low_var_kl"}, {"kl k3+", "kl low_var_kl+"})
+"""Which differ only where the KL is above 10 nats."""
+
+
+def test_the_cases_differ(expected_of):
+    """A case whose loss is that of another one would check nothing."""
+    seen: dict[str, torch.Tensor] = {}
+    for name in CASES:
+        found = expected_of(name)
+        numbers = torch.cat([torch.tensor([found.loss]), *(g.flatten() for g in found.gradient.values())])
+        assert numbers[1:].norm() > 1e-3, name
+        for other, theirs in seen.items():
+            if len(theirs) == len(numbers) and {name, other} not in SAME:
+                assert (numbers - theirs).norm() > 1e-4 * theirs.norm(), f"{name} is {other}"
+        seen[name] = numbers
+
+
+MINIBATCHES = {
+    "ppo_clip": {"loss_args": {"low": 0.02, "high": 0.02}},
+    "behaviour": {"anchor": "behaviour", "corrections": ()},
+    "sequences": {"loss": "gspo", "loss_args": {"low": 0.01, "high": 0.01}, "aggregation": "seq-mean-token-mean"},
+    "kl": {"kl_coef": 0.3, "entropy_coef": 0.1},
+    "kl in the reward": {"kl_coef": 0.3, "kl_in": "reward", "kl_kind": "k1"},
+    "m2po": {"corrections": ({"kind": "m2po", "threshold": 0.04},)},
+    "gae": {"advantage": "gae", "critic": {"value_clip": 0.01}},
+}
+
+
+@pytest.mark.parametrize("case", MINIBATCHES)
+def test_updates_of_one_step_share_its_anchor(path, policies, groups, case):
+    """The second and the third update are around the weights at the start of the step, not around their own."""
+    ours = learner(path, MINIBATCHES[case], minibatches=3, lr=5e-3)
+    seen = watch_updates(ours)
+    report = ours.step(groups, VERSION)
+    parts = [groups[0:2], groups[2:4], groups[4:6]]
+    losses = []
+    for part, update in zip(parts, seen, strict=True):
+        expected = setup(policies, MINIBATCHES[case], now=Policy(path, update.weights)).update(part)
+        assert_same_gradient(update.gradient, expected.gradient, 2e-4)
+        losses.append(expected.loss)
+    assert report.loss == pytest.approx(sum(losses) / 3, rel=1e-4, abs=1e-5)
+    usable = [r.completion for g in groups for r in g.rollouts if r.score.value is not None]
+    assert report.tokens_trained == sum(len(completion.token_ids) for completion in usable)
+    assert ours.steps == 3 and len(seen) == 3
+
+
+SPLITS = (
+    {"tokens_per_microbatch": 1},
+    {"tokens_per_microbatch": 40, "share_prompts": False},
+)
+
+
+@pytest.mark.parametrize("case", objectives.STEP_WIDE)
+def test_the_split_into_microbatches_changes_nothing(path, groups, case):
+    expected, gradient = step_and_gradient(learner(path, CASES[case]), groups)
+    for split in SPLITS:
+        report, found = step_and_gradient(learner(path, CASES[case], **split), groups)
+        assert_equal_but_for_rounding(found, gradient)
+        for field in ("loss", "grad_norm", "entropy", "clip_ratio", "importance_mean", "tokens_trained"):
+            assert getattr(report, field) == pytest.approx(getattr(expected, field), rel=1e-5, abs=1e-6), field
+        assert report.diagnostics == pytest.approx(expected.diagnostics, rel=1e-4, abs=1e-5)
+        assert report.advantages == pytest.approx(expected.advantages, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [{"corrections": ({"kind": "veto", "low": 1e-3},)}, {"advantage": "dr_grpo"}])
+def test_what_is_rejected_makes_the_rest_no_larger(path, algorithm):
+    """Half of the tokens are rejected: those that stay weigh what they weighed (finding 4 of the survey)."""
+    broken = "corrections" in algorithm
+    kept = make_group(0, [1.0, 0.0], [[1, 2, 3], [4, 5]], logprobs=[[-3.0] * 3, [-3.0] * 2])
+    other = make_group(1, [1.0, 0.0] if broken else [1.0, 1.0], [[6, 7], [8, 9, 10]], logprobs=[[9.9] * 2, [9.9] * 3])
+    algorithm = {"corrections": ()} | algorithm
+    _, alone = step_and_gradient(learner(path, algorithm), [kept])
+    report, both = step_and_gradient(learner(path, algorithm), [kept, other])
+    assert report.tokens_trained == 10
+    assert report.diagnostics["rejected_dropped"] == (0.5 if broken else 0.0)
+    assert_same_gradient(both, {name: gradient / 2 for name, gradient in alone.items()}, 1e-5)
+
+
+def test_what_is_rejected_is_reported_as_it_was(path, groups):
+    """Diagnostics are of all tokens; under the edited mask the largest ratios would not be seen."""
+    kept = learner(path, {"corrections": ()}).step(groups, VERSION)
+    rejecting = learner(path, {"corrections": ({"action": "reject", "low": 0.8, "high": 1.2},)}).step(groups, VERSION)
+    assert rejecting.diagnostics["rejected_dropped"] > 0.2 and kept.diagnostics["rejected_dropped"] == 0
+    for name in ("ratio_max", "ratio_min", "m2", "ess_token", "lag_mean", "lag_mixed_share"):
+        assert rejecting.diagnostics[name] == pytest.approx(kept.diagnostics[name], rel=1e-5), name
+    assert rejecting.effective_sample_share < 0.99
