@@ -4,7 +4,11 @@ The buffer owns the prompt order. A prompt becomes a *lease* (permission to gene
 is *taken* into a batch, and is *done* once the weights trained on it are published. Each transition is one method; every
 way out is counted in `outcomes`, so that at any time
 
-    leased ever = leased now + ready now + taken now + trained + dropped_* + requeued.
+    leased + recovered = leased now + ready now + taken now + trained + filtered_zero_signal + dropped_* + requeued,
+
+and what it keeps or drops is said to the journal at once. The tokens of all groups that came balance in the same way:
+
+    generated + recovered = trained + filtered + stale + failed + aborted + duplicate + unusable + in flight.
 
 Time enters as an argument, chance not at all: the same calls give the same answers.
 """
@@ -12,8 +16,11 @@ Time enters as an argument, chance not at all: the same calls give the same answ
 import enum
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncgrpo.buffer.journal import InMemory, Ledger
+from asyncgrpo.buffer.records import Dropped, Handed, delivered
 from asyncgrpo.buffer.staleness import lag_is_kept
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -22,7 +29,7 @@ from asyncgrpo.wire.messages import Deliver
 
 
 class State(enum.Enum):
-    """Where a group is. A group that is trained, dropped or requeued is forgotten."""
+    """Where a group is. A group that is trained, filtered, dropped or requeued is forgotten."""
 
     LEASED = "leased"
     READY = "ready"
@@ -63,9 +70,16 @@ class Buffer:
         *,
         seed: int,
         lineage: int,
+        journal: Ledger | None = None,
     ) -> None:
+        """
+        Args:
+            journal: told of every group that is kept, handed over or dropped; None: nothing is written down.
+        """
+        self.journal: Ledger = journal or InMemory()
         self._config = config
-        self._group_size = algorithm.group_size
+        self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
+        self._filters = algorithm.filter_zero_signal
         self._prompts = prompts
         self._sampling = sampling
         self._seed = seed
@@ -78,6 +92,8 @@ class Buffer:
         self.version: WeightVersion | None = None
         self.draining = False
         self.outcomes: Counter[str] = Counter()
+        self.filtered: Counter[str] = Counter()
+        """What `filtered_zero_signal` is made of, by the names of `zero_signal`."""
         self.tokens: Counter[str] = Counter()
 
     # -- leases ----------------------------------------------------------------------------------------------------
@@ -102,6 +118,7 @@ class Buffer:
             num_answers=self._group_size,
             sampling=self._sampling,
             seed=group_seed(self._seed, order, attempt),
+            with_greedy=self._with_greedy,
         )
         self._enter(Entry(order, prompt, attempt, lease, holder, now_s, self.version))
         self.outcomes["leased"] += 1
@@ -119,6 +136,7 @@ class Buffer:
         self._leave(entry)
         self._attempts[entry.order] += 1
         if self._attempts[entry.order] >= self._config.max_attempts:
+            self._drop(entry, reason, is_final=True)
             self._finish(entry, f"dropped_{reason}")
         else:
             self.outcomes["requeued"] += 1
@@ -131,7 +149,7 @@ class Buffer:
             self._requeue(entry)
         return [e.lease.lease_id for e in lost]
 
-    def expire(self, now_s: float) -> list[Lease]:
+    def expire(self, now_s: float) -> list[Entry]:
         """Leases older than their deadline fail with `lease_timeout`. Returns them, so that they can be cancelled."""
         limit = now_s - self._config.lease_timeout_s
         # In order of their leases, so the first that is in time ends the search.
@@ -139,35 +157,77 @@ class Buffer:
         late = list(itertools.takewhile(lambda e: e.leased_at_s < limit, leased))
         for entry in late:
             self.fail(entry.lease.lease_id, "lease_timeout")
-        return [e.lease for e in late]
+        return late
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def accept(self, message: Deliver, payload: bytes) -> str | None:
-        """Keep a delivered group, once. Returns None, or the reason why it is not wanted."""
-        self.tokens["generated"] += sum(r.num_tokens for r in message.rollouts)
+        """Take in a delivered group, once. Returns None, or the reason why it is not wanted.
+
+        With `filter_zero_signal` a group that would teach nothing is finished here and now: its prompt is done and its
+        slot is free, so that the next lease replaces it by exactly one other prompt.
+        """
+        num_tokens = sum(r.num_tokens for r in message.rollouts)
+        self.tokens["generated"] += num_tokens
         entry = self._entries.get(message.group_id)
         if self._is_done(message) or (entry is not None and entry.state is not State.LEASED):
             self.outcomes["duplicate"] += 1
+            self.tokens["duplicate"] += num_tokens
             return "duplicate"
         if entry is None or entry.lease.lease_id != message.lease_id:
             self.outcomes["refused"] += 1
+            self.tokens["aborted"] += num_tokens
             return "no_such_lease"
-        if len(message.rollouts) != self._group_size:
-            self.fail(message.lease_id, "incomplete")
+        if len(message.rollouts) != self._group_size + self._with_greedy:
+            self._refuse(message, "incomplete")
             return "incomplete"
-        if sum(r.score.value is not None for r in message.rollouts) < 2:
-            self.fail(message.lease_id, "unscored")
-            return "unscored"
         versions = [span.version for r in message.rollouts for span in r.spans]
         if not versions or any(v.lineage != self._lineage for v in versions):
-            self.fail(message.lease_id, "lineage")
+            self._refuse(message, "lineage")
             return "lineage"
+        rewards = [r.score.value for r in message.rollouts if r.score.value is not None]
+        if self._filters and (kind := zero_signal(rewards)) is not None:
+            self._filter(entry, message, kind)
+            return None
+        if len(rewards) < 2:
+            self._refuse(message, "unscored")
+            return "unscored"
         self._turn(entry, State.READY)
         entry.message, entry.payload = message, payload
         entry.oldest = min(versions)
         self.outcomes["accepted"] += 1
+        self.journal.append(*delivered(message, payload))
         return None
+
+    def restore(self, message: Deliver, payload: bytes) -> None:
+        """A group that an earlier start accepted and did not train is ready. Before the first lease."""
+        self._prompts.claim(message.order)
+        lease = Lease(
+            lease_id=message.lease_id,
+            group_id=message.group_id,
+            attempt=message.attempt,
+            order=message.order,
+            purpose="train",
+            prompt=message.prompt,
+            num_answers=len(message.rollouts),
+            sampling=self._sampling,
+            seed=0,  # it is not sampled any more
+        )
+        oldest = min(span.version for r in message.rollouts for span in r.spans)
+        entry = Entry(message.order, message.prompt, message.attempt, lease, "", 0.0, oldest)
+        entry.message, entry.payload = message, payload
+        self._enter(entry)
+        self._turn(entry, State.READY)
+        self.outcomes["recovered"] += 1
+        self.tokens["recovered"] += entry.num_tokens
+
+    def disown(self, lease_id: str, order: int, num_tokens: int, reason: str) -> None:
+        """A group that an earlier start accepted is not to be trained; its prompt, unless it is done, is issued again."""
+        self.outcomes["recovered"] += 1
+        self.outcomes[f"dropped_{reason}"] += 1
+        self.tokens["recovered"] += num_tokens
+        self.tokens["unusable"] += num_tokens
+        self.journal.append(Dropped(lease_id=lease_id, order=order, reason=reason, is_final=False))
 
     def take(self, version: WeightVersion) -> list[Entry] | None:
         """The batch of the step that starts at `version`: P groups, oldest first; None if it must wait.
@@ -182,6 +242,7 @@ class Buffer:
                 self._attempts[entry.order] += 1
                 self.outcomes["dropped_stale"] += 1
                 self.tokens["stale"] += entry.num_tokens
+                self._drop(entry, "stale", is_final=False)
                 self._prompts.give_back(entry.order)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         ready = sorted((e for e in waiting if e.state is State.READY), key=lambda e: (e.oldest, e.order))
@@ -196,7 +257,10 @@ class Buffer:
         for entry in batch:
             self._turn(entry, State.TAKEN)
         # In prompt order, so that the same groups make the same batch whoever finished first.
-        return sorted(batch, key=lambda e: e.order)
+        batch.sort(key=lambda e: e.order)
+        lease_ids = tuple(e.lease.lease_id for e in batch)
+        self.journal.append(Handed(step=version.version + 1, version=version, lease_ids=lease_ids))
+        return batch
 
     def published(self, version: WeightVersion) -> None:
         """Every generator serves `version`: what was taken is trained, and its slots are free."""
@@ -211,7 +275,7 @@ class Buffer:
 
     @property
     def exhausted(self) -> bool:
-        """Every prompt of every epoch is trained or dropped."""
+        """Every prompt of every epoch is trained, filtered or dropped."""
         return not self._entries and self._prompts.is_exhausted
 
     @property
@@ -220,19 +284,24 @@ class Buffer:
 
     @property
     def prompts_done(self) -> int:
-        """Prompts trained or dropped for good, over all epochs and restarts."""
+        """Prompts trained, filtered or dropped for good, over all epochs and restarts."""
         return self._prompts.num_done
 
     def count(self, state: State) -> int:
         """Groups in `state`."""
         return self._in_state[state]
 
+    @property
+    def tokens_in_flight(self) -> int:
+        """Sampled tokens of the groups that are ready or taken."""
+        return sum(e.num_tokens for e in self._entries.values())
+
     def oldest_lease(self) -> Entry | None:
         """The group that has been under way for longest."""
         return next((e for e in self._entries.values() if e.state is State.LEASED), None)
 
     def snapshot(self) -> PromptState:
-        """What a checkpoint must hold: which prompts are trained. What is under way is generated again."""
+        """What a checkpoint must hold: which prompts are trained. Of what is under way, the journal knows."""
         return self._prompts.state()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -244,7 +313,7 @@ class Buffer:
         return entry
 
     def _is_done(self, message: Deliver) -> bool:
-        """Whether this group was trained or dropped already, in this lineage."""
+        """Whether this group was trained, filtered or dropped already, in this lineage."""
         return message.group_id == f"{self._lineage}.{message.order}" and self._prompts.is_done(message.order)
 
     def _enter(self, entry: Entry) -> None:
@@ -265,6 +334,22 @@ class Buffer:
         if entry.state is State.LEASED:
             self._held[entry.holder] -= 1
 
+    def _filter(self, entry: Entry, message: Deliver, kind: str) -> None:
+        self._leave(entry)
+        self.filtered[kind] += 1
+        self.tokens["filtered"] += sum(r.num_tokens for r in message.rollouts)
+        self.journal.append(delivered(message, b"")[0])
+        self._drop(entry, "zero_signal", is_final=True)
+        self._finish(entry, "filtered_zero_signal")
+
+    def _refuse(self, message: Deliver, reason: str) -> None:
+        self.tokens["failed"] += sum(r.num_tokens for r in message.rollouts)
+        self.fail(message.lease_id, reason)
+
+    def _drop(self, entry: Entry, reason: str, *, is_final: bool) -> None:
+        lease_id = entry.lease.lease_id
+        self.journal.append(Dropped(lease_id=lease_id, order=entry.order, reason=reason, is_final=is_final))
+
     def _requeue(self, entry: Entry) -> None:
         self._leave(entry)
         self.outcomes["requeued"] += 1
@@ -274,6 +359,23 @@ class Buffer:
         self.outcomes[outcome] += 1
         self._attempts.pop(entry.order, None)
         self._prompts.done(entry.order)
+
+
+def zero_signal(rewards: Sequence[float]) -> str | None:
+    """Why no answer of a group is better than another; None if one is.
+
+    Compares exactly, in float64: a standard deviation of equal rewards need not be 0.
+
+    Args:
+        rewards: of the scored answers, a greedy one included, as they were scored: the learner shapes them later.
+    Returns:
+        `all_equal_high` (above 0), `all_equal_low` or `unscored` (fewer than two rewards).
+    """
+    if len(rewards) < 2:
+        return "unscored"
+    if max(rewards) > min(rewards):
+        return None
+    return "all_equal_high" if rewards[0] > 0 else "all_equal_low"
 
 
 def group_seed(seed: int, order: int, attempt: int) -> int:

@@ -4,12 +4,14 @@
                ◀──────────Grant, Ack, Nack, Cancel─────  │ buffer │ ──Batch, Waiting, NoMore────────▶
                                                          └────────┘ ◀──Drain, GeneratorLost────────── driver
 
-It promises that every delivered group is acknowledged or refused by name, that a generator gets a lease only while it
-serves the version that was published last (or a newer one), and that whoever waits is told what for.
+It promises that every delivered group is acknowledged, once the journal has it, or refused by name; that a generator
+gets a lease only while it serves the version that was published last (or a newer one) and the journal can be written;
+and that whoever waits is told what for.
 """
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,8 +20,11 @@ import msgspec
 from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import Buffer, Entry, State
 from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.records import Committed
+from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import WeightVersion
+from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import check_group, decode
 from asyncgrpo.wire.messages import (
     PROTOCOL,
@@ -41,6 +46,7 @@ from asyncgrpo.wire.messages import (
     NoMore,
     Published,
     RequestEval,
+    Saved,
     SayHello,
     Serving,
     Snapshot,
@@ -68,6 +74,8 @@ class Session:
     window: int
     heard_s: float
     version: WeightVersion | None = None
+    late_s: float = 0.0
+    """When a lease of it last expired."""
 
 
 class BufferService:
@@ -78,6 +86,8 @@ class BufferService:
         self._buffer = buffer
         self._evaluations = evaluations
         self._sessions: dict[str, Session] = {}
+        self._newest: dict[str, str] = {}  # peer of the last incarnation that said Hello first, by generator
+        self._greeted: set[str] = set()  # every peer that ever said Hello
         self._learner: str | None = None
         self._take: Take | None = None
         self._may_take = False  # something changed since the last time a batch was looked for
@@ -86,36 +96,45 @@ class BufferService:
         self._last_evals = False
         self._drain_reason = ""
         self._finished = False
+        self._ticked_s = 0.0
         self._counted: dict[str, int] = {}
+        self._journal = buffer.journal
+        self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}  # position in the journal and peer, by lease id
+        self._batch: list[Entry] | None = None  # taken, and not yet in the journal
+        self._asked_for_snapshot: list[str] = []
+        self._snapshot: PromptState | None = None  # the one that was given last
+        self._filtered_before = 0  # groups filtered up to the last batch
 
     def run(self) -> None:
         """Serve until `Finished`."""
-        ticked_s = 0.0
         while not self._finished:
-            received = self._server.receive(TICK_S)
-            now_s = time.monotonic()
-            if received is not None:
-                self._receive(*received, now_s)
-                self._may_take = True
-            if now_s - ticked_s >= TICK_S:
-                ticked_s = now_s
-                self._tick(now_s)
-            self._answer_take(now_s)
-            self._grant(now_s)
-        for session in self._sessions.values():
-            self._server.send(session.peer, Farewell())
+            self.turn(self._server.receive(TICK_S), time.monotonic())
+
+    def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
+        """One round: what was received at `now_s` (None: nothing), and what follows from it and from the time."""
+        if received is not None:
+            self._receive(*received, now_s)
+            self._may_take = True
+        if now_s - self._ticked_s >= TICK_S:
+            self._ticked_s = now_s
+            self._tick(now_s)
+        self._answer_take(now_s)
+        self._grant(now_s)
+        if self._finished:
+            for session in self._sessions.values():
+                self._server.send(session.peer, Farewell())
 
     # -- messages in -------------------------------------------------------------------------------------------------
 
-    def _receive(self, peer: str, frames: object, now_s: float) -> None:
+    def _receive(self, peer: str, frames: Sequence[Frame], now_s: float) -> None:
         try:
-            message, payload = decode(frames)  # type: ignore[arg-type]
+            message, payload = decode(frames)
         except WireError as error:
             metrics.rejected_frames_total.labels(reason="checksum" if "digest" in str(error) else "decode").inc()
             log.warning("refused a message of %s: %s", peer, error)
             return
         name = getattr(message, "generator_id", None)
-        if name in self._sessions:
+        if name in self._sessions and self._sessions[name].peer == peer:
             self._sessions[name].heard_s = now_s
         self._handle(peer, message, payload, now_s)
 
@@ -124,9 +143,12 @@ class BufferService:
             case Deliver():
                 self._deliver(peer, message, payload, now_s)
             case Serving(generator_id=name, version=version):
-                if name in self._sessions:
-                    self._sessions[name].version = version
-                else:  # it was silent for too long and taken for dead
+                session = self._sessions.get(name)
+                if session is not None and session.peer == peer:
+                    session.version = version
+                elif self._is_replaced(name, peer):
+                    self._server.send(peer, Farewell())
+                else:  # its Hello was lost, or it was silent for too long and taken for dead
                     self._server.send(peer, SayHello())
             case Hello():
                 self._hello(peer, message, now_s)
@@ -135,14 +157,19 @@ class BufferService:
                 self._buffer.fail(lease_id, "failed")
                 self._keep(self._evaluations.fail(lease_id, reason, now_s))
             case Take():
+                self._published(message.version)
                 self._learner, self._take, self._told_waiting_s = peer, message, now_s
             case Published(version=version):
-                self._buffer.published(version)
+                self._published(version)
             case RequestEval(step=step):
                 self._evaluations.request(step, now_s)
-            case TakeSnapshot():
-                state = msgspec.to_builtins(self._buffer.snapshot())
-                self._server.send(peer, Snapshot(state=state, draining=bool(self._drain_reason)))
+            case TakeSnapshot(published=version):
+                self._published(version)
+                self._asked_for_snapshot.append(peer)
+                self._answer_snapshots()
+            case Saved(step=step):
+                assert self._snapshot is not None, "a checkpoint without a snapshot"
+                self._journal.append(Committed(step=step, prompts=self._snapshot))
             case LastEvals():
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
             case Drain(reason=reason):
@@ -152,19 +179,31 @@ class BufferService:
                 self._lose(name, "its process ended")
             case Finished():
                 self._finished = True
+                self._journal.close()
             case _:
                 log.warning("%s sent %s, which is not for the buffer", peer, type(message).__name__)
 
     def _hello(self, peer: str, message: Hello, now_s: float) -> None:
         if message.protocol != PROTOCOL:
             log.error("%s speaks protocol %d, the buffer %d", message.generator_id, message.protocol, PROTOCOL)
+        if self._is_replaced(message.generator_id, peer):
+            self._server.send(peer, Farewell())
+            return
         if message.generator_id in self._sessions:
             self._lose(message.generator_id, "it started again")
+        self._newest[message.generator_id] = peer
+        self._greeted.add(peer)
         self._sessions[message.generator_id] = Session(peer, message.incarnation, message.window, now_s)
         self._server.send(peer, Welcome(protocol=PROTOCOL))
 
+    def _is_replaced(self, name: str, peer: str) -> bool:
+        """Whether `peer` is an incarnation of `name` that another has followed; it may live on where nobody sees it."""
+        return peer in self._greeted and self._newest[name] != peer
+
     def _deliver(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> None:
         refusal: str | None
+        if message.lease_id in self._unacknowledged:
+            return  # sent again while the journal works on it
         try:
             check_group(message, len(payload))
             if message.purpose == "eval":
@@ -178,9 +217,34 @@ class BufferService:
             self._buffer.fail(message.lease_id, "failed")
             refusal = "schema"
         if refusal is None:
-            self._server.send(peer, Ack(group_id=message.group_id, lease_id=message.lease_id))
+            ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
+            position = self._journal.position if message.purpose == "train" else 0
+            self._unacknowledged[message.lease_id] = position, peer, ack
+            self._acknowledge()
         else:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
+
+    def _acknowledge(self) -> None:
+        """Acknowledge what the journal has."""
+        for lease_id, (position, peer, ack) in list(self._unacknowledged.items()):
+            if self._journal.is_durable(position):
+                del self._unacknowledged[lease_id]
+                self._server.send(peer, ack)
+
+    def _answer_snapshots(self) -> None:
+        """A checkpoint must not hold a step whose manifest could still be lost: the journal goes first."""
+        if self._asked_for_snapshot and self._journal.sync():
+            self._snapshot = self._buffer.snapshot()
+            answer = Snapshot(state=msgspec.to_builtins(self._snapshot), draining=bool(self._drain_reason))
+            for peer in self._asked_for_snapshot:
+                self._server.send(peer, answer)
+            self._asked_for_snapshot.clear()
+            self._acknowledge()
+
+    def _published(self, version: WeightVersion | None) -> None:
+        """The learner says it in words of several kinds, so that it is known even when one was lost on the way."""
+        if version is not None and (self._buffer.version is None or version > self._buffer.version):
+            self._buffer.published(version)
 
     def _keep(self, result: EvalResult | None) -> None:
         if result is not None:
@@ -196,12 +260,19 @@ class BufferService:
     # -- what time brings ----------------------------------------------------------------------------------------------
 
     def _tick(self, now_s: float) -> None:
+        self._journal.tick()
+        self._acknowledge()
+        self._answer_snapshots()
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
                 self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s")
         late, results = self._evaluations.expire(now_s)
         self._results += results
-        for lease in [*self._buffer.expire(now_s), *late]:
+        expired = self._buffer.expire(now_s)
+        for entry in expired:
+            if entry.holder in self._sessions:
+                self._sessions[entry.holder].late_s = now_s
+        for lease in [*(entry.lease for entry in expired), *late]:
             self._may_take = True
             log.warning("lease %s expired", lease.lease_id)
             for session in self._sessions.values():
@@ -209,16 +280,21 @@ class BufferService:
         self._observe(now_s)
 
     def _grant(self, now_s: float) -> None:
-        """Hand out leases, one at a time to whoever has the most room, evaluation first."""
+        """Hand out leases, one at a time to whoever has the most room, evaluation first.
+
+        Of several with as much room, the one that was late longest ago: what one is too slow for goes to another.
+        """
         current = self._buffer.version
         if current is None:
             return
         able = {n: s for n, s in self._sessions.items() if s.version is not None and s.version >= current}
         room = {n: s.window - self._buffer.held_by(n) for n, s in able.items()}
         eval_room = {n: s.window - self._evaluations.held_by(n) for n, s in able.items()}
+        if self._journal.is_blocked is not None:
+            room = {}  # what would come of them could not be kept
         for lend, free in ((self._evaluations.lease, eval_room), (self._buffer.lease, room)):
             while free and max(free.values()) > 0:
-                name = max(free, key=lambda n: (free[n], n))
+                name = max(free, key=lambda n: (free[n], -able[n].late_s, n))
                 lease = lend(name, now_s)
                 if lease is None:
                     break
@@ -234,21 +310,29 @@ class BufferService:
         if self._last_evals:
             if not self._evaluations.under_way:
                 self._say_no_more("exhausted")
+            else:
+                self._say_waiting(self._learner, now_s)
             return
         if self._take is None:
             return
         if self._drain_reason:
             self._say_no_more("draining")
             return
-        entries = self._buffer.take(self._take.version) if self._may_take else None
-        self._may_take = False
-        if entries is not None:
-            self._send_batch(self._take, entries)
+        if self._batch is None and self._may_take and self._journal.is_blocked is None:
+            self._may_take = False
+            self._batch = self._buffer.take(self._take.version)
+        if self._batch is not None and self._journal.is_blocked is None:  # so its manifest is written
+            self._send_batch(self._take, self._batch)
         elif self._buffer.exhausted and not self._evaluations.under_way:
             self._say_no_more("exhausted")
-        elif now_s - self._told_waiting_s >= WAITING_EVERY_S:
+        else:
+            self._say_waiting(self._learner, now_s)
+
+    def _say_waiting(self, learner: str, now_s: float) -> None:
+        """Now and then, so that the learner knows that the buffer lives and what it waits for."""
+        if now_s - self._told_waiting_s >= WAITING_EVERY_S:
             self._told_waiting_s = now_s
-            self._server.send(self._learner, Waiting(what=self._what_is_awaited(now_s), evals=self._take_results()))
+            self._server.send(learner, Waiting(what=self._what_is_awaited(now_s), evals=self._take_results()))
 
     def _send_batch(self, take: Take, entries: list[Entry]) -> None:
         assert self._learner is not None
@@ -264,7 +348,8 @@ class BufferService:
             epoch=self._buffer.epoch,
         )
         self._server.send(self._learner, message, b"".join(e.payload for e in entries))
-        self._take = None
+        self._take = self._batch = None
+        self._filtered_before = self._buffer.filtered.total()
 
     def _say_no_more(self, why: Literal["exhausted", "draining"]) -> None:
         assert self._learner is not None
@@ -276,6 +361,8 @@ class BufferService:
         return results
 
     def _what_is_awaited(self, now_s: float) -> str:
+        if self._journal.is_blocked is not None:
+            return f"the journal: {self._journal.is_blocked}"
         ready, leased = self._buffer.count(State.READY), self._buffer.count(State.LEASED)
         text = f"groups: {ready} ready, {leased} under way"
         oldest = self._buffer.oldest_lease()
@@ -284,22 +371,29 @@ class BufferService:
             text += f", the oldest for {age_s:.0f} s at {oldest.holder} ({oldest.prompt.prompt_id})"
         elif not self._sessions:
             text += ", no generator is in touch"
-        if self._buffer.exhausted:
+        if filtered := self._buffer.filtered.total() - self._filtered_before:
+            text += f"; {filtered} since the last batch had equal rewards and were replaced"
+        if self._last_evals or self._buffer.exhausted:
             text = "the last evaluation"
         return text
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def _counters(self) -> dict[str, float]:
-        """Totals of this process: groups by outcome, tokens by fate."""
+        """Totals of this process: groups by outcome, those filtered by kind, tokens by fate."""
         groups = {f"groups_{k}": float(v) for k, v in self._buffer.outcomes.items()}
+        filtered = {f"filtered_{k}": float(v) for k, v in self._buffer.filtered.items()}
         tokens = {f"tokens_{k}": float(v) for k, v in self._buffer.tokens.items()}
-        return groups | tokens | {"prompts_done": float(self._buffer.prompts_done)}
+        return groups | filtered | tokens | {"prompts_done": float(self._buffer.prompts_done)}
 
     def _observe(self, now_s: float) -> None:
         for outcome, total in self._buffer.outcomes.items():
             metrics.groups_total.labels(outcome=outcome).inc(total - self._counted.get(outcome, 0))
             self._counted[outcome] = total
+        for fate, total in self._buffer.tokens.items():
+            metrics.tokens_total.labels(fate=fate).inc(total - self._counted.get(f"tokens_{fate}", 0))
+            self._counted[f"tokens_{fate}"] = total
+        metrics.buffer_tokens.set(self._buffer.tokens_in_flight)
         for state in State:
             metrics.buffer_groups.labels(state=state.value).set(self._buffer.count(state))
         oldest = self._buffer.oldest_lease()

@@ -10,6 +10,9 @@ This is earliest-deadline-first scheduling, and it loses nothing. Let D(k) be th
 gives D(max_lag) <= (max_lag + 1) P; if D(k) <= (k + 1) P for all k at v, and the batch is feasible, then the same holds
 at v + 1. And once every group is ready, taking the P oldest is always feasible. So the learner waits only when going on
 would break a promise, no group is dropped for its age, and long answers are not filtered away.
+
+A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D; what is leased in its place at v
+has the deadline v + max_lag, the last there is, and the slots bound those. So a refill endangers nobody's deadline.
 """
 
 from collections.abc import Iterable

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.buffer import Buffer, State, group_seed
+from asyncgrpo.buffer.buffer import Buffer, State, group_seed, zero_signal
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
@@ -19,10 +19,11 @@ def prompts(count: int) -> tuple[Prompt, ...]:
     return tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1,)) for i in range(count))
 
 
-def make_buffer(count=12, per_step=2, max_lag=1, epochs=1, **settings) -> Buffer:
+def make_buffer(count=12, per_step=2, max_lag=1, epochs=1, filters=False, **settings) -> Buffer:
     config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **settings)
+    algorithm = AlgorithmConfig(group_size=GROUP_SIZE, filter_zero_signal=filters)
     source = PromptSource(prompts(count), seed=0, shuffle=True, epochs=epochs)
-    return Buffer(config, AlgorithmConfig(group_size=GROUP_SIZE), source, Sampling(), seed=0, lineage=1)
+    return Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
 
 
 def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver:
@@ -138,7 +139,7 @@ def test_a_lease_that_takes_too_long_is_given_to_another():
     buffer.published(v(0))
     lease = buffer.lease("slow", 0.0)
     assert lease is not None and buffer.expire(9.0) == []
-    assert buffer.expire(11.0) == [lease]
+    assert [entry.lease for entry in buffer.expire(11.0)] == [lease]
     again = buffer.lease("quick", 11.0)
     assert again is not None and again.order == lease.order and again.lease_id != lease.lease_id
     assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease"
@@ -187,6 +188,72 @@ def test_the_last_batch_holds_what_is_left():
     assert buffer.exhausted
 
 
+@pytest.mark.parametrize(
+    ("rewards", "kind"),
+    [
+        ([0.0, 0.0, 0.0], "all_equal_low"),
+        ([-1.0, -1.0], "all_equal_low"),
+        ([0.98] * 15, "all_equal_high"),  # whose standard deviation is not 0 in floating point
+        ([1.0], "unscored"),
+        ([], "unscored"),
+        ([0.1, 0.1 + 2**-56], None),  # equal in float32, the next number in float64
+        ([-0.0, 0.0], "all_equal_low"),
+    ],
+)
+def test_a_group_is_without_signal_only_if_its_rewards_are_exactly_equal(rewards, kind):
+    assert zero_signal(rewards) == kind
+
+
+@pytest.mark.parametrize("scores", [(1.0, 1.0), (0.0, 0.0), (1.0, None), (None, None)])
+def test_a_group_without_signal_is_replaced_by_exactly_one_other_prompt(scores):
+    buffer = make_buffer(per_step=2, max_lag=1, filters=True)
+    buffer.published(v(0))
+    leases = lease_all(buffer)
+    assert buffer.accept(deliver(leases[1], 0, scores), b"") is None, "the generator may forget it"
+    assert buffer.accept(deliver(leases[1], 0, scores), b"") == "duplicate", "and need not send it again"
+    assert buffer.outcomes["filtered_zero_signal"] == buffer.filtered.total() == 1
+    assert buffer.tokens["filtered"] == 2 and buffer.prompts_done == 1
+    replacements = lease_all(buffer)
+    assert [r.order for r in replacements] == [leases[-1].order + 1]
+    assert buffer.held_by("g") == 4
+
+
+def test_a_group_without_signal_is_kept_where_nobody_asked_for_the_filter():
+    buffer = make_buffer(per_step=1, max_lag=0)
+    buffer.published(v(0))
+    (lease,) = lease_all(buffer)
+    buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
+    assert len(buffer.take(v(0))) == 1 and not buffer.filtered
+
+
+def test_at_lag_zero_filtered_groups_are_refilled_within_the_step():
+    buffer = make_buffer(count=6, per_step=2, max_lag=0, filters=True)
+    buffer.published(v(0))
+    a, b = lease_all(buffer)
+    buffer.accept(deliver(a, 0, (0.0, 0.0)), b"")
+    buffer.accept(deliver(b, 0), b"")
+    assert buffer.take(v(0)) is None
+    (c,) = lease_all(buffer)
+    buffer.accept(deliver(c, 0), b"")
+    assert [e.order for e in buffer.take(v(0))] == [b.order, c.order]
+
+
+def test_a_run_whose_last_groups_are_all_filtered_ends():
+    buffer = make_buffer(count=3, per_step=2, max_lag=0, filters=True)
+    buffer.published(v(0))
+    kept, *others = lease_all(buffer)
+    buffer.accept(deliver(kept, 0), b"")
+    for lease in others:
+        buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
+    for lease in lease_all(buffer):
+        assert buffer.take(v(0)) is None, "one more prompt may still fill the batch"
+        buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
+    assert [e.order for e in buffer.take(v(0))] == [kept.order], "nothing can fill it any more"
+    buffer.published(v(1))
+    assert buffer.exhausted and buffer.take(v(1)) is None
+    assert buffer.outcomes["trained"] == 1 and buffer.outcomes["filtered_zero_signal"] == 2
+
+
 def test_seeds_differ_between_groups_attempts_and_runs():
     seeds = {group_seed(s, o, a) for s in range(3) for o in range(50) for a in range(3)}
     assert len(seeds) == 3 * 50 * 3 and all(0 <= s < 2**48 for s in seeds)
@@ -195,14 +262,15 @@ def test_seeds_differ_between_groups_attempts_and_runs():
 class AnyOrder(RuleBasedStateMachine):
     """Leases, groups, failures, losses and steps in any order."""
 
-    @initialize(per_step=st.integers(1, 3), max_lag=st.integers(0, 3))
-    def start(self, per_step, max_lag):
+    @initialize(per_step=st.integers(1, 3), max_lag=st.integers(0, 3), filters=st.booleans())
+    def start(self, per_step, max_lag, filters):
         self.max_lag, self.per_step, self.count = max_lag, per_step, 14
-        self.buffer = make_buffer(self.count, per_step, max_lag, max_attempts=100)
+        self.buffer = make_buffer(self.count, per_step, max_lag, filters=filters, max_attempts=100)
         self.version = 0
         self.buffer.published(v(0))
         self.leases: list[tuple[Lease, int]] = []
         self.trained: list[int] = []
+        self.filtered: list[int] = []
 
     @rule(holder=st.sampled_from("ab"))
     def lease(self, holder):
@@ -211,12 +279,20 @@ class AnyOrder(RuleBasedStateMachine):
             self.leases.append((lease, self.version))
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), twice=st.booleans(), keep=st.booleans())
-    def deliver(self, data, twice, keep):
+    @rule(
+        data=st.data(),
+        scores=st.sampled_from([(0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0, None)]),
+        twice=st.booleans(),
+        keep=st.booleans(),
+    )
+    def deliver(self, data, scores, twice, keep):
         index = data.draw(st.integers(0, len(self.leases) - 1))
         lease, version = self.leases[index] if keep else self.leases.pop(index)
         for _ in range(1 + twice):
-            self.buffer.accept(deliver(lease, version), b"")
+            before = self.buffer.outcomes["filtered_zero_signal"]
+            self.buffer.accept(deliver(lease, version, scores), b"")
+            if self.buffer.outcomes["filtered_zero_signal"] > before:
+                self.filtered.append(lease.order)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -256,11 +332,23 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def every_group_is_accounted_for(self):
         out = self.buffer.outcomes
-        gone = out["trained"] + out["requeued"] + sum(n for k, n in out.items() if k.startswith("dropped"))
+        dropped = sum(n for k, n in out.items() if k.startswith("dropped"))
+        gone = out["trained"] + out["filtered_zero_signal"] + dropped + out["requeued"]
         assert out["leased"] == gone + sum(self.buffer.count(state) for state in State)
+        assert out["filtered_zero_signal"] == self.buffer.filtered.total() == len(self.filtered)
+
+    @rule()
+    def fill(self):
+        """No slot is lost: what no group holds can be leased, as long as there are prompts."""
+        held = sum(self.buffer.count(state) for state in State)
+        free = (self.max_lag + 1) * self.per_step - held
+        granted = [self.buffer.lease("a", 0.0) for _ in range(free + 1)]
+        self.leases += [(lease, self.version) for lease in granted if lease is not None]
+        assert granted[-1] is None
+        assert all(granted[:-1]) or not self.buffer._prompts.has_next
 
     def teardown(self):
-        """From wherever we are, every prompt is trained exactly once in the end."""
+        """From wherever we are, every prompt is trained or filtered exactly once in the end."""
         if not hasattr(self, "buffer"):
             return
         self.buffer.release("a")
@@ -269,9 +357,22 @@ class AnyOrder(RuleBasedStateMachine):
             while (lease := self.buffer.lease("a", 0.0)) is not None:
                 assert self.buffer.accept(deliver(lease, self.version), b"") is None
             self.step()
-        assert sorted(self.trained) == list(range(self.count))
+        assert sorted(self.trained + self.filtered) == list(range(self.count))
         assert self.buffer.exhausted
 
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_lease_asks_for_a_greedy_baseline_where_the_advantage_needs_one():
+    config = BufferConfig(prompts_per_step=1, max_lag=0)
+    source = PromptSource(prompts(2), seed=0, shuffle=False, epochs=1)
+    algorithm = AlgorithmConfig(group_size=GROUP_SIZE, advantage="remax")
+    buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
+    buffer.published(v(0))
+    lease = buffer.lease("g", 0.0)
+    assert (lease.num_answers, lease.with_greedy) == (GROUP_SIZE, True)
+    assert buffer.accept(deliver(lease, 0), b"") == "incomplete"
+    lease = buffer.lease("g", 0.0)
+    assert buffer.accept(deliver(lease, 0, scores=(0.0, 1.0, 1.0)), b"") is None

@@ -22,9 +22,12 @@ def test_at_lag_zero_nothing_may_remain():
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_any_order_of_arrival_keeps_the_bound_and_never_stands_still(max_lag, per_step, rng):
-    """A model of the whole loop: slots are filled at once, groups finish at random, the oldest ready are taken."""
+@given(st.integers(0, 4), st.integers(1, 5), st.floats(0, 0.9), st.randoms(use_true_random=False))
+def test_any_order_of_arrival_keeps_the_bound_and_never_stands_still(max_lag, per_step, filtered, rng):
+    """A model of the whole loop: slots are filled at once, groups finish at random, the oldest ready are taken.
+
+    A share of `filtered` groups is replaced, as it finishes, by one that begins now.
+    """
     under_way, ready = [], []
     for version in range(40):
         under_way += [version] * ((max_lag + 1) * per_step - len(under_way) - len(ready))
@@ -35,6 +38,10 @@ def test_any_order_of_arrival_keeps_the_bound_and_never_stands_still(max_lag, pe
                 break
             assert under_way, "everything is ready and still nothing may be taken"
             rng.shuffle(under_way)
-            ready.append(under_way.pop())
+            group = under_way.pop()
+            if rng.random() < filtered:
+                under_way.append(version)
+            else:
+                ready.append(group)
         taken, ready = ready[:per_step], ready[per_step:]
         assert all(version - oldest <= max_lag for oldest in taken)

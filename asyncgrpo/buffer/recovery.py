@@ -1,0 +1,203 @@
+"""Which groups of earlier starts are trained by this one: those that are complete, not trained, and of weights that were.
+
+A learner that goes on from a checkpoint makes new weights under a new lineage. Weights that an earlier start made after
+that checkpoint are gone, and a group that they sampled is `ahead`: no version number of the new lineage says how old it
+is. Everything else is a fact of the path that led to the checkpoint, and is trained if the rule of lag allows it.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.history import Found, History, mend, read_history
+from asyncgrpo.buffer.journal import InMemory, Journal, Ledger
+from asyncgrpo.buffer.records import Began, Delivered, Dropped, Handed
+from asyncgrpo.config import BufferConfig
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.types import WeightVersion
+
+log = logging.getLogger(__name__)
+
+Rule = Literal["keep", "drop"]
+"""`buffer.after_resume`."""
+
+
+def surviving_path(starts: Mapping[int, Began], checkpoint: WeightVersion | None) -> dict[int, int]:
+    """For each lineage whose weights are still there: up to which step they are.
+
+    Args:
+        starts: those of the run, by lineage.
+        checkpoint: where the path ends; None: at the model's folder.
+    """
+    path: dict[int, int] = {}
+    at = checkpoint
+    while at is not None:
+        path[at.lineage] = at.version
+        start = starts.get(at.lineage)
+        if start is None:
+            break  # it kept no journal: what came before it is not known
+        at = start.parent
+    # A start that went on from weights on the path served them as its first, whatever became of its own.
+    for lineage, start in sorted(starts.items()):
+        if start.parent is None and at is None:
+            path.setdefault(lineage, 0)
+        elif start.parent is not None and is_on(path, start.parent):
+            path.setdefault(lineage, start.parent.version)
+    return path
+
+
+def is_on(path: Mapping[int, int], version: WeightVersion) -> bool:
+    """Whether these weights are on the path."""
+    return version.version <= path.get(version.lineage, -1)
+
+
+def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
+    """Lease ids of the groups that the path was trained on."""
+    return {
+        lease_id
+        for found in history.found
+        if isinstance(record := found.record, Handed) and record.step <= path.get(record.version.lineage, -1)
+        for lease_id in record.lease_ids
+    }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a group of an earlier start."""
+
+    found: Found
+    record: Delivered
+    reason: str | None
+    """Why it is not trained; None: it is ready."""
+
+
+def judge(
+    history: History,
+    prompts: PromptSource,
+    *,
+    checkpoint: WeightVersion | None,
+    terms: Mapping[str, str],
+    rule: Rule,
+    max_lag: int,
+    groups_per_step: int,
+) -> list[Verdict]:
+    """A verdict on every group that is neither trained on the path nor dropped, in order of arrival.
+
+    The reasons: `superseded` (the prompt is done, or a later group answers it), `resume` (by the rule `drop`), `terms`
+    (sampled or scored under other settings), `ahead` (of weights that are gone), `damaged`, `stale`.
+
+    Args:
+        prompts: restored from the checkpoint.
+        terms: of this start.
+    """
+    path = surviving_path(history.starts, checkpoint)
+    step = 0 if checkpoint is None else checkpoint.version
+    settled = trained_on(history, path)
+    settled |= {found.record.lease_id for found in history.found if isinstance(found.record, Dropped)}
+    open_: dict[str, tuple[Found, Delivered]] = {}
+    for found in history.found:
+        if isinstance(found.record, Delivered) and found.record.lease_id not in settled:
+            open_[found.record.lease_id] = found, found.record
+
+    reasons: dict[str, str | None] = {}
+    by_order: dict[int, str] = {}
+    for lease_id, (found, record) in open_.items():
+        reasons[lease_id] = reason = _reason(found, record, history, prompts, path, terms, rule)
+        if reason is None:
+            if (earlier := by_order.get(record.order)) is not None:
+                reasons[earlier] = "superseded"
+            by_order[record.order] = lease_id
+    late = _cannot_be_in_time([open_[i][1] for i in by_order.values()], step, max_lag, groups_per_step)
+    reasons |= dict.fromkeys(late, "stale")
+    return [Verdict(found, record, reasons[lease_id]) for lease_id, (found, record) in open_.items()]
+
+
+def _reason(
+    found: Found,
+    record: Delivered,
+    history: History,
+    prompts: PromptSource,
+    path: Mapping[int, int],
+    terms: Mapping[str, str],
+    rule: Rule,
+) -> str | None:
+    if not prompts.is_wanted(record.order):
+        return "superseded"
+    if rule == "drop":
+        return "resume"
+    start = history.starts.get(found.lineage)
+    if start is None or start.terms != terms:
+        return "terms"
+    if not all(is_on(path, version) for version in record.versions):
+        return "ahead"
+    return None if found.body_bytes else "damaged"
+
+
+def _cannot_be_in_time(records: list[Delivered], step: int, max_lag: int, groups_per_step: int) -> Collection[str]:
+    """Those that P groups a step would not train before they are too old, though they are ready now.
+
+    There are none unless `max_lag` or P became smaller: admission bounds them (`buffer/staleness.py`).
+    """
+    late, place = [], 0
+    for record in sorted(records, key=lambda r: (r.versions[0], r.order)):
+        steps_left = record.versions[0].version + max_lag - step
+        if place < (steps_left + 1) * groups_per_step:
+            place += 1
+        else:
+            late.append(record.lease_id)
+    return late
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """The journal of a new start, and what the earlier ones left to it."""
+
+    journal: Ledger
+    history: History
+    verdicts: list[Verdict]
+
+
+def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConfig) -> Reopened:
+    """Read, mend and go on with the journal in `folder`.
+
+    Args:
+        began: this start.
+        prompts: restored from the checkpoint that it goes on from.
+    Raises:
+        JournalError: the folder cannot be read. (That it cannot be written is waited for.)
+    """
+    if config.durability == "memory":
+        return Reopened(InMemory(), History(folder, []), [])
+    history = read_history(folder)
+    mend(history)
+    verdicts = judge(
+        history,
+        prompts,
+        checkpoint=began.parent,
+        terms=began.terms,
+        rule=config.after_resume,
+        max_lag=config.max_lag,
+        groups_per_step=config.prompts_per_step,
+    )
+    survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
+    return Reopened(Journal(history, began, config.durability, survivors=survivors), history, verdicts)
+
+
+def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
+    """Make the groups ready that may be trained and drop the others. Returns their counts: `ready`, or the reason."""
+    counts: Counter[str] = Counter()
+    for verdict in reopened.verdicts:
+        record, reason = verdict.record, verdict.reason
+        group = reopened.history.group(verdict.found) if reason is None else None
+        if group is not None:
+            buffer.restore(*group)
+        else:
+            buffer.disown(record.lease_id, record.order, record.tokens, reason or "damaged")
+        counts["ready" if group is not None else reason or "damaged"] += 1
+    if counts:
+        log.info("groups of earlier starts that no step has trained: %s", dict(counts))
+    return dict(counts)

@@ -1,0 +1,144 @@
+"""The buffer's process as its peers see it: over real sockets, with a generator and a learner that answer by hand."""
+
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.wire.codec import pack_group
+from asyncgrpo.wire.messages import (
+    PROTOCOL,
+    Ack,
+    Batch,
+    Finished,
+    Grant,
+    Hello,
+    LastEvals,
+    NoMore,
+    Published,
+    RequestEval,
+    Serving,
+    Take,
+    Waiting,
+    Welcome,
+)
+from asyncgrpo.wire.sockets import Client, Server
+
+V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
+
+
+class Plane:
+    """One generator and the learner of a buffer that runs in a thread."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.generator, self.learner = Client(endpoint, "generator-0-a"), Client(endpoint, "learner")
+
+    def start(self) -> None:
+        self.generator.send(Hello(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=8))
+        assert isinstance(self.hear(self.generator), Welcome)
+        self.learner.send(Published(version=V0))
+        self.generator.send(Serving(generator_id="generator-0", version=V0))
+
+    def leases(self, count: int) -> list[Lease]:
+        grants = [self.hear(self.generator) for _ in range(count)]
+        assert all(isinstance(grant, Grant) for grant in grants), grants
+        return [grant.lease for grant in grants]
+
+    def deliver(self, lease: Lease, *rewards: float) -> None:
+        """The answers to a lease, and the buffer's acknowledgement."""
+        self.generator.send(*pack_group(answered(lease, rewards)))
+        said = self.hear(self.generator)
+        assert isinstance(said, Ack) and said.lease_id == lease.lease_id
+
+    def hear(self, client: Client):
+        """The next message that is not small talk."""
+        while True:
+            received = client.receive(10.0)
+            assert received is not None, "the buffer says nothing"
+            if not isinstance(received[0], Waiting):
+                return received[0]
+
+
+def answered(lease: Lease, rewards: tuple[float, ...]) -> Group:
+    spans = (VersionSpan(V0, 0, 2),)
+    rollouts = tuple(
+        Rollout(Completion(i, np.array([3, 4], np.int32), np.zeros(2, np.float32), spans, "stop"), Score(value=reward))
+        for i, reward in enumerate(rewards)
+    )
+    fields = {name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "order", "purpose", "prompt")}
+    return Group(**fields, rollouts=rollouts, generator_id="generator-0")
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    """Four prompts, two a step, synchronous, with the filter, and two prompts held out."""
+    prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1,)) for i in range(4))
+    held_out = tuple(msgspec.structs.replace(p, prompt_id=f"eval/{i}") for i, p in enumerate(prompts[:2]))
+    buffer = Buffer(
+        BufferConfig(prompts_per_step=2, max_lag=0),
+        AlgorithmConfig(group_size=2, filter_zero_signal=True),
+        PromptSource(prompts, seed=0, shuffle=False, epochs=1),
+        Sampling(),
+        seed=0,
+        lineage=1,
+    )
+    server = Server("127.0.0.1")
+    service = BufferService(server, buffer, Evaluations(held_out, Sampling(), 0, 100.0))
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    plane = Plane(server.endpoint)
+    yield plane
+    plane.learner.send(Finished())
+    thread.join(10.0)
+    assert not thread.is_alive()
+    for socket in (plane.generator, plane.learner, server):
+        socket.close()
+
+
+def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch(plane):
+    plane.start()
+    plane.learner.send(Take(step=0, version=V0))
+    first, second = plane.leases(2)
+    plane.deliver(first, 1.0, 1.0)
+    (third,) = plane.leases(1)
+    plane.deliver(second, 0.0, 1.0)
+    plane.deliver(third, 1.0, 0.0)
+    batch = plane.hear(plane.learner)
+    assert isinstance(batch, Batch) and [g.order for g in batch.groups] == [1, 2]
+    assert batch.counters["groups_filtered_zero_signal"] == batch.counters["filtered_all_equal_high"] == 1
+    assert batch.counters["tokens_filtered"] == 4 and batch.counters["prompts_done"] == 1
+
+
+def test_a_run_in_which_nothing_has_a_signal_ends_in_order(plane):
+    plane.start()
+    plane.learner.send(Take(step=0, version=V0))
+    leases = plane.leases(2)
+    for number, lease in enumerate(leases):
+        plane.deliver(lease, 0.0, 0.0)
+        if number < 2:
+            leases += plane.leases(1)
+    ended = plane.hear(plane.learner)
+    assert isinstance(ended, NoMore) and ended.why == "exhausted"
+    assert ended.counters["groups_filtered_zero_signal"] == ended.counters["filtered_all_equal_low"] == 4
+
+
+def test_evaluations_are_never_filtered(plane):
+    plane.learner.send(RequestEval(step=0))
+    plane.start()
+    leases = plane.leases(4)
+    for lease in leases:
+        if lease.purpose == "eval":
+            plane.deliver(lease, 1.0)
+    plane.learner.send(LastEvals())
+    ended = plane.hear(plane.learner)
+    (result,) = ended.evals
+    assert isinstance(ended, NoMore) and (result.answers, result.reward_mean) == (2, 1.0)
+    assert "groups_filtered_zero_signal" not in ended.counters

@@ -1,0 +1,148 @@
+"""The buffer's process says what the journal lets it say: no word too early, none lost, none twice."""
+
+from pathlib import Path
+
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.history import read_history
+from asyncgrpo.buffer.records import Committed, Handed
+from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.types import Sampling, WeightVersion
+from asyncgrpo.wire.codec import encode
+from asyncgrpo.wire.messages import (
+    PROTOCOL,
+    Ack,
+    Batch,
+    Finished,
+    Grant,
+    Hello,
+    Message,
+    Nack,
+    Published,
+    Saved,
+    Serving,
+    Snapshot,
+    Take,
+    TakeSnapshot,
+    Waiting,
+)
+from tests.buffer.journals import Clock, FailingDisk, groups_in, journal
+from tests.buffer.test_buffer import deliver, prompts, v
+
+
+class Line:
+    """In the place of the socket: remembers what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, peer: str, message: Message, payload: bytes = b"") -> None:
+        self.sent.append(message)
+
+    def of(self, kind: type) -> list:
+        found, self.sent = [m for m in self.sent if isinstance(m, kind)], [m for m in self.sent if type(m) is not kind]
+        return found
+
+
+class Process:
+    """A buffer with its journal on a disk that can fail, a generator, a learner, and time by hand."""
+
+    def __init__(self, folder: Path, durability: str = "fsync_interval") -> None:
+        self.folder, self.clock, self.disk, self.line = folder, Clock(), FailingDisk(), Line()
+        log = journal(folder, durability=durability, clock=self.clock, disk=self.disk)
+        source = PromptSource(prompts(12), seed=0, shuffle=False, epochs=1)
+        config = BufferConfig(prompts_per_step=2, max_lag=1)
+        buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, journal=log)
+        self.service = BufferService(self.line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+        self.hear(Published(version=v(0)), peer="learner")
+        self.hear(Hello(protocol=PROTOCOL, generator_id="g", incarnation="i", window=4))
+        self.hear(Serving(generator_id="g", version=v(0)))
+        self.turn()
+
+    def hear(self, message: Message, payload: bytes = b"", peer: str = "g") -> None:
+        self.service._receive(peer, encode(message, payload), self.clock.now_s)
+        self.service._may_take = True
+
+    def turn(self, seconds: float = 0.0) -> None:
+        self.clock.now_s += seconds
+        self.service._tick(self.clock.now_s)
+        self.service._answer_take(self.clock.now_s)
+        self.service._grant(self.clock.now_s)
+
+
+def payload() -> bytes:
+    return bytes(16)
+
+
+def test_an_acknowledgement_waits_for_the_disk_and_a_second_delivery_changes_nothing(tmp_path: Path):
+    process = Process(tmp_path / "j")
+    grant = process.line.of(Grant)[0]
+    for _ in range(2):  # the second time it was sent again, for want of an answer
+        process.hear(deliver(grant.lease, 0), payload())
+        process.turn()
+        assert process.line.of(Ack) == [] and process.line.of(Nack) == []
+    process.turn(1.0)
+    assert [ack.lease_id for ack in process.line.of(Ack)] == [grant.lease.lease_id]
+    assert set(groups_in(read_history(tmp_path / "j"))) == {0}
+    process.hear(deliver(grant.lease, 0), payload())
+    assert [nack.reason for nack in process.line.of(Nack)] == ["duplicate"]
+
+
+def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_and_then_everything_is(tmp_path: Path):
+    process = Process(tmp_path / "j")
+    grants = process.line.of(Grant)
+    assert len(grants) == 4
+    for grant in grants[:2]:
+        process.hear(deliver(grant.lease, 0), payload())
+    process.disk.room = 0
+    process.hear(deliver(grants[2].lease, 0), payload())
+    process.hear(Take(step=0, version=v(0)), peer="learner")
+    process.hear(TakeSnapshot(), peer="learner")
+    for _ in range(5):
+        process.turn(1.0)
+    waiting = process.line.of(Waiting)
+    assert waiting and "No space left on device" in waiting[-1].what and str(tmp_path) in waiting[-1].what
+    for kind in (Ack, Nack, Grant, Batch, Snapshot):
+        assert process.line.of(kind) == [], kind
+    process.disk.room = None
+    process.turn(1.0)
+    process.turn(1.0)
+    assert len(process.line.of(Ack)) == 3 and len(process.line.of(Batch)) == 1 and len(process.line.of(Snapshot)) == 1
+    process.hear(Published(version=v(1)), peer="learner")
+    process.hear(Serving(generator_id="g", version=v(1)))
+    process.turn()
+    assert len(process.line.of(Grant)) == 2
+
+
+def test_a_batch_whose_manifest_the_disk_refuses_is_handed_over_once_it_is_written(tmp_path: Path):
+    process = Process(tmp_path / "j", durability="written")
+    for grant in process.line.of(Grant)[:2]:
+        process.hear(deliver(grant.lease, 0), payload())
+    process.disk.room = 10
+    process.hear(Take(step=0, version=v(0)), peer="learner")
+    process.turn(0.1)
+    assert process.line.of(Batch) == []
+    process.disk.room = None
+    process.turn(1.0)
+    process.turn(0.1)
+    assert len(process.line.of(Batch)) == 1
+    manifests = [f.record for f in read_history(tmp_path / "j").found if isinstance(f.record, Handed)]
+    assert manifests == [Handed(step=1, version=WeightVersion(1, 0), lease_ids=("1.0.0", "1.1.0"))]
+
+
+def test_a_checkpoint_s_snapshot_comes_after_a_sync_and_its_commit_is_written(tmp_path: Path):
+    process = Process(tmp_path / "j")
+    for grant in process.line.of(Grant)[:2]:
+        process.hear(deliver(grant.lease, 0), payload())
+    process.hear(Take(step=0, version=v(0)), peer="learner")
+    process.turn()
+    process.hear(Published(version=v(1)), peer="learner")
+    process.hear(TakeSnapshot(), peer="learner")
+    assert process.service._journal.is_durable(process.service._journal.position)
+    assert process.line.of(Snapshot)[0].state["frontier"] == 2
+    process.hear(Saved(step=1), peer="learner")
+    process.hear(Finished(), peer="learner")
+    last = [found.record for found in read_history(tmp_path / "j").found][-1]
+    assert isinstance(last, Committed) and last.step == 1 and last.prompts.frontier == 2
