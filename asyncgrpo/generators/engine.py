@@ -38,14 +38,20 @@ class Engine(Protocol):
         """End a request: each unfinished answer is yielded with what it has, `finish_reason="abort"`. No-op if unknown."""
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: WeightVersion,
+        *,
+        keep_kv: bool = True,
+        partial: bool = False,
     ) -> None:
         """Replace the weights between two tokens. Requests in flight go on; their later tokens carry `version`.
 
         Args:
-            tensors: Hugging Face name and CPU tensor, every tensor of the model; read only during the call.
+            tensors: name on disk and CPU tensor, every tensor of the model's checkpoint; read only during the call.
             version: becomes `self.version`, only when all tensors are in place.
             keep_kv: requests in flight go on with the keys and values they have; False recomputes them.
+            partial: tensors that are not given stay as they are; False: all must be given.
         Raises:
             EngineError: the weights are then unusable (perhaps part old, part new) and the engine must not sample.
         """

@@ -89,7 +89,12 @@ class FakeEngine:
                 running.end(answer, "abort")
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: WeightVersion,
+        *,
+        keep_kv: bool = True,
+        partial: bool = False,
     ) -> None:
         if not self._is_running:
             raise EngineError(str(self._failure)) from self._failure

@@ -5,8 +5,11 @@ an exception.
 """
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
 
 from asyncgrpo.generators.engine import Engine
 from asyncgrpo.rewards.base import Reward
@@ -25,9 +28,7 @@ async def generate_group(lease: Lease, engine: Engine, reward: Reward, decode: D
     started = time.monotonic()
     tasks: list[tuple[Completion, asyncio.Task[Score]]] = []
     try:
-        async for completion in engine.generate(
-            lease.lease_id, lease.prompt.token_ids, lease.num_answers, lease.sampling, lease.seed
-        ):
+        async for completion in _answers(lease, engine):
             tasks.append((completion, asyncio.create_task(_score(completion, lease, reward, decode))))
         generated = time.monotonic()
         rollouts = [Rollout(completion, await task) for completion, task in tasks]
@@ -46,6 +47,33 @@ async def generate_group(lease: Lease, engine: Engine, reward: Reward, decode: D
         generator_id=generator_id,
         timings={"generate": generated - started, "reward": time.monotonic() - generated},
     )
+
+
+def request_ids(lease_id: str) -> tuple[str, str]:
+    """What the engine knows a lease by: its sampled answers, and its greedy one."""
+    return lease_id, f"{lease_id}.greedy"
+
+
+async def _answers(lease: Lease, engine: Engine) -> AsyncIterator[Completion]:
+    """All answers of `lease`, each as soon as it is complete; the greedy one last."""
+    sampled, greedy = request_ids(lease.lease_id)
+    baseline = asyncio.create_task(_greedy(greedy, lease, engine)) if lease.with_greedy else None
+    try:
+        async for completion in engine.generate(
+            sampled, lease.prompt.token_ids, lease.num_answers, lease.sampling, lease.seed
+        ):
+            yield completion
+        if baseline is not None:
+            yield await baseline
+    finally:
+        if baseline is not None:
+            baseline.cancel()
+
+
+async def _greedy(request_id: str, lease: Lease, engine: Engine) -> Completion:
+    sampling = msgspec.structs.replace(lease.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    found = [c async for c in engine.generate(request_id, lease.prompt.token_ids, 1, sampling, lease.seed)]
+    return dataclasses.replace(found[0], index=lease.num_answers)
 
 
 async def _score(completion: Completion, lease: Lease, reward: Reward, decode: Decode) -> Score:

@@ -20,9 +20,10 @@ from torch import Tensor
 from asyncgrpo import metrics
 from asyncgrpo.errors import EngineError, WeightsError, WireError
 from asyncgrpo.generators.engine import Engine
-from asyncgrpo.generators.rollout import Decode, generate_group
+from asyncgrpo.generators.rollout import Decode, generate_group, request_ids
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.types import Group, Lease, WeightVersion
+from asyncgrpo.weights.base import AdapterMerger
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire.codec import pack_group
 from asyncgrpo.wire.messages import (
@@ -72,6 +73,7 @@ class GeneratorService:
         *,
         window: int,
         keep_kv: bool,
+        merger: AdapterMerger | None,
         load_timeout_s: float,
         buffer_endpoint: str,
         weights_endpoint: str,
@@ -85,6 +87,7 @@ class GeneratorService:
         self._decode = decode
         self._window = window
         self._keep_kv = keep_kv
+        self._merger = merger
         self._load_timeout_s = load_timeout_s
         self._buffer_endpoint = buffer_endpoint
         self._weights_endpoint = weights_endpoint
@@ -100,15 +103,8 @@ class GeneratorService:
         self._loop = asyncio.get_running_loop()
         with metrics.waiting("engine"):
             await self._engine.start(UNPUBLISHED)
-        self._client = AsyncClient(self._buffer_endpoint, f"{self._id}-{self._incarnation}", self._keys)
-        receiver = Receiver(
-            self._weights_endpoint,
-            generator_id=self._id,
-            incarnation=self._incarnation,
-            host=self._host,
-            apply=self._apply_weights,
-            keys=self._keys,
-        )
+        self._client = self._connect()
+        receiver = self._receiver()
         receiver.start()
         await self._say_hello()
         try:
@@ -126,6 +122,20 @@ class GeneratorService:
             await self._engine.close()
             self._client.close()
 
+    def _connect(self) -> AsyncClient:
+        return AsyncClient(self._buffer_endpoint, f"{self._id}-{self._incarnation}", self._keys)
+
+    def _receiver(self) -> Receiver:
+        return Receiver(
+            self._weights_endpoint,
+            generator_id=self._id,
+            incarnation=self._incarnation,
+            host=self._host,
+            apply=self._apply_weights,
+            merger=self._merger,
+            keys=self._keys,
+        )
+
     # -- the buffer ----------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
@@ -140,8 +150,10 @@ class GeneratorService:
     async def _handle(self, message: Message) -> None:
         match message:
             case Grant(lease=lease):
-                self._working[lease.lease_id] = self._tasks.create_task(self._work(lease), name=lease.lease_id)
-                metrics.groups_in_flight.set(len(self._working))
+                # A buffer that lost touch with us frees our leases, and may give us the same ones again.
+                if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
+                    self._working[lease.lease_id] = self._tasks.create_task(self._work(lease), name=lease.lease_id)
+                    metrics.groups_in_flight.set(len(self._working))
             case Ack(lease_id=lease_id):
                 self._unacknowledged.pop(lease_id, None)
             case Nack(lease_id=lease_id, reason=reason):
@@ -151,7 +163,8 @@ class GeneratorService:
                 for lease_id in lease_ids:
                     if (task := self._working.pop(lease_id, None)) is not None:
                         task.cancel()
-                        await self._engine.abort(lease_id)
+                        for request_id in request_ids(lease_id):
+                            await self._engine.abort(request_id)
             case Farewell():
                 self._over.set()
             case SayHello():
@@ -175,7 +188,7 @@ class GeneratorService:
         else:
             observe_group(group)
             message, payload = pack_group(group)
-            self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, time.monotonic())
+            self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, self._loop.time())
             await self._client.send(message, payload)
         finally:
             self._working.pop(lease.lease_id, None)
@@ -184,17 +197,17 @@ class GeneratorService:
     async def _keep_in_touch(self, receiver: Receiver) -> None:
         """Heartbeat, resend what is not acknowledged, and watch the receiver's thread."""
         while True:
-            started = time.monotonic()
+            started = self._loop.time()
             await asyncio.sleep(HEARTBEAT_S)
             activity = "generate" if self._working else "idle"
-            metrics.generator_seconds_total.labels(activity=activity).inc(time.monotonic() - started)
+            metrics.generator_seconds_total.labels(activity=activity).inc(self._loop.time() - started)
             if receiver.failure is not None:
                 raise WeightsError(f"{self._id} cannot take weights any more") from receiver.failure
             await self._send(Serving(generator_id=self._id, version=self._version))
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > RESEND_AFTER_S:
                     log.warning("no word of %s for %.0f s: sending it again", held.message.lease_id, RESEND_AFTER_S)
-                    held.sent_s = time.monotonic()
+                    held.sent_s = self._loop.time()
                     await self._client.send(held.message, held.payload)
 
     async def _say_hello(self) -> None:
@@ -217,7 +230,8 @@ class GeneratorService:
 
     async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> str:
         started = time.monotonic()
-        await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv)
+        partial = self._merger is not None  # what is not adapted is what the engine loaded at its start
+        await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv, partial=partial)
         checksum = await self._engine.checksum()
         self._version = version
         metrics.generator_weight_version.set(version.version)

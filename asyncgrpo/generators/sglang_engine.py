@@ -142,7 +142,12 @@ class SGLangEngine:
             self._abort(running)
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: WeightVersion,
+        *,
+        keep_kv: bool = True,
+        partial: bool = False,
     ) -> None:
         self._require_running()
         try:

@@ -24,8 +24,9 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.generators import torch_attention
 from asyncgrpo.generators.requests import Answer, Request, check_request
 from asyncgrpo.generators.torch_decoder import Decoder
-from asyncgrpo.generators.torch_weights import replace_parameters, weights_digest
+from asyncgrpo.generators.torch_weights import replace_tensors, weights_digest
 from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.weights.disk_names import disk_tensors
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class TorchEngine:
         self._work = asyncio.Event()
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._decoder: Decoder | None = None
+        self._places: dict[str, Tensor] = {}
         self._stepping: asyncio.Task[None] | None = None
 
     @property
@@ -69,6 +71,7 @@ class TorchEngine:
     async def start(self, version: WeightVersion) -> None:
         try:
             self._model = await asyncio.to_thread(self._read_model)
+            self._places = _places(self._model)
             decoder = Decoder(self._model, max_context=self.max_context, max_answers=self.max_answers)
             _try_out(decoder)
         except Exception as error:
@@ -104,12 +107,17 @@ class TorchEngine:
             self._end(request)
 
     async def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, *, keep_kv: bool = True
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: WeightVersion,
+        *,
+        keep_kv: bool = True,
+        partial: bool = False,
     ) -> None:
         decoder = self._running_decoder()
         # No await in here: the loop below cannot step on half of the weights.
         try:
-            replace_parameters(self._model, tensors)
+            replace_tensors(self._places, tensors, partial=partial)
             decoder.change_version(version)
             if not keep_kv:
                 decoder.recompute()
@@ -124,7 +132,7 @@ class TorchEngine:
 
     async def checksum(self) -> str:
         self._running_decoder()
-        return weights_digest(self._model.named_parameters())
+        return weights_digest(disk_tensors(self._model).items())
 
     async def close(self) -> None:
         self._fail(EngineError("the engine was closed"))
@@ -190,6 +198,16 @@ class TorchEngine:
         _require_full_attention(model, self.max_context)
         torch.nn.Module.to(model, self.device)
         return model.eval().requires_grad_(False)
+
+
+def _places(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Where each tensor of a checkpoint lies in the model's memory, by its name on disk; all names of tied tensors."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    tensors = disk_tensors(model, remove_duplicate=False)
+    for name, tensor in tensors.items():
+        if tensor.untyped_storage().data_ptr() not in memory:
+            raise EngineError(f"{name} on disk is no part of a tensor in memory, so it cannot be replaced there")
+    return tensors
 
 
 def _try_out(decoder: Decoder) -> None:

@@ -1,43 +1,46 @@
 """New weights into a running transformers model, and a digest that says which weights it holds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncgrpo.errors import EngineError
 
 
-def replace_parameters(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy every tensor into the parameter of its name, in place.
+@torch.no_grad()
+def replace_tensors(
+    places: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, partial: bool = False
+) -> None:
+    """Copy every tensor into the place of its name. Of tensors that are tied, one name or all may be given.
 
-    Names are those of `model.named_parameters()`; of parameters that are tied, one name or all may be given.
+    Args:
+        places: the model's memory by names on disk.
+        tensors: all of them, or with `partial` some; the others then stay as they are.
 
     Raises:
-        EngineError: a name is unknown, repeated or missing, a shape differs, or tied parameters got different values.
+        EngineError: a name is unknown, repeated or missing, a shape differs, or tied tensors got different values.
             The model is then part old and part new.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     given: set[str] = set()
     written: set[int] = set()
     for name, tensor in tensors:
-        if name not in parameters:
+        place = places.get(name)
+        if place is None:
             raise EngineError(f"new weights have a tensor {name} that the model has not")
         if name in given:
             raise EngineError(f"new weights give the tensor {name} twice")
-        parameter = parameters[name]
-        if tensor.shape != parameter.shape:
-            raise EngineError(f"new weights give {name} as {list(tensor.shape)}, the model has {list(parameter.shape)}")
+        if tensor.shape != place.shape:
+            raise EngineError(f"new weights give {name} as {list(tensor.shape)}, the model has {list(place.shape)}")
         given.add(name)
-        if id(parameter) not in written:
-            with torch.no_grad():
-                parameter.copy_(tensor)
-            written.add(id(parameter))
-        elif not torch.equal(parameter, tensor.to(parameter)):
-            raise EngineError(f"new weights give {name} another value than the parameter it is tied to")
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in written]
-    if missing:
+        if place.data_ptr() not in written:
+            place.copy_(tensor)
+            written.add(place.data_ptr())
+        elif not torch.equal(place, tensor.to(place)):
+            raise EngineError(f"new weights give {name} another value than the tensor it is tied to")
+    missing = [name for name, place in places.items() if place.data_ptr() not in written]
+    if missing and not partial:
         raise EngineError(f"new weights lack {len(missing)} of the model's tensors, the first is {missing[0]}")
 
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from asyncgrpo.generators.engine import Engine
 from asyncgrpo.generators.fake_engine import FakeEngine
 from asyncgrpo.types import Completion, Sampling, WeightVersion
-from tests.models import make_tiny_llama, make_tiny_qwen3
+from asyncgrpo.weights.disk_names import disk_tensors
+from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
 VOCAB = 260
 MAX_CONTEXT = 256
@@ -42,7 +43,7 @@ class Rig:
 
     def start(self) -> "Rig":
         if self.reference_model is not None:
-            self._base = {name: p.detach().clone() for name, p in self.reference_model.named_parameters()}
+            self._base = {name: tensor.detach().clone() for name, tensor in disk_tensors(self.reference_model).items()}
         else:
             self._base = {"table": torch.zeros(4, 4)}
         first = WeightVersion(0, 0)
@@ -119,9 +120,9 @@ class Rig:
     def model_of(self, version: WeightVersion) -> PreTrainedModel:
         """The reference model, holding the weights of `version` until the next call."""
         assert self.reference_model is not None, "this engine has no model"
-        parameters = dict(self.reference_model.named_parameters())
+        places = disk_tensors(self.reference_model)
         for name, tensor in self.weights(self._changes[version]).items():
-            parameters[name].data.copy_(tensor)
+            places[name].data.copy_(tensor)
         return self.reference_model
 
 
@@ -150,6 +151,9 @@ RIGS: dict[str, Callable[[Path], Rig]] = {
     "fake": lambda folder: Rig(FakeEngine(vocab_size=VOCAB, max_context=MAX_CONTEXT)),
     "torch-qwen3": lambda folder: torch_rig(make_tiny_qwen3(folder, vocab=VOCAB)),
     "torch-llama": lambda folder: torch_rig(make_tiny_llama(folder, vocab=VOCAB)),
+    "torch-qwen3-moe": lambda folder: torch_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB)),
+    "torch-deepseek-v3": lambda folder: torch_rig(make_tiny_deepseek_v3(folder, vocab=VOCAB)),
     "sglang": lambda folder: sglang_rig(make_tiny_qwen3(folder, vocab=VOCAB)),
+    "sglang-qwen3-moe": lambda folder: sglang_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB)),
 }
 """How to build each engine, in an empty folder for its model."""

@@ -21,7 +21,8 @@ LONG = 200
 """Tokens of an answer that must outlive what a test does meanwhile."""
 
 SGLANG = pytest.param("sglang", marks=pytest.mark.slow)
-MODELS = ["torch-qwen3", "torch-llama", SGLANG]
+SGLANG_MOE = pytest.param("sglang-qwen3-moe", marks=pytest.mark.slow)
+MODELS = ["torch-qwen3", "torch-llama", "torch-qwen3-moe", "torch-deepseek-v3", SGLANG, SGLANG_MOE]
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +333,23 @@ def test_the_checksum_follows_the_weights(rig: Rig) -> None:
 
 
 # --- seeds
+
+
+@pytest.mark.parametrize("layers", [("q_proj", "up_proj"), ("v_proj", "o_proj", "down_proj")])
+def test_a_partial_load_leaves_the_rest_as_it_was(model_rig: Rig, layers: tuple[str, ...]) -> None:
+    """Also where an engine keeps some of what is given in one tensor with others that are not."""
+
+    async def both_ways() -> list[str]:
+        base, other = model_rig.weights(0), model_rig.weights(1)
+        some = {name: tensor for name, tensor in other.items() if any(layer in name for layer in layers)}
+        checksums = [await model_rig.engine.checksum()]
+        for tensors, partial in ((some, True), (base, False), (base | some, False)):
+            await model_rig.engine.load_weights(tensors.items(), model_rig.engine.version, partial=partial)
+            checksums.append(await model_rig.engine.checksum())
+        return checksums
+
+    before, part, whole_before, whole = model_rig.run(both_ways())
+    assert before == whole_before and part == whole != before
 
 
 def test_the_same_seed_gives_the_same_answers(seeded_rig: Rig) -> None:

@@ -48,6 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rig(folder: Path) -> Iterator[Rig]:
+    # Engines of another module may have overlapped in this process, which a run's never do: each then restores what it
+    # found, and the last one found the other's handler.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     engine = SGLangEngine(
         str(folder), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu", max_answers=AT_ONCE, prefix_cache=True
     )

@@ -1,0 +1,68 @@
+"""From a lease to a group."""
+
+import asyncio
+
+from asyncgrpo.generators.fake_engine import FakeEngine
+from asyncgrpo.generators.rollout import generate_group, request_ids
+from asyncgrpo.types import Lease, Prompt, Sampling, Score, WeightVersion
+
+
+class LengthReward:
+    """An answer's length."""
+
+    async def score(self, prompt: Prompt, text: str) -> Score:
+        return Score(value=float(len(text)))
+
+    async def close(self) -> None: ...
+
+
+def make_lease(*, seed: int = 0, with_greedy: bool = True) -> Lease:
+    return Lease(
+        lease_id="1.0.0",
+        group_id="1.0",
+        attempt=0,
+        order=0,
+        purpose="train",
+        prompt=Prompt(prompt_id="train/0", token_ids=(1, 2, 3)),
+        num_answers=3,
+        sampling=Sampling(max_tokens=8),
+        seed=seed,
+        with_greedy=with_greedy,
+    )
+
+
+async def started() -> FakeEngine:
+    engine = FakeEngine()
+    await engine.start(WeightVersion(1, 0))
+    return engine
+
+
+async def answers(lease: Lease) -> dict[int, list[int]]:
+    engine = await started()
+    group = await generate_group(lease, engine, LengthReward(), str, "g")
+    await engine.close()
+    return {r.completion.index: r.completion.token_ids.tolist() for r in group.rollouts}
+
+
+async def test_a_lease_gives_its_answers_and_a_greedy_one_only_if_it_asks():
+    assert list(await answers(make_lease())) == [0, 1, 2, 3]
+    assert list(await answers(make_lease(with_greedy=False))) == [0, 1, 2]
+
+
+async def test_the_greedy_answer_does_not_depend_on_the_seed_and_the_others_do():
+    first, second = await answers(make_lease(seed=0)), await answers(make_lease(seed=9))
+    assert first[3] == second[3]
+    assert first[0] != second[0]
+
+
+async def test_a_lease_that_is_given_up_leaves_no_request_behind():
+    engine = await started()
+    engine.seconds_per_token = 0.01
+    task = asyncio.create_task(generate_group(make_lease(), engine, LengthReward(), str, "g"))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    for request_id in request_ids("1.0.0"):
+        await engine.abort(request_id)
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await engine.close()

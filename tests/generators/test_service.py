@@ -1,0 +1,101 @@
+"""A generator's process, on a virtual clock, with lines that end in the test."""
+
+from typing import Any
+
+from asyncgrpo.buffer.buffer import group_seed
+from asyncgrpo.generators.fake_engine import FakeEngine
+from asyncgrpo.generators.service import GeneratorService
+from asyncgrpo.types import Lease, Prompt, Sampling, Score
+from asyncgrpo.wire.codec import encode
+from asyncgrpo.wire.messages import Ack, Deliver, Farewell, Grant, Message
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.network import GeneratorLine
+from tests.simulation.nodes import Receiver
+
+LEASE = Lease(
+    lease_id="1.0.0",
+    group_id="1.0",
+    attempt=0,
+    order=0,
+    purpose="train",
+    prompt=Prompt(prompt_id="train/0", token_ids=(1,)),
+    num_answers=2,
+    sampling=Sampling(max_tokens=4),
+    seed=group_seed(0, 0, 0),
+)
+
+
+class FixedReward:
+    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+        return Score(value=1.0)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class Generator(GeneratorService):
+    """The product's, whose lines end here."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.line = GeneratorLine(lambda message, payload: self.sent.append(message))
+        settings: dict[str, Any] = dict.fromkeys(("buffer_endpoint", "weights_endpoint", "host"), "")
+        super().__init__(
+            "g",
+            "a",
+            FakeEngine(seconds_per_token=1.0),
+            FixedReward(),
+            lambda ids: "",
+            window=2,
+            keep_kv=True,
+            merger=None,
+            load_timeout_s=1.0,
+            keys=None,
+            **settings,
+        )
+
+    def _connect(self) -> GeneratorLine:  # type: ignore[override]
+        return self.line
+
+    def _receiver(self) -> Receiver:  # type: ignore[override]
+        return Receiver(lambda: None)
+
+    def hear(self, message: Message) -> None:
+        self.line.arrive([bytes(frame) for frame in encode(message)])
+
+    @property
+    def delivered(self) -> list[Deliver]:
+        return [message for message in self.sent if isinstance(message, Deliver)]
+
+
+def test_a_lease_that_is_granted_again_while_it_is_worked_on_is_generated_once():
+    """A buffer that was out of touch for long frees the leases and may grant the same ones to the same generator."""
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(1.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(6.0)
+    generator.hear(Grant(lease=LEASE))  # now it is delivered, and not acknowledged
+    loop.run_until(12.0)
+    assert len(generator.delivered) == 1 and not task.done()
+    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
+    generator.hear(Farewell())
+    loop.run_until(13.0)
+    assert task.done() and task.exception() is None
+
+
+def test_a_group_is_sent_again_until_the_buffer_answers():
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(40.0)
+    assert [message.lease_id for message in generator.delivered] == ["1.0.0"] * 3  # at once, and every 15 seconds or so
+    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
+    loop.run_until(100.0)
+    assert len(generator.delivered) == 3
+    generator.hear(Farewell())
+    loop.run_until(101.0)
+    assert task.done() and task.exception() is None
