@@ -91,32 +91,129 @@ class SamplingConfig(Section, frozen=True):
     eval_temperature: Annotated[float, Meta(ge=0, description="temperature of evaluation; 0 is greedy")] = 0.0
 
 
+class CorrectionConfig(Section, frozen=True):
+    """One off-policy correction. Weights of several multiply, and a token is trained only if all of them keep it."""
+
+    kind: Annotated[
+        Literal["importance", "veto", "opsm", "m2po", "divergence"],
+        Meta(description="importance: weight tokens by proximal / behaviour policy; the others only reject"),
+    ] = "importance"
+    level: Annotated[
+        Literal["token", "sequence", "geometric"],
+        Meta(description="whose ratio: the token's, the answer's product, or its geometric mean"),
+    ] = "token"
+    action: Annotated[
+        Literal["truncate", "clip", "mask", "reject"],
+        Meta(description="what happens outside [low, high]: mask gives weight 0, reject keeps weight 1 inside"),
+    ] = "truncate"
+    low: Annotated[float | None, Meta(description="lower bound of the ratio")] = None
+    high: Annotated[float | None, Meta(description="upper bound of the ratio, or of the divergence")] = None
+    threshold: Annotated[float | None, Meta(description="opsm: delta, nats; m2po: largest mean square, nats²")] = None
+    estimator: Annotated[Literal["k2", "k3"], Meta(description="divergence: which estimator is bounded")] = "k3"
+
+
+class CriticConfig(Section, frozen=True):
+    """A value head on the policy's last hidden state, for `algorithm.advantage: gae`."""
+
+    gamma: Annotated[float, Meta(gt=0, le=1, description="discount of rewards, per token")] = 1.0
+    lam: Annotated[float, Meta(ge=0, le=1, description="lambda of generalised advantage estimation")] = 0.95
+    value_coef: Annotated[float, Meta(gt=0, description="weight of the value loss")] = 0.5
+    value_clip: Annotated[
+        float | None, Meta(description="how far a value may move before its loss is clipped; none: no clipping")
+    ] = 0.5
+    lr_scale: Annotated[
+        float, Meta(gt=0, description="learning rate of the value head, as a multiple of learner.lr")
+    ] = 10.0
+
+
 class AlgorithmConfig(Section, frozen=True):
-    """The objective."""
+    """The objective. `configs/algorithms/` has a file for each paper; docs/algorithms.md has the formulas."""
 
     group_size: Annotated[int, Meta(ge=2, description="answers to each prompt; GRPO compares them, so at least 2")] = 8
+    filter_zero_signal: Annotated[
+        bool,
+        Meta(
+            description="groups whose rewards are all equal are not trained; each is replaced by exactly one other prompt"
+        ),
+    ] = False
     advantage: Annotated[
-        Literal["grpo", "dr_grpo"],
-        Meta(description="grpo: (reward - mean) / std of the group; dr_grpo: without the std"),
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "lite",
+            "max_rl",
+            "opo",
+            "gpg",
+            "pass_at_k",
+            "reinforce_plus_plus_baseline",
+            "remax",
+            "gae",
+        ],
+        Meta(description="from rewards to advantages; gae uses a learned critic, the others compare a group's answers"),
     ] = "grpo"
+    loss: Annotated[
+        Literal[
+            "ppo_clip",
+            "gspo",
+            "cispo",
+            "dppo_tv",
+            "dppo_kl",
+            "sapo",
+            "gmpo",
+            "vespo",
+            "dro",
+            "topr",
+            "reinforce",
+            "pairwise",
+        ],
+        Meta(description="the surrogate that is maximised"),
+    ] = "ppo_clip"
+    loss_args: Annotated[
+        dict[str, float | str | bool | None],
+        Meta(
+            description="arguments of the loss, as its function names them; a later file that sets loss starts afresh"
+        ),
+    ] = {}
     anchor: Annotated[
-        Literal["proximal", "behaviour"],
-        Meta(description="centre of the clip: the weights at the start of the step, or those that sampled the token"),
+        Literal["proximal", "behaviour", "interpolated"],
+        Meta(
+            description="centre of the trust region: weights at the start of the step, those that sampled, or between"
+        ),
     ] = "proximal"
-    clip_low: Annotated[float, Meta(gt=0, lt=1, description="PPO clip below 1")] = 0.2
-    clip_high: Annotated[float, Meta(gt=0, description="PPO clip above 1")] = 0.28
-    importance_cap: Annotated[
-        float, Meta(gt=0, description="cap of the per-token weight proximal / behaviour policy (truncated importance)")
-    ] = 2.0
+    corrections: Annotated[
+        tuple[CorrectionConfig, ...],
+        Meta(description="off-policy corrections of older tokens, all applied (docs/algorithms.md)"),
+    ] = (CorrectionConfig(high=2.0),)
     aggregation: Annotated[
-        Literal["token-mean", "seq-mean-token-sum-norm"],
-        Meta(description="how token losses are averaged over the step; the second is Dr. GRPO's"),
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"],
+        Meta(description="how token losses are averaged over the step"),
     ] = "token-mean"
     kl_coef: Annotated[
-        float, Meta(ge=0, description="weight of the KL to the initial model in the loss; 0: no reference model")
+        float, Meta(ge=0, description="weight of the KL to the initial model; 0: no reference model")
     ] = 0.0
-    kl_kind: Annotated[Literal["k1", "k2", "low_var_kl"], Meta(description="estimator of that KL")] = "low_var_kl"
+    kl_kind: Annotated[
+        Literal["k1", "abs", "k2", "k3", "low_var_kl", "full", "k1+", "abs+", "k3+", "low_var_kl+", "k3_reweighted"],
+        Meta(description="estimator of that KL; with + its value, and the gradient of k2"),
+    ] = "low_var_kl"
+    kl_in: Annotated[Literal["loss", "reward"], Meta(description="where the KL is charged")] = "loss"
+    kl_target: Annotated[
+        float | None, Meta(description="kl_coef is steered towards this mean KL, nats; none: it stays")
+    ] = None
+    kl_horizon: Annotated[int, Meta(ge=1, description="answers over which kl_coef is steered")] = 10_000
+    behaviour_kl_coef: Annotated[
+        float, Meta(ge=0, description="weight of a k2 penalty to the policy that sampled the tokens")
+    ] = 0.0
     entropy_coef: Annotated[float, Meta(ge=0, description="weight of an entropy bonus")] = 0.0
+    truncated: Annotated[
+        Literal["keep", "mask", "zero"],
+        Meta(description="answers cut at sampling.max_tokens: train them, only compare with them, or reward them 0"),
+    ] = "keep"
+    overlong_buffer: Annotated[
+        int, Meta(ge=0, description="tokens before sampling.max_tokens in which a length penalty grows; 0: none")
+    ] = 0
+    overlong_factor: Annotated[float, Meta(ge=0, description="that penalty at sampling.max_tokens")] = 1.0
+    critic: CriticConfig = CriticConfig()
 
 
 class BufferConfig(Section, frozen=True):
@@ -131,6 +228,14 @@ class BufferConfig(Section, frozen=True):
     ] = 4
     lease_timeout_s: Annotated[float, Meta(gt=0, description="a group not finished by then is leased again")] = 1800.0
     max_attempts: Annotated[int, Meta(ge=1, description="leases of one prompt before it is dropped, with a count")] = 3
+    durability: Annotated[
+        Literal["memory", "written", "fsync_interval", "fsync_each"],
+        Meta(description="where a group is before it is acknowledged; memory: no journal (docs/reliability.md)"),
+    ] = "fsync_interval"
+    after_resume: Annotated[
+        Literal["keep", "drop"],
+        Meta(description="groups of an earlier start that no step has trained: train those of weights still there"),
+    ] = "keep"
 
     @property
     def num_slots(self) -> int:
@@ -168,14 +273,36 @@ class LearnerConfig(Section, frozen=True):
     betas: Annotated[tuple[float, float], Meta(description="AdamW moments")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay")] = 0.01
     grad_clip: Annotated[float, Meta(gt=0, description="largest gradient norm")] = 1.0
+    minibatches: Annotated[
+        int, Meta(ge=1, description="optimizer updates made from the groups of one step, each group in one of them")
+    ] = 1
+    spike_factor: Annotated[
+        float | None,
+        Meta(description="a gradient norm above this multiple of the recent median skips the update; none: never"),
+    ] = None
+    max_skips: Annotated[int, Meta(ge=1, description="skipped updates in a row that end the run with an error")] = 20
+    ess_lr: Annotated[
+        bool, Meta(description="scale the learning rate by the root of the effective sample share (VCPO)")
+    ] = False
     tokens_per_microbatch: Annotated[
         int, Meta(ge=1, description="packed tokens of one forward and backward on one rank")
     ] = 16384
+    share_prompts: Annotated[
+        bool, Meta(description="compute a prompt once for the answers to it that share a microbatch")
+    ] = True
+    compile: Annotated[
+        bool, Meta(description="torch.compile of the decoder layers: slower to start, faster from then on")
+    ] = False
     activation_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
     offload_reference: Annotated[bool, Meta(description="keep the reference model on the CPU between uses")] = True
+    offload_optimizer: Annotated[bool, Meta(description="keep the optimizer's moments on the CPU between updates")] = (
+        False
+    )
     attention: Annotated[
-        Literal["auto", "sdpa", "flash_attention_2"],
-        Meta(description="kernel for packed sequences; auto: flash where installed"),
+        Literal["auto", "sdpa", "varlen", "flash_attention_2"],
+        Meta(
+            description="kernel for packed sequences; auto: flash_attn where installed, else torch's own for the device"
+        ),
     ] = "auto"
 
 
@@ -184,6 +311,10 @@ class WeightsConfig(Section, frozen=True):
 
     backend: Annotated[Literal["auto", "nccl", "gloo"], Meta(description="auto: nccl between GPUs, else gloo")] = "auto"
     bucket_mb: Annotated[int, Meta(ge=1, description="MiB sent at once")] = 64
+    adapters_only: Annotated[
+        bool,
+        Meta(description="with LoRA: send the adapters, and each generator merges them; false: send merged weights"),
+    ] = True
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of each wait in one publication, seconds")] = 120.0
 
 

@@ -103,7 +103,8 @@ _RULES = (
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError if `model.path` is no usable folder, or its context is too short for prompt plus answer.
+    """Raise ConfigError if `model.path` is no usable folder, its context is too short for prompt plus answer, or
+    adapters cannot be merged into its files.
 
     Reads `config.json` and nothing else. A hub id is looked up in the local cache only; one that is not there yet
     passes, unless the hub is switched off.
@@ -121,6 +122,11 @@ def check_model(config: Config) -> None:
         settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {file} cannot be read as JSON ({error})") from error
+    if config.model.lora.rank and config.weights.adapters_only and not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"weights.adapters_only is true, so generators merge adapters into the tensors of {config.model.path}, but "
+            "it holds no *.safetensors; set weights.adapters_only=false, or save the model as safetensors"
+        )
     text = settings.get("text_config") or settings
     context = text.get("max_position_embeddings") or text.get("n_positions")
     prompt, answer = config.data.max_prompt_tokens, config.sampling.max_tokens

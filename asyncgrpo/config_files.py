@@ -1,8 +1,8 @@
 """Finding and reading YAML files: the user's, and those that come with the package.
 
-A file may say `extends: OTHER.yaml` (relative to itself) or name a shipped file (`extends: one_node_8gpu`): that one is
-read first and every key here wins over it. Other paths inside a file are not touched; they are relative to the folder
-in which the command runs.
+A file may say `extends: OTHER.yaml` (relative to itself), name a shipped file (`extends: one_node_8gpu`) or an algorithm
+(`extends: algorithms/gspo`), or list several of these: they are read first, in order, later ones win, and every key here
+wins over them all. Other paths inside a file are not touched; they are relative to the folder in which the command runs.
 """
 
 import difflib
@@ -13,6 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from asyncgrpo.errors import ConfigError
+
+ALGORITHMS = "algorithms"
+"""Folder of the presets, beside the run configurations: one file for each paper."""
 
 
 class Layer(NamedTuple):
@@ -35,6 +38,28 @@ def shipped(name: str) -> Path:
 def shipped_names() -> list[str]:
     """Names that `shipped` takes."""
     return sorted(file.stem for file in _shipped_folder().glob("*.yaml"))
+
+
+def algorithm_file(name: str) -> Path:
+    """The preset `configs/algorithms/NAME.yaml`. Raises ConfigError with the names there are."""
+    bare = name.removeprefix(f"{ALGORITHMS}/").removesuffix(".yaml")
+    names = algorithm_names()
+    if bare in names:
+        return _shipped_folder() / ALGORITHMS / f"{bare}.yaml"
+    near = difflib.get_close_matches(bare, names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"there is no algorithm `{name}`; {hint}There are: {', '.join(names)}")
+
+
+def algorithm_names() -> list[str]:
+    """Names that `algorithm_file` takes."""
+    return sorted(file.stem for file in (_shipped_folder() / ALGORITHMS).glob("*.yaml"))
+
+
+def headline(file: Path) -> str:
+    """The first line of a file's comment: what it is, in a few words."""
+    with open(file, encoding="utf-8") as lines:
+        return next(lines, "").removeprefix("#").strip()
 
 
 def _shipped_folder() -> Path:
@@ -63,7 +88,7 @@ def find(path: str | Path) -> Path:
 
 
 def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of a file: those of the file that it extends, then its own.
+    """The layers of a file: those of the files that it extends, in their order, then its own.
 
     Args:
         below: files whose `extends` led here; one that comes back is refused.
@@ -73,15 +98,24 @@ def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
     if file.resolve() in below:
         raise ConfigError(f"{file}: `extends` leads back to this file; remove one of the two")
     values = _load(file)
-    parent = values.pop("extends", None)
-    if parent is None:
-        return [Layer(str(file), values)]
-    extended = file.parent / str(parent)
-    if str(parent) in shipped_names():
-        extended = shipped(str(parent))
-    elif not extended.is_file():
-        raise ConfigError(f"{file}: extends names {parent}, but there is no file {extended}")
-    return [*read(extended, (*below, file.resolve())), Layer(str(file), values)]
+    parents = values.pop("extends", None)
+    named = parents if isinstance(parents, list) else [] if parents is None else [parents]
+    layers: list[Layer] = []
+    for parent in named:
+        layers += read(_extended(file, str(parent)), (*below, file.resolve()))
+    return [*layers, Layer(str(file), values)]
+
+
+def _extended(file: Path, parent: str) -> Path:
+    """The file that `file` means by `extends: PARENT`."""
+    beside = file.parent / parent
+    if parent in shipped_names():
+        return shipped(parent)
+    if beside.is_file():
+        return beside
+    if parent.startswith(f"{ALGORITHMS}/"):
+        return algorithm_file(parent)
+    raise ConfigError(f"{file}: extends names {parent}, but there is no file {beside}")
 
 
 def _load(file: Path) -> dict[str, Any]:

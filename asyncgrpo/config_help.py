@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from asyncgrpo.config import Config
+from asyncgrpo.config import AlgorithmConfig, Config, CorrectionConfig
 from asyncgrpo.config_names import suggest
 from asyncgrpo.errors import ConfigError
 
@@ -40,6 +40,15 @@ class Knob:
         """True where the keys below are free (`generators.extra.attention_backend`)."""
         return isinstance(self.type, inspect.DictType)
 
+    @property
+    def fields(self) -> dict[str, "Knob"]:
+        """Of a list of mappings such as `algorithm.corrections`: what each of them may say. Else empty."""
+        item = self.type.item_type if isinstance(self.type, inspect.VarTupleType) else None
+        if not isinstance(item, inspect.StructType):
+            return {}
+        section = _section(item)
+        return {field.name: _knob(field, f"{self.key}[].", section) for field in item.fields}
+
 
 def _bare(kind: inspect.Type) -> tuple[inspect.Type, str]:
     """The type without its metadata wrapper, and the description that the wrapper held."""
@@ -50,22 +59,31 @@ def _bare(kind: inspect.Type) -> tuple[inspect.Type, str]:
     return kind, description
 
 
+def _knob(field: inspect.Field, prefix: str, section: str) -> Knob:
+    kind, description = _bare(field.type)
+    default = field.default if field.default is not msgspec.NODEFAULT else None
+    if field.default_factory is not msgspec.NODEFAULT:
+        default = field.default_factory()
+    return Knob(prefix + field.name, kind, field.required, default, description, section)
+
+
+def _section(struct: inspect.StructType) -> str:
+    return " ".join((struct.cls.__doc__ or "").split("\n\n")[0].split())
+
+
 @cache
 def knobs() -> dict[str, Knob]:
     """Every knob by its dotted key, in the order of `config.py`."""
     found: dict[str, Knob] = {}
 
     def walk(struct: inspect.StructType, prefix: str) -> None:
-        section = " ".join((struct.cls.__doc__ or "").split("\n\n")[0].split())
         for field in struct.fields:
-            kind, description = _bare(field.type)
+            kind, _ = _bare(field.type)
             if isinstance(kind, inspect.StructType):
                 walk(kind, f"{prefix}{field.name}.")
-                continue
-            default = field.default if field.default is not msgspec.NODEFAULT else None
-            if field.default_factory is not msgspec.NODEFAULT:
-                default = field.default_factory()
-            found[prefix + field.name] = Knob(prefix + field.name, kind, field.required, default, description, section)
+            else:
+                knob = _knob(field, prefix, _section(struct))
+                found[knob.key] = knob
 
     root = inspect.type_info(Config)
     assert isinstance(root, inspect.StructType)
@@ -96,7 +114,7 @@ def type_in_words(kind: inspect.Type) -> str:
     match kind:
         case inspect.UnionType():
             members = [type_in_words(m) for m in kind.types if not isinstance(_bare(m)[0], inspect.NoneType)]
-            return f"{' or '.join(members)} (or null)"
+            return " or ".join(members) + " (or null)" * (len(members) < len(kind.types))
         case inspect.IntType():
             return "a whole number" + (f", {bounds}" if bounds else "")
         case inspect.FloatType():
@@ -111,14 +129,28 @@ def type_in_words(kind: inspect.Type) -> str:
             return f"a list, each {type_in_words(kind.item_type)}"
         case inspect.TupleType():
             return f"a list of {len(kind.item_types)}, each {type_in_words(kind.item_types[0])}"
-        case inspect.DictType():
+        case inspect.DictType(value_type=inspect.AnyType()):
             return "a mapping"
+        case inspect.DictType():
+            return f"a mapping, each value {type_in_words(kind.value_type)}"
+        case inspect.StructType():
+            return f"a mapping of {', '.join(field.name for field in kind.fields)}"
     return type(kind).__name__
 
 
 def value_in_words(value: Any) -> str:
-    """A value as it would be written in YAML or on the command line."""
-    return json.dumps(msgspec.to_builtins(value)) if not isinstance(value, str) else value or '""'
+    """A value as it would be written in YAML or on the command line. Of a struct, what differs from its defaults."""
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, tuple) and value and all(isinstance(item, msgspec.Struct) for item in value):
+        return json.dumps([_changed(item) for item in value])
+    return json.dumps(msgspec.to_builtins(value))
+
+
+def _changed(struct: msgspec.Struct) -> dict[str, Any]:
+    plain = type(struct)()
+    names = struct.__struct_fields__
+    return {name: getattr(struct, name) for name in names if getattr(struct, name) != getattr(plain, name)}
 
 
 def explain(key: str | None = None) -> str:
@@ -129,19 +161,20 @@ def explain(key: str | None = None) -> str:
     """
     if key is None or key in sections():
         return "\n".join(_row(knob) for knob in knobs().values() if key is None or knob.key.startswith(key + "."))
-    knob = knobs().get(key)
+    parent, _, name = key.rpartition(".")
+    knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
         hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all of them"
         raise ConfigError(f"there is no configuration key `{key}`: {hint}")
     default = "none, it must be given" if knob.required else value_in_words(knob.default)
-    return "\n".join(
-        (
-            f"{knob.key}: {knob.description}",
-            f"  value    {type_in_words(knob.type)}",
-            f"  default  {default}",
-            f"  section  {knob.section}",
-        )
-    )
+    lines = [
+        f"{knob.key}: {knob.description}",
+        f"  value    {type_in_words(knob.type)}",
+        f"  default  {default}",
+        f"  section  {knob.section}",
+    ]
+    lines += [f"  {field.key} ({value_in_words(field.default)}): {field.description}" for field in knob.fields.values()]
+    return "\n".join(lines)
 
 
 def _row(knob: Knob) -> str:
@@ -149,8 +182,12 @@ def _row(knob: Knob) -> str:
     return f"{knob.key:34} {default:14} {knob.description}"
 
 
-def sizes_in_words(config: Config) -> str:
-    """What a step, a run and the machines come to, in three lines; printed before anything starts."""
+def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
+    """What a step, the objective, a run and the machines come to, in four lines; printed before anything starts.
+
+    Args:
+        algorithm: name of the preset that was asked for, to be said too.
+    """
     prompts, answers = config.buffer.prompts_per_step, config.algorithm.group_size
     sequences = prompts * answers
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
@@ -169,7 +206,38 @@ def sizes_in_words(config: Config) -> str:
         f"{engines} + {ranks}{total}; {trained} trained in microbatches of at most "
         f"{config.learner.tokens_per_microbatch:,} tokens per rank"
     )
-    return f"{step}\n{places}\n{_ends_in_words(config)}"
+    named = f"algorithm {algorithm}" if algorithm is not None else "algorithm"
+    return f"{step}\n{named}: {algorithm_in_words(config.algorithm)}\n{places}\n{_ends_in_words(config)}"
+
+
+def algorithm_in_words(settings: AlgorithmConfig) -> str:
+    """The objective in one line, as `grpo advantages, ppo_clip(low=0.2) around proximal, token truncate(high=2), token-mean`."""
+    parts = [
+        f"{settings.advantage} advantages",
+        f"{_called(settings.loss, settings.loss_args)} around {settings.anchor}",
+        *map(_correction_in_words, settings.corrections),
+        settings.aggregation,
+    ]
+    if settings.kl_coef:
+        parts.append(f"{settings.kl_kind} KL in the {settings.kl_in} x {settings.kl_coef:g}")
+    if settings.behaviour_kl_coef:
+        parts.append(f"KL to the samplers x {settings.behaviour_kl_coef:g}")
+    if settings.entropy_coef:
+        parts.append(f"entropy x {settings.entropy_coef:g}")
+    return ", ".join(parts)
+
+
+def _correction_in_words(one: CorrectionConfig) -> str:
+    level = {"importance": one.level, "divergence": f"{one.level} {one.estimator}"}.get(one.kind, "")
+    name = one.action if one.kind == "importance" else one.kind
+    bounds = {"low": one.low, "high": one.high, "threshold": one.threshold}
+    return f"{level} {_called(name, bounds)}".strip()
+
+
+def _called(name: str, arguments: dict[str, Any]) -> str:
+    given = {n: v for n, v in arguments.items() if v is not None}
+    said = [f"{n}={v:g}" if isinstance(v, float) else f"{n}={value_in_words(v)}" for n, v in given.items()]
+    return f"{name}({', '.join(said)})" if said else name
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,8 +1,8 @@
 """The one door of the configuration: YAML files and `key=value` in, one frozen `Config` out.
 
-OmegaConf reads and merges (later wins: built-in, the file that is extended, the file, the command line) and resolves
-interpolations; msgspec converts once. Whatever is wrong ends in one sentence that names where it was written, the
-key, the value and what to change.
+OmegaConf reads and merges (later wins: built-in, the files that are extended, the file, the algorithm that was named, the
+command line) and resolves interpolations; msgspec converts once. Whatever is wrong ends in one sentence that names where
+it was written, the key, the value and what to change.
 """
 
 import re
@@ -15,11 +15,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from asyncgrpo.config import Config
+from asyncgrpo.config import AlgorithmConfig, Config
 from asyncgrpo.config_checks import check
-from asyncgrpo.config_files import Layer, find, read
+from asyncgrpo.config_files import Layer, algorithm_file, find, read
 from asyncgrpo.config_help import bounds_in_words, knobs, sections, type_in_words, value_in_words
-from asyncgrpo.config_names import suggest
+from asyncgrpo.config_names import near, suggest
 from asyncgrpo.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -28,8 +28,16 @@ COMMAND_LINE = "command line"
 _REASONS = {"algorithm.group_size": "GRPO compares the answers to one prompt"}
 
 
+# Which keys of `algorithm` are the arguments of which other one.
+_ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
+
+
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), *, base: dict[str, Any] | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    base: dict[str, Any] | None = None,
+    algorithm: str | None = None,
 ) -> Config:
     """The configuration of a run.
 
@@ -37,11 +45,13 @@ def load_config(
         path: a YAML file, or the bare name of one that comes with the package (`quickstart`); none: only the rest.
         overrides: `key.sub=value`, the value read as YAML; later ones win, and all win over the file.
         base: nested values that everything else wins over.
+        algorithm: name of a preset in `configs/algorithms/`, which wins over the file.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
     written = [Layer("built-in values", base)] if base else []
     written += read(find(path)) if path is not None else []
+    written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
     layers = [Layer(layer.name, _known_only(layer.name, layer.values)) for layer in written]
     where = str(path) if path is not None else COMMAND_LINE
@@ -126,13 +136,36 @@ def _unknown(origin: str, key: str, value: Any) -> ConfigError:
 def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
     """One nested dict of plain values, interpolations resolved, with the two sections that have required knobs."""
     try:
-        merged = OmegaConf.merge({"model": {}, "data": {}}, *(layer.values for layer in layers))
+        merged = OmegaConf.merge({"model": {}, "data": {}}, *_without_leftovers(layers))
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{where}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """The layers' values, each without the arguments of what a later layer replaces by something else.
+
+    PPO's clip bounds in a file would be a thousand times too wide for the GSPO that a later layer chooses.
+    """
+    kept = [layer.values for layer in layers]
+    for choice, arguments in _ARGUMENTS_OF.items():
+        chosen = getattr(AlgorithmConfig(), choice)
+        for number, values in enumerate(kept):
+            other = _look_up(values, f"algorithm.{choice}")
+            if other is not None and other != chosen:
+                kept[:number] = [_without(below, arguments) for below in kept[:number]]
+                chosen = other
+    return kept
+
+
+def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    algorithm = values.get("algorithm")
+    if not isinstance(algorithm, dict) or name not in algorithm:
+        return values
+    return values | {"algorithm": {key: value for key, value in algorithm.items() if key != name}}
 
 
 def _first_line(error: Exception) -> str:
@@ -156,9 +189,19 @@ def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], wh
         what = knobs()[key].description
         return ConfigError(f"{where}: {key} is missing ({what}); write it in the file or {key}=... on the command line")
     knob, value = knobs()[key], _look_up(values, key)
+    origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
+    place = re.fullmatch(r"[\w.]+\[(\d+)\](?:\.(\w+))?", path.rstrip("`"))
+    if knob.fields and place is not None and isinstance(value, list):  # in an entry of a list of mappings
+        value, key = value[int(place[1])], f"{key}[{place[1]}]"
+        if unknown := re.search(r"unknown field `(\w+)`", problem):
+            hint = near(unknown[1], knob.fields) or f"there are: {', '.join(knob.fields)}"
+            return ConfigError(f"{origin}: {key} has no field `{unknown[1]}`: {hint}")
+        if place[2] is not None:
+            knob, value, key = knob.fields[place[2]], value[place[2]], f"{key}.{place[2]}"
+        else:
+            return ConfigError(f"{origin}: {key} must be a mapping; it is {value_in_words(value)}")
     out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
     needs = bounds_in_words(knob.type) if out_of_bounds else type_in_words(knob.type)
-    origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
     reason = f"{_REASONS[key]}, so " if key in _REASONS else ""
     hint = "; put it in quotes" if knob.takes_text and isinstance(value, int | float) else ""
     return ConfigError(f"{origin}: {reason}{key} must be {needs}; it is {value_in_words(value)}{hint}")

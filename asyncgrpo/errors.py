@@ -38,5 +38,13 @@ class CheckpointError(AsyncGRPOError):
     """A checkpoint cannot be written or read."""
 
 
+class JournalError(AsyncGRPOError):
+    """The journal of groups cannot be read, or does not agree with the rest of the run."""
+
+
 class StalledError(AsyncGRPOError):
     """Something awaited did not come before its deadline. The message names what was awaited and for how long."""
+
+
+class TrainingError(AsyncGRPOError):
+    """Training cannot go on: too many updates in a row were not worth making."""

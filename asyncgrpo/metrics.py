@@ -79,7 +79,10 @@ waiting_seconds = _gauge(
 
 GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
                   "dropped_stale", "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
-                  "dropped_lease_timeout", "requeued")
+                  "dropped_lease_timeout", "filtered_zero_signal", "requeued",
+                  "recovered", "dropped_superseded", "dropped_resume", "dropped_terms", "dropped_ahead",
+                  "dropped_damaged")
+TOKEN_FATES = ("generated", "recovered", "trained", "filtered", "stale", "aborted", "failed", "duplicate", "unusable")
 groups_total = _counter(
     "groups_total", "Groups by what happened to them; one group passes several of these.", "buffer",
     outcome=GROUP_OUTCOMES)
@@ -96,7 +99,17 @@ max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps, as config
 rejected_frames_total = _counter(
     "rejected_frames_total", "Messages that the buffer refused to read, by reason.", "buffer",
     reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum"))
-prompts_done = _gauge("prompts_done", "Prompts that are trained or dropped for good, over all epochs.", "buffer")
+tokens_total = _counter(
+    "tokens_total", "Sampled tokens by what became of them: generated + recovered = the other fates + those in flight.",
+    "buffer", fate=TOKEN_FATES)
+buffer_tokens = _gauge(
+    "buffer_tokens", "Sampled tokens in flight: of groups that wait for the learner or are in it.", "buffer")
+journal_blocked = _gauge(
+    "journal_blocked", "Whether the journal cannot be written (1): no group is acknowledged, no lease granted.", "buffer")
+journal_bytes_total = _counter("journal_bytes_total", "Bytes written to the journal of groups.", "buffer")
+journal_sync_seconds = _histogram(
+    "journal_sync_seconds", "Time to put what was written of the journal on the disk.", "buffer", buckets=SECONDS)
+prompts_done = _gauge("prompts_done", "Prompts that are trained, filtered or dropped for good, over all epochs.", "buffer")
 epoch = _gauge("epoch", "Passes over the training file that are complete.", "buffer")
 
 # ----------------------------------------------------------------------------------------------------------- generator
@@ -145,7 +158,13 @@ entropy = _gauge("entropy", "Mean entropy of the policy on trained tokens, nats.
 clip_ratio = _gauge("clip_ratio", "Share of trained tokens whose ratio was clipped, 0 to 1.", "learner")
 kl_reference = _gauge("kl_reference", "Mean KL to the reference on trained tokens, nats; 0 without one.", "learner")
 importance_weight_mean = _gauge(
-    "importance_weight_mean", "Mean weight proximal / behaviour policy on trained tokens, after the cap.", "learner")
+    "importance_weight_mean", "Mean ratio proximal / behaviour policy on trained tokens, before the cap.", "learner")
+importance_ratio_max = _gauge(
+    "importance_ratio_max", "Largest ratio proximal / behaviour policy of a trained token.", "learner")
+effective_sample_share = _gauge(
+    "effective_sample_share", "Effective share of the step's answers, by their whole ratios, 0 to 1.", "learner")
+behaviour_kl = _gauge("behaviour_kl", "Mean KL of the behaviour to the proximal policy (k3), nats.", "learner")
+rejected_ratio = _gauge("rejected_ratio", "Share of trained tokens that corrections rejected, 0 to 1.", "learner")
 importance_capped_ratio = _gauge(
     "importance_capped_ratio", "Share of trained tokens whose importance weight was capped, 0 to 1.", "learner")
 logprob_gap_mean = _gauge(
@@ -232,6 +251,12 @@ _STEP_GAUGES: dict[str, prometheus.Gauge] = {
     "logprob_gap_mean": logprob_gap_mean,
     "logprob_gap_max": logprob_gap_max,
 }
+_DIAGNOSTIC_GAUGES: dict[str, prometheus.Gauge] = {
+    "ratio_max": importance_ratio_max,
+    "ess_sequence": effective_sample_share,
+    "kl_k3": behaviour_kl,
+    "rejected_dropped": rejected_ratio,
+}
 
 
 def observe_step(step: Mapping[str, Any]) -> None:
@@ -242,6 +267,10 @@ def observe_step(step: Mapping[str, Any]) -> None:
     for field, gauge in _STEP_GAUGES.items():
         if step.get(field) is not None:
             gauge.set(float(step[field]))
+    diagnostics: Mapping[str, float] = step.get("diagnostics") or {}
+    for field, gauge in _DIAGNOSTIC_GAUGES.items():
+        if field in diagnostics:
+            gauge.set(diagnostics[field])
     seconds: Mapping[str, float] = step.get("seconds") or {}
     for activity, spent in seconds.items():
         learner_seconds_total.labels(activity=activity).inc(max(0.0, spent))

@@ -86,6 +86,8 @@ class Lease(Frozen):
     sampling: Sampling
     seed: int
     """Seeds the sampling of this group; answer i uses `seed + i`."""
+    with_greedy: bool = False
+    """One answer more, with index `num_answers`, is sampled greedily: a baseline that is not trained."""
 
 
 class Score(Frozen):

@@ -57,6 +57,21 @@ class TestReading:
         config = load_config(file)
         assert (config.algorithm.group_size, config.run.seed) == (5, 9)
 
+    def test_a_file_may_extend_several_and_later_ones_win(self, file):
+        (file.parent / "a.yaml").write_text("run: {seed: 1, steps: 2}\nbuffer: {max_lag: 7}\n")
+        (file.parent / "b.yaml").write_text("extends: a.yaml\nrun: {seed: 3}\n")
+        file.write_text(file.read_text() + "extends: [a.yaml, b.yaml, algorithms/gspo]\nbuffer: {max_lag: 9}\n")
+        config = load_config(file)
+        assert (config.run.seed, config.run.steps, config.buffer.max_lag) == (3, 2, 9)
+        assert (config.algorithm.loss, config.learner.minibatches) == ("gspo", 4)
+
+    def test_an_algorithm_wins_over_the_file_and_the_command_line_over_the_algorithm(self):
+        config = load_config("one_node_8gpu", ["algorithm.loss_args.high=0.001"], algorithm="gspo")
+        assert (config.algorithm.group_size, config.algorithm.kl_coef) == (5, 0.001)
+        assert (config.algorithm.aggregation, config.learner.minibatches) == ("seq-mean-token-mean", 4)
+        assert config.algorithm.loss_args == {"low": 3e-4, "high": 0.001}
+        assert load_config("one_node_8gpu", algorithm="algorithms/gspo").algorithm.loss == "gspo"
+
     def test_text_needs_no_quotes_on_the_command_line(self):
         config = load_config(None, [*NEEDED, "run.out=2024", "data.train=set #1.json", "data.system_prompt=A: b=[1"])
         assert (config.run.out, config.data.train, config.data.system_prompt) == ("2024", "set #1.json", "A: b=[1")
@@ -103,6 +118,37 @@ class TestReading:
         assert load_config(copy) == config
 
 
+class TestArgumentsGoWithTheirLoss:
+    FILE = "algorithm: {loss: ppo_clip, loss_args: {low: 0.1, dual: 3.0}, critic: {lam: 0.5}, advantage: gae}\n"
+
+    def test_another_loss_starts_afresh(self, file):
+        file.write_text(file.read_text() + self.FILE)
+        assert load_config(file).algorithm.loss_args == {"low": 0.1, "dual": 3.0}
+        assert load_config(file, ["algorithm.loss=gspo"]).algorithm.loss_args == {}
+        overrides = ["algorithm.loss_args.high=0.3", "algorithm.loss=cispo"]
+        assert load_config(file, overrides).algorithm.loss_args == {"high": 0.3}
+
+    def test_the_same_loss_said_again_keeps_them(self, file):
+        file.write_text(file.read_text() + self.FILE)
+        again = load_config(file, ["algorithm.loss=ppo_clip", "algorithm.loss_args.low=0.2"])
+        assert again.algorithm.loss_args == {"low": 0.2, "dual": 3.0}
+
+    def test_arguments_of_the_default_loss_are_dropped_too(self, file):
+        file.write_text(file.read_text() + "algorithm: {loss_args: {low: 0.1}}\n")
+        assert load_config(file).algorithm.loss_args == {"low": 0.1}
+        assert load_config(file, algorithm="topr").algorithm.loss_args == {}
+
+    def test_a_loss_that_comes_back_does_not_bring_them_back(self, file):
+        file.write_text(file.read_text() + self.FILE)
+        (file.parent / "b.yaml").write_text("extends: [mine.yaml, algorithms/gspo]\nalgorithm: {loss: ppo_clip}\n")
+        assert load_config(file.parent / "b.yaml").algorithm.loss_args == {}
+
+    def test_a_critic_goes_with_its_advantage(self, file):
+        file.write_text(file.read_text() + self.FILE)
+        assert load_config(file).algorithm.critic.lam == 0.5
+        assert load_config(file, ["algorithm.advantage=rloo"]).algorithm.critic.lam == 0.95
+
+
 class TestMistakes:
     @pytest.mark.parametrize(
         ("override", "sentence"),
@@ -127,6 +173,23 @@ class TestMistakes:
             ("learner.lr", "`learner.lr` is not of the form key=value, for example learner.lr=1e-6"),
             ("learner.betas=[[", "the value of learner.betas, `[[`, is not valid YAML"),
             ("algorithm=grpo", "`algorithm` is a section; set one of its keys"),
+            ("algorithm.clip_low=0.1", "it is now algorithm.loss_args.low, an argument of algorithm.loss"),
+            ("clip_high=0.1", "it is now algorithm.loss_args.high"),
+            ("algorithm.importance_cap=5", "as algorithm.corrections=[{high: 2.0}]"),
+            ("clip_ratio_low=0.1", "that is verl's name for `algorithm.loss_args.low`"),
+            ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "its vanilla is ppo_clip here"),
+            ("rollout_correction.rollout_is=token", "as [{level: token, action: truncate, high: 2.0}]"),
+            ("rollout_correction.bypass_mode=true", "algorithm.anchor: behaviour for true"),
+            ("use_kl_in_reward=true", "algorithm.kl_in=reward"),
+            ("ppo_mini_batch_size=256", "learner.minibatches is the number of updates"),
+            ("algorithm.loss=ppo", "algorithm.loss must be one of "),
+            ("algorithm.loss_args.low=[1]", "algorithm.loss_args must be a mapping, each value a number or text"),
+            ("algorithm.corrections=[{high: 2}, {kidn: veto}]", "corrections[1] has no field `kidn`: did you mean `kind`?"),
+            ("algorithm.corrections=[{xyzzy: 1}]", "corrections[0] has no field `xyzzy`: there are: kind, level"),
+            ("algorithm.corrections=[{kind: vetoed}]", "algorithm.corrections[0].kind must be one of divergence, importance"),
+            ("algorithm.corrections=[{high: much}]", "algorithm.corrections[0].high must be a number (or null); it is much"),
+            ("algorithm.corrections=[veto]", "algorithm.corrections[0] must be a mapping; it is veto"),
+            ("algorithm.corrections.high=2", "algorithm.corrections must be a list, each a mapping of kind, level"),
             ("run.out=${nowhere}", "run.out: Interpolation key 'nowhere' not found"),
         ],
     )  # fmt: skip
@@ -171,13 +234,21 @@ class TestMistakes:
         file.write_text("extends: mine.yaml\n")
         assert "leads back to this file" in message_of(path=file)
 
-    def test_an_extends_that_leads_nowhere_is_refused(self, file):
-        file.write_text("extends: other.yaml\n")
+    @pytest.mark.parametrize("extends", ["other.yaml", "[quickstart, other.yaml]"])
+    def test_an_extends_that_leads_nowhere_is_refused(self, file, extends):
+        file.write_text(f"extends: {extends}\n")
         assert "extends names other.yaml, but there is no file" in message_of(path=file)
+
+    def test_an_unknown_algorithm_is_answered_with_the_nearest_and_with_all(self, file):
+        with pytest.raises(ConfigError, match=r"no algorithm `gspoo`; did you mean gspo\? There are: a3po, .*, vespo"):
+            load_config("quickstart", algorithm="gspoo")
+        file.write_text("extends: algorithms/grop\n")
+        assert "there is no algorithm `algorithms/grop`" in message_of(path=file)
 
     @pytest.mark.parametrize("ours", sorted(value for value in VERL.values() if " " not in value))
     def test_every_translation_of_a_verl_key_is_a_key_of_ours(self, ours):
-        assert ours in knobs()
+        above, _, argument = ours.rpartition(".")
+        assert ours in knobs() or (knobs()[above].is_mapping and argument)
 
 
 class TestCrossChecks:
@@ -233,6 +304,12 @@ class TestModelCheck:
         assert message.endswith("lower sampling.max_tokens to 1024")
         assert "lower data.max_prompt_tokens below 1536" in self.message(model, "data.max_prompt_tokens=2000")
 
+    def test_adapters_are_merged_into_safetensors_or_sent_merged(self, model):
+        assert "holds no *.safetensors; set weights.adapters_only=false" in self.message(model, "model.lora.rank=4")
+        self.check(model, "model.lora.rank=4", "weights.adapters_only=false")
+        (model / "model.safetensors").touch()
+        self.check(model, "model.lora.rank=4")
+
     def test_the_context_of_a_nested_text_model_counts(self, model):
         (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
         assert "is 64 tokens" in self.message(model)
@@ -273,6 +350,17 @@ class TestWords:
         assert "default  8" in text
         assert "The objective." in text
 
+    def test_a_list_of_mappings_is_explained_field_by_field(self):
+        text = explain("algorithm.corrections")
+        assert "a list, each a mapping of kind, level, action" in text
+        assert 'default  [{"high": 2.0}]' in text
+        assert "algorithm.corrections[].threshold (null): opsm: delta" in text
+        assert "one of clip, mask, reject, truncate" in explain("algorithm.corrections.action")
+
+    def test_a_mapping_says_what_its_values_are(self):
+        assert "a mapping, each value a number or text or true or false (or null)" in explain("algorithm.loss_args")
+        assert "a mapping, each value text" in explain("data.columns")
+
     def test_without_a_key_every_knob_has_a_row_and_a_section_only_its_own(self):
         assert len(explain().splitlines()) == len(knobs())
         assert {row.split(".")[0] for row in explain("buffer").splitlines()} == {"buffer"}
@@ -287,6 +375,20 @@ class TestWords:
         assert "lag at most 4 steps; up to 320 groups under way" in text
         assert "3 generators (sglang, 1 GPU each) + 1 learner rank = 4 GPUs" in text
         assert "ends after 10 steps or 1 epoch, whichever is first; checkpoint every 20 steps, no evaluation" in text
+
+    def test_the_objective_of_a_run_is_said_in_words(self):
+        overrides = [
+            *NEEDED,
+            "algorithm.kl_coef=0.01",
+            "algorithm.corrections=[{level: sequence, high: 8}, {kind: m2po}]",
+        ]
+        text = sizes_in_words(load_config(None, overrides, algorithm="grpo"))
+        assert (
+            "\nalgorithm: grpo advantages, ppo_clip(low=0.2, high=0.2) around proximal, sequence truncate(high=8), "
+            in text
+        )
+        assert "m2po, seq-mean-token-mean, low_var_kl KL in the loss x 0.01\n" in text
+        assert "\nalgorithm gspo: " in sizes_in_words(load_config(None, NEEDED, algorithm="gspo"), "gspo")
 
     def test_a_synchronous_run_says_so(self):
         assert "synchronous (lag 0)" in sizes_in_words(load_config(None, [*NEEDED, "buffer.max_lag=0"]))

@@ -1,20 +1,22 @@
-"""`asyncgrpo config`: what a knob means, and what a file comes to."""
+"""`asyncgrpo config`: what a knob means, what a file comes to, and which algorithms there are."""
 
 from typing import Annotated
 
 import typer
 
+from asyncgrpo.cli.options import AlgorithmOption
 from asyncgrpo.cli.output import JsonOption, print_json
 
 
 def register(app: typer.Typer) -> None:
-    """Add `config explain` and `config show`."""
+    """Add `config explain`, `config show` and `config algorithms`."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(
         group, name="config", help="Explain and show configurations.", epilog="Example: asyncgrpo config explain"
     )
     group.command("explain", epilog="Example: asyncgrpo config explain buffer.max_lag")(explain)
     group.command("show", epilog="Example: asyncgrpo config show one_node_8gpu learner.lr=2e-6")(show)
+    group.command("algorithms", epilog="Example: asyncgrpo config algorithms")(algorithms)
 
 
 def explain(
@@ -24,6 +26,8 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """What a configuration key means, what it takes and what it is when nobody sets it."""
+    import msgspec
+
     from asyncgrpo import config_help
 
     text = config_help.explain(key)
@@ -38,7 +42,8 @@ def explain(
                 "description": knob.description,
                 "takes": config_help.type_in_words(knob.type),
                 "required": knob.required,
-                "default": knob.default,
+                "default": msgspec.to_builtins(knob.default),
+                "fields": {name: field.description for name, field in knob.fields.items()},
             }
             for knob in chosen
         ]
@@ -50,6 +55,7 @@ def show(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Win over the file.", show_default=False)
     ] = None,
+    algorithm: AlgorithmOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The whole configuration that a file and overrides come to, checked, with its sizes in words."""
@@ -57,9 +63,26 @@ def show(
 
     from asyncgrpo.config_help import sizes_in_words
     from asyncgrpo.config_loading import load_config, to_yaml
+    from asyncgrpo.learner.settings import check_algorithm
 
-    config = load_config(file, overrides or ())
+    config = load_config(file, overrides or (), algorithm=algorithm)
+    check_algorithm(config)
     if as_json:
         print_json(msgspec.to_builtins(config))
         return
-    typer.echo("".join(f"# {line}\n" for line in sizes_in_words(config).splitlines()) + to_yaml(config), nl=False)
+    typer.echo(
+        "".join(f"# {line}\n" for line in sizes_in_words(config, algorithm).splitlines()) + to_yaml(config), nl=False
+    )
+
+
+def algorithms(as_json: JsonOption = False) -> None:
+    """The presets that `--algorithm` takes, and what each is."""
+    from asyncgrpo.config_files import algorithm_file, algorithm_names, headline
+
+    found = {name: headline(algorithm_file(name)) for name in algorithm_names()}
+    if as_json:
+        print_json(found)
+        return
+    width = max(map(len, found))
+    for name, what in found.items():
+        typer.echo(f"{name:<{width}}  {what}")

@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     engine: options.EngineOption = None,
     max_lag: options.MaxLagOption = None,
+    algorithm: options.AlgorithmOption = None,
     steps: options.StepsOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the model, the task and the sampling.")] = 0,
     out: options.OutOption = None,
@@ -30,10 +31,12 @@ def demo(
     No GPU, no download, nothing to configure. It makes its own random Qwen3 and its own task in the run folder.
     """
     from asyncgrpo.cli.running import choose_folder, execute
-    from asyncgrpo.config_files import shipped
+    from asyncgrpo.config_files import algorithm_file, shipped
     from asyncgrpo.config_loading import load_config
 
     console = Console()
+    if algorithm is not None:
+        algorithm_file(algorithm)  # a name that there is not is said before a model is made
     folder = choose_folder("runs/demo", out)
     chosen = _choose_engine(engine, console)
     if not (folder / "model" / "config.json").exists():
@@ -52,7 +55,8 @@ def demo(
         settings.append(f"buffer.max_lag={max_lag}")
     if steps is not None:
         settings.append(f"run.steps={steps}")
-    finished = execute(load_config(shipped("quickstart"), [*settings, *(overrides or [])]), console)
+    config = load_config(shipped("quickstart"), [*settings, *(overrides or [])], algorithm=algorithm)
+    finished = execute(config, console, algorithm=algorithm)
     if finished.status == "done":
         console.print(f"next: asyncgrpo samples {finished.run_dir} --best", highlight=False, soft_wrap=True)
     else:

@@ -34,6 +34,10 @@ OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
 MaxLagOption = Annotated[
     int | None, typer.Option("--max-lag", help="Optimizer steps that generators may run ahead; 0 is synchronous.")
 ]
+AlgorithmOption = Annotated[
+    str | None,
+    typer.Option("--algorithm", help="A preset of configs/algorithms, over the file; `config algorithms` lists them."),
+]
 
 # Above this share of the GPUs the learner gets no more. Half: full training keeps 16 bytes a parameter on the learner's
 # GPUs alone, so that an 8B model fits 4 of 8 GPUs and not 2, and the learner passes over each token two to three times.

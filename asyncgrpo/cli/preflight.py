@@ -1,4 +1,4 @@
-"""What can be found wrong with a run before anything is started for it: model, files, columns, rewards.
+"""What can be found wrong with a run before anything is started for it: algorithm, model, files, columns, rewards.
 
 Reading the files once more costs seconds; finding out after the engines are up costs minutes of many GPUs.
 """
@@ -14,8 +14,10 @@ def check_run(config: Config) -> None:
     from asyncgrpo.data.files import read_rows
     from asyncgrpo.data.schemas import recognise
     from asyncgrpo.generators.availability import why_sglang_cannot_run
+    from asyncgrpo.learner.settings import check_algorithm
     from asyncgrpo.rewards import RuleReward, build_reward
 
+    check_algorithm(config)
     check_model(config)
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")

@@ -23,11 +23,13 @@ def choose_folder(default: str, explicit: str | None) -> Path:
     return Path(explicit) if explicit else unused(Path(default))
 
 
-def execute(config: Config, console: Console) -> "Outcome":
+def execute(config: Config, console: Console, *, algorithm: str | None = None) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, with the screen on `console`.
 
     A folder with an unfinished run is gone on with, from its newest checkpoint.
 
+    Args:
+        algorithm: name of the preset that `config` was made with, to be said with its sizes.
     Raises:
         AsyncGRPOError: in one sentence, whatever ended the run.
     """
@@ -41,7 +43,7 @@ def execute(config: Config, console: Console) -> "Outcome":
     from asyncgrpo.recording.summary import summary
 
     check_run(config)
-    sizes = sizes_in_words(config)
+    sizes = sizes_in_words(config, algorithm)
     console.print(sizes, highlight=False)
     folder = RunFolder(Path(config.run.out))
     folder.claim()

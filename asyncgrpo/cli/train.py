@@ -35,6 +35,7 @@ def train(
     lr: options.LrOption = None,
     kl_coef: options.KlCoefOption = None,
     max_lag: options.MaxLagOption = None,
+    algorithm: options.AlgorithmOption = None,
     engine: options.EngineOption = None,
     out: options.OutOption = None,
     config: Annotated[
@@ -62,8 +63,8 @@ def train(
         out=str(choose_folder("runs/train", out)),
         explicit=overrides or (),
     )
-    resolved = load_config(config, settings)
-    finished = execute(resolved, Console())
+    resolved = load_config(config, settings, algorithm=algorithm)
+    finished = execute(resolved, Console(), algorithm=algorithm)
     next_ = (
         f"asyncgrpo samples {finished.run_dir}" if finished.status == "done" else "the same command goes on from here"
     )
@@ -73,6 +74,7 @@ def train(
 def serve(
     config: Annotated[str, typer.Argument(help="YAML file, or the name of one that comes with the package.")],
     overrides: OverridesArgument = None,
+    algorithm: options.AlgorithmOption = None,
 ) -> None:
     """Run without an end: until SIGTERM or Ctrl-C, which drain, write a checkpoint and exit with 0.
 
@@ -81,6 +83,6 @@ def serve(
     from asyncgrpo.cli.running import execute
     from asyncgrpo.config_loading import load_config
 
-    resolved = load_config(config, ["run.steps=null", "run.epochs=null", *(overrides or [])])
-    finished = execute(resolved, Console())
+    resolved = load_config(config, ["run.steps=null", "run.epochs=null", *(overrides or [])], algorithm=algorithm)
+    finished = execute(resolved, Console(), algorithm=algorithm)
     typer.echo(f"{finished.status}: {Path(finished.run_dir)}")

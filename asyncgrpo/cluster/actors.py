@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 import ray
+import xxhash
 
 from asyncgrpo import logs, metrics
 from asyncgrpo.config import Config
-from asyncgrpo.types import Sampling
-from asyncgrpo.wire.sockets import Keys, Server, is_loopback
+from asyncgrpo.types import Sampling, WeightVersion
+from asyncgrpo.wire.sockets import Client, Keys, Server, is_loopback
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class BufferReady:
     dropped_too_long: int
     schema: str
     steps: int | None
-    """Optimizer steps until every epoch is done; None without an end."""
+    """Optimizer steps until every epoch is done, at most: none is made of what is filtered. None without an end."""
+    recovered: dict[str, int]
+    """Groups of earlier starts that were not trained: those that are `ready`, and the others by reason."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,24 @@ def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: 
     )
 
 
+def terms_of(config: Config, sampling: Sampling, prompts: str) -> dict[str, str]:
+    """What must not have changed for a group of an earlier start to be trained by this one.
+
+    Args:
+        prompts: the fingerprint of `PromptSource`.
+    """
+    reward = config.reward.function or ""
+    file = Path(reward if Path(reward).is_file() else reward.rpartition(":")[0])
+    algorithm = config.algorithm
+    return {
+        "prompts": prompts,
+        "model": config.model.path,
+        "sampling": repr(sampling),
+        "answers": f"{algorithm.group_size}, {algorithm.advantage == 'remax'}",
+        "reward": f"{reward} {xxhash.xxh3_64_hexdigest(file.read_bytes()) if file.is_file() else ''}",
+    }
+
+
 class BufferActor:
     """Owns the prompts, the leases and the ready groups."""
 
@@ -89,6 +110,8 @@ class BufferActor:
     def start(self) -> BufferReady:
         from asyncgrpo.buffer.buffer import Buffer
         from asyncgrpo.buffer.evaluation import Evaluations
+        from asyncgrpo.buffer.records import FORMAT, Began
+        from asyncgrpo.buffer.recovery import bring_back, reopen
         from asyncgrpo.buffer.service import BufferService
         from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
         from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids
@@ -107,16 +130,29 @@ class BufferActor:
         source = PromptSource(
             loaded.prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs
         )
-        if self._setup.checkpoint is not None:
-            source.restore(msgspec.convert(read_state(self._setup.checkpoint).prompts, PromptState))
+        state = read_state(self._setup.checkpoint) if self._setup.checkpoint is not None else None
+        if state is not None:
+            source.restore(msgspec.convert(state.prompts, PromptState))
+        sampling = sampling_of(config, stops, evaluation=False)
+        began = Began(
+            format=FORMAT,
+            lineage=self._setup.lineage,
+            parent=WeightVersion(state.lineage, state.step) if state is not None else None,
+            terms=terms_of(config, sampling, source.state().fingerprint),
+            max_lag=config.buffer.max_lag,
+            prompts=source.state(),
+        )
+        reopened = reopen(self._setup.run_dir / "journal", began, source, config.buffer)
         buffer = Buffer(
             config.buffer,
             config.algorithm,
             source,
-            sampling_of(config, stops, evaluation=False),
+            sampling,
             seed=config.run.seed,
             lineage=self._setup.lineage,
+            journal=reopened.journal,
         )
+        recovered = bring_back(buffer, reopened)
         evaluations = Evaluations(
             held_out, sampling_of(config, stops, evaluation=True), config.run.seed, config.buffer.lease_timeout_s
         )
@@ -133,6 +169,7 @@ class BufferActor:
             dropped_too_long=loaded.dropped_too_long,
             schema=loaded.schema_name,
             steps=min((s for s in (total, config.run.steps) if s is not None), default=None),
+            recovered=recovered,
         )
 
     def run(self) -> None:
@@ -171,6 +208,7 @@ class GeneratorActor:
             decoder(tokenizer, keep_special=False),
             window=config.generators.groups_in_flight,
             keep_kv=config.generators.keep_kv,
+            merger=_adapter_merger(config),
             load_timeout_s=config.weights.timeout_s,
             buffer_endpoint=buffer_endpoint,
             weights_endpoint=weights_endpoint,
@@ -246,7 +284,7 @@ class LearnerActor:
 
         config = self._setup.config
         tokenizer = load_tokenizer(config.model.path)
-        self._publisher.describe(learner.layout())
+        self._publisher.describe(learner.sent.layout(), learner.sent.base)
         recorder = Recorder(
             config, self._setup.run_dir, decoder(tokenizer, keep_special=True), msgspec.to_builtins(config)
         )
@@ -254,7 +292,7 @@ class LearnerActor:
             config,
             learner,
             team,
-            Inbox(buffer_endpoint, self._setup.keys, config.cluster.stall_timeout_s),
+            Inbox(Client(buffer_endpoint, "learner", self._setup.keys), config.cluster.stall_timeout_s),
             self._publisher,
             recorder,
             lineage=self._setup.lineage,
@@ -269,6 +307,17 @@ class LearnerActor:
             "start", lineage=self._setup.lineage, version=str(service.version), step=service.step, **about
         )
         return service.run()
+
+
+def _adapter_merger(config: Config) -> Any:
+    """What makes whole weights of what is published; None where whole weights are published."""
+    if not (config.model.lora.rank and config.weights.adapters_only):
+        return None
+    import torch
+
+    from asyncgrpo.weights.base import AdapterMerger
+
+    return AdapterMerger(config.model.path, getattr(torch, config.model.dtype))
 
 
 def _uses_cuda(config: Config) -> bool:

@@ -141,6 +141,9 @@ class Run:
         targets["buffer"] = ready.metrics_address
         if ready.dropped_too_long:
             tell(f"{ready.dropped_too_long} prompts are longer than data.max_prompt_tokens and were dropped")
+        if ready.recovered:
+            counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
+            tell(f"groups of earlier starts that no step has trained: {counts}")
         self._control = Client(ready.endpoint, "driver", setup.keys)
         about: dict[str, Any] = {
             "run": self._folder.path.name,
@@ -149,6 +152,7 @@ class Run:
             "prompts": ready.prompts,
             "data_schema": ready.schema,
             "dropped_too_long": ready.dropped_too_long,
+            "recovered": ready.recovered,
         }
         fleet = Fleet(
             setup, placement, ready.endpoint, leaders[0].weights_endpoint, self._events, self._control, targets

@@ -116,6 +116,7 @@ class PromptSource:
         self._done_beyond: set[int] = set()
         self._outstanding: set[int] = set()
         self._given_back: list[int] = []  # a heap
+        self._claimed: set[int] = set()
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
     def next(self) -> tuple[int, Prompt] | None:
@@ -147,6 +148,12 @@ class PromptSource:
         assert order in self._outstanding, f"order {order} is not outstanding"
         self._outstanding.remove(order)
         heapq.heappush(self._given_back, order)
+
+    def claim(self, order: int) -> None:
+        """An answer to this order outlived a restart: it is outstanding, without having been issued."""
+        assert self.is_wanted(order) and order >= self._next, f"order {order} cannot be claimed"
+        self._claimed.add(order)
+        self._outstanding.add(order)
 
     def prompt(self, order: int) -> Prompt:
         """Which prompt an order is; the same in every process with the same prompts and seed."""
@@ -186,10 +193,15 @@ class PromptSource:
         self._done_beyond = set(state.done_beyond)
         self._outstanding.clear()
         self._given_back.clear()
+        self._claimed.clear()
 
     def is_done(self, order: int) -> bool:
         """Whether this order was trained or dropped."""
         return 0 <= order < self._frontier or order in self._done_beyond
+
+    def is_wanted(self, order: int) -> bool:
+        """Whether this order belongs to the run and is not done."""
+        return not self.is_done(order) and order >= 0 and (self._end is None or order < self._end)
 
     @property
     def num_prompts(self) -> int:
@@ -229,7 +241,8 @@ class PromptSource:
 
     def _peek_new(self) -> int | None:
         order = max(self._next, self._frontier)
-        while order in self._done_beyond:  # only after a restore are orders done that were not issued
+        # Only after a restore are there orders that are done, or claimed, and were not issued.
+        while order in self._done_beyond or order in self._claimed:
             order += 1
         return None if self._end is not None and order >= self._end else order
 

@@ -8,7 +8,8 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 
 | kind | fields |
 |---|---|
-| start | run; lineage, version, step: where it begins; sizes: one sentence; [steps], [prompts]: of the whole run |
+| start | run; lineage, version, step: where it begins; sizes: one sentence; [steps], [prompts]: of the whole run; |
+| | [recovered]: {what: groups of earlier starts} |
 | step | see below |
 | sync | version: "1.17"; engines; ms; checksum: "ok" or what was wrong; bytes |
 | eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
@@ -16,7 +17,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | restart | actor: "generator-0"; reason; [count]: restarts of it so far |
 | drain | reason: why no new groups are leased |
 | stall | what: is awaited; seconds: for how long so far |
-| end | status: "done", "drained" or "failed"; step; [reason] |
+| end | status: "done", "drained" or "failed"; step; [reason]; [dropped], [filtered]: since the last step |
 
 | field of a step | meaning |
 |---|---|
@@ -24,15 +25,18 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | reward_mean, reward_std, reward_max | over the answers of the step that have a score |
 | [reward_parts] | {name: mean} of the named parts of the rewards |
 | loss, grad_norm, lr, entropy, clip_ratio | norm before clipping; entropy in nats; share of tokens clipped |
-| importance_mean, importance_capped | mean weight proximal / behaviour policy, capped; share of tokens at the cap |
-| [kl_reference] | mean KL to the reference model, nats |
+| importance_mean, importance_capped | mean ratio proximal / behaviour policy; share of tokens above its upper bound |
+| [kl_reference], [value_loss] | mean KL to the reference model, nats; mean loss of the critic |
+| diagnostics | {name: number}: `ratio_report`, `update_report`, `lag_report` and shares of `algorithms/diagnostics.py` |
 | [logprob_gap_mean], [logprob_gap_max] | abs(learner - engine) log-prob, nats, on answers wholly by the current version |
 | lags | {"0": groups, "1": groups, ...}: trained groups by lag in optimizer steps |
 | answers, zero_signal_groups | trained; groups whose answers all have one reward |
 | answer_length_mean, truncated_share | tokens; share of answers that ended by length |
 | tokens_trained | of this step |
-| tokens_generated, [tokens_dropped], [prompts_done] | of the run so far, as the buffer counted |
+| tokens_generated, [tokens_dropped], [tokens_filtered], [prompts_done] | of the run so far, as the buffer counted |
 | failures, dropped | {name: answers} and {reason: groups}, both since the step before |
+| [filtered] | {kind: groups} that `algorithm.filter_zero_signal` replaced since the step before; kinds: all_equal_high |
+| | (reward above 0), all_equal_low, unscored. No other field of a step knows of these groups |
 | seconds | {activity: s}, sums to the step's wall time: wait_data, forward_backward, optimizer (or train for both), |
 | | publish, checkpoint, eval, other |
 """

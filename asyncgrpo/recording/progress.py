@@ -6,6 +6,7 @@ Feed events in order to `Progress.update`; everything else is read from it. It k
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from asyncgrpo.recording.events import Event
 
@@ -38,6 +39,8 @@ class Progress:
     training_seconds: float = 0.0
     """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
     end: Event | None = None
+    ends: list[Event] = field(default_factory=list)
+    """Of all starts of the run."""
     _resumed: bool = True
     """The next step is the first of its process."""
 
@@ -77,7 +80,7 @@ class Progress:
         self._resumed = False
         self.steps.append(event)
         if failures := event.get("failures"):
-            self.warnings.append(f"step {event['step']}: reward failures: {_counts(failures)}")
+            self.warnings.append(f"step {event['step']}: reward failures: {counts_in_words(failures)}")
 
     def _on_sync(self, event: Event) -> None:
         self.syncs.append(event)
@@ -104,6 +107,7 @@ class Progress:
 
     def _on_end(self, event: Event) -> None:
         self.end = event
+        self.ends.append(event)
 
     @property
     def last(self) -> Event:
@@ -144,6 +148,13 @@ class Progress:
         total = sum(spent.values())
         return {activity: seconds / total for activity, seconds in spent.items()} if total > 0 else {}
 
+    def untrained(self, how: Literal["dropped", "filtered"]) -> Counter[str]:
+        """Groups that left untrained, by reason or kind, over the whole run."""
+        counts: Counter[str] = Counter()
+        for event in (*self.steps, *self.ends):
+            counts.update(event.get(how) or {})
+        return counts
+
     def tokens_trained(self) -> int:
         """Of all steps."""
         return sum(step.get("tokens_trained") or 0 for step in self.steps)
@@ -180,5 +191,6 @@ def sync_line(sync: Event) -> str:
     )
 
 
-def _counts(counts: Mapping[str, int]) -> str:
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    """ "crash 1, timeout 3"."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.progress import Progress, mean_lag
+from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag
 
 _ENDS = 5
 """Steps averaged for the first and the last reward."""
@@ -21,6 +21,8 @@ def summary(events: Iterable[Event], run_dir: Path | None = None) -> str:
     rows = [("run", f"{progress.run or '-'}: {_status(progress)}")]
     if progress.steps:
         rows += [*_learning(progress), *_flow(progress)]
+    if filtered := progress.untrained("filtered"):
+        rows.append(("filtered", f"{filtered.total():,} groups without signal: {counts_in_words(filtered)}"))
     if progress.checkpoints:
         rows.append(("checkpoint", f"{progress.checkpoints[-1]['path']} (step {progress.checkpoints[-1]['step']})"))
     if run_dir is not None:
@@ -52,7 +54,9 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
     tokens = f"{last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained():,} trained"
     if last.get("tokens_dropped") is not None:
         tokens += f", {last['tokens_dropped']:,} dropped"
-    dropped = sum(sum((step.get("dropped") or {}).values()) for step in progress.steps)
+    if last.get("tokens_filtered"):
+        tokens += f", {last['tokens_filtered']:,} filtered"
+    dropped = progress.untrained("dropped").total()
     good = progress.num_syncs - progress.num_bad_syncs
     rows = [
         ("tokens", tokens),

@@ -120,7 +120,7 @@ class Farewell(Message):
 
 
 class Take(Message):
-    """Ask for the groups of one optimizer step that starts at `version`."""
+    """Ask for the groups of one optimizer step that starts at `version`, which every generator serves."""
 
     step: int
     version: WeightVersion
@@ -140,6 +140,15 @@ class RequestEval(Message):
 
 class TakeSnapshot(Message):
     """Ask for what a checkpoint must hold of the buffer."""
+
+    published: WeightVersion | None = None
+    """The newest version that every generator serves: the snapshot calls the groups of the steps before it trained."""
+
+
+class Saved(Message):
+    """The checkpoint of this step is on the disk."""
+
+    step: int
 
 
 class LastEvals(Message):
@@ -259,6 +268,8 @@ class Offer(Message):
     version: WeightVersion
     tensors: tuple[TensorInfo, ...]
     bucket_bytes: int
+    base: str = ""
+    """Fingerprint of the weights into which these adapters are to be merged; empty: the tensors are whole weights."""
 
 
 class Staged(Message):
@@ -268,6 +279,8 @@ class Staged(Message):
     epoch: int
     version: WeightVersion
     digest: str
+    merged: str = ""
+    """Digest of what adapters and base were merged into; empty where whole weights were received."""
 
 
 class Swap(Message):
@@ -298,7 +311,7 @@ class SyncFailed(Message):
 
 AnyMessage = (
     Hello | Serving | Deliver | LeaseFailed | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
-    | Take | Published | RequestEval | TakeSnapshot | LastEvals | Finished | Batch | Waiting | NoMore | Snapshot
+    | Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Batch | Waiting | NoMore | Snapshot
     | Drain | GeneratorLost
     | Join | Muster | Present | Assemble | Offer | Staged | Swap | Swapped | SyncFailed
 )  # fmt: skip

@@ -174,7 +174,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Entropy and KL",
             "Entropy of the policy and KL to the reference model, nats. Entropy near 0 early: raise "
-            "algorithm.clip_high or entropy_coef.",
+            "algorithm.loss_args.high or entropy_coef.",
             "none",
             {"entropy": "asyncgrpo_entropy", "KL": "asyncgrpo_kl_reference"},
             width=6,
@@ -212,7 +212,19 @@ ROWS: dict[str, list[Panel]] = {
             "Mean weight proximal / behaviour policy, and the share of tokens at the cap. A mean far from 1 or a "
             "growing share: the data is too old, or engine and learner disagree.",
             "none",
-            {"mean": "asyncgrpo_importance_weight_mean", "capped share": "asyncgrpo_importance_capped_ratio"},
+            {
+                "mean": "asyncgrpo_importance_weight_mean",
+                "capped share": "asyncgrpo_importance_capped_ratio",
+                "rejected share": "asyncgrpo_rejected_ratio",
+                "effective share of answers": "asyncgrpo_effective_sample_share",
+            },
+        ),
+        Panel(
+            "Distance of the policies",
+            "KL of the behaviour to the proximal policy, nats, and the largest ratio of a token. Far above what the lag "
+            "explains: a kernel or a sampling parameter differs.",
+            "none",
+            {"KL (k3)": "asyncgrpo_behaviour_kl", "largest ratio": "asyncgrpo_importance_ratio_max"},
         ),
         Panel(
             "Log-prob gap, learner against engine",
@@ -245,7 +257,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Groups by outcome",
             "Per second. Dropped ones cost tokens: stale means evicted by the bound, failed that no answer had a "
-            "reward, poison that the prompt used up its attempts.",
+            "reward, poison that the prompt used up its attempts. filtered_zero_signal: rewards were all equal.",
             "none",
             {"{{outcome}}": "sum by (outcome) (rate(asyncgrpo_groups_total[$__rate_interval]))"},
         ),
@@ -270,6 +282,35 @@ ROWS: dict[str, list[Panel]] = {
             "none",
             {"prompts": "asyncgrpo_prompts_done", "epochs": "asyncgrpo_epoch"},
             width=12,
+        ),
+        Panel(
+            "Tokens by fate",
+            "Sampled tokens that came to the buffer, per second: generated + recovered = all others + what is in flight. "
+            "Anything but trained and filtered is wasted work.",
+            "none",
+            {
+                "{{fate}}": "sum by (fate) (rate(asyncgrpo_tokens_total[$__rate_interval]))",
+                "in flight (tokens)": "asyncgrpo_buffer_tokens",
+            },
+            width=12,
+        ),
+        Panel(
+            "Journal",
+            "Bytes written per second, and 1 while it cannot be written: then nothing is acknowledged or leased. Look at "
+            "the disk of the run folder.",
+            "none",
+            {
+                "bytes per second": "rate(asyncgrpo_journal_bytes_total[$__rate_interval])",
+                "blocked": "asyncgrpo_journal_blocked",
+            },
+            width=6,
+        ),
+        Panel(
+            "Sync of the journal",
+            "Time to put what was written on the disk, at most every half second. Above 0.1 s it holds up the buffer.",
+            "s",
+            quantiles("asyncgrpo_journal_sync_seconds", 0.5, 0.99),
+            width=6,
         ),
     ],
     "Generators": [

@@ -38,6 +38,8 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.buffer_groups.labels(state="leased").set(5)
     metrics.buffer_groups.labels(state="ready").set(3)
     metrics.buffer_oldest_group_age_seconds.set(rng.random())
+    metrics.journal_bytes_total.inc(10_000)
+    metrics.journal_sync_seconds.observe(rng.uniform(0.005, 0.01))
     metrics.prompts_done.set(step * GROUPS)
     metrics.groups_in_flight.set(5)
     metrics.observe_step(
@@ -52,6 +54,7 @@ def one_step(rng: random.Random, step: int) -> None:
             "clip_ratio": 0.01,
             "importance_mean": 1.0,
             "importance_capped": 0.001,
+            "diagnostics": {"ratio_max": 1.5, "ess_sequence": 0.9, "kl_k3": 1e-3, "rejected_dropped": 0.0},
             "logprob_gap_mean": 1e-7,
             "logprob_gap_max": 2e-6,
             "answer_length_mean": 30.0,

@@ -217,6 +217,15 @@ def test_the_summary_of_a_run_that_never_stepped_says_so():
     assert summary([START]) == "run  demo: not ended at step 0 of 20, 0.0 s of training"
 
 
+def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run():
+    first = step(1, filtered={"all_equal_low": 3}, tokens_filtered=1500)
+    end = END | {"filtered": {"all_equal_high": 1, "all_equal_low": 1}}
+    text = summary([START, first, end])
+    assert "5 groups without signal: all_equal_high 1, all_equal_low 4" in text and "1,500 filtered" in text
+    assert "5 groups" not in summary([START, first])
+    assert "2 groups without signal" in summary([START, end]), "also when no step could be made"
+
+
 def test_the_summary_counts_a_bad_sync_and_a_restart():
     restart = {"event": "restart", "time": 1.0, "actor": "generator-0", "reason": "signal 9"}
     text = summary([START, step(1), sync(1), sync(2, checksum="mismatch"), restart])
