@@ -1,0 +1,243 @@
+"""What must hold whatever happens. The checker sees every process at once, and the tokens themselves; it trusts no label.
+
+It follows the promises of the rollout plane (docs/simulation.md numbers them) and raises the first that is broken.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import xxhash
+
+from asyncgrpo.buffer.buffer import Buffer, State, group_seed
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.learner.checkpoints import RunState
+from asyncgrpo.types import Group, WeightVersion
+from asyncgrpo.wire.messages import Ack, Cancel, Message, Snapshot
+
+
+class Violation(Exception):
+    """A promise is broken."""
+
+
+@dataclass
+class Life:
+    """What happened since the last start of the run."""
+
+    lineage: int
+    first_step: int
+    done_before: int
+    buffer: Buffer
+    source: PromptSource
+    steps: list[tuple[int, ...]] = field(default_factory=list)
+    """Orders trained, step by step."""
+    trained: set[int] = field(default_factory=set)
+    acknowledged: dict[str, int] = field(default_factory=dict)
+    """Groups in the buffer's keeping that are not done: order by group id."""
+    num_stale: int = 0
+    ended: set[str] = field(default_factory=set)
+    """Leases that were cancelled, or that failed."""
+    proven: set[WeightVersion] = field(default_factory=set)
+    """Versions that every generator in the weight group holds."""
+    untrained: Counter[str] = field(default_factory=Counter)
+    """Prompts done without training, by reason, when the buffer last gave a snapshot."""
+    checkpointed: Counter[str] = field(default_factory=Counter)
+    """The same, as far as checkpoints hold it."""
+
+
+class Checker:
+    """Checks one simulated run from its first start to its end."""
+
+    def __init__(
+        self, *, seed: int, vocab_size: int, num_orders: int, max_lag: int, per_step: int, slots: int, windows: int
+    ) -> None:
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._num_orders = num_orders
+        self._max_lag = max_lag
+        self._per_step = per_step
+        self._slots = slots
+        self._window = windows
+        self._history: list[tuple[int, ...]] = []  # steps that a checkpoint holds
+        self._dropped: Counter[str] = Counter()  # by reason, in checkpoints
+        self.life: Life | None = None
+        self.lags: Counter[int] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    # -- starts and ends -----------------------------------------------------------------------------------------------
+
+    def started(self, lineage: int, step: int, buffer: Buffer, source: PromptSource) -> None:
+        """The run starts, or goes on from a checkpoint of `step`."""
+        self._require(step == len(self._history), "resume", f"goes on at step {step} of {len(self._history)}")
+        self.life = Life(lineage, step, source.num_done, buffer, source)
+
+    def checkpointed(self, state: RunState) -> None:
+        """A checkpoint is durable: what it says is done must be what its steps trained, and what was dropped."""
+        life = self._life
+        so_far = state.step - life.first_step
+        self._require(0 <= so_far <= len(life.steps), "checkpoint", f"of step {state.step}, which was not trained")
+        trained = {order for orders in [*self._history[: life.first_step], *life.steps[:so_far]] for order in orders}
+        frontier, beyond = state.prompts["frontier"], set(state.prompts["done_beyond"])
+        done = set(range(frontier)) | beyond
+        missing = sorted(trained - done)
+        self._require(not missing, "P6 no prompt twice", f"the checkpoint forgets that {missing} were trained")
+        counts = life.untrained - life.checkpointed
+        untrained = len(done - trained)
+        total = sum(counts.values()) + sum(self._dropped.values())
+        self._require(
+            untrained == total,
+            "P5 no prompt skipped",
+            f"the checkpoint calls {untrained} prompts done that were not trained, and {total} are counted",
+        )
+        self._history = [*self._history[: life.first_step], *life.steps[:so_far]]
+        # What a resume finds in this checkpoint; the life goes on with its own counts.
+        life.first_step, life.steps = state.step, life.steps[so_far:]
+        self._dropped += counts
+        life.checkpointed = life.untrained
+
+    def finished(self) -> None:
+        """The run is done: every prompt of every epoch was trained once, or is counted by name."""
+        trained = [order for orders in self._history for order in orders]
+        self._require(len(trained) == len(set(trained)), "P6 no prompt twice", "an order was trained twice")
+        skipped = self._num_orders - len(trained) - sum(self._dropped.values())
+        self._require(skipped == 0, "P5 no prompt skipped", f"{skipped} prompts neither trained nor counted")
+        self.counts["trained"] += len(trained)
+        self.counts["untrained_counted"] += sum(self._dropped.values())
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def trained(self, groups: list[Group], version: WeightVersion) -> None:
+        """The learner makes a step of `groups` that starts at `version`."""
+        life = self._life
+        self._require(version.lineage == life.lineage, "lineage", f"a step at {version} in lineage {life.lineage}")
+        step = life.first_step + len(life.steps)
+        self._require(version.version == step, "resume", f"step {step} starts at version {version}")
+        for group in groups:
+            self._require(
+                group.order not in life.trained, "P2 none twice", f"order {group.order} is trained twice in {version}"
+            )
+            life.trained.add(group.order)
+            oldest = self._true_oldest(group, life.source)
+            lag = version.version - oldest.version
+            self._require(
+                0 <= lag <= self._max_lag, "P4 lag", f"{group.group_id} is trained with lag {lag} at {version}"
+            )
+            self.lags[lag] += 1
+        if len(groups) < self._per_step:
+            rest = life.buffer.count(State.LEASED) + life.buffer.count(State.READY) + life.source.has_next
+            self._require(not rest, "P7 full batches", f"{len(groups)} groups of {self._per_step}, and {rest} are left")
+        life.steps.append(tuple(g.order for g in groups))
+
+    def sent_by_buffer(self, message: Message) -> None:
+        """The buffer says `message`, and has just done what it says."""
+        life = self._life
+        if isinstance(message, Cancel):
+            life.ended.update(message.lease_ids)
+        elif isinstance(message, Ack) and not message.group_id.startswith("eval."):
+            self.counts["acknowledged"] += 1
+            self._require(
+                message.lease_id not in life.ended, "P8 ended leases", f"{message.lease_id} had ended and is accepted"
+            )
+            life.acknowledged[message.group_id] = int(message.group_id.split(".")[1])
+        elif isinstance(message, Snapshot):
+            life.untrained = Counter({name: n for name, n in life.buffer.outcomes.items() if _is_untrained_end(name)})
+
+    def turned(self) -> None:
+        """The buffer handled one event."""
+        life, buffer = self._life, self._life.buffer
+        entries, outcomes = buffer._entries, buffer.outcomes
+        states: dict[State, int] = dict.fromkeys(State, 0)
+        held: dict[str, int] = {}
+        for entry in entries.values():
+            states[entry.state] += 1
+            if entry.state is State.LEASED:
+                held[entry.holder] = held.get(entry.holder, 0) + 1
+        finished = sum(n for name, n in outcomes.items() if name == "trained" or _is_untrained_end(name))
+        ends = finished + outcomes["dropped_stale"]
+        balance = len(entries) + ends + outcomes["requeued"]
+        self._require(
+            outcomes["leased"] == balance, "P3 balance", f"leased {outcomes['leased']}, accounted for {balance}"
+        )
+        self._require(len(entries) <= self._slots, "P9 slots", f"{len(entries)} groups in {self._slots} slots")
+        for state, count in states.items():
+            self._require(buffer.count(state) == count, "P3 balance", f"{count} groups are {state}, not as counted")
+        for holder, count in held.items():
+            self._require(
+                count <= self._window and count == buffer.held_by(holder), "P9 slots", f"{holder} holds {count} leases"
+            )
+        self._acknowledged_are_kept(life)
+        done = life.source.num_done - life.done_before
+        self._require(done == finished, "P3 balance", f"{done} prompts done, {finished} counted")
+        self._require(
+            buffer.version is None or buffer.version in life.proven, "P10 proof", f"{buffer.version} counts, unproven"
+        )
+
+    def granted(self, peer: str, lease_id: str, serves: WeightVersion | None) -> None:
+        """A lease goes to a generator whose engine now samples with `serves` (None: it has ended)."""
+        life = self._life
+        current = life.buffer.version
+        self._require(
+            serves is None or current is None or serves >= current,
+            "P10 proof",
+            f"{lease_id} goes to {peer}, which serves {serves}; the newest publication is {current}",
+        )
+        self._require(lease_id not in life.ended, "P8 ended leases", f"{lease_id} failed and is granted again")
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _life(self) -> Life:
+        assert self.life is not None
+        return self.life
+
+    def _acknowledged_are_kept(self, life: Life) -> None:
+        gone = 0
+        for group_id, order in list(life.acknowledged.items()):
+            entry = life.buffer._entries.get(group_id)
+            if entry is not None and entry.state is not State.LEASED:
+                continue
+            del life.acknowledged[group_id]
+            if not life.source.is_done(order):
+                gone += 1
+            elif order not in life.trained:
+                self.counts["filtered_or_dropped"] += 1
+        life.num_stale += gone
+        stale = life.buffer.outcomes["dropped_stale"]
+        self.counts["dropped_stale"] += gone
+        self._require(
+            life.num_stale == stale, "P1 none lost", f"{life.num_stale} acknowledged groups gone, {stale} as stale"
+        )
+        finished = life.buffer.outcomes["trained"]
+        self._require(
+            finished <= len(life.trained), "P1 none lost", f"{finished} count as trained, {len(life.trained)} were"
+        )
+
+    def _true_oldest(self, group: Group, source: PromptSource) -> WeightVersion:
+        """The oldest version that sampled in `group`, after every token proved which one sampled it."""
+        prompt = source.prompt(group.order)
+        self._require(prompt == group.prompt, "P5 no prompt skipped", f"order {group.order} came with another prompt")
+        versions = []
+        for rollout in group.rollouts:
+            completion = rollout.completion
+            seed = group_seed(self._seed, group.order, group.attempt) + completion.index
+            for span in completion.spans:
+                versions.append(span.version)
+                for position in range(span.start, span.end):
+                    key = f"{prompt.token_ids} {seed} {position} {span.version}"
+                    token = xxhash.xxh3_64_intdigest(key.encode()) % self._vocab_size
+                    self._require(
+                        token == completion.token_ids[position],
+                        "P4 lag",
+                        f"token {position} of {group.group_id} was not sampled by {span.version}",
+                    )
+        self._require(
+            all(v.lineage == self._life.lineage for v in versions), "lineage", f"{group.group_id}: {versions}"
+        )
+        return min(versions)
+
+    def _require(self, holds: bool, promise: str, problem: str) -> None:
+        if not holds:
+            raise Violation(f"{promise}: {problem}")
+
+
+def _is_untrained_end(outcome: str) -> bool:
+    return outcome == "filtered_zero_signal" or (outcome.startswith("dropped_") and outcome != "dropped_stale")

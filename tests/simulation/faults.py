@@ -1,0 +1,48 @@
+"""Which faults a seed brings, and how hard: every seed enables its own subset (swarm testing), so that rare faults meet.
+
+Faults stop at `until_s`. From then on the run must finish.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+KINDS = (
+    "drop", "duplicate", "delay", "corrupt", "cut", "freeze", "slow_node", "generator_crash", "engine_failure",
+    "generator_twice", "learner_crash", "buffer_crash", "driver_crash", "drain", "clock_jump", "bad_reward", "weights_cut",
+    "learner_line",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Rates are per virtual second, shares per message."""
+
+    until_s: float
+    kinds: frozenset[str] = frozenset()
+    share: dict[str, float] = field(default_factory=dict)
+    rate: dict[str, float] = field(default_factory=dict)
+
+
+def draw(rng: random.Random) -> Faults:
+    """The faults of one seed."""
+    likely = rng.choice((0.15, 0.35, 0.6))
+    kinds = frozenset(kind for kind in KINDS if rng.random() < likely)
+    on_messages = {
+        "drop": 0.2,
+        "duplicate": 0.2,
+        "delay": 0.3,
+        "corrupt": 0.05,
+        "bad_reward": 0.1,
+        "learner_line": 0.02,
+    }
+    per_second = {
+        "cut": 0.03, "freeze": 0.03, "generator_crash": 0.03, "engine_failure": 0.02, "generator_twice": 0.02,
+        "learner_crash": 0.02, "buffer_crash": 0.01, "driver_crash": 0.01, "drain": 0.01, "clock_jump": 0.02,
+        "weights_cut": 0.03,
+    }  # fmt: skip
+    return Faults(
+        until_s=rng.uniform(20.0, 120.0),
+        kinds=kinds,
+        share={kind: most * rng.random() for kind, most in on_messages.items() if kind in kinds},
+        rate={kind: most * rng.uniform(0.3, 2.0) for kind, most in per_second.items() if kind in kinds},
+    )

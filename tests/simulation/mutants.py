@@ -1,0 +1,312 @@
+"""Faulty variants of the product's classes, each a mistake that the field has made. The simulation must find every one.
+
+A simulator that finds no planted bug proves nothing; so each promise has a mutant that breaks it. They are put in place
+for as long as a `with` block, and name where the mistake was seen (docs/simulation.md has the table).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from asyncgrpo.buffer import buffer as buffer_module
+from asyncgrpo.buffer.buffer import Buffer, Entry, State
+from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.generators import service as generator_service
+from asyncgrpo.generators.requests import Answer
+from asyncgrpo.generators.service import GeneratorService
+from asyncgrpo.learner.service import LearnerService
+from asyncgrpo.types import Lease, WeightVersion
+from asyncgrpo.wire.messages import Deliver, Grant, Message, Serving
+
+Change = tuple[Any, str, Any]
+"""Of what, which attribute, and what it becomes."""
+MUTANTS: dict[str, Callable[[], list[Change]]] = {}
+
+
+def mutant(make: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+    MUTANTS[make.__name__] = make
+    return make
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The product with one mistake in it."""
+    changes = MUTANTS[name]()
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in changes]
+    for owner, attribute, value in changes:
+        setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        for owner, attribute, value in before:
+            setattr(owner, attribute, value)
+
+
+# -- the buffer --------------------------------------------------------------------------------------------------------
+
+
+@mutant
+def ack_before_keep() -> list[Change]:
+    """A group is acknowledged although the buffer does not keep it (its lease had ended)."""
+    accept = Buffer.accept
+
+    def lax(self: Buffer, message: Deliver, payload: bytes) -> str | None:
+        refusal = accept(self, message, payload)
+        return None if refusal == "no_such_lease" else refusal
+
+    return [(Buffer, "accept", lax)]
+
+
+@mutant
+def forget_dedup() -> list[Change]:
+    """A group that comes twice is kept twice."""
+    accept = Buffer.accept
+
+    def greedy(self: Buffer, message: Deliver, payload: bytes) -> str | None:
+        refusal = accept(self, message, payload)
+        if refusal != "duplicate" or message.group_id in self._entries:
+            return refusal
+        lease = Lease(
+            lease_id=message.lease_id,
+            group_id=message.group_id,
+            attempt=message.attempt,
+            order=message.order,
+            purpose="train",
+            prompt=message.prompt,
+            num_answers=self._group_size,
+            sampling=self._sampling,
+            seed=0,
+        )
+        oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
+        entry = Entry(message.order, message.prompt, message.attempt, lease, "", 0.0, oldest)
+        self._enter(entry)
+        self._turn(entry, State.READY)
+        entry.message, entry.payload = message, payload
+        self.outcomes["leased"] += 1
+        return None
+
+    return [(Buffer, "accept", greedy)]
+
+
+@mutant
+def slot_leak_on_failure() -> list[Change]:
+    """The slot of a lease that failed is never free again."""
+    fail = Buffer.fail
+
+    def leaky(self: Buffer, lease_id: str, reason: str) -> None:
+        if self._leased(lease_id) is None or self.outcomes["requeued"] % 2:
+            fail(self, lease_id, reason)
+
+    return [(Buffer, "fail", leaky)]
+
+
+@mutant
+def lag_from_newest_token() -> list[Change]:
+    """A group's age is counted from its last token."""
+    accept = Buffer.accept
+
+    def young(self: Buffer, message: Deliver, payload: bytes) -> str | None:
+        refusal = accept(self, message, payload)
+        if refusal is None and (entry := self._entries.get(message.group_id)) is not None:
+            entry.oldest = max(span.version for rollout in message.rollouts for span in rollout.spans)
+        return refusal
+
+    return [(Buffer, "accept", young)]
+
+
+@mutant
+def no_check_at_take() -> list[Change]:
+    """Only admission bounds the lag: a batch is taken as it comes."""
+    take = Buffer.take
+
+    def blind(self: Buffer, version: WeightVersion) -> list[Entry] | None:
+        config = self._config
+        self._config = type(config)(prompts_per_step=config.prompts_per_step, max_lag=10**6)
+        try:
+            return take(self, version)
+        finally:
+            self._config = config
+
+    return [(Buffer, "take", blind), (buffer_module, "lag_is_kept", lambda *arguments: True)]
+
+
+@mutant
+def cancelled_lease_accepted() -> list[Change]:
+    """A result is kept although its lease was cancelled, because another of the same group is out."""
+    accept = Buffer.accept
+
+    def forgiving(self: Buffer, message: Deliver, payload: bytes) -> str | None:
+        entry = self._entries.get(message.group_id)
+        if entry is not None and entry.state is State.LEASED:
+            entry.lease = type(entry.lease)(**{f: getattr(entry.lease, f) for f in entry.lease.__struct_fields__
+                                               if f not in ("lease_id", "attempt")},
+                                            lease_id=message.lease_id, attempt=message.attempt)  # fmt: skip
+        return accept(self, message, payload)
+
+    return [(Buffer, "accept", forgiving)]
+
+
+@mutant
+def requeue_forgets_attempt() -> list[Change]:
+    """A lease that failed is granted again under the same name, and for ever."""
+
+    def forgetful(self: Buffer, lease_id: str, reason: str) -> None:
+        if (entry := self._leased(lease_id)) is not None:
+            self._requeue(entry)
+
+    return [(Buffer, "fail", forgetful)]
+
+
+@mutant
+def no_lease_expiry() -> list[Change]:
+    """What was leased and never came is waited for."""
+    return [(Buffer, "expire", lambda self, now_s: [])]
+
+
+@mutant
+def stale_dropped_in_silence() -> list[Change]:
+    """What is too old at the take disappears: no count, no refill."""
+    take = Buffer.take
+
+    def silent(self: Buffer, version: WeightVersion) -> list[Entry] | None:
+        before = self.outcomes["dropped_stale"]
+        batch = take(self, version)
+        self.outcomes["dropped_stale"] = before
+        return batch
+
+    return [(Buffer, "take", silent)]
+
+
+@mutant
+def publication_trains_all() -> list[Change]:
+    """A publication counts every group in the buffer as trained, ready ones too."""
+    published = Buffer.published
+
+    def sweeping(self: Buffer, version: WeightVersion) -> None:
+        for entry in self._entries.values():
+            if entry.state is State.READY:
+                self._turn(entry, State.TAKEN)
+        published(self, version)
+
+    return [(Buffer, "published", sweeping)]
+
+
+@mutant
+def cursor_at_issue() -> list[Change]:
+    """A checkpoint holds which prompts were handed out, not which were trained."""
+    state = PromptSource.state
+
+    def ahead(self: PromptSource) -> PromptState:
+        honest = state(self)
+        return PromptState(**{f: getattr(honest, f) for f in honest.__struct_fields__ if f not in ("frontier", "done_beyond")},
+                           frontier=max(self._next, honest.frontier), done_beyond=())  # fmt: skip
+
+    return [(PromptSource, "state", ahead)]
+
+
+@mutant
+def no_fencing() -> list[Change]:
+    """A late word of an incarnation that was replaced counts as its successor's."""
+    handle = BufferService._handle
+
+    def trusting(self: BufferService, peer: str, message: Message, payload: memoryview, now_s: float) -> None:
+        if isinstance(message, Serving) and message.generator_id in self._sessions:
+            self._sessions[message.generator_id].version = message.version
+        else:
+            handle(self, peer, message, payload, now_s)
+
+    return [(BufferService, "_handle", trusting)]
+
+
+# -- the generator -----------------------------------------------------------------------------------------------------
+
+
+@mutant
+def version_at_completion() -> list[Change]:
+    """An answer is labelled with the version that ended it."""
+    complete = Answer.complete
+
+    def relabelled(self: Answer, token_ids: Any, logprobs: Any, reason: Any) -> None:
+        self._starts = [(self._starts[-1][0], 0)] if self._starts else []
+        complete(self, token_ids, logprobs, reason)
+
+    return [(Answer, "complete", relabelled)]
+
+
+@mutant
+def unbounded_resend() -> list[Change]:
+    """What is not acknowledged is sent again at every heartbeat."""
+
+    class Overdue(generator_service.Unacknowledged):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, float("-inf") if name == "sent_s" else value)
+
+    return [(generator_service, "Unacknowledged", Overdue)]
+
+
+@mutant
+def fire_and_forget() -> list[Change]:
+    """A group is forgotten once it is sent."""
+
+    async def heartbeat_forgets(self: GeneratorService, message: Message) -> None:
+        if isinstance(message, Serving):
+            self._unacknowledged.clear()
+        await self._client.send(message)
+
+    return [(GeneratorService, "_send", heartbeat_forgets)]
+
+
+@mutant
+def granted_twice_worked_twice() -> list[Change]:
+    """A lease that comes again while it is worked on is begun again."""
+    handle = GeneratorService._handle
+
+    async def eager(self: GeneratorService, message: Message) -> None:
+        if isinstance(message, Grant):
+            self._working.pop(message.lease.lease_id, None)
+        await handle(self, message)
+
+    return [(GeneratorService, "_handle", eager)]
+
+
+# -- the learner -------------------------------------------------------------------------------------------------------
+
+
+@mutant
+def published_before_proof() -> list[Change]:
+    """The slots of a step are freed before the weights it made have landed."""
+
+    def hasty(self: LearnerService) -> None:
+        self._inbox.published(self.version)
+        self._bring_weights()
+
+    return [(LearnerService, "_publish", hasty)]
+
+
+@mutant
+def version_restarts() -> list[Change]:
+    """After a resume the version counter begins at 0 again."""
+    resume = LearnerService.resume
+
+    def from_zero(self: LearnerService, checkpoint: Any) -> None:
+        resume(self, checkpoint)
+        self.version = WeightVersion(self.version.lineage, 0)
+
+    return [(LearnerService, "resume", from_zero)]
+
+
+@mutant
+def checkpoint_names_no_step() -> list[Change]:
+    """A checkpoint calls itself of the step before: what that step trained is trained again."""
+    checkpoint = LearnerService._checkpoint
+
+    def behind(self: LearnerService) -> Any:
+        after = self.version
+        self.version = WeightVersion(after.lineage, max(0, after.version - 1))
+        try:
+            return checkpoint(self)
+        finally:
+            self.version = after
+
+    return [(LearnerService, "_checkpoint", behind)]

@@ -1,0 +1,156 @@
+"""Sockets of the simulation: the product's frames, made and read by its codec, on lines that drop, copy, hold and damage.
+
+Generator lines may lose, duplicate and reorder, as connections that break and come back do together with resends. The
+learner's line to the buffer is one connection: it keeps its order and copies nothing, but a seed may let it lose a message.
+"""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncgrpo.wire.codec import Buffer, decode, encode
+from asyncgrpo.wire.messages import Message
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.faults import Faults
+
+LATENCY_S = 0.002, 0.02
+Frames = list[bytes]
+
+
+class Network:
+    """Carries frames between named places."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random, faults: Faults, note: Callable[..., None]) -> None:
+        self._loop = loop
+        self._rng = rng
+        self._faults = faults
+        self._note = note
+        self._cut_until: dict[str, float] = {}
+        self._frozen_until: dict[str, float] = {}
+        self._busy_until: dict[tuple[str, str], float] = {}
+        self.slowness: dict[str, float] = {}
+        """Factor on the latency of a place."""
+
+    def cut(self, place: str, seconds: float) -> None:
+        """What `place` sends or is sent gets lost for so long."""
+        self._cut_until[place] = self._loop.time() + seconds
+
+    def freeze(self, place: str, seconds: float) -> None:
+        """What `place` sends or is sent waits for so long: it is stopped, seen from outside."""
+        self._frozen_until[place] = self._loop.time() + seconds
+
+    def carry(
+        self, source: str, target: str, message: Message, payload: Buffer, arrive: Callable[[Frames], Any]
+    ) -> None:
+        """Bring a message from one place to another, as the faults allow. One of the two is `buffer`."""
+        frames = [bytes(frame) for frame in encode(message, payload)]
+        far = source if target == "buffer" else target
+        if far in ("learner", "driver"):
+            self._carry_in_order(source, target, message, frames, arrive)
+            return
+        now, rng, shares = self._loop.time(), self._rng, self._faults.share
+        if self._cut_until.get(far, 0.0) > now:
+            self._note("cut", source, target, message)
+            return
+        copies = 1
+        faulty = now < self._faults.until_s
+        if faulty and rng.random() < shares.get("drop", 0.0):
+            self._note("drop", source, target, message)
+            return
+        if faulty and rng.random() < shares.get("duplicate", 0.0):
+            copies = 2
+        for copy in range(copies):
+            delay = rng.uniform(*LATENCY_S) * self.slowness.get(far, 1.0)
+            delay += max(0.0, self._frozen_until.get(far, 0.0) - now)
+            if faulty and rng.random() < shares.get("delay", 0.0):
+                delay += rng.uniform(10.0, 40.0) if rng.random() < 0.2 else rng.expovariate(1 / 3.0)
+            if faulty and rng.random() < shares.get("corrupt", 0.0):
+                self._note("corrupt", source, target, message)
+                frames = damaged(frames, rng)
+            self._note("copy" if copy else "sent", source, target, message)
+            self._loop.call_later(delay, arrive, frames)
+
+    def _carry_in_order(
+        self, source: str, target: str, message: Message, frames: Frames, arrive: Callable[[Frames], Any]
+    ) -> None:
+        now = self._loop.time()
+        if now < self._faults.until_s and self._rng.random() < self._faults.share.get("learner_line", 0.0):
+            self._note("drop", source, target, message)
+            return
+        at = max(now + self._rng.uniform(*LATENCY_S), self._busy_until.get((source, target), 0.0))
+        self._busy_until[source, target] = at
+        self._note("sent", source, target, message)
+        self._loop.call_at(at, arrive, frames)
+
+
+def damaged(frames: Frames, rng: random.Random) -> Frames:
+    """The frames with one bit flipped somewhere."""
+    which = rng.randrange(2) if frames[1] else 0
+    broken = bytearray(frames[which])
+    broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
+    return [bytes(broken) if i == which else frame for i, frame in enumerate(frames)]
+
+
+class GeneratorLine:
+    """Stands for `wire.sockets.AsyncClient`."""
+
+    def __init__(self, send: Callable[[Message, Buffer], None]) -> None:
+        self._send = send
+        self._arrived: asyncio.Queue[Frames] = asyncio.Queue()
+        self.is_closed = False
+
+    def arrive(self, frames: Frames) -> None:
+        self._arrived.put_nowait(frames)
+
+    async def send(self, message: Message, payload: Buffer = b"") -> None:
+        if not self.is_closed:
+            self._send(message, payload)
+
+    async def receive(self) -> tuple[Message, memoryview]:
+        return decode(await self._arrived.get())
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class LearnerLine:
+    """Stands for `wire.sockets.Client`: whoever waits on it lets the world go on."""
+
+    def __init__(self, loop: VirtualLoop, send: Callable[[Message, Buffer], None]) -> None:
+        self._loop = loop
+        self._send = send
+        self._arrived: deque[Frames] = deque()
+        self.endpoint = "the simulated buffer"
+
+    def arrive(self, frames: Frames) -> None:
+        self._arrived.append(frames)
+
+    def send(self, message: Message, payload: Buffer = b"") -> None:
+        self._send(message, payload)
+
+    def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
+        self._loop.run_until(self._loop.time() + timeout_s, lambda: self._arrived)
+        return decode(self._arrived.popleft()) if self._arrived else None
+
+    def ask(self, message: Message, timeout_s: float) -> tuple[Message, memoryview]:
+        from asyncgrpo.wire.sockets import Client
+
+        return Client.ask(self, message, timeout_s)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class BufferSocket:
+    """Stands for `wire.sockets.Server`: sends to peers that are there, and says so when one is not."""
+
+    def __init__(self, send: Callable[[str, Message, Buffer], bool]) -> None:
+        self._send = send
+
+    def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:
+        return self._send(peer, message, payload)
+
+    def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:
+        raise NotImplementedError("the simulation calls `turn` with what arrives")

@@ -1,0 +1,275 @@
+"""The processes of a simulated run: each is the product's class, with stand-ins for what is not the rollout plane.
+
+Real: `GeneratorService`, `FakeEngine`, `LearnerService`, `Inbox`, `BufferService`, `Buffer`, `Evaluations`, `PromptSource`,
+the codec. Stand-ins: the weight plane (a swap that may fail or be late, and the proof that ends a publication), the
+training step (time passes), checkpoints (in memory, whole or not at all), rewards and the supervisor's restarts.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from asyncgrpo.errors import WeightsError
+from asyncgrpo.generators.fake_engine import FakeEngine
+from asyncgrpo.generators.service import GeneratorService
+from asyncgrpo.learner.checkpoints import RunState
+from asyncgrpo.types import Group, Prompt, Score, WeightVersion
+from asyncgrpo.wire.codec import Buffer as Frame
+from asyncgrpo.wire.messages import Deliver, Message, Serving
+from tests.simulation.network import Frames, GeneratorLine
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+VOCABULARY = 8
+SWAP_WITHIN_S = 10.0
+
+
+class Reward:
+    """Takes a while, and fails as the seed says; a poisoned prompt fails for ever."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+
+    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+        world = self._world
+        await asyncio.sleep(world.rng.uniform(0.01, 0.5))
+        if prompt.info.get("poison"):
+            raise RuntimeError("this prompt breaks every reward")
+        if world.now < world.faults.until_s and world.rng.random() < world.faults.share.get("bad_reward", 0.0):
+            return Score(failure="timeout")
+        return Score(value=float(len(answer_text) % 3))
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class Receiver:
+    """Stands for `weights.Receiver`: its only message is that it wants weights."""
+
+    def __init__(self, join: Callable[[], None]) -> None:
+        self._join = join
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._join()
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+class SimulatedGenerator(GeneratorService):
+    """The product's generator, whose lines end in the world."""
+
+    def __init__(self, owner: "GeneratorHost", **settings: Any) -> None:
+        super().__init__(**settings)
+        self.owner = owner
+
+    def _connect(self) -> GeneratorLine:  # type: ignore[override]
+        return self.owner.line
+
+    def _receiver(self) -> Receiver:  # type: ignore[override]
+        return self.owner.receiver
+
+
+class GeneratorHost:
+    """One incarnation of one generator, from its start to its end."""
+
+    def __init__(self, world: "World", index: int, incarnation: int, seconds_per_token: float) -> None:
+        self.world = world
+        self.name = f"generator-{index}"
+        self.index = index
+        self.peer = f"{self.name}-{incarnation}"
+        self.is_alive = True
+        self.may_fail = False
+        """A fault was done to it that ends it by itself."""
+        self.is_orphan = False
+        """The supervisor has given it up, and it lives."""
+        self.line = GeneratorLine(self._send)
+        self.receiver = Receiver(lambda: world.publisher.join_later(self))
+        self.engine = FakeEngine(vocab_size=VOCABULARY, max_context=64, seconds_per_token=seconds_per_token)
+        self._sent: dict[str, float] = {}  # when each group was last sent, by lease
+        self.unanswered: set[str] = set()
+        self.service = SimulatedGenerator(
+            self,
+            generator_id=self.name,
+            incarnation=str(incarnation),
+            engine=self.engine,
+            reward=Reward(world),
+            decode=lambda ids: "x" * sum(ids),
+            window=world.window,
+            keep_kv=True,
+            merger=None,
+            load_timeout_s=10.0,
+            buffer_endpoint="",
+            weights_endpoint="",
+            host="",
+            keys=None,
+        )
+        self.task = world.loop.create_task(self.service.run(), name=self.peer)
+        self.task.add_done_callback(self._ended)
+
+    def kill(self) -> None:
+        """kill -9: not another word, whatever its tasks would still like to do."""
+        self.is_alive = False
+        self.line.close()
+        self.task.cancel()
+
+    def arrive(self, frames: Frames) -> None:
+        if self.is_alive:
+            self.line.arrive(frames)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if task.cancelled() or not self.is_alive:
+            if not task.cancelled():
+                task.exception()
+            return
+        self.is_alive = False
+        failure = task.exception()
+        if failure is not None and not self.may_fail:
+            causes = getattr(failure, "exceptions", [failure])
+            self.world.violated(f"P12 liveness: {self.peer} ended by itself: {causes[0]!r}")
+        if not self.is_orphan:
+            self.world.generator_ended(self)
+
+    def granted(self, lease_id: str) -> None:
+        """A lease that was answered and comes again is generated, and delivered, again."""
+        if lease_id not in self.unanswered:
+            self._sent.pop(lease_id, None)
+
+    def _send(self, message: Message, payload: Frame) -> None:
+        if isinstance(message, Deliver):
+            now, before = self.world.now, self._sent.get(message.lease_id)
+            self._sent[message.lease_id] = now
+            if before is not None and now - before < self.world.resend_after_s:
+                self.world.violated(f"P11 resends: {message.lease_id} again after {now - before:.1f} s")
+            self.unanswered.add(message.lease_id)
+        elif isinstance(message, Serving):
+            lost = self.unanswered - set(self.service._unacknowledged)
+            if lost:
+                self.world.violated(f"P1 none lost: {self.peer} forgot {sorted(lost)} without an answer")
+        self.world.to_buffer(self.peer, self.name, message, payload)
+
+
+class Publisher:
+    """Stands for `weights.Publisher`, with its promise: a version counts once every member of the group holds it."""
+
+    def __init__(self, world: "World", rng: random.Random) -> None:
+        self._world = world
+        self._rng = rng
+        self._members: dict[str, GeneratorHost] = {}
+        self._new: set[str] = set()
+        self._newest: WeightVersion | None = None
+        self.cut_until: dict[str, float] = {}
+
+    def join_later(self, host: GeneratorHost) -> None:
+        """Its `Join` arrives after a moment, or when the line is whole again."""
+        loop = self._world.loop
+        wait = max(0.0, self.cut_until.get(host.name, 0.0) - loop.time()) + self._rng.uniform(0.05, 1.0)
+        loop.call_later(wait, self._join, host)
+
+    def _join(self, host: GeneratorHost) -> None:
+        if host.is_alive and host.world.publisher is self:
+            self._members[host.peer] = host
+            self._new.add(host.peer)
+
+    def wait_for(self, count: int, timeout_s: float, tell: Callable[[str, float], None]) -> None:
+        loop = self._world.loop
+        loop.run_until(loop.time() + 30.0, lambda: len(self._members) >= count)
+        tell("generators", 0.0)
+        if not self._members:
+            raise WeightsError("no generator asked for weights")
+
+    def newcomers(self) -> bool:
+        return any(self._members[peer].is_alive for peer in self._new if peer in self._members)
+
+    def publish(self, version: WeightVersion, tensors: Callable[[], Iterable]) -> SimpleNamespace:
+        """Every member swaps, or is left out after a deadline and joins again."""
+        loop = self._world.loop
+        swapped: set[str] = set()
+        members = dict(self._members)
+        for host in members.values():
+            loop.call_later(self._rng.uniform(0.05, 1.0), self._swap, host, version, swapped)
+        loop.run_until(loop.time() + SWAP_WITHIN_S, lambda: len(swapped) == len(members))
+        for peer, host in members.items():
+            self._new.discard(peer)
+            if peer not in swapped:
+                self._members.pop(peer, None)
+                if host.is_alive:
+                    self.join_later(host)
+        if not swapped:
+            raise WeightsError(f"weights {version} reached no generator")
+        self._world.proven(version)
+        return SimpleNamespace(version=version)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _swap(self, host: GeneratorHost, version: WeightVersion, swapped: set[str]) -> None:
+        world = self._world
+        if not host.is_alive or self.cut_until.get(host.name, 0.0) > world.now or not hasattr(host.service, "_client"):
+            return
+
+        async def swap() -> None:
+            try:
+                if host.engine.version <= version:
+                    await host.service._swap((), version)
+            except Exception as error:
+                host.receiver.failure = error
+            else:
+                swapped.add(host.peer)
+
+        world.loop.create_task(swap())
+
+
+class Trainer:
+    """Stands for `learner.Learner`: a step takes its time."""
+
+    def __init__(self, world: "World", rng: random.Random) -> None:
+        self._world = world
+        self._rng = rng
+        self.sent = SimpleNamespace(weights=lambda: iter(()))
+
+    def step(self, groups: list[Group], version: WeightVersion) -> SimpleNamespace:
+        self._world.checker.trained(groups, version)
+        self._world.note("step", "learner", str(version), [g.group_id for g in groups])
+        self._world.spend(self._rng.choice((0.1, 0.1, 2.0)) * self._rng.uniform(0.5, 2.0))
+        return SimpleNamespace(seconds={})
+
+    def export(self, folder: str, tokenizer: str) -> None:
+        """Nothing to write."""
+
+
+class MemoryCheckpoints:
+    """Stands for `learner.Checkpoints`: takes a while, and is there whole or not at all."""
+
+    def __init__(self, world: "World", rng: random.Random) -> None:
+        self._world = world
+        self._rng = rng
+
+    def write(self, state: RunState, fill: Callable[[Path], None]) -> Path:
+        self._world.spend(self._rng.uniform(0.1, 3.0))
+        self._world.checkpoint = msgspec.json.encode(state)
+        self._world.checker.checkpointed(state)
+        self._world.note("checkpoint", "learner", state.step, state.prompts["frontier"])
+        return Path("memory")
+
+    def latest(self) -> None:
+        return None
+
+
+class Silent:
+    """Stands for `learner.Recorder`: takes everything and says nothing."""
+
+    totals: ClassVar[dict[str, float]] = {}
+
+    def __getattr__(self, name: str) -> "Silent":
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        """Whatever it is."""

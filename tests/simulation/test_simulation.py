@@ -1,0 +1,82 @@
+"""No seed breaks a promise of the rollout plane; and the simulation itself is a function of its seed."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.buffer.buffer import Buffer
+from tests.simulation.__main__ import failure_of, report
+from tests.simulation.world import World, without_faults
+
+
+def run_seeds(first: int, count: int) -> list[World]:
+    worlds = []
+    for seed in range(first, first + count):
+        world = World(seed)
+        failure = failure_of(world)
+        assert failure is None, report(world, failure)
+        worlds.append(world)
+    return worlds
+
+
+def test_no_promise_is_broken_in_200_seeds_and_every_kind_of_fault_was_among_them():
+    worlds = run_seeds(0, 200)
+    struck = set().union(*(world.fault_counts for world in worlds))
+    assert struck >= {
+        "drop", "copy", "cut", "corrupt", "freeze", "generator_crash", "engine_failure", "generator_twice",
+        "learner_crash", "buffer_crash", "driver_crash", "drain", "clock_jump", "weights_cut",
+    }  # fmt: skip
+    for max_lag in (0, 1, 4):
+        lags = {lag for world in worlds if world.max_lag == max_lag for lag in world.checker.lags}
+        assert max(lags) == max_lag, f"max_lag {max_lag} was never reached, only {lags}"
+
+
+@pytest.mark.slow
+def test_no_promise_is_broken_in_2000_seeds():
+    run_seeds(0, 2000)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 4])
+def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int):
+    world = without_faults(max_lag, max_lag=max_lag)
+    assert failure_of(world) is None
+    poisoned = sum(prompt.info["poison"] for prompt in world._prompts) * world.config.run.epochs
+    filtered = world._buffer.outcomes["filtered_zero_signal"]
+    assert world.checker.counts["trained"] == world.num_orders - poisoned - filtered
+    assert world._lineage == 1
+
+
+def test_a_seed_is_one_run_event_for_event():
+    def told(world: World) -> list[str]:
+        assert failure_of(world) is None
+        return [repr(event) for event in world.events if event[1] in ("fault", "step", "checkpoint", "start", "drop")]
+
+    first, again = told(World(17)), told(World(17))
+    assert first and first == again
+
+
+def test_a_failing_seed_says_what_happened_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Buffer, "snapshot", lambda self: self._prompts.state().__class__(
+        **{f: getattr(self._prompts.state(), f) for f in self._prompts.state().__struct_fields__ if f != "frontier"},
+        frontier=10**6,
+    ))  # fmt: skip
+    world = World(3)
+    failure = failure_of(world)
+    assert failure is not None
+    text = report(world, failure)
+    assert "P5 no prompt skipped" in text and "TakeSnapshot" in text
+    assert "again: python -m tests.simulation --seed 3" in text
+
+
+def test_no_wait_of_the_rollout_plane_reads_a_clock_that_can_be_set():
+    """Clock jumps in the simulation go forward only, as a monotonic clock's do; nothing may read another."""
+    package = Path(__file__).parents[2] / "asyncgrpo"
+    for name in (
+        "buffer/buffer.py",
+        "buffer/service.py",
+        "buffer/evaluation.py",
+        "generators/service.py",
+        "learner/inbox.py",
+    ):
+        text = (package / name).read_text()
+        assert "time.time(" not in text and "datetime" not in text, f"{name} reads the wall clock"

@@ -1,0 +1,418 @@
+"""One seeded run from its first start to its end: which processes live, what is done to them, and when.
+
+`World(seed).run()` raises `Violation` if a promise was broken; the same seed gives the same run, event for event.
+"""
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncgrpo.buffer import service as buffer_service
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    Config,
+    DataConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RunConfig,
+)
+from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.errors import AsyncGRPOError, StalledError
+from asyncgrpo.generators import service as generator_service
+from asyncgrpo.learner import inbox
+from asyncgrpo.learner import service as learner_service
+from asyncgrpo.learner.checkpoints import RunState
+from asyncgrpo.learner.inbox import Inbox
+from asyncgrpo.learner.service import LearnerService
+from asyncgrpo.learner.team import Team
+from asyncgrpo.types import Prompt, Sampling, WeightVersion
+from asyncgrpo.wire.codec import Buffer as Frame
+from asyncgrpo.wire.codec import decode
+from asyncgrpo.wire.messages import Ack, Drain, GeneratorLost, Grant, Message, Nack
+from tests.simulation.checker import Checker, Violation
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.faults import Faults, draw
+from tests.simulation.network import BufferSocket, Frames, LearnerLine, Network
+from tests.simulation.nodes import VOCABULARY, GeneratorHost, MemoryCheckpoints, Publisher, Silent, Trainer
+
+LAGS = 0, 1, 4
+TICK_S = 1.0
+FINISH_WITHIN_S = 2000.0
+"""Virtual seconds that a run may need once the faults have stopped."""
+NO_TROUBLE_AFTER_S = 200.0
+"""Virtual seconds after the last fault from which on nothing may fail any more."""
+SCALED = ((generator_service, "HEARTBEAT_S", 2.0), (generator_service, "RESEND_AFTER_S", 6.0),
+          (buffer_service, "SILENT_AFTER_S", 15.0), (buffer_service, "WAITING_EVERY_S", 5.0))  # fmt: skip
+"""The product's waits, shorter, so that a short run meets each of them many times."""
+LOGS = tuple(module.__name__ for module in (buffer_service, generator_service, inbox, learner_service))
+
+
+class Crash(Exception):
+    """The learner, the buffer or the driver was killed: the run ends and is resumed."""
+
+
+class World:
+    """A simulated run."""
+
+    def __init__(self, seed: int, *, faults: Faults | None = None, max_lag: int | None = None) -> None:
+        """
+        Args:
+            faults: instead of those that the seed draws.
+            max_lag: instead of the one that the seed takes in turn.
+        """
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.loop = VirtualLoop()  # type: ignore[abstract]
+        self.faults = draw(rng) if faults is None else faults
+        self.events: deque[tuple] = deque(maxlen=400)
+        self.fault_counts: Counter[str] = Counter()
+        self.network = Network(self.loop, rng, self.faults, self.note)
+        self.max_lag = LAGS[seed % len(LAGS)] if max_lag is None else max_lag
+        self.window = rng.randint(1, 4)
+        self.resend_after_s = 6.0
+        per_step, epochs = rng.choice((1, 1, 2, 3)), rng.randint(1, 2)
+        count = per_step * rng.randint(4, 8) + rng.randint(0, 1)
+        self.config = Config(
+            model=ModelConfig(path="simulated"),
+            data=DataConfig(train="simulated", eval="simulated" if rng.random() < 0.5 else None),
+            run=RunConfig(seed=seed, epochs=epochs, checkpoint_every=rng.randint(1, 3), eval_every=rng.randint(1, 4)),
+            algorithm=AlgorithmConfig(group_size=2, filter_zero_signal=rng.random() < 0.3),
+            buffer=BufferConfig(
+                prompts_per_step=per_step,
+                max_lag=self.max_lag,
+                lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
+                max_attempts=rng.randint(2, 5),
+            ),
+            generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
+        )
+        poisoned = rng.randrange(count) if rng.random() < 0.2 else None
+        self._prompts = tuple(
+            Prompt(prompt_id=f"train/{i}", token_ids=(i % VOCABULARY, 1), info={"poison": i == poisoned})
+            for i in range(count)
+        )
+        self.num_orders = count * epochs
+        self._sampling = Sampling(max_tokens=rng.randint(2, 8), stop_token_ids=(0,))
+        self.checker = Checker(
+            seed=seed,
+            vocab_size=VOCABULARY,
+            num_orders=self.num_orders,
+            max_lag=self.max_lag,
+            per_step=per_step,
+            slots=self.config.buffer.num_slots,
+            windows=self.window,
+        )
+        self.checkpoint: bytes | None = None
+        self._lineage = 0
+        self._incarnations = 0
+        self._clock_jump_s = 0.0
+        self._is_over = False
+        self._hosts: dict[str, GeneratorHost] = {}  # by peer, of this life
+        self._all_hosts: list[GeneratorHost] = []
+        self._service: BufferService | None = None
+
+    @property
+    def now(self) -> float:
+        return self.loop.time()
+
+    def run(self) -> None:
+        """From the first start to the end. Raises Violation."""
+        self._schedule_faults()
+        self.loop.call_later(TICK_S, self._tick)
+        with _quiet(), _scaled(), _reading_checkpoints_of(self):
+            while (status := self._one_life()) != "done":
+                self.note("ended", "driver", status)
+                if self.now > self.faults.until_s + FINISH_WITHIN_S:
+                    raise Violation("P12 liveness: the run does not finish")
+            self._is_over = True
+            self.loop.run_until(self.now + 1.0)
+        self.checker.finished()
+
+    # -- lives ---------------------------------------------------------------------------------------------------------
+
+    def _one_life(self) -> str:
+        learner = self._start()
+        try:
+            return learner.run()
+        except Crash as crash:
+            return str(crash)
+        except StalledError as error:  # for so long that no fault excuses it
+            raise Violation(f"P12 liveness: {error}") from error
+        except AsyncGRPOError as error:
+            if self.now > self.faults.until_s + NO_TROUBLE_AFTER_S:
+                raise Violation(f"P12 liveness: without a fault for long, the run ends by itself: {error}") from error
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if self._service is not None and not self._service._finished:
+                self._service = None
+            self._kill_generators()
+            if isinstance(self.loop.failure, Crash):
+                self.loop.failure = None
+
+    def _kill_generators(self) -> None:
+        for host in self._all_hosts:
+            host.kill()
+        self._hosts, self._all_hosts, failure, self.loop.failure = {}, [], self.loop.failure, None
+        self.loop.run_until(self.now)  # their tasks end; nobody hears from them
+        self.loop.failure = failure
+
+    def _start(self) -> LearnerService:
+        self._lineage += 1
+        state = None if self.checkpoint is None else msgspec.json.decode(self.checkpoint, type=RunState)
+        run, rng = self.config.run, self.rng
+        source = PromptSource(self._prompts, seed=run.seed, shuffle=True, epochs=run.epochs)
+        if state is not None:
+            source.restore(msgspec.convert(state.prompts, PromptState))
+        buffer = Buffer(
+            self.config.buffer, self.config.algorithm, source, self._sampling, seed=run.seed, lineage=self._lineage
+        )
+        held_out = self._prompts[:2] if self.config.data.eval else ()
+        held_out = tuple(msgspec.structs.replace(p, info={}) for p in held_out)
+        evaluations = Evaluations(held_out, self._sampling, run.seed, self.config.buffer.lease_timeout_s)
+        self._buffer = buffer
+        self._service = BufferService(BufferSocket(self._from_buffer), buffer, evaluations)  # type: ignore[arg-type]
+        self.publisher = Publisher(self, rng)
+        self._line = LearnerLine(self.loop, self._from_learner)
+        self.checker.started(self._lineage, 0 if state is None else state.step, buffer, source)
+        for index in range(self.config.generators.count):
+            self._start_generator(index)
+        self._learner = LearnerService(
+            self.config,
+            Trainer(self, rng),  # type: ignore[arg-type]
+            Team(0, 1),
+            Inbox(self._line, 300.0, lambda: self.loop.time()),  # type: ignore[arg-type]
+            self.publisher,  # type: ignore[arg-type]
+            Silent(),  # type: ignore[arg-type]
+            lineage=self._lineage,
+            run_dir=Path("nowhere"),
+            last_step=None,
+        )
+        self._learner._checkpoints = MemoryCheckpoints(self, rng)  # type: ignore[assignment]
+        if state is not None:
+            self._learner.resume(Path("memory"))
+        self.note("start", "driver", self._lineage, self._learner.step)
+        return self._learner
+
+    def _start_generator(self, index: int) -> GeneratorHost:
+        self._incarnations += 1
+        # The first one always answers within the deadline of a lease: without such a one nothing could be trained.
+        slow = index > 0 and "slow_node" in self.faults.kinds and self.rng.random() < 0.6
+        self.network.slowness[f"generator-{index}"] = 50.0 if slow else 1.0
+        pace_s = (
+            self.rng.uniform(0.1, 0.5) * self.rng.choice((0.1, 1.0, 4.0 if index > 0 else 1.0)) * (4.0 if slow else 1.0)
+        )
+        host = GeneratorHost(self, index, self._incarnations, pace_s)
+        self._hosts[host.peer] = host
+        self._all_hosts.append(host)
+        return host
+
+    # -- what nodes call -----------------------------------------------------------------------------------------------
+
+    def note(self, what: str, *details: Any) -> None:
+        """Remember an event for the report of a failing seed."""
+        self.events.append((self.loop.time(), what, details))
+        if what in ("drop", "copy", "cut", "corrupt") or what.startswith("fault"):
+            self.fault_counts[what if what != "fault" else details[0]] += 1
+
+    def violated(self, problem: str) -> None:
+        """A promise is broken, found where an exception would be caught."""
+        self.loop.failure = self.loop.failure or Violation(problem)
+
+    def spend(self, seconds: float) -> None:
+        """The learner works for so long, while the world goes on."""
+        self.loop.run_until(self.now + seconds)
+
+    def proven(self, version: WeightVersion) -> None:
+        """Every member of the weight group holds `version`."""
+        assert self.checker.life is not None
+        self.checker.life.proven.add(version)
+        self.note("published", "learner", str(version))
+
+    def generator_ended(self, host: GeneratorHost) -> None:
+        """The supervisor tells the buffer, and starts another after a while."""
+        if not host.is_orphan:
+            self._hosts.pop(host.peer, None)
+        life = self._lineage
+        self.note("ended", host.peer)
+
+        def tell() -> None:
+            if self._lineage == life:
+                self._arrive_at_buffer("driver", GeneratorLost(generator_id=host.name))
+
+        def restart() -> None:
+            alive = {h.name for h in self._hosts.values() if not h.is_orphan}
+            if self._lineage == life and self._service is not None and host.name not in alive:
+                self._start_generator(host.index)
+
+        self.loop.call_later(self.rng.uniform(0.1, 1.0), tell)
+        self.loop.call_later(self.rng.uniform(1.5, 6.0), restart)
+
+    def to_buffer(self, peer: str, name: str, message: Message, payload: Frame) -> None:
+        """A generator says something. Frames of a life that has ended may still arrive in the next."""
+        self.network.carry(name, "buffer", message, payload, lambda frames: self._turn((peer, frames)))
+
+    # -- the buffer's process ------------------------------------------------------------------------------------------
+
+    def _turn(self, received: tuple[str, Frames] | None) -> None:
+        service = self._service
+        if service is None or service._finished:
+            return
+        service.turn(received, self.now + self._clock_jump_s)
+        self.checker.turned()
+
+    def _tick(self) -> None:
+        self._turn(None)
+        self.loop.call_later(TICK_S, self._tick)
+
+    def _arrive_at_buffer(self, source: str, message: Message) -> None:
+        self.network.carry(source, "buffer", message, b"", lambda frames: self._turn((source, frames)))
+
+    def _from_learner(self, message: Message, payload: Frame) -> None:
+        life = self._lineage
+
+        def arrive(frames: Frames) -> None:
+            if self._lineage == life:
+                self._turn(("learner", frames))
+
+        self.network.carry("learner", "buffer", message, payload, arrive)
+
+    def _from_buffer(self, peer: str, message: Message, payload: Frame) -> bool:
+        self.checker.sent_by_buffer(message)
+        if peer == "learner":
+            line = self._line
+            self.network.carry("buffer", "learner", message, payload, line.arrive)
+            return True
+        host = self._hosts.get(peer)
+        if isinstance(message, Grant) and message.lease.purpose == "train":
+            serves = host.engine.version if host is not None and host.is_alive else None
+            self.checker.granted(peer, message.lease.lease_id, serves)
+        if host is None or not host.is_alive:
+            return False
+        self.network.carry("buffer", host.name, message, payload, lambda frames: self._arrive_at(host, frames))
+        return True
+
+    def _arrive_at(self, host: GeneratorHost, frames: Frames) -> None:
+        try:
+            message, _ = decode(frames)
+        except AsyncGRPOError:
+            pass
+        else:
+            if isinstance(message, Ack | Nack):
+                host.unanswered.discard(message.lease_id)
+            elif isinstance(message, Grant):
+                host.granted(message.lease.lease_id)
+        host.arrive(frames)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def _schedule_faults(self) -> None:
+        for kind, rate in self.faults.rate.items():
+            self._next_fault(kind, rate)
+        self.loop.call_at(self.faults.until_s, self.note, "quiet", "from here on nothing is done to the run")
+
+    def _next_fault(self, kind: str, rate: float) -> None:
+        at = self.now + self.rng.expovariate(rate)
+
+        def strike() -> None:
+            self._strike(kind)
+            self._next_fault(kind, rate)
+
+        if at < self.faults.until_s:
+            self.loop.call_at(at, strike)
+
+    def _strike(self, kind: str) -> None:
+        if self._is_over:
+            return
+        rng = self.rng
+        hosts = [host for host in self._hosts.values() if host.is_alive]
+        host = rng.choice(hosts) if hosts else None
+        self.note("fault", kind, host.peer if host else "")
+        seconds = rng.choice((1.0, 8.0, 25.0, 60.0)) * rng.random()
+        if kind == "learner_crash" or kind == "driver_crash":
+            self.loop.failure = self.loop.failure or Crash(kind)
+        elif kind == "buffer_crash":
+            self._service, life = None, self._lineage
+            self.loop.call_later(rng.uniform(0.2, 6.0), self._end_life, life, kind)
+        elif kind == "drain":
+            self._arrive_at_buffer("driver", Drain(reason="asked to stop"))
+        elif kind == "clock_jump":
+            self._clock_jump_s += rng.choice((1.0, 20.0, 3600.0))
+        elif host is None:
+            return
+        elif kind == "generator_crash":
+            host.kill()
+            self.generator_ended(host)
+        elif kind == "engine_failure":
+            host.may_fail = True
+            host.engine.fail_after_tokens = 0
+        elif kind == "generator_twice":  # the supervisor cannot reach it, takes it for dead, and starts another
+            host.is_orphan = True
+            self.generator_ended(host)
+        elif kind == "cut":
+            self.network.cut(host.name, seconds)
+        elif kind == "freeze":
+            self.network.freeze(host.name, seconds)
+        elif kind == "weights_cut":
+            self.publisher.cut_until[host.name] = self.now + seconds
+
+    def _end_life(self, life: int, why: str) -> None:
+        if self._lineage == life and not self._is_over:
+            self.loop.failure = self.loop.failure or Crash(why)
+
+
+# -- the run's surroundings --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines and no Prometheus numbers, which would cost more than what they are about."""
+    observe = BufferService._observe
+    was = [(logging.getLogger(name), logging.getLogger(name).disabled) for name in LOGS]
+    for logger, _ in was:
+        logger.disabled = True
+    BufferService._observe = lambda self, now_s: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for logger, before in was:
+            logger.disabled = before
+        BufferService._observe = observe  # type: ignore[method-assign]
+
+
+@contextmanager
+def _scaled() -> Iterator[None]:
+    before = [(module, name, getattr(module, name)) for module, name, _ in SCALED]
+    for module, name, value in SCALED:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+@contextmanager
+def _reading_checkpoints_of(world: World) -> Iterator[None]:
+    before = learner_service.read_state
+    learner_service.read_state = lambda path: msgspec.json.decode(world.checkpoint, type=RunState)  # type: ignore
+    try:
+        yield
+    finally:
+        learner_service.read_state = before
+
+
+def without_faults(seed: int, **settings: Any) -> World:
+    """The run of a seed, undisturbed, and with time for its slowest generator."""
+    world = World(seed, faults=Faults(until_s=0.0), **settings)
+    patient = msgspec.structs.replace(world.config.buffer, lease_timeout_s=1000.0)
+    world.config = msgspec.structs.replace(world.config, buffer=patient)
+    return world
