@@ -1,0 +1,104 @@
+"""Models and batches that learners are measured on, as files which any of them can read. No import of asyncgrpo.
+
+Models are random and Qwen3-shaped; batches are seeded rollouts whose lengths have a long tail: groups of 8 answers to a
+prompt of 16 to 64 tokens, answers lognormal (median 96, sigma 0.9) cut to 8 to 1,024 tokens.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SEED = 1234
+
+MODELS = {
+    "tiny": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 512},
+    "s25m": {"hidden": 512, "layers": 8, "heads": 8, "kv": 4, "inter": 1408, "vocab": 512},
+    "tiny-v32k": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 32768},
+}
+"""Head size is 64 and the embedding is tied in all of them."""
+
+BATCHES = {"tail": {"groups": 8, "vocab": 512}, "tail-v32k": {"groups": 4, "vocab": 32768}}
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N answers in flat arrays with offsets; those of a group have the same prompt and lie together."""
+
+    prompts: list[np.ndarray]
+    """[N] of int64 token ids."""
+    answers: list[np.ndarray]
+    """[N] of int64 token ids."""
+    logprobs: list[np.ndarray]
+    """[N] of float32, as sampled."""
+    rewards: np.ndarray
+    """[N] 0 or 1."""
+    advantages: np.ndarray
+    """[N] float32, GRPO's."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompts and answers, each prompt counted for each of its answers."""
+        return sum(map(len, self.prompts)) + sum(map(len, self.answers))
+
+
+def make_batch(name: str) -> Batch:
+    """The seeded batch of that name."""
+    shape = BATCHES[name]
+    rng = np.random.default_rng([SEED, sum(name.encode())])
+    groups, vocab = shape["groups"], shape["vocab"]
+    count = groups * GROUP_SIZE
+    prompt_lengths = rng.integers(16, 65, groups)
+    lengths = np.clip(np.exp(rng.normal(np.log(96), 0.9, count)), 8, 1024).astype(int)
+    prompts = [rng.integers(8, vocab, length) for length in prompt_lengths]
+    answers = [rng.integers(8, vocab, length) for length in lengths]
+    logprobs = [(-np.log(vocab) + 0.05 * rng.standard_normal(length)).astype(np.float32) for length in lengths]
+    rewards = (rng.random(count) < 0.4).astype(np.float64)
+    by_group = rewards.reshape(groups, GROUP_SIZE)
+    centred = by_group - by_group.mean(1, keepdims=True)
+    advantages = centred / (by_group.std(1, ddof=1, keepdims=True) + 1e-6)
+    repeated = [prompts[i // GROUP_SIZE] for i in range(count)]
+    return Batch(repeated, answers, logprobs, rewards, advantages.reshape(-1).astype(np.float32))
+
+
+def make_model(folder: Path, name: str) -> Path:
+    """Write the random model of that name, with a tokenizer of bytes, and give its folder; once."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path, shape = folder / name, MODELS[name]
+    if (path / "config.json").is_file():
+        return path
+    torch.manual_seed(SEED)
+    config = Qwen3Config(
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv"],
+        head_dim=64,
+        intermediate_size=shape["inter"],
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    _write_tokenizer(path)
+    return path
+
+
+def _write_tokenizer(path: Path) -> None:
+    """One id a byte; nothing is ever tokenised with it, but trainers want to load one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+    ).save_pretrained(path)

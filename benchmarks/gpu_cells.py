@@ -1,0 +1,248 @@
+"""One cell of `benchmarks.gpu_learner`, in a process of its own: both steps of a learner in turns, or its head alone.
+
+A model is drawn where it will train, because to write 8B of weights and read them again takes minutes. Only that is
+replaced: sharding, attention, adapters, optimizer and compiler are the learner's own.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from asyncgrpo.config import Config
+from asyncgrpo.learner import head
+from asyncgrpo.learner import model as learner_model
+from asyncgrpo.learner.batching import StepBatch
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.model import keep_gathered
+from asyncgrpo.learner.report import PhaseClock
+from benchmarks.measuring import PeakMemory, line, rounded, show
+from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths
+from benchmarks.shapes import SHAPES, Shape, Work, train_flops
+
+VENDOR_TFLOPS = 989.0
+"""Dense bfloat16 of an H100 or H200 (SXM), by the vendor."""
+LONGEST = 7936
+"""Tokens of an answer: with its prompt it fits the smallest budget."""
+TILES = {"cuda": [(24, 24), (25, 25), (26, 26), (27, 27), (28, 28), (27, 25)], "cpu": [(13, 13), (15, 13)]}
+"""Logits of a tile and of a block, as powers of two."""
+
+Cell = dict[str, Any]
+
+
+def run_cell(cell: Cell) -> None:
+    """Print its lines. Says on stderr, last, if it was out of memory."""
+    if cell["device"] == "cpu":
+        torch.set_num_threads(1)
+    try:
+        {"step": run_steps, "head": run_head}[cell["part"]](cell)
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(f"out of memory: {' '.join(str(error).split())}") from error
+
+
+def run_steps(cell: Cell) -> None:
+    """Both steps in turns, and their ratio."""
+    about = _about(cell)
+    shape = SHAPES[cell["shape"]]._replace(layers=cell["layers"])
+    lengths = _lengths(cell)
+    groups = make_groups(lengths, vocabulary=shape.vocabulary, seed=cell["seed"])
+    learner = make_learner(cell, shape, group_size=len(lengths.answers[0]))
+    batch = learner._pack(groups, VERSION)
+    assert not batch.silent, "every answer is to be trained"
+    clocks = {"rl": Stopwatch(cell["device"]), "supervised": Stopwatch(cell["device"])}
+    phases: dict[str, list[dict[str, float]]] = {"rl": [], "supervised": []}
+    for _ in range(cell["runs"] + 1):
+        for way, clock in clocks.items():
+            with clock:
+                seconds = learner.step(groups, VERSION).seconds if way == "rl" else supervised_step(learner, batch)
+            phases[way].append(seconds)
+    dist.destroy_process_group()
+
+    whole, computed = Work.of_sequences(lengths.prompts, lengths.answers), Work.of_rows(batch.trained)
+    about |= {"rows": len(batch.trained), "tokens": whole.tokens}
+    about |= {"computed": computed.tokens, "scored": whole.scored}
+
+    def mfu(work: Work, seconds: float) -> float:
+        flops = train_flops(shape, work, trains_weights=not cell["lora"])
+        return rounded(flops / seconds / (1e12 * about["peak_tflops"]), 3)
+
+    for way, clock in clocks.items():
+        middle, warm = statistics.median(clock.seconds[1:]), phases[way][1:]
+        by_phase = {name: rounded(statistics.median(run[name] for run in warm)) for name in warm[0]}
+        figures: dict[str, Any] = {
+            "mfu": mfu(whole, middle),
+            "mfu_computed": mfu(computed, middle),
+            "mfu_fwd_bwd": mfu(whole, by_phase["forward_backward"]),
+            "tokens_per_s": round(whole.tokens / middle),
+            "peak_gib": clock.peak_gib(),
+            "first_s": rounded(clock.seconds[0]),
+            "phases": by_phase,
+        }
+        show(line(f"{way} step", clock.seconds[1:], clock.unit, seed=cell["seed"], **figures, **about))
+    ratios = [b / a for a, b in zip(clocks["rl"].seconds, clocks["supervised"].seconds, strict=True)][1:]
+    show(line("rl speed of supervised", ratios, "1", seed=cell["seed"], **about))
+
+
+def run_head(cell: Cell) -> None:
+    """`fused_loss`, forward and backward, by size of tile and block."""
+    about, shape, device, tokens = _about(cell), SHAPES[cell["shape"]], cell["device"], cell["tokens"]
+    generator = torch.Generator(device).manual_seed(cell["seed"])
+    draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    hidden = torch.randn(tokens, shape.hidden, **draw).requires_grad_()
+    weight = (torch.randn(shape.vocabulary, shape.hidden, **draw) * 0.02).requires_grad_()
+    targets = torch.randint(shape.vocabulary, (tokens,), generator=generator, device=device)
+    for tile, block in TILES[device]:
+        clock = Stopwatch(device)
+        for _ in range(cell["runs"] + 1):
+            hidden.grad = weight.grad = None
+            with _tiles(device, 2**tile, 2**block), clock:
+                head.fused_loss(hidden, weight, targets, _mean_of(tokens), temperature=1.0)[0].backward()
+        seconds = clock.seconds[1:]
+        figures = {"tile_log2": tile, "block_log2": block, "tokens": tokens, "peak_gib": clock.peak_gib()}
+        figures["tflops"] = rounded(6 * shape.head * tokens / statistics.median(seconds) / 1e12)
+        show(line("head", seconds, clock.unit, seed=cell["seed"], **figures, **about))
+
+
+@contextmanager
+def _tiles(device: str, tile: int, block: int) -> Iterator[None]:
+    """Of other sizes, inside."""
+    with mock.patch.dict(head.TILE_LOGITS, {device: tile}), mock.patch.dict(head.BLOCK_LOGITS, {device: block}):
+        yield
+
+
+def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
+    """The learner as the cell wants it, with random weights."""
+    settings = Qwen3Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.is_tied,
+        max_position_embeddings=40_960,
+    )
+    config = {
+        "model": {"path": f"random Qwen3 {cell['shape']}", "dtype": "bfloat16", "lora": {"rank": cell["lora"]}},
+        "data": {"train": "unused"},
+        "sampling": {"max_tokens": LONGEST},
+        "algorithm": {"group_size": group_size},
+        "weights": {"adapters_only": False},  # else the folder that generators would read is looked into
+        "learner": {
+            "device": cell["device"],
+            "tokens_per_microbatch": cell["budget"],
+            "share_prompts": cell["share"],
+            "compile": cell["compile"],
+            "attention": cell["kernel"],
+            "activation_checkpointing": cell["recompute"],
+            "offload_optimizer": cell["offload"],
+        },
+    }
+
+    def draw(path: str, *, longest: int) -> PreTrainedModel:
+        torch.manual_seed(cell["seed"])
+        with torch.device(cell["device"]):
+            drawn: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        return drawn.eval()
+
+    device = "cuda:0" if cell["device"] == "cuda" else "cpu"
+    with mock.patch.object(learner_model, "load_language_model", draw):
+        return Learner(msgspec.convert(config, Config), rank=0, world=1, device=device)
+
+
+def supervised_step(learner: Learner, batch: StepBatch) -> dict[str, float]:
+    """Train the same rows as plain text, with all that the learner has; seconds by phase."""
+    clock = PhaseClock(learner.device)
+    with clock("forward_backward"):
+        keep_gathered(learner.model, True)
+        for number, row in enumerate(batch.trained):
+            if number == len(batch.trained) - 1:
+                keep_gathered(learner.model, False)
+            learner.model(row.to(learner.device), _mean_of(batch.num_tokens)).loss.backward()
+    with clock("optimizer"):
+        learner._update(learner.config.learner.lr, {})
+    return clock.seconds
+
+
+def _mean_of(num_tokens: int) -> head.Objective:
+    """The mean negative log-likelihood of so many tokens."""
+
+    def slopes(tokens: slice, scores: head.TokenScores) -> head.Slopes:
+        return head.Slopes(torch.full_like(scores.logprobs, -1 / num_tokens))
+
+    return slopes
+
+
+class Stopwatch:
+    """Seconds and peak memory of each block: of the clock and the card, or of the process where the CPU computes."""
+
+    def __init__(self, device: str) -> None:
+        self.is_cuda = device == "cuda"
+        self.unit = "s" if self.is_cuda else "CPU s"
+        self.seconds: list[float] = []
+        self._peaks: list[float] = []
+
+    def peak_gib(self) -> float:
+        """The largest but for the first: all that was allocated on the card, or what a block added to the process."""
+        return rounded(max(self._peaks[1:]) / 2**30)
+
+    def __enter__(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._memory = PeakMemory()
+        self._started = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds.append(self._now() - self._started)
+        self._peaks.append(torch.cuda.max_memory_allocated() if self.is_cuda else 1e6 * self._memory.mb())
+
+    def _now(self) -> float:
+        return time.perf_counter() if self.is_cuda else time.process_time()
+
+
+def _lengths(cell: Cell) -> Lengths:
+    wanted: dict[str, Any] = {"tokens": cell["tokens"], "seed": cell["seed"]}
+    if cell["shape"] == "tiny":
+        return reasoning_lengths(prompt=(8, 16), median=24, longest=64, **wanted)
+    return reasoning_lengths(longest=LONGEST, **wanted)
+
+
+def _about(cell: Cell) -> dict[str, Any]:
+    """The cell, the card, and what to compare with."""
+    measured, is_cuda = _matmul_tflops(cell["device"]), cell["device"] == "cuda"
+    return {
+        "card": torch.cuda.get_device_name() if is_cuda else "no card",
+        "matmul_tflops": measured,
+        "peak_tflops": cell["peak"] or (VENDOR_TFLOPS if is_cuda else measured),
+        "cell": cell,
+    }
+
+
+def _matmul_tflops(device: str) -> float:
+    """What a large bfloat16 product of random matrices reaches, median of five."""
+    size, repeats = (8192, 10) if device == "cuda" else (1024, 2)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    clock = Stopwatch(device)
+    for _ in range(6):
+        with clock:
+            for _ in range(repeats):
+                torch.mm(a, b)
+    return rounded(2 * size**3 * repeats / statistics.median(clock.seconds[1:]) / 1e12)
+
+
+if __name__ == "__main__":
+    run_cell(json.loads(sys.argv[1]))

@@ -1,0 +1,88 @@
+"""Shapes of the Qwen3 models that a learner is measured on, and how many operations a step of one needs.
+
+The count is what the mathematics asks for: nothing is charged for padding, for computing activations again, or for a
+head where nothing is read. So whatever a learner does beyond it shows as a lower share of the card's peak.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from asyncgrpo.learner.batching import PackedBatch
+
+
+class Shape(NamedTuple):
+    """Of a Qwen3 model, whose weights are drawn."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    is_tied: bool
+    """The head is the embedding."""
+
+    @property
+    def body(self) -> int:
+        """Weights that every token is multiplied with once: those of the layers' matrices."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head(self) -> int:
+        """Weights of the head."""
+        return self.hidden * self.vocabulary
+
+
+SHAPES = {
+    "tiny": Shape(64, 2, 4, 2, 16, 128, 512, True),
+    "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, True),
+    "1.7b": Shape(2048, 28, 16, 8, 128, 6144, 151_936, True),
+    "8b": Shape(4096, 36, 32, 8, 128, 12_288, 151_936, False),
+}
+"""Three that are published, and one that a test can train."""
+
+
+class Work(NamedTuple):
+    """What a step has to compute."""
+
+    tokens: int
+    """Forwarded through the layers."""
+    scored: int
+    """Read by the head."""
+    pairs: int
+    """Of a query and a key that it sees, in each head of each layer."""
+
+    @classmethod
+    def of_sequences(cls, prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> "Work":
+        """Every answer after a prompt of its own; its last token is not run, because nothing follows it."""
+        lengths = [p + length - 1 for p, group in zip(prompts, answers, strict=True) for length in group]
+        scored = sum(map(sum, answers))
+        return cls(sum(lengths), scored, sum(length * (length + 1) // 2 for length in lengths))
+
+    @classmethod
+    def of_rows(cls, rows: Iterable["PackedBatch"]) -> "Work":
+        """What these rows run: a prompt that answers share counts once."""
+        tokens = scored = pairs = 0
+        for row in rows:
+            queries, keys = (x.diff().long() for x in (row.segments.queries, row.segments.keys))
+            tokens += len(row.token_ids)
+            scored += len(row.targets)
+            pairs += int((queries * (keys - queries) + queries * (queries + 1) // 2).sum())
+        return cls(tokens, scored, pairs)
+
+
+def train_flops(shape: Shape, work: Work, *, trains_weights: bool = True) -> float:
+    """Operations of one step, `3 (2 body tokens + 2 head scored + 4 layers heads head_dim pairs)`.
+
+    Backward is twice a forward: gradients by activations and by weights.
+
+    Args:
+        trains_weights: false where they are frozen below adapters: gradients by them are not needed, and adapters are
+            too small to count.
+    """
+    matrices = 2 * shape.body * work.tokens + 2 * shape.head * work.scored
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
+    return float((3 if trains_weights else 2) * matrices + 3 * attention)

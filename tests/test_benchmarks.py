@@ -1,0 +1,182 @@
+"""The benchmarks run: the smallest cell of each says in JSON what it measured, and counts what it should.
+
+No figure is judged here; that takes a quiet machine.
+"""
+
+import argparse
+import ast
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from asyncgrpo.learner.batching import pack
+from benchmarks import gpu_cells, gpu_learner, learner_step, loss_memory, packing, presets
+from benchmarks.rollouts import VERSION, Lengths, make_groups
+from benchmarks.shapes import SHAPES, Work, train_flops
+
+SMALLEST = {
+    "device": "cpu",
+    "runs": 1,
+    "seed": 1,
+    "peak": None,
+    "part": "step",
+    "shape": "tiny",
+    "layers": 2,
+    "tokens": 256,
+    "budget": 256,
+    "lora": 0,
+    "recompute": False,
+    "offload": False,
+    "share": True,
+    "compile": False,
+    "kernel": "auto",
+}
+
+
+def lines(text: str) -> list[dict]:
+    """What was printed, and that every line of it says what, how much and where."""
+    found = [json.loads(line) for line in text.splitlines()]
+    for one in found:
+        low, high = one["spread"]
+        assert 0 <= low <= one["value"] <= high
+        assert {"what", "unit", "runs", "seed", "machine", "commit", "versions"} <= set(one)
+    return found
+
+
+def test_memory_of_the_loss(capsys):
+    settings = ["--vocabularies", "4096", "--tokens", "512", "--dtypes", "float32", "--runs", "1"]
+    loss_memory.main([*settings, "--limit-gb", "0"])
+    (fused,) = lines(capsys.readouterr().out)
+    assert fused["way"] == "fused"
+    assert fused["value"] > 0
+    assert loss_memory.run_cell("full", "float32", 512, 4096, 0)["peak_mb"] > 0
+
+
+def test_packing(capsys):
+    packing.main(["--groups", "4", "--budgets", "16384", "32768", "--worlds", "2", "--runs", "1"])
+    found = lines(capsys.readouterr().out)
+    assert [one["what"] for one in found] == ["rows of lengths", "pack"] * 4
+    shared, apart = found[0], found[2]
+    assert shared["forwarded"] < apart["forwarded"] == apart["tokens"]
+    assert 0 < shared["fill_of_budget"] <= shared["fill"] <= 1
+
+
+@pytest.fixture
+def hide(tmp_path, monkeypatch):
+    """Modules that processes started from now on cannot import."""
+
+    def hidden(*names: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({names}))")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return hidden
+
+
+def test_the_learner_on_a_card_needs_no_ray_no_engine_and_no_configuration_files(hide):
+    """The cell itself, on the CPU."""
+    hide("ray", "sglang", "peft", "omegaconf")
+    found = gpu_learner.attempt(SMALLEST, time.monotonic() + 200, retry=True)
+    assert [one["what"] for one in found] == ["rl step", "supervised step", "rl speed of supervised"], found
+    lines("\n".join(map(json.dumps, found)))
+    assert found[0]["computed"] < found[0]["tokens"]
+    table = gpu_learner.table([*found, gpu_learner.failed(SMALLEST, "no time")])
+    assert table.count("\n| tiny |") == 1
+    assert table.endswith("no time\n")
+
+
+def test_heads_of_a_card(capsys):
+    gpu_cells.run_cell(SMALLEST | {"part": "head", "tokens": 16})
+    found = lines(capsys.readouterr().out)
+    assert {one["what"] for one in found} == {"head"}
+    assert gpu_learner.table(found).count("\n| tiny |") == len(found) == len(gpu_cells.TILES["cpu"])
+
+
+def test_a_cell_that_fails_is_a_line(hide):
+    hide("torch")
+    (line,) = gpu_learner.attempt(SMALLEST, time.monotonic() + 200, retry=True)
+    assert (line["what"], line["cell"]) == ("failed", SMALLEST)
+    assert "torch" in line["error"]
+    assert gpu_learner.attempt(SMALLEST, time.monotonic(), retry=True) == [
+        gpu_learner.failed(SMALLEST, "left out: no time")
+    ]
+
+
+def test_operations_are_those_of_the_matrices():
+    """Weights are counted of the model that transformers builds, pairs of a query and a key one by one."""
+    shape = SHAPES["1.7b"]
+    settings = Qwen3Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    matrices = {name: p.numel() for name, p in model.named_parameters() if name.endswith("proj.weight")}
+    assert shape.body == sum(matrices.values())
+    assert shape.head == model.get_output_embeddings().weight.numel()
+
+    lengths = Lengths([3, 2], [[4, 1], [2, 5]])
+    groups = make_groups(lengths, vocabulary=50, seed=0)
+    apart = pack(groups, VERSION, rank=0, world=1, tokens_per_microbatch=99, share_prompts=False)
+    shared = pack(groups, VERSION, rank=0, world=1, tokens_per_microbatch=99, share_prompts=True)
+    whole = Work.of_sequences(lengths.prompts, lengths.answers)
+    assert whole == Work.of_rows(apart.trained) == Work(6 + 3 + 3 + 6, 12, 21 + 6 + 6 + 21)
+    assert Work.of_rows(shared.trained) == Work(18 - 3 - 2, 12, 54 - 6 - 3)
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * 2 * whole.pairs
+    forward = 2 * shape.body * 18 + 2 * shape.head * 12 + attention
+    assert train_flops(shape, whole) == pytest.approx(3 * forward)
+
+
+def test_every_cell_is_planned_once():
+    arguments = argparse.Namespace(
+        device="cuda",
+        shapes=["0.6b", "8b"],
+        budgets=[8192, 16384],
+        tokens=65536,
+        parts=gpu_learner.PARTS,
+        runs=1,
+        recompute="auto",
+        lora=0,
+        layers=None,
+        peak=None,
+        seed=1,
+    )
+    cells = gpu_learner.plan(arguments)
+    assert len({json.dumps(cell) for cell in cells}) == len(cells) == 2 * (2 + 4 + 1)
+    steps = [cell for cell in cells if cell["part"] == "step"]
+    assert {(cell["shape"], cell["recompute"], cell["offload"]) for cell in steps} == {
+        ("0.6b", False, False),
+        ("8b", True, True),
+    }
+
+
+def test_presets():
+    one = json.loads(json.dumps(presets.measure("grpo", 1, 0, 1, [])))
+    assert (one["algorithm"], one["lag"], one["steps"], one["ended"]) == ("grpo", 1, 1, "steps")
+
+
+@pytest.mark.slow
+def test_a_learner_step_and_its_floor(capsys):
+    learner_step.main(["--rounds", "1", "--steps", "1", "--cells", "asyncgrpo", "floor", "supervised"])
+    found = lines(capsys.readouterr().out)
+    assert [one["cell"] for one in found[:3]] == ["asyncgrpo", "floor", "supervised"]
+    assert [(one["of"], one["to"]) for one in found[3:]] == [("floor", "asyncgrpo"), ("supervised", "asyncgrpo")]
+
+
+def test_trls_cells_import_nothing_of_ours():
+    """They run in a Python that has TRL and not us."""
+    imported = set()
+    for name in ("trl_learner", "cells", "measuring"):
+        nodes = list(ast.walk(ast.parse((Path(learner_step.__file__).parent / f"{name}.py").read_text())))
+        imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    ours = {name for name in imported if name.partition(".")[0] in ("asyncgrpo", "benchmarks")}
+    assert ours == {"benchmarks.cells", "benchmarks.measuring"}
