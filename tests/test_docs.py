@@ -43,7 +43,11 @@ def keys_table() -> str:
             lines += ["", f"### {name}", "", knob.section, ""]
             lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
         default = "required" if knob.required else f"`{value_in_words(knob.default)}`"
-        lines.append(f"| `{knob.key}` | {type_in_words(knob.type)} | {default} | {knob.description} |")
+        lines += [f"| `{knob.key}` | {type_in_words(knob.type)} | {default} | {knob.description} |"]
+        lines += [
+            f"| `{field.key}` | {type_in_words(field.type)} | `{value_in_words(field.default)}` | {field.description} |"
+            for field in knob.fields.values()
+        ]
     return "\n".join(lines) + "\n\n"
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.cluster.actors import sampling_of
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.run import Run
-from asyncgrpo.config import Config
+from asyncgrpo.config import Config, LoraConfig
 from asyncgrpo.config_files import shipped
 from asyncgrpo.config_loading import load_config
 from asyncgrpo.data.demo import demo_rules, make_demo_model, write_demo_task
@@ -98,12 +99,40 @@ async def one_group(config, source, sampling, engine, reward, tokenizer) -> Grou
     )
 
 
-@pytest.mark.slow
-def test_lag_zero_is_a_plain_synchronous_loop_to_the_last_bit(config: Config):
+def run(config: Config) -> Path:
+    """The whole system, to its end; the run's folder."""
     folder = RunFolder(Path(config.run.out))
     folder.claim()
     assert Run(config, folder, "").execute().status == "done"
-    ours = events(folder.path, "step")
+    return folder.path
+
+
+@pytest.mark.slow
+def test_a_run_that_publishes_adapters_is_the_run_that_publishes_whole_weights_to_the_last_bit(config: Config):
+    pytest.importorskip("peft")
+    adapted = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, lora=LoraConfig(rank=8)))
+    runs = {}
+    for only in (True, False):
+        runs[only] = run(
+            msgspec.structs.replace(
+                adapted,
+                run=msgspec.structs.replace(config.run, out=f"{config.run.out}-{only}"),
+                weights=msgspec.structs.replace(config.weights, adapters_only=only),
+            )
+        )
+    syncs = {only: events(path, "sync") for only, path in runs.items()}
+    assert all(sync["checksum"] == "ok" for sync in syncs[True]) and len(syncs[True]) == STEPS + 1
+    assert syncs[True][0]["bytes"] < syncs[False][0]["bytes"] / 4
+    ours, whole = (events(runs[only], "step") for only in (True, False))
+    for mine, theirs in zip(ours, whole, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "tokens_trained", "reward_mean", "logprob_gap_max"):
+            assert mine[name] == theirs[name], name
+    assert ours[0]["loss"] != ours[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_lag_zero_is_a_plain_synchronous_loop_to_the_last_bit(config: Config):
+    ours = events(run(config), "step")
 
     torch.set_num_threads(1)
     plain = asyncio.run(plain_loop(config))

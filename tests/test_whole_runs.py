@@ -161,3 +161,18 @@ def test_a_killed_generator_is_replaced_and_the_run_ends_well_with_two_learner_r
     # What the dead generator worked on was generated again: every prompt of the run is there once.
     assert max(int(lag) for event in events(run, "step") for lag in event["lags"]) <= 1
     assert_nothing_left(tmp_path)
+
+
+def test_with_the_filter_every_prompt_is_either_trained_or_filtered(tmp_path: Path):
+    settings = ["run.steps=null", "run.epochs=1", "run.eval_every=100", "buffer.prompts_per_step=24"]
+    settings += ["algorithm.filter_zero_signal=true", "algorithm.group_size=2"]
+    result = asyncgrpo("demo", "--engine", "torch", "--out", "run", *settings, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "run"
+    steps, ends = events(run, "step"), events(run, "end")
+    assert all(step["zero_signal_groups"] == 0 for step in steps)
+    filtered = sum(sum(event.get("filtered", {}).values()) for event in steps + ends)
+    trained = sum(sum(step["lags"].values()) for step in steps)
+    assert filtered > 0 and filtered + trained == events(run, "start")[0]["prompts"]
+    assert f"{filtered} groups without signal" in result.stdout
+    assert_nothing_left(tmp_path)

@@ -1,0 +1,85 @@
+"""docs/algorithms.md says what the code and the presets say."""
+
+import inspect
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.algorithms import diagnostics
+from asyncgrpo.config import AlgorithmConfig, CorrectionConfig
+from asyncgrpo.config_files import algorithm_file, algorithm_names
+from asyncgrpo.config_loading import load_config
+from asyncgrpo.learner.settings import loss_arguments
+
+PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """First cell, without backticks, to the others: all tables of a section."""
+    section = PAGE.split(f"\n{heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
+    return {first.strip("`"): rest for first, *rest in cells}
+
+
+def choices(struct: type, field: str) -> tuple[str, ...]:
+    hint = typing.get_type_hints(struct)[field]
+    return typing.get_args(hint)
+
+
+@pytest.mark.parametrize("field", ["advantage", "loss", "anchor", "aggregation", "kl_kind", "truncated"])
+def test_every_choice_of_a_key_is_on_the_page(field):
+    assert [
+        choice for choice in choices(AlgorithmConfig, field) if f"`{choice}`" not in PAGE and f"={choice}`" not in PAGE
+    ] == []
+
+
+def test_every_kind_of_correction_is_on_the_page():
+    table = "\n".join(rows("### Corrections"))
+    for field in ("kind", "level", "action"):
+        assert [
+            choice
+            for choice in choices(CorrectionConfig, field)
+            if choice not in (*table.split(), "importance") and f"{field}: {choice}" not in table
+        ] == []
+
+
+@pytest.mark.parametrize("loss", choices(AlgorithmConfig, "loss"))
+def test_the_arguments_of_a_loss_are_its_own_with_its_defaults(loss):
+    cell = rows("### Surrogates")[loss][1]
+    assert set(re.findall(r"`(\w+)`", cell)) == set(loss_arguments(loss))
+    numbers = {float(x) for x in re.findall(r"\[([\d.e-]+)\]", cell)}
+    defaults = {p.default for p in loss_arguments(loss).values() if isinstance(p.default, float)}
+    assert numbers == defaults
+
+
+def test_every_diagnostic_is_on_the_page():
+    reported = [*diagnostics._REPORTED, *diagnostics._ONE_IN_AGREEMENT]
+    reported += re.findall(
+        r'"((?:lag|update)_\w+)":',
+        inspect.getsource(diagnostics.lag_report) + inspect.getsource(diagnostics.update_report),
+    )
+    assert len(reported) > 25
+    assert [name for name in reported if f"`{name}`" not in PAGE] == []
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_the_row_of_a_preset_is_its_file(name):
+    papers, advantage, loss, anchor, corrections, rest = rows("## The presets")[name]
+    algorithm = load_config("quickstart", algorithm=name).algorithm
+    file = algorithm_file(name).read_text()
+    assert all(paper in file for paper in re.findall(r"\d{4}\.\d{5}", papers))
+    assert loss.split()[0].strip(",") == algorithm.loss
+    numbers = {float(x) for x in re.findall(r"[\d.]+(?:e-\d)?", loss.partition(" ")[2])}
+    assert numbers <= set(algorithm.loss_args.values())
+    assert advantage in ("", algorithm.advantage)
+    assert anchor in ("", algorithm.anchor)
+    bounds = [x for c in algorithm.corrections for x in (c.low, c.high, c.threshold) if x is not None]
+    assert [float(x) for x in re.findall(r"(?<!m)[\d.]+", corrections.replace("m2po", ""))] == bounds
+    assert name == "pairwise" or rest.split(",")[0] == algorithm.aggregation
+
+
+def test_no_preset_is_forgotten():
+    assert set(rows("## The presets")) >= set(algorithm_names())
