@@ -4,6 +4,7 @@ A bound socket is plain TCP on loopback and nothing else: any other address need
 hands to its own processes. Heartbeats find a peer that stopped without closing.
 """
 
+import atexit
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,18 @@ HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 20_000
 """Generous: an engine that compiles or loads may hold the interpreter for seconds."""
 LINGER_MS = 2_000
+SEND_TIMEOUT_MS = 5_000
+"""For a socket without a connection, as after a refused handshake; any other takes a message at once."""
+
+_open: "set[Server | Client | AsyncClient]" = set()
+"""Kept until closed: collecting a server whose authenticator still runs would wait for it for ever."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """What an error left open."""
+    for end in list(_open):
+        end.close()
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,9 @@ def is_loopback(host: str) -> bool:
 def _common_options(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
+    # Unbounded on purpose: leases bound what peers may send, and a ROUTER at its mark drops without a word.
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
@@ -77,9 +93,6 @@ class Server:
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         _common_options(self._socket)
-        # Unbounded on purpose: leases bound what peers may send, and a ROUTER at its mark drops without a word.
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
@@ -91,6 +104,7 @@ class Server:
             self._socket.curve_secretkey = keys.server_secret
         port = self._socket.bind_to_random_port(f"tcp://{bind}")
         self.endpoint = f"tcp://{advertise or bind}:{port}"
+        _open.add(self)
 
     def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:
         """The next message as (peer, frames), or None after `timeout_s`."""
@@ -110,8 +124,10 @@ class Server:
         return True
 
     def close(self) -> None:
+        _open.discard(self)
         if self._authenticator is not None:
             self._authenticator.stop()
+            self._authenticator = None
         self._socket.close()
         self._context.term()
 
@@ -130,13 +146,17 @@ def _connect(context: zmq.Context, endpoint: str, name: str, keys: Keys | None) 
     socket = context.socket(zmq.DEALER)
     _common_options(socket)
     socket.setsockopt(zmq.ROUTING_ID, name.encode())
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
     if keys is not None:
         socket.curve_serverkey = keys.server_public
         socket.curve_publickey = keys.client_public
         socket.curve_secretkey = keys.client_secret
     socket.connect(endpoint)
     return socket
+
+
+def _refused(endpoint: str) -> WireError:
+    return WireError(f"{endpoint} has no connection to us: it refused the keys of this process")
 
 
 class Client:
@@ -146,9 +166,14 @@ class Client:
         self._context = zmq.Context()
         self._socket = _connect(self._context, endpoint, name, keys)
         self.endpoint = endpoint
+        _open.add(self)
 
     def send(self, message: Message, payload: Buffer = b"") -> None:
-        self._socket.send_multipart(encode(message, payload))
+        """Queue a message. Raises WireError if the other side refused us, for instance our keys."""
+        try:
+            self._socket.send_multipart(encode(message, payload))
+        except zmq.Again:
+            raise _refused(self.endpoint) from None
 
     def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
         """The next message and its payload, or None after `timeout_s`. Raises WireError on a broken message."""
@@ -165,6 +190,7 @@ class Client:
         return answer
 
     def close(self) -> None:
+        _open.discard(self)
         self._socket.close()
         self._context.term()
 
@@ -175,14 +201,21 @@ class AsyncClient:
     def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = _connect(self._context, endpoint, name, keys)
+        self.endpoint = endpoint
+        _open.add(self)
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
-        await self._socket.send_multipart(encode(message, payload))
+        """Queue a message. Raises WireError if the other side refused us, for instance our keys."""
+        try:
+            await self._socket.send_multipart(encode(message, payload))
+        except zmq.Again:
+            raise _refused(self.endpoint) from None
 
     async def receive(self) -> tuple[Message, memoryview]:
         """The next message and its payload. Raises WireError on a broken message."""
         return decode([frame.buffer for frame in await self._socket.recv_multipart(copy=False)])
 
     def close(self) -> None:
+        _open.discard(self)
         self._socket.close()
         self._context.term()

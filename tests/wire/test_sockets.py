@@ -1,8 +1,17 @@
 """Sockets bound their waits, know their peers, and open to other machines only with keys."""
 
+import asyncio
+import contextlib
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+
 import pytest
 
 from asyncgrpo.errors import ConfigError, WireError
+from asyncgrpo.wire import sockets
 from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.messages import Hello, TakeSnapshot, Welcome
 from asyncgrpo.wire.sockets import AsyncClient, Client, Keys, Server, is_loopback
@@ -61,16 +70,51 @@ def test_a_bind_that_others_can_reach_needs_keys():
     assert not is_loopback("10.0.0.1") and not is_loopback("some.host")
 
 
+async def test_a_client_that_was_refused_says_so(monkeypatch):
+    monkeypatch.setattr(sockets, "SEND_TIMEOUT_MS", 200)
+    keys = Keys.make()
+    server = Server("0.0.0.0", keys, advertise="127.0.0.1")
+    theirs = replace(Keys.make(), server_public=keys.server_public)
+    stranger, waiting = Client(server.endpoint, "a", theirs), AsyncClient(server.endpoint, "b", theirs)
+    with pytest.raises(WireError, match="refused the keys"):
+        for _ in range(200):
+            stranger.send(HELLO)
+            time.sleep(0.05)
+    with pytest.raises(WireError, match="refused the keys"):
+        for _ in range(200):
+            await waiting.send(HELLO)
+            await asyncio.sleep(0.05)
+    for end in (stranger, waiting, server):
+        end.close()
+
+
+def test_a_process_that_closes_nothing_still_ends():
+    program = """
+        import gc
+        from asyncgrpo.wire.sockets import Client, Keys, Server
+        keys = Keys.make()
+        server = Server("0.0.0.0", keys, advertise="127.0.0.1")
+        cycle = [server, Client(server.endpoint, "a", keys)]
+        cycle.append(cycle)  # as the traceback of an error makes one
+        del server, cycle
+        gc.collect()
+        raise SystemExit(3)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60)
+    assert done.returncode == 3
+
+
 def test_only_a_client_with_the_run_s_keys_is_heard():
     keys = Keys.make()
     server = Server("0.0.0.0", keys, advertise="127.0.0.1")
     friend = Client(server.endpoint, "friend", keys)
     strangers = [Client(server.endpoint, "plain"), Client(server.endpoint, "other", Keys.make())]
-    other = Keys.make()
-    knows_the_server = Keys(keys.server_public, b"", other.client_public, other.client_secret)
-    strangers.append(Client(server.endpoint, "own-pair", knows_the_server))
-    for client in [*strangers, friend]:
-        client.send(HELLO)
+    strangers.append(Client(server.endpoint, "own-pair", replace(Keys.make(), server_public=keys.server_public)))
+    friend.send(HELLO)
+    for stranger in strangers:
+        # Before the handshake failed a message is queued, after it there is nobody to queue it for.
+        with contextlib.suppress(WireError):
+            stranger.send(HELLO)
     received = server.receive(5.0)
     assert received is not None and received[0] == "friend"
     assert server.receive(0.3) is None
