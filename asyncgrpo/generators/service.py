@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncgrpo import metrics
-from asyncgrpo.errors import EngineError, WeightsError, WireError
+from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.engine import Engine
-from asyncgrpo.generators.rollout import Decode, generate_group, request_ids
+from asyncgrpo.generators.rollout import Decode, Redundancy, TooFewAnswers, generate_group, request_ids
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.weights.base import AdapterMerger
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 15.0
+SICK_AFTER = 5
+"""Leases in a row whose requests the engine could not answer, none delivered between them, that end this process: then it
+is the engine, not the prompts."""
 UNPUBLISHED = WeightVersion(0, 0)
 """What an engine holds before its first publication: whatever is in the model's folder. Lineages count from 1."""
 
@@ -79,6 +82,7 @@ class GeneratorService:
         weights_endpoint: str,
         host: str,
         keys: Keys | None,
+        redundancy: Redundancy = Redundancy(),  # noqa: B008  # immutable
     ) -> None:
         self._id = generator_id
         self._incarnation = incarnation
@@ -93,6 +97,8 @@ class GeneratorService:
         self._weights_endpoint = weights_endpoint
         self._host = host
         self._keys = keys
+        self._redundancy = redundancy
+        self._num_refused = 0  # leases in a row whose requests failed
         self._version: WeightVersion | None = None
         self._working: dict[str, asyncio.Task[None]] = {}
         self._unacknowledged: dict[str, Unacknowledged] = {}
@@ -176,16 +182,21 @@ class GeneratorService:
     async def _work(self, lease: Lease) -> None:
         """One lease: a group delivered, or a failure reported."""
         try:
-            group = await generate_group(lease, self._engine, self._reward, self._decode, self._id)
+            group = await generate_group(lease, self._engine, self._reward, self._decode, self._id, self._redundancy)
+        except RequestError as error:
+            self._num_refused += 1
+            if self._num_refused >= SICK_AFTER:
+                raise EngineError(f"the requests of {self._num_refused} leases in a row failed: {error}") from error
+            await self._give_up(lease, "failed", error)
         except EngineError:
             raise
+        except TooFewAnswers as error:
+            await self._give_up(lease, "lease_timeout", error)
         except Exception as error:
             log.exception("lease %s failed", lease.lease_id)
-            detail = f"{type(error).__name__}: {error}"[:300]
-            await self._send(
-                LeaseFailed(generator_id=self._id, lease_id=lease.lease_id, reason="failed", detail=detail)
-            )
+            await self._give_up(lease, "failed", error)
         else:
+            self._num_refused = 0
             observe_group(group)
             message, payload = pack_group(group)
             self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, self._loop.time())
@@ -193,6 +204,11 @@ class GeneratorService:
         finally:
             self._working.pop(lease.lease_id, None)
             metrics.groups_in_flight.set(len(self._working))
+
+    async def _give_up(self, lease: Lease, reason: str, error: Exception) -> None:
+        log.warning("giving lease %s of prompt %s back: %s", lease.lease_id, lease.prompt.prompt_id, error)
+        detail = f"{type(error).__name__}: {error}"[:300]
+        await self._send(LeaseFailed(generator_id=self._id, lease_id=lease.lease_id, reason=reason, detail=detail))
 
     async def _keep_in_touch(self, receiver: Receiver) -> None:
         """Heartbeat, resend what is not acknowledged, and watch the receiver's thread."""
@@ -242,7 +258,7 @@ class GeneratorService:
 
 def observe_group(group: Group) -> None:
     """Count a group's answers in this process's metrics."""
-    metrics.tokens_generated_total.inc(group.num_tokens)
+    metrics.tokens_generated_total.inc(group.num_tokens + group.discarded.tokens)
     metrics.generate_seconds.observe(group.timings["generate"])
     for rollout in group.rollouts:
         metrics.answers_total.labels(finish_reason=rollout.completion.finish_reason).inc()

@@ -71,6 +71,7 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 spans=completion.spans,
                 finish_reason=completion.finish_reason,
                 score=rollout.score,
+                seed=rollout.seed,
             )
         )
     message = Deliver(
@@ -83,6 +84,7 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
         rollouts=tuple(headers),
         generator_id=group.generator_id,
         timings=group.timings,
+        discarded=group.discarded,
     )
     return message, b"".join(parts)
 
@@ -103,7 +105,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
         if not np.isfinite(logprobs).all():
             raise WireError(f"group {message.group_id}, answer {header.index}: a log-prob is not finite")
         completion = Completion(header.index, token_ids, logprobs, header.spans, header.finish_reason)
-        rollouts.append(Rollout(completion, header.score))
+        rollouts.append(Rollout(completion, header.score, header.seed))
     return Group(
         group_id=message.group_id,
         lease_id=message.lease_id,
@@ -114,6 +116,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
         rollouts=tuple(rollouts),
         generator_id=message.generator_id,
         timings=message.timings,
+        discarded=message.discarded,
     )
 
 
@@ -126,6 +129,8 @@ def check_group(message: Deliver, payload_bytes: int) -> None:
     where = f"group {message.group_id}"
     if any(h.num_tokens < 0 for h in message.rollouts):
         raise WireError(f"{where}: a negative length")
+    if min(msgspec.structs.astuple(message.discarded)) < 0:
+        raise WireError(f"{where}: a negative count of what was discarded")
     expected = BYTES_PER_TOKEN * sum(h.num_tokens for h in message.rollouts)
     if payload_bytes != expected:
         raise WireError(f"{where}: payload has {payload_bytes} bytes, its header says {expected}")

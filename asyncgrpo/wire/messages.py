@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncgrpo.types import FinishReason, Lease, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
+from asyncgrpo.types import Discarded, FinishReason, Lease, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
 
 PROTOCOL = 1
 
@@ -46,6 +46,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     score: Score
+    seed: int = 0
 
 
 class Deliver(Message):
@@ -60,6 +61,7 @@ class Deliver(Message):
     rollouts: tuple[RolloutHeader, ...]
     generator_id: str
     timings: dict[str, float]
+    discarded: Discarded = Discarded()
 
 
 class LeaseFailed(Message):
