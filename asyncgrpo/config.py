@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
+AtLeastTwo = Annotated[int, Meta(ge=2)]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,9 +132,8 @@ class AlgorithmConfig(Section, frozen=True):
 
     group_size: Annotated[int, Meta(ge=2, description="answers to each prompt; GRPO compares them, so at least 2")] = 8
     min_answers: Annotated[
-        int | None,
+        AtLeastTwo | None,
         Meta(
-            ge=2,
             description="a group that lost answers to failures or to its deadline is trained if it has so many; "
             "none: group_size",
         ),

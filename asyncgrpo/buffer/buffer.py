@@ -153,7 +153,10 @@ class Buffer:
         while may_join and (issued := prompts.next()) is not None:
             order, prompt = issued
             if prompt.prompt_id not in self._quarantine:
-                return issued
+                if not self._suspects.is_suspect(order):
+                    return issued
+                prompts.set_aside(order)  # of an earlier start
+                continue
             self.outcomes["leased"] += 1
             lease_id = f"{self._lineage}.{order}.{self._attempts[order]}"
             self.journal.append(Dropped(lease_id=lease_id, order=order, reason="quarantined", is_final=True))

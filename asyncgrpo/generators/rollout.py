@@ -39,6 +39,9 @@ class Redundancy(NamedTuple):
     """Answers launched beyond those wanted."""
 
 
+NONE = Redundancy()
+
+
 class TooFewAnswers(Exception):
     """The group was cut, and what there was of it is less than its lease asks for."""
 
@@ -49,7 +52,7 @@ async def generate_group(
     reward: Reward,
     decode: Decode,
     generator_id: str,
-    redundancy: Redundancy = Redundancy(),  # noqa: B008  # immutable
+    redundancy: Redundancy = NONE,
 ) -> Group:
     """The completed group of `lease`.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncgrpo import metrics
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.engine import Engine
-from asyncgrpo.generators.rollout import Decode, Redundancy, TooFewAnswers, generate_group, request_ids
+from asyncgrpo.generators.rollout import NONE, Decode, Redundancy, TooFewAnswers, generate_group, request_ids
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.weights.base import AdapterMerger
@@ -82,7 +82,7 @@ class GeneratorService:
         weights_endpoint: str,
         host: str,
         keys: Keys | None,
-        redundancy: Redundancy = Redundancy(),  # noqa: B008  # immutable
+        redundancy: Redundancy = NONE,
     ) -> None:
         self._id = generator_id
         self._incarnation = incarnation

@@ -13,7 +13,7 @@ from asyncgrpo.generators import rollout
 from asyncgrpo.generators.acceptance import Launched, choose
 from asyncgrpo.generators.fake_engine import FakeEngine
 from asyncgrpo.generators.requests import Answer
-from asyncgrpo.generators.rollout import Redundancy, TooFewAnswers, generate_group, retry_seed
+from asyncgrpo.generators.rollout import NONE, Redundancy, TooFewAnswers, generate_group, retry_seed
 from asyncgrpo.types import Completion, Group, Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
 from tests.simulation.clock import VirtualLoop
 
@@ -43,8 +43,8 @@ class Rewards:
 def generated(
     lease: Lease,
     reward: Rewards | None = None,
-    redundancy: Redundancy = Redundancy(),
-    **engine,  # noqa: B008
+    redundancy: Redundancy = NONE,
+    **engine,
 ) -> Group:
     """The group of a lease, on a virtual clock, by the fake engine at a token a second."""
     loop = VirtualLoop()  # type: ignore[abstract]
