@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from asyncgrpo.buffer.deadlines import CUT_AT, Deadlines
 from asyncgrpo.buffer.journal import InMemory, Ledger
-from asyncgrpo.buffer.quarantine import Line, Quarantine
+from asyncgrpo.buffer.quarantine import Case, Quarantine
 from asyncgrpo.buffer.records import Dropped, Handed, Interrupted, delivered
 from asyncgrpo.buffer.staleness import lag_is_kept
 from asyncgrpo.buffer.suspects import BLAMED, POISON, Past, Suspects
@@ -183,8 +183,8 @@ class Buffer:
             return
         if self._blamed[entry.order] >= self._config.max_attempts:
             attempts = self._attempts[entry.order]
-            line = Line(prompt_id=entry.prompt.prompt_id, reason=reason, order=entry.order, attempts=attempts)
-            self._quarantine.add(line)
+            case = Case(prompt_id=entry.prompt.prompt_id, reason=reason, order=entry.order, attempts=attempts)
+            self._quarantine.add(case)
         self._leave(entry)
         self._finish(entry.order, f"dropped_{reason}")
 
@@ -373,7 +373,7 @@ class Buffer:
     @property
     def num_quarantined(self) -> int:
         """Prompts of the file that are leased no more."""
-        return len(self._quarantine.lines)
+        return len(self._quarantine.cases)
 
     def oldest_lease(self) -> Entry | None:
         """The group that has been under way for longest."""

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 FILE = "quarantine.jsonl"
 
 
-class Line(Frozen, frozen=True):
+class Case(Frozen, frozen=True):
     """One prompt in quarantine."""
 
     prompt_id: str
@@ -39,28 +39,28 @@ class Quarantine:
             path: the file, which may not be there yet; None: nothing is written down.
         """
         self._path = path
-        self.lines: dict[str, Line] = {}
+        self.cases: dict[str, Case] = {}
         """By prompt id."""
         for text in path.read_bytes().splitlines() if path is not None and path.exists() else []:
             try:
-                line = msgspec.json.decode(text, type=Line)
+                case = msgspec.json.decode(text, type=Case)
             except msgspec.MsgspecError as error:
                 log.warning("%s: a line cannot be read (%s); its prompt is leased again", path, error)
             else:
-                self.lines[line.prompt_id] = line
+                self.cases[case.prompt_id] = case
 
     def __contains__(self, prompt_id: str) -> bool:
-        return prompt_id in self.lines
+        return prompt_id in self.cases
 
-    def add(self, line: Line) -> None:
+    def add(self, case: Case) -> None:
         """From now on this prompt is not leased. What cannot be written holds until the end of this process."""
-        self.lines[line.prompt_id] = line
-        log.error("prompt %s is in quarantine after %d leases: %s", line.prompt_id, line.attempts, line.reason)
+        self.cases[case.prompt_id] = case
+        log.error("prompt %s is in quarantine after %d leases: %s", case.prompt_id, case.attempts, case.reason)
         if self._path is None:
             return
         try:
             with open(self._path, "ab+") as file:
-                file.write((b"\n" if _is_torn(file) else b"") + msgspec.json.encode(line) + b"\n")
+                file.write((b"\n" if _is_torn(file) else b"") + msgspec.json.encode(case) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

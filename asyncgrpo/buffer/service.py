@@ -179,7 +179,7 @@ class BufferService:
                 log.info("draining: %s", reason)
                 self._drain_reason, self._buffer.draining = reason, True
             case GeneratorLost(generator_id=name):
-                self._lose(name, "its process ended")
+                self._lose(name, "its process ended", now_s)
             case Finished():
                 self._finished = True
                 self._journal.close()
@@ -193,7 +193,7 @@ class BufferService:
             self._server.send(peer, Farewell())
             return
         if message.generator_id in self._sessions:
-            self._lose(message.generator_id, "it started again")
+            self._lose(message.generator_id, "it started again", now_s)
         self._newest[message.generator_id] = peer
         self._greeted.add(peer)
         self._sessions[message.generator_id] = Session(peer, message.incarnation, message.window, now_s)
@@ -253,11 +253,11 @@ class BufferService:
         if result is not None:
             self._results.append(result)
 
-    def _lose(self, name: str, why: str) -> None:
+    def _lose(self, name: str, why: str, now_s: float) -> None:
         if self._sessions.pop(name, None) is None:
             return
         released = self._buffer.release(name)
-        self._evaluations.release(name)
+        self._results += self._evaluations.release(name, now_s)
         log.warning("%s is lost (%s); %d of its leases are free again", name, why, len(released))
 
     # -- what time brings ----------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class BufferService:
         self._answer_snapshots()
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
-                self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s")
+                self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
         late, results = self._evaluations.expire(now_s)
         self._results += results
         expired = self._buffer.expire(now_s)

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.history import read_history
-from asyncgrpo.buffer.quarantine import FILE, Line, Quarantine
+from asyncgrpo.buffer.quarantine import FILE, Case, Quarantine
 from asyncgrpo.buffer.records import Dropped, Interrupted
+from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.buffer.suspects import SUSPECT_AFTER, Suspects
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Lease, Sampling, WeightVersion
+from asyncgrpo.wire.codec import encode
+from asyncgrpo.wire.messages import PROTOCOL, GeneratorLost, Grant, Hello, LeaseFailed, Message, Serving
 from tests.buffer.test_buffer import deliver, lease_all, prompts, v
 from tests.buffer.test_recovery import start
 
@@ -84,7 +88,7 @@ def test_a_prompt_that_no_generator_can_answer_is_quarantined_and_one_that_is_on
             buffer.fail(buffer.lease("a", 0.0).lease_id, reason)
     for reason in ("lease_timeout", "failed"):  # not all of it was the prompt's fault
         buffer.fail(buffer.lease("a", 0.0).lease_id, reason)
-    assert list(buffer._quarantine.lines) == ["train/0"]
+    assert list(buffer._quarantine.cases) == ["train/0"]
 
 
 def test_the_end_of_a_generator_costs_a_prompt_nothing_until_it_is_a_suspect_and_an_answer_clears_it():
@@ -140,13 +144,13 @@ def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path):
     path.write_bytes(b'{"prompt_id":"train/1","reason":"poi')
     quarantine = Quarantine(path)
     assert "train/1" not in quarantine
-    quarantine.add(Line(prompt_id="train/5", reason="failed", order=5, attempts=3))
-    assert list(Quarantine(path).lines) == ["train/5"]
+    quarantine.add(Case(prompt_id="train/5", reason="failed", order=5, attempts=3))
+    assert list(Quarantine(path).cases) == ["train/5"]
 
 
 def test_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
     quarantine = Quarantine(tmp_path / "nowhere" / FILE)
-    quarantine.add(Line(prompt_id="train/5", reason="failed", order=5, attempts=3))
+    quarantine.add(Case(prompt_id="train/5", reason="failed", order=5, attempts=3))
     assert "train/5" in quarantine
 
 
@@ -176,3 +180,65 @@ def test_failed_attempts_and_ends_of_generators_survive_a_restart(tmp_path: Path
     assert buffer.lease("b", 0.0) is None
     buffer.fail(alone.lease_id, "failed")
     assert buffer.outcomes["dropped_failed"] == 1 and buffer.num_quarantined == 1
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+class Line:
+    """In the place of the socket: remembers who was sent what."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Message]] = []
+
+    def send(self, peer: str, message: Message, payload: bytes = b"") -> None:
+        self.sent.append((peer, message))
+
+    def grants(self) -> dict[str, list[int]]:
+        """Orders leased since the last call, by peer."""
+        found: dict[str, list[int]] = {}
+        for peer, message in self.sent:
+            if isinstance(message, Grant):
+                found.setdefault(peer, []).append(message.lease.order)
+        self.sent.clear()
+        return found
+
+
+def said(service: BufferService, peer: str, now_s: float, *messages: Message) -> None:
+    for message in messages:
+        service.turn((peer, encode(message, b"")), now_s)
+
+
+def hello(name: str) -> tuple[Message, Message]:
+    return (
+        Hello(protocol=PROTOCOL, generator_id=name, incarnation="i", window=2),
+        Serving(generator_id=name, version=v(0)),
+    )
+
+
+def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
+    line, buffer = Line(), make_buffer(per_step=8)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    for end in range(SUSPECT_AFTER):
+        said(service, f"a-{end}", 1.0, *hello("a"))
+        assert line.grants() == {f"a-{end}": [0, 1]}
+        said(service, "driver", 1.0, GeneratorLost(generator_id="a"))
+    for peer in "ab":
+        said(service, peer, 2.0, *hello(peer))
+    assert line.grants() == {"a": [0], "b": [2, 3]}
+    assert buffer.accept(deliver(buffer._entries["1.0"].lease, 0), b"") is None
+    service.turn(None, 3.0)
+    assert line.grants() == {"a": [1]}, "the next suspect"
+    buffer.accept(deliver(buffer._entries["1.1"].lease, 0), b"")
+    service.turn(None, 4.0)
+    assert line.grants() == {"a": [4, 5]}, "and then it is a generator like any other"
+
+
+def test_a_lease_that_was_cut_with_too_few_answers_counts_as_late():
+    line, buffer = Line(), make_buffer(max_attempts=1)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    said(service, "a", 1.0, *hello("a"))
+    for order, reason in ((0, "lease_timeout"), (1, "failed")):
+        said(service, "a", 2.0, LeaseFailed(generator_id="a", lease_id=f"1.{order}.0", reason=reason))
+    assert buffer.outcomes["dropped_lease_timeout"] == buffer.outcomes["dropped_failed"] == 1
+    assert list(buffer._quarantine.cases) == ["train/1"] and service._sessions["a"].late_s == 2.0

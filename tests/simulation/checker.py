@@ -211,7 +211,7 @@ class Checker:
         life.grants[order] += 1
         self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
         self._require(
-            prompt.prompt_id not in self._quarantine.lines,
+            prompt.prompt_id not in self._quarantine.cases,
             "P13 poison",
             f"{prompt.prompt_id} is in quarantine and is leased",
         )
