@@ -146,21 +146,20 @@ class Buffer:
         """What `holder` may work on: a prompt like any other, or a suspect alone."""
         prompts = self._prompts
         may_join, may_be_alone = self._suspects.may_lease(holder, self._held[holder], is_waiting=prompts.has_aside)
-        if may_be_alone:
-            order, prompt = prompts.next_aside()
-            self._suspects.leased(order)
-            return order, prompt
-        while may_join and (issued := prompts.next()) is not None:
+        while (issued := prompts.next_aside() if may_be_alone else prompts.next() if may_join else None) is not None:
             order, prompt = issued
-            if prompt.prompt_id not in self._quarantine:
-                if not self._suspects.is_suspect(order):
-                    return issued
-                prompts.set_aside(order)  # of an earlier start
-                continue
-            self.outcomes["leased"] += 1
-            lease_id = f"{self._lineage}.{order}.{self._attempts[order]}"
-            self.journal.append(Dropped(lease_id=lease_id, order=order, reason="quarantined", is_final=True))
-            self._finish(order, "dropped_quarantined")
+            if prompt.prompt_id in self._quarantine:
+                self.outcomes["leased"] += 1
+                lease_id = f"{self._lineage}.{order}.{self._attempts[order]}"
+                self.journal.append(Dropped(lease_id=lease_id, order=order, reason="quarantined", is_final=True))
+                self._finish(order, "dropped_quarantined")
+            elif may_be_alone:
+                self._suspects.leased(order)
+                return issued
+            elif self._suspects.is_suspect(order):  # since an earlier start
+                prompts.set_aside(order)
+            else:
+                return issued
         return None
 
     def held_by(self, holder: str) -> int:

@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from asyncgrpo.errors import JournalError
 from asyncgrpo.types import Frozen
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,13 @@ class Quarantine:
         """
         Args:
             path: the file, which may not be there yet; None: nothing is written down.
+        Raises:
+            JournalError: the file cannot be read.
         """
         self._path = path
         self.cases: dict[str, Case] = {}
         """By prompt id."""
-        for text in path.read_bytes().splitlines() if path is not None and path.exists() else []:
+        for text in _read(path) if path is not None else []:
             try:
                 case = msgspec.json.decode(text, type=Case)
             except msgspec.MsgspecError as error:
@@ -65,6 +68,15 @@ class Quarantine:
                 os.fsync(file.fileno())
         except OSError as error:
             log.error("%s cannot be written: %s", self._path, error)
+
+
+def _read(path: Path) -> list[bytes]:
+    try:
+        return [line for line in path.read_bytes().splitlines() if line.strip()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _is_torn(file: BinaryIO) -> bool:

@@ -68,8 +68,8 @@ class Suspects:
             num_held: leases that it works on.
             is_waiting: a suspect waits for a generator.
         """
-        if is_waiting and self._holder is None:
-            self._holder = holder
+        if self._alone is None:
+            self._holder = (self._holder or holder) if is_waiting else None
         if holder != self._holder:
             return True, False
         return False, is_waiting and self._alone is None and num_held == 0

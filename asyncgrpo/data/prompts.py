@@ -156,8 +156,10 @@ class PromptSource:
         self._outstanding.remove(order)
         heapq.heappush(self._set_aside, order)
 
-    def next_aside(self) -> tuple[int, Prompt]:
-        """The oldest (order, prompt) that was set aside; there must be one."""
+    def next_aside(self) -> tuple[int, Prompt] | None:
+        """The oldest (order, prompt) that was set aside, or None."""
+        if not self._set_aside:
+            return None
         order = heapq.heappop(self._set_aside)
         self._outstanding.add(order)
         return order, self.prompt(order)

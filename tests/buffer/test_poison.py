@@ -123,6 +123,17 @@ def test_a_suspect_waits_for_no_generator_that_is_gone():
     assert suspects.may_lease("b", 0, is_waiting=True) == (False, True)
 
 
+def test_a_suspect_that_went_into_quarantine_meanwhile_is_dropped_and_its_generator_works_on():
+    buffer = make_buffer(per_step=8)
+    for _ in range(SUSPECT_AFTER):
+        assert [buffer.lease("a", 0.0).order for _ in range(2)] == [0, 1]
+        buffer.release("a")
+    for index in range(2):  # say, in another epoch
+        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=9, attempts=3))
+    assert buffer.lease("a", 0.0) is None and buffer.outcomes["dropped_quarantined"] == 2
+    assert [lease.order for lease in lease_all(buffer, "a")] == [2, 3, 4, 5, 6, 7] and balanced(buffer)
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 

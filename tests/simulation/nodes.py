@@ -130,6 +130,7 @@ class GeneratorHost:
         world = self.world
         if answer.request.prompt in world.killers and self.is_alive:
             world.note("fault", "killer_prompt", self.peer)
+            world.killed_s = world.now
             self.kill()
             world.generator_ended(self)
         if not world.of_answers or length != 1:

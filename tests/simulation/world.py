@@ -19,6 +19,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.quarantine import Quarantine
 from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.buffer.suspects import NOTHING, Past
 from asyncgrpo.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -120,8 +121,12 @@ class World:
         # By token ids, which is all that an engine sees. Not those of the held-out prompts.
         killers = self._prompts[-1:] if "killer_prompt" in self.of_answers and count > 2 else ()
         self.killers = {prompt.token_ids for prompt in killers}
+        self.killed_s = 0.0
+        """When a prompt last ended a generator, which it may do after the faults, though not for ever (P13)."""
         self.quarantine = Quarantine()
         """Outlives every end of the run, as its file does."""
+        self._past = NOTHING
+        """Outlives it as well, as in the journal."""
         self.checker = Checker(
             config=self.config,
             redundancy=self.redundancy,
@@ -184,10 +189,12 @@ class World:
         except StalledError as error:  # for so long that no fault excuses it
             raise Violation(f"P12 liveness: {error}") from error
         except AsyncGRPOError as error:
-            if self.now > self.faults.until_s + NO_TROUBLE_AFTER_S:
+            if self.now > max(self.faults.until_s, self.killed_s) + NO_TROUBLE_AFTER_S:
                 raise Violation(f"P12 liveness: without a fault for long, the run ends by itself: {error}") from error
             return f"{type(error).__name__}: {error}"
         finally:
+            buffer = self._buffer
+            self._past = Past(buffer._attempts, buffer._blamed, buffer._suspects._ends)
             if self._service is not None and not self._service._finished:
                 self._service = None
             self._kill_generators()
@@ -220,6 +227,7 @@ class World:
         held_out = self._prompts[:2] if self.config.data.eval else ()
         held_out = tuple(msgspec.structs.replace(p, info={}) for p in held_out)
         evaluations = Evaluations(held_out, self._sampling, run.seed, self.config.buffer.lease_timeout_s)
+        buffer.remember(self._past)
         self._buffer = buffer
         self._service = BufferService(BufferSocket(self._from_buffer), buffer, evaluations)  # type: ignore[arg-type]
         self.publisher = Publisher(self, rng)
