@@ -155,8 +155,9 @@ class _Group:
         num_failed = sum(one.score is not None and not one.is_good for one in others)
         num_censored = len(censored(self._launched, self._lease.num_answers))
         running = dict(self._requests)
-        for request_id in running:
-            await self._engine.abort(request_id)
+        if any(one.completion is None for one in others):
+            for request_id in running:
+                await self._engine.abort(request_id)
         if running:
             await asyncio.wait(running.values(), timeout=ABORT_WITHIN_S)
         return Discarded(
