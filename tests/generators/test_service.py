@@ -50,6 +50,7 @@ class Generator(GeneratorService):
             keep_kv=True,
             merger=None,
             load_timeout_s=1.0,
+            stuck_after_s=10.0,
             keys=None,
             **settings,
         )

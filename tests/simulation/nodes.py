@@ -55,6 +55,7 @@ class Receiver:
     def __init__(self, join: Callable[[], None]) -> None:
         self._join = join
         self.failure: BaseException | None = None
+        self.is_alive = False
 
     def start(self) -> None:
         self._join()
@@ -106,6 +107,7 @@ class GeneratorHost:
             keep_kv=True,
             merger=None,
             load_timeout_s=10.0,
+            stuck_after_s=120.0,
             buffer_endpoint="",
             weights_endpoint="",
             host="",
