@@ -65,15 +65,33 @@ class Fleet:
         self._failed_starts = [0] * count
         self._budgets = [Budget(f"generator-{i}", setup.config.generators.restarts) for i in range(count)]
         self._core: Core | None = None
+        self._home = Moved(buffer_endpoint="", weights_endpoint="")
 
     @property
     def is_up(self) -> bool:
         """Whether some engine serves already."""
         return any(self._watch.has_begun(f"generator-{i}", g.incarnation) for i, g in self._running.items())
 
-    def work_for(self, core: Core) -> None:
-        """From now on. Those that live are told, those that start are given its address."""
-        self._core = core
+    @property
+    def is_whole(self) -> bool:
+        """Whether every engine serves, and works for the present core."""
+        return (
+            self._core is not None
+            and len(self._running) == len(self._budgets)
+            and all(
+                self._watch.has_begun(name := f"generator-{index}", generator.incarnation)
+                and self._watch.home(name, generator.incarnation) == self._home.buffer_endpoint
+                for index, generator in self._running.items()
+            )
+        )
+
+    def work_for(self, core: Core, home: Moved) -> None:
+        """From now on. Those that live are told, those that start are given its address.
+
+        Args:
+            home: where they find it.
+        """
+        self._core, self._home = core, home
 
     def leave(self) -> None:
         """The core that they worked for is gone."""
@@ -92,12 +110,15 @@ class Fleet:
                 self._ended(index, generator, _reason(generator.running), may_restart)
             elif ailment := self._watch.ailment(name, generator.incarnation, silent_s=limit_s, still_s=limit_s):
                 self._ended(index, generator, ailment, may_restart)
-            elif self._core is not None and not self._watch.is_home(name, self._core.home.buffer_endpoint):
-                self._watch.tell(name, self._core.home)
+            elif self._core is not None and self._watch.home(name, generator.incarnation) not in (
+                None,
+                self._home.buffer_endpoint,
+            ):
+                self._watch.tell(name, self._home)
         if self._core is not None:
             for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
                 del self._due[index]
-                self._start(index, self._core.home)
+                self._start(index, self._home)
 
     def farewell(self, timeout_s: float) -> None:
         """Wait for the generators to end by themselves."""

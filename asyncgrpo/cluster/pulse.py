@@ -6,6 +6,7 @@
 Ray tells of a process that ended. This tells of one that did not, and is of no use any more.
 """
 
+import atexit
 import faulthandler
 import logging
 import os
@@ -54,11 +55,24 @@ class Heart:
         self._name, self._incarnation = name, incarnation
         self._stacks = run_dir / "logs" / f"{name}.stacks"
         self._on_moved, self._home, self._loop_age_s, self._step = on_moved, home, loop_age_s, step
-        threading.Thread(target=self._run, name="heart", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # before sockets are closed under it
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         client = Client(self._endpoint, f"{self._name}-{self._incarnation}", self._keys)
-        while True:
+        try:
+            self._beat(client)
+        finally:
+            client.close()
+
+    def _beat(self, client: Client) -> None:
+        while not self._over.is_set():
             client.send(
                 Pulse(
                     name=self._name,
@@ -71,9 +85,9 @@ class Heart:
                 )
             )
             due = time.monotonic() + BEAT_S
-            while (left_s := due - time.monotonic()) > 0:
+            while (left_s := due - time.monotonic()) > 0 and not self._over.is_set():
                 try:
-                    received = client.receive(left_s)
+                    received = client.receive(min(left_s, 0.2))
                 except WireError as error:
                     log.warning("refused a message of the driver: %s", error)
                     continue
@@ -157,10 +171,18 @@ class Watch:
         known = self._processes.get(name)
         return known if known is not None and known.pulse.incarnation == incarnation else None
 
-    def is_home(self, name: str, home: str) -> bool:
-        """Whether this generator works for that buffer, or has said nothing yet."""
-        known = self._processes.get(name)
-        return known is None or known.pulse.home in ("", home)
+    def names(self, role: str) -> list[str]:
+        """Of the processes of a role that are in touch."""
+        return [name for name in self._processes if name.startswith(role)]
+
+    def pids(self, *roles: str) -> list[int]:
+        """Process ids of these roles, or of one process by its name; `""` is everyone's."""
+        return [p.pulse.pid for name, p in self._processes.items() if name.startswith(roles)]
+
+    def home(self, name: str, incarnation: str) -> str | None:
+        """The buffer that this generator works for; None before it works for any."""
+        known = self._of(name, incarnation)
+        return (known.pulse.home or None) if known is not None else None
 
     def tell(self, name: str, message: Message) -> None:
         """To one process, if it is in touch."""

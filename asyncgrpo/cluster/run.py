@@ -20,6 +20,7 @@ from typing import Any
 from asyncgrpo import logs, metrics
 from asyncgrpo.cluster.actors import BufferReady, Setup, host_of, uses_cuda
 from asyncgrpo.cluster.budget import Budget
+from asyncgrpo.cluster.chaos import Chaos, Plan
 from asyncgrpo.cluster.core import Core
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder
@@ -56,12 +57,14 @@ class Outcome:
 class Run:
     """One run in one folder. `execute` blocks until it is over."""
 
-    def __init__(self, config: Config, folder: RunFolder, sizes: str) -> None:
+    def __init__(self, config: Config, folder: RunFolder, sizes: str, chaos: Plan | None = None) -> None:
         """
         Args:
             folder: claimed by this process.
             sizes: the configuration's sizes in words, for the screen.
+            chaos: faults to do to this run on purpose.
         """
+        self._plan = chaos
         self._config = config
         self._folder = folder
         self._sizes = sizes
@@ -113,13 +116,14 @@ class Run:
             start_with=config.generators.count,
         )
         fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
+        chaos = Chaos(self._plan, watch, fleet, self._events) if self._plan is not None else None
         budget, losses_in_a_row = Budget("buffer and learner", config.cluster.restarts), 0
         tell("the buffer, the learner and the engines are starting")
         try:
             while True:
                 core = Core(setup, placement, watch)
                 try:
-                    return self._train(core, fleet, watch, tell)
+                    return self._train(core, fleet, watch, chaos, tell)
                 except ProcessLost as loss:
                     has_trained = (core.steps_done or 0) > core.first_step
                     losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
@@ -141,9 +145,11 @@ class Run:
             time.sleep(STACKS_S)
             raise
         finally:
+            if chaos is not None:
+                chaos.end()
             watch.close()
 
-    def _train(self, core: Core, fleet: Fleet, watch: Watch, tell: Callable[[str], None]) -> str:
+    def _train(self, core: Core, fleet: Fleet, watch: Watch, chaos: Chaos | None, tell: Callable[[str], None]) -> str:
         """With one core, to the end. Raises ProcessLost when another may go on, another AsyncGRPOError when none can."""
 
         def look_around() -> None:
@@ -160,10 +166,12 @@ class Run:
             self._export_from(name, address)
         self._say(ready, tell)
         core.run(leaders[0], self._about(ready))
-        fleet.work_for(core)
+        fleet.work_for(core, core.home if chaos is None else chaos.route(core.home))
         is_draining = False
         while (status := core.status()) is None:
             look_around()
+            if chaos is not None:
+                chaos.tend(core)
             if self._asked_to_stop and not is_draining:
                 is_draining = True
                 core.drain("asked to stop")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncgrpo import metrics
 from asyncgrpo.config import Config
+from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 from asyncgrpo.learner.inbox import Inbox, Taken
 from asyncgrpo.learner.learner import Learner
@@ -114,7 +115,7 @@ class LearnerService:
             if self.step % self._config.run.eval_every == 0:
                 self._evaluate()
             if self.step % self._config.run.checkpoint_every == 0:
-                self._checkpoint()
+                self._try_checkpoint()
         return self._end(status)
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
@@ -161,13 +162,20 @@ class LearnerService:
             self._evaluated = self.step
             self._inbox.request_eval(self.step)
 
-    def _checkpoint(self) -> Path:
+    def _try_checkpoint(self) -> None:
+        """A disk that refuses one does not end training: the last one stays, and the next may fit."""
+        check_owner(self._run_dir, self.version.lineage)
+        try:
+            self._checkpoint()
+        except CheckpointError as error:
+            log.error("%s; training goes on", error)
+
+    def _checkpoint(self) -> None:
         """Write one and tell the buffer, which may then forget the groups that it covers.
 
         Raises:
-            CheckpointError: the disk refused, or a later start of the run owns the folder.
+            CheckpointError: the disk refused.
         """
-        check_owner(self._run_dir, self.version.lineage)
         state = RunState(
             step=self.step,
             lineage=self.version.lineage,
@@ -183,7 +191,6 @@ class LearnerService:
         metrics.checkpoint_seconds.observe(seconds)
         metrics.checkpoint_last_success_timestamp_seconds.set_to_current_time()
         self._recorder.events.write("checkpoint", step=self.step, path=str(path), seconds=seconds)
-        return path
 
     def _fill(self, folder: Path) -> None:
         self._team.tell(Order(what="save", folder=str(folder / "resume")))
