@@ -187,6 +187,10 @@ class Publisher:
         if not self._members:
             raise WeightsError("no generator asked for weights")
 
+    @property
+    def generators(self) -> list[str]:
+        return sorted(self._members)
+
     def newcomers(self) -> bool:
         return any(self._members[peer].is_alive for peer in self._new if peer in self._members)
 
