@@ -282,7 +282,9 @@ class GeneratorConfig(Section, frozen=True):
         int, Meta(ge=0, description="times that one answer is sampled again after its request or its reward failed")
     ] = 0
     extra: Annotated[dict[str, Any], Meta(description="further arguments of sglang.Engine, as they are")] = {}
-    restarts: Annotated[int, Meta(ge=0, description="restarts of one generator before the run gives up")] = 10
+    restarts: Annotated[
+        int, Meta(ge=0, description="restarts of one generator within an hour before the run gives up")
+    ] = 10
 
 
 class LearnerConfig(Section, frozen=True):
@@ -352,6 +354,12 @@ class ClusterConfig(Section, frozen=True):
     stall_timeout_s: Annotated[
         float, Meta(gt=0, description="nothing trained for so long: stop with an error, seconds")
     ] = 3600.0
+    silent_timeout_s: Annotated[
+        float, Meta(gt=0, description="a process or engine that gives no sign of life for so long is replaced, seconds")
+    ] = 120.0
+    restarts: Annotated[
+        int, Meta(ge=0, description="restarts of buffer and learner within an hour before the run gives up")
+    ] = 10
 
 
 class Config(Section, frozen=True):

@@ -50,5 +50,9 @@ class StalledError(AsyncGRPOError):
     """Something awaited did not come before its deadline. The message names what was awaited and for how long."""
 
 
+class ProcessLost(AsyncGRPOError):
+    """A process of the run ended, or was ended, and another may take its place."""
+
+
 class TrainingError(AsyncGRPOError):
     """Training cannot go on: too many updates in a row were not worth making."""

@@ -312,8 +312,19 @@ class _Waits:
         with self._lock:
             return self._clock() - min(self._started[what]) if self._started.get(what) else 0.0
 
+    def all(self) -> dict[str, float]:
+        """Seconds of the longest wait that goes on now, by what is awaited."""
+        with self._lock:
+            now = self._clock()
+            return {what: now - min(started) for what, started in self._started.items() if started}
+
 
 _waits = _Waits()
+
+
+def waits() -> dict[str, float]:
+    """What this process waits for now, by the names of `WAITS`, and for how long, seconds."""
+    return _waits.all()
 
 
 @contextmanager

@@ -153,6 +153,9 @@ class BatchingEngine:
     async def abort(self, request_id: str) -> None:
         raise NotImplementedError("nothing is cancelled in this benchmark")
 
+    async def probe(self) -> None:
+        """It never hangs."""
+
     async def checksum(self) -> str:
         return ""
 
@@ -243,6 +246,10 @@ class Product:
     def newcomers(self) -> bool:
         return False
 
+    @property
+    def generators(self) -> list[str]:
+        return list(self._lines)
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -283,6 +290,7 @@ class Product:
             Silent(),  # type: ignore[arg-type]
             lineage=1,
             run_dir=Path("nowhere"),
+            start_with=case.generators,
             last_step=None,
         )
         self._learner._checkpoints = _NoCheckpoints()  # type: ignore[assignment]
@@ -293,7 +301,7 @@ class Product:
         self._lines[peer] = socket = GeneratorLine(lambda m, p: self._to_buffer(peer, m, p))
         service = _Generator(
             peer, "0", BatchingEngine(lengths), _Reward(), lambda ids: "", window=self.case.window, keep_kv=True,
-            merger=None, load_timeout_s=1.0, buffer_endpoint="", weights_endpoint="", host="", keys=None,
+            merger=None, load_timeout_s=1.0, stuck_after_s=1e9, buffer_endpoint="", weights_endpoint="", host="", keys=None,
         )  # fmt: skip
         service.line = socket
         self._loop.create_task(service.run())

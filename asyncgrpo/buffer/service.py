@@ -104,10 +104,17 @@ class BufferService:
         self._asked_for_snapshot: list[str] = []
         self._snapshot: PromptState | None = None  # the one that was given last
         self._filtered_before = 0  # groups filtered up to the last batch
+        self._turned_s: float | None = None
+
+    @property
+    def loop_age_s(self) -> float | None:
+        """Since the loop last came round, seconds; None before it began. From any thread."""
+        return None if self._turned_s is None else time.monotonic() - self._turned_s
 
     def run(self) -> None:
         """Serve until `Finished`."""
         while not self._finished:
+            self._turned_s = time.monotonic()
             self.turn(self._server.receive(TICK_S), time.monotonic())
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
@@ -169,7 +176,7 @@ class BufferService:
             case TakeSnapshot(published=version):
                 self._published(version)
                 self._asked_for_snapshot.append(peer)
-                self._answer_snapshots()
+                self._answer_snapshots(now_s)
             case Saved(step=step):
                 assert self._snapshot is not None, "a checkpoint without a snapshot"
                 self._journal.append(Committed(step=step, prompts=self._snapshot))
@@ -234,7 +241,7 @@ class BufferService:
                 del self._unacknowledged[lease_id]
                 self._server.send(peer, ack)
 
-    def _answer_snapshots(self) -> None:
+    def _answer_snapshots(self, now_s: float) -> None:
         """A checkpoint must not hold a step whose manifest could still be lost: the journal goes first."""
         if self._asked_for_snapshot and self._journal.sync():
             self._snapshot = self._buffer.snapshot()
@@ -243,6 +250,10 @@ class BufferService:
                 self._server.send(peer, answer)
             self._asked_for_snapshot.clear()
             self._acknowledge()
+        for peer in self._asked_for_snapshot:
+            if now_s - self._told_waiting_s >= WAITING_EVERY_S:
+                self._told_waiting_s = now_s
+                self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}"))
 
     def _published(self, version: WeightVersion | None) -> None:
         """The learner says it in words of several kinds, so that it is known even when one was lost on the way."""
@@ -265,7 +276,7 @@ class BufferService:
     def _tick(self, now_s: float) -> None:
         self._journal.tick()
         self._acknowledge()
-        self._answer_snapshots()
+        self._answer_snapshots(now_s)
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
                 self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)

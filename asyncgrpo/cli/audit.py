@@ -18,6 +18,11 @@ def audit(
     as_json: JsonOption = False,
 ) -> None:
     """Check that every group of a run has one fate: none lost, none trained twice, no prompt skipped, none too old."""
+    report(run, as_json)
+
+
+def report(run: Path, as_json: bool = False) -> None:
+    """Print what the audit found. Raises typer.Exit with 1 if there is a difference."""
     from asyncgrpo.cluster.audit import audit as check
 
     found = check(run)

@@ -8,6 +8,15 @@ import typer
 from rich.console import Console
 
 from asyncgrpo.cli import options
+from asyncgrpo.errors import ConfigError
+
+UNDER_CHAOS = [
+    "cluster.silent_timeout_s=6",  # a toy is up again in seconds; a large model loads for minutes
+    "cluster.restarts=1000000",  # many faults an hour are the point
+    "generators.restarts=1000000",
+    "run.checkpoint_every=5",
+    "run.eval_every=50",
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +31,15 @@ def demo(
     steps: options.StepsOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the model, the task and the sampling.")] = 0,
     out: options.OutOption = None,
+    chaos: Annotated[
+        float | None,
+        typer.Option(
+            "--chaos",
+            metavar="PER_HOUR",
+            help="Kill, freeze and cut off processes on purpose, so often; then audit that no group was lost.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any further knob.", show_default=False)
     ] = None,
@@ -30,7 +48,9 @@ def demo(
 
     No GPU, no download, nothing to configure. It makes its own random Qwen3 and its own task in the run folder.
     """
+    from asyncgrpo.cli.audit import report
     from asyncgrpo.cli.running import choose_folder, execute
+    from asyncgrpo.cluster.chaos import Plan
     from asyncgrpo.config_files import algorithm_file, shipped
     from asyncgrpo.config_loading import load_config
 
@@ -55,8 +75,15 @@ def demo(
         settings.append(f"buffer.max_lag={max_lag}")
     if steps is not None:
         settings.append(f"run.steps={steps}")
+    if chaos is not None:
+        if chaos <= 0:
+            raise ConfigError(f"--chaos {chaos:g}: faults per hour must be above 0")
+        settings += UNDER_CHAOS
     config = load_config(shipped("quickstart"), [*settings, *(overrides or [])], algorithm=algorithm)
-    finished = execute(config, console, algorithm=algorithm)
+    plan = Plan(per_hour=chaos, seed=seed) if chaos is not None else None
+    finished = execute(config, console, algorithm=algorithm, chaos=plan)
+    if chaos is not None:
+        report(finished.run_dir)
     if finished.status == "done":
         console.print(f"next: asyncgrpo samples {finished.run_dir} --best", highlight=False, soft_wrap=True)
     else:

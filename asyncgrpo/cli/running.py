@@ -13,6 +13,7 @@ from asyncgrpo.config_loading import to_yaml
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # importing the cluster imports ray
+    from asyncgrpo.cluster.chaos import Plan
     from asyncgrpo.cluster.run import Outcome
 
 
@@ -23,13 +24,16 @@ def choose_folder(default: str, explicit: str | None) -> Path:
     return Path(explicit) if explicit else unused(Path(default))
 
 
-def execute(config: Config, console: Console, *, algorithm: str | None = None) -> "Outcome":
+def execute(
+    config: Config, console: Console, *, algorithm: str | None = None, chaos: "Plan | None" = None
+) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, with the screen on `console`.
 
     A folder with an unfinished run is gone on with, from its newest checkpoint.
 
     Args:
         algorithm: name of the preset that `config` was made with, to be said with its sizes.
+        chaos: faults to do to the run on purpose.
     Raises:
         AsyncGRPOError: in one sentence, whatever ended the run.
     """
@@ -66,7 +70,7 @@ def execute(config: Config, console: Console, *, algorithm: str | None = None) -
     )
     screen.start()
     try:
-        outcome = Run(config, folder, sizes).execute(tell=lambda text: console.print(text, highlight=False))
+        outcome = Run(config, folder, sizes, chaos).execute(tell=lambda text: console.print(text, highlight=False))
     finally:
         stop.set()
         screen.join(timeout=10.0)

@@ -6,19 +6,29 @@ goes wrong inside ends `run` with the exception, for the supervisor to see.
 
 import asyncio
 import os
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
 import xxhash
 
 from asyncgrpo import logs, metrics
+from asyncgrpo.cluster.folder import hold
+from asyncgrpo.cluster.pulse import Heart
 from asyncgrpo.config import Config
 from asyncgrpo.types import Sampling, WeightVersion
+from asyncgrpo.wire.messages import Moved
 from asyncgrpo.wire.sockets import Client, Keys, Server, is_loopback
+
+if TYPE_CHECKING:  # torch and the tokenizer are imported where they are used
+    from asyncgrpo.buffer.service import BufferService
+    from asyncgrpo.generators.service import GeneratorService
+    from asyncgrpo.learner.service import LearnerService
+
+HOLD_WITHIN_S = 60.0
+"""For the buffer of an earlier start to be gone, which is about to be killed or has been."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,10 @@ class Setup:
     checkpoint: Path | None
     """Where to go on from; None: from the model's folder."""
     keys: Keys | None
+    watch_endpoint: str
+    """Of the driver's `Watch`."""
+    start_with: int
+    """Generators that the learner waits for before its first publication."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +74,16 @@ class LearnerReady:
     """Of the publisher (rank 0)."""
 
 
-def _host(config: Config) -> str:
+def host_of(config: Config) -> str:
     """The address at which the other processes reach this one."""
     return "127.0.0.1" if is_loopback(config.cluster.bind) else ray.util.get_node_ip_address()
 
 
-def _begin(setup: Setup, role: metrics.Role, rank: int | None) -> tuple[str, int]:
-    """Logging, one thread a process where there is no GPU, and the metrics endpoint."""
+def _begin(setup: Setup, role: metrics.Role, rank: int | None, incarnation: str, **heart: Any) -> tuple[str, int]:
+    """Logging, signs of life, and the metrics endpoint, whose address is returned."""
     logs.setup(role, rank, setup.run_dir)
+    name = role if rank is None else f"{role}-{rank}"
+    Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, **heart)
     return "127.0.0.1", metrics.serve(role)
 
 
@@ -107,6 +123,7 @@ class BufferActor:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self._service: BufferService | None = None
 
     def start(self) -> BufferReady:
         from asyncgrpo.buffer.buffer import Buffer
@@ -120,7 +137,14 @@ class BufferActor:
         from asyncgrpo.learner.checkpoints import read_state
 
         config = self._setup.config
-        address = _begin(self._setup, "buffer", None)
+        address = _begin(
+            self._setup,
+            "buffer",
+            None,
+            str(self._setup.lineage),
+            loop_age_s=lambda: self._service and self._service.loop_age_s,
+        )
+        self._held = hold(self._setup.run_dir / "buffer.lock", HOLD_WITHIN_S)
         tokenizer = load_tokenizer(config.model.path)
         stops = tuple(stop_token_ids(tokenizer, config.model.path, config.sampling.stop))
         loaded = load_prompts(config.data.train, "train", tokenizer, config.data)
@@ -161,7 +185,7 @@ class BufferActor:
         )
         metrics.buffer_slots.set(config.buffer.num_slots)
         metrics.max_lag_steps.set(config.buffer.max_lag)
-        server = Server(config.cluster.bind, self._setup.keys, advertise=_host(config))
+        server = Server(config.cluster.bind, self._setup.keys, advertise=host_of(config))
         self._service = BufferService(server, buffer, evaluations)
         per_step = config.buffer.prompts_per_step
         total = None if config.run.epochs is None else -(-len(loaded.prompts) * config.run.epochs // per_step)
@@ -176,24 +200,51 @@ class BufferActor:
         )
 
     def run(self) -> None:
+        assert self._service is not None, "start comes first"
         self._service.run()
+
+
+def incarnation_of(setup: Setup, start: int) -> str:
+    """Of a generator. No lineage is used twice, so this is not either."""
+    return f"{setup.lineage}.{start}"
 
 
 class GeneratorActor:
     """Owns one engine and its reward workers."""
 
-    def __init__(self, setup: Setup, index: int) -> None:
+    def __init__(self, setup: Setup, index: int, start: int) -> None:
+        """
+        Args:
+            start: how often this generator was started before.
+        """
         self._setup = setup
         self._index = index
+        self._start = start
+        self._incarnation = incarnation_of(setup, start)
+        self._service: GeneratorService | None = None
 
-    def start(self) -> tuple[str, int]:
+    def start(self, home: Moved) -> tuple[str, int]:
         """Returns the address of its metrics."""
         if not self._setup.config.generators.gpus_each:
             os.environ["OMP_NUM_THREADS"] = "1"
         metrics.generator_info.info({"engine": self._setup.config.generators.engine})
-        return _begin(self._setup, "generator", self._index)
+        self._home = home
+        return _begin(
+            self._setup,
+            "generator",
+            self._index,
+            self._incarnation,
+            on_moved=self._move,
+            home=lambda: self._service.home if self._service else "",
+            loop_age_s=lambda: self._service and self._service.loop_age_s,
+        )
 
-    def run(self, buffer_endpoint: str, weights_endpoint: str) -> None:
+    def _move(self, home: Moved) -> None:
+        self._home = home
+        if self._service is not None:
+            self._service.move(home.buffer_endpoint, home.weights_endpoint)
+
+    def run(self) -> None:
         from asyncgrpo.buffer.buffer import group_seed
         from asyncgrpo.data.demo import demo_rules
         from asyncgrpo.data.tokenizer import decoder, load_tokenizer
@@ -204,19 +255,22 @@ class GeneratorActor:
 
         config = self._setup.config
         tokenizer = load_tokenizer(config.model.path)
-        service = GeneratorService(
+        service = self._service = GeneratorService(
             f"generator-{self._index}",
-            uuid.uuid4().hex[:8],
-            build_engine(config, seed=group_seed(config.run.seed, self._index, self._setup.lineage) % 2**31),
+            self._incarnation,
+            build_engine(
+                config, seed=group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
+            ),
             build_reward(config.reward, extra_rules=demo_rules()),
             decoder(tokenizer, keep_special=False),
             window=config.generators.groups_in_flight,
             keep_kv=config.generators.keep_kv,
             merger=_adapter_merger(config),
             load_timeout_s=config.weights.timeout_s,
-            buffer_endpoint=buffer_endpoint,
-            weights_endpoint=weights_endpoint,
-            host=_host(config),
+            stuck_after_s=config.cluster.silent_timeout_s,
+            buffer_endpoint=self._home.buffer_endpoint,
+            weights_endpoint=self._home.weights_endpoint,
+            host=host_of(config),
             keys=self._setup.keys,
             redundancy=Redundancy(config.generators.answer_retries, config.generators.extra_answers),
         )
@@ -229,17 +283,25 @@ class LearnerActor:
     def __init__(self, setup: Setup, rank: int) -> None:
         self._setup = setup
         self._rank = rank
+        self._service: LearnerService | None = None
 
     def start(self) -> LearnerReady:
         """Bind what others connect to, before the model is loaded, so that everyone can start at once."""
         import torch
 
         config = self._setup.config
-        address = _begin(self._setup, "learner", self._rank)
-        self._device = torch.device("cuda" if _uses_cuda(config) else "cpu")
+        address = _begin(
+            self._setup,
+            "learner",
+            self._rank,
+            str(self._setup.lineage),
+            loop_age_s=lambda: self._service and self._service.loop_age_s,
+            step=lambda: self._service and self._service.step,
+        )
+        self._device = torch.device("cuda" if uses_cuda(config) else "cpu")
         if self._device.type == "cpu":
             torch.set_num_threads(1)
-        host = _host(config)
+        host = host_of(config)
         if self._rank > 0:
             return LearnerReady(host, address)
 
@@ -293,7 +355,7 @@ class LearnerActor:
         recorder = Recorder(
             config, self._setup.run_dir, decoder(tokenizer, keep_special=True), msgspec.to_builtins(config)
         )
-        service = LearnerService(
+        service = self._service = LearnerService(
             config,
             learner,
             team,
@@ -302,6 +364,7 @@ class LearnerActor:
             recorder,
             lineage=self._setup.lineage,
             run_dir=self._setup.run_dir,
+            start_with=self._setup.start_with,
             last_step=config.run.steps,
         )
         if self._setup.checkpoint is not None:
@@ -325,7 +388,7 @@ def _adapter_merger(config: Config) -> Any:
     return AdapterMerger(config.model.path, getattr(torch, config.model.dtype))
 
 
-def _uses_cuda(config: Config) -> bool:
+def uses_cuda(config: Config) -> bool:
     import torch
 
     if config.learner.device == "auto":
@@ -336,4 +399,4 @@ def _uses_cuda(config: Config) -> bool:
 def _weights_backend(config: Config) -> str:
     if config.weights.backend != "auto":
         return config.weights.backend
-    return "nccl" if _uses_cuda(config) and config.generators.gpus_each > 0 else "gloo"
+    return "nccl" if uses_cuda(config) and config.generators.gpus_each > 0 else "gloo"

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from asyncgrpo.errors import CheckpointError
@@ -62,6 +63,25 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def hold(path: Path, within_s: float) -> int:
+    """Lock the file `path` until this process ends; returns its descriptor.
+
+    Raises:
+        CheckpointError: another process still holds it after `within_s`.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError as error:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise CheckpointError(f"{path} is still held by a process of an earlier start") from error
+            time.sleep(0.1)
 
 
 def unused(path: Path) -> Path:

@@ -1,7 +1,8 @@
-"""A whole run: start every process, watch them, end them. The system on one page.
+"""A whole run: start every process, watch them, replace what is lost, end them. The system on one page.
 
-    with a Ray session:  buffer ─ learner ranks ─ generators
-    until the learner is done: a generator that ended is started again, anything else that ends is the run's end
+    with a Ray session:   core: buffer and learner ranks │ fleet: generators │ watch: everyone's signs of life
+    until the learner is done: a generator that ended or hangs is started again; so is the core, from its last
+    checkpoint and the buffer's journal, while the generators live on and move to the new one
 
 The driver holds no data and takes no part in training; it can be asked to drain (`SIGTERM`, Ctrl-C) and then everything
 ends in order: leases stop, the learner finishes its step and writes a checkpoint, engines close.
@@ -11,46 +12,37 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import ray
-
 from asyncgrpo import logs, metrics
-from asyncgrpo.cluster.actors import (
-    BufferActor,
-    BufferReady,
-    GeneratorActor,
-    LearnerActor,
-    LearnerReady,
-    Setup,
-    _uses_cuda,
-)
+from asyncgrpo.cluster.actors import BufferReady, Setup, host_of, uses_cuda
+from asyncgrpo.cluster.budget import Budget
+from asyncgrpo.cluster.chaos import Chaos, Plan
+from asyncgrpo.cluster.core import Core
+from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.placement import Placement
+from asyncgrpo.cluster.pulse import Watch
+from asyncgrpo.cluster.results import POLL_S
 from asyncgrpo.cluster.session import ray_session
 from asyncgrpo.config import Config
-from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.targets import write_targets
-from asyncgrpo.wire.messages import Drain, GeneratorLost
-from asyncgrpo.wire.sockets import Client, Keys, is_loopback
+from asyncgrpo.wire.sockets import Keys, is_loopback
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.2
-BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""Before the first, second, ... restart of one generator."""
-SHORT_LIFE_S = 300.0
-SHORT_LIVES = 3
-"""A generator that ends so often in a row, each time so soon, will not do better: the run ends with its reason."""
+LOSSES_WITHOUT_A_STEP = 3
+"""A core that is lost so often in a row before it has trained one step will not do better: the run ends."""
 FAREWELL_S = 20.0
 """For engines to close after the learner has ended."""
-
-Tick = Callable[[], None]
+STACKS_S = 1.5
+"""For processes to write their stacks before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -65,40 +57,41 @@ class Outcome:
 class Run:
     """One run in one folder. `execute` blocks until it is over."""
 
-    def __init__(self, config: Config, folder: RunFolder, sizes: str) -> None:
+    def __init__(self, config: Config, folder: RunFolder, sizes: str, chaos: Plan | None = None) -> None:
         """
         Args:
             folder: claimed by this process.
             sizes: the configuration's sizes in words, for the screen.
+            chaos: faults to do to this run on purpose.
         """
+        self._plan = chaos
         self._config = config
         self._folder = folder
         self._sizes = sizes
         self._asked_to_stop = 0
-        self._control: Client | None = None
+        self._targets: dict[str, tuple[str, int]] = {}
         self._events = EventLog(folder.path / "metrics.jsonl")
 
-    def execute(self, tick: Tick = lambda: None, tell: Callable[[str], None] = lambda text: None) -> Outcome:
+    def execute(self, tell: Callable[[str], None] = lambda text: None) -> Outcome:
         """Run to the end.
 
         Args:
-            tick: called a few times a second, to redraw a screen.
-            tell: called with what is being started.
+            tell: called with what a person wants to know of the start.
         Raises:
             AsyncGRPOError: what ended the run, in a sentence.
         """
         logs.setup("driver", None, self._folder.path)
-        address = ("127.0.0.1", metrics.serve("driver"))
+        self._targets["driver"] = "127.0.0.1", metrics.serve("driver")
         config = self._config
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
         with ray_session(config.cluster.ray_address, config.generators.gpus_each == 0), _Signals(self._stop):
-            placement = Placement(config, learner_on_gpu=_uses_cuda(config))
+            placement = Placement(config, learner_on_gpu=uses_cuda(config))
             try:
-                status = self._run(placement, address, tick, tell)
+                status = self._keep_going(placement, tell)
             except KeyboardInterrupt:
                 if self._asked_to_stop > 1:
                     raise
-                status = "drained"  # asked before anything was trained: nothing is lost
+                status = "drained"  # asked while a core was starting: nothing was trained since the last checkpoint
                 self._events.write("end", status=status, step=self._step_so_far())
             except AsyncGRPOError as error:
                 self._events.write("end", status="failed", step=self._step_so_far(), reason=str(error))
@@ -106,9 +99,118 @@ class Run:
             finally:
                 placement.release()
                 write_targets(self._folder.path, {})
-                if self._control is not None:
-                    self._control.close()
         return Outcome(status, self._folder.path)
+
+    def _keep_going(self, placement: Placement, tell: Callable[[str], None]) -> str:
+        """One core after another, until one has ended training; the generators live on between them."""
+        config = self._config
+        keys = None if is_loopback(config.cluster.bind) else Keys.make()
+        watch = Watch(config.cluster.bind, keys, host=host_of(config))
+        setup = Setup(
+            config=config,
+            run_dir=self._folder.path,
+            lineage=self._folder.next_lineage(),
+            checkpoint=self._folder.checkpoint(),
+            keys=keys,
+            watch_endpoint=watch.endpoint,
+            start_with=config.generators.count,
+        )
+        fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
+        chaos = Chaos(self._plan, watch, fleet, self._events) if self._plan is not None else None
+        budget, losses_in_a_row = Budget("buffer and learner", config.cluster.restarts), 0
+        tell("the buffer, the learner and the engines are starting")
+        try:
+            while True:
+                core = Core(setup, placement, watch)
+                try:
+                    return self._train(core, fleet, watch, chaos, tell)
+                except ProcessLost as loss:
+                    has_trained = (core.steps_done or 0) > core.first_step
+                    losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
+                    if self._asked_to_stop or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
+                        raise
+                    self._note(loss, budget.spend(str(loss)))
+                finally:
+                    fleet.leave()
+                    core.end()
+                start_with = 1 if fleet.is_up else config.generators.count
+                setup = replace(
+                    setup,
+                    lineage=self._folder.next_lineage(),
+                    checkpoint=self._folder.checkpoint(),
+                    start_with=start_with,
+                )
+        except AsyncGRPOError as error:
+            watch.dump_stacks(str(error))
+            time.sleep(STACKS_S)
+            raise
+        finally:
+            if chaos is not None:
+                chaos.end()
+            watch.close()
+
+    def _train(self, core: Core, fleet: Fleet, watch: Watch, chaos: Chaos | None, tell: Callable[[str], None]) -> str:
+        """With one core, to the end. Raises ProcessLost when another may go on, another AsyncGRPOError when none can."""
+
+        def look_around() -> None:
+            watch.listen()
+            fleet.tend(may_restart=not self._asked_to_stop)
+
+        def while_starting() -> None:
+            look_around()
+            if self._asked_to_stop:
+                raise KeyboardInterrupt
+
+        ready, leaders = core.start(while_starting)
+        for name, address in core.addresses.items():
+            self._export_from(name, address)
+        self._say(ready, tell)
+        core.run(leaders[0], self._about(ready))
+        fleet.work_for(core, core.home if chaos is None else chaos.route(core.home))
+        is_draining = False
+        while (status := core.status()) is None:
+            look_around()
+            if chaos is not None:
+                chaos.tend(core)
+            if self._asked_to_stop and not is_draining:
+                is_draining = True
+                core.drain("asked to stop")
+                self._events.write("drain", reason="asked to stop")
+            time.sleep(POLL_S)
+        fleet.farewell(FAREWELL_S)
+        core.farewell(FAREWELL_S)
+        return status
+
+    def _say(self, ready: BufferReady, tell: Callable[[str], None]) -> None:
+        if ready.dropped_too_long:
+            tell(f"{ready.dropped_too_long} prompts are longer than data.max_prompt_tokens and were dropped")
+        if ready.recovered:
+            counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
+            tell(f"groups of earlier starts that no step has trained: {counts}")
+
+    def _about(self, ready: BufferReady) -> dict[str, Any]:
+        """The run in numbers, for its first event."""
+        return {
+            "run": self._folder.path.name,
+            "sizes": self._sizes,
+            "steps": ready.steps,
+            "prompts": ready.prompts,
+            "data_schema": ready.schema,
+            "dropped_too_long": ready.dropped_too_long,
+            "recovered": ready.recovered,
+        }
+
+    def _note(self, loss: ProcessLost, count: int) -> None:
+        """A core is lost, and another follows."""
+        actor, _, reason = str(loss).partition(": ")
+        log.warning("%s is lost (%s); buffer and learner start again from the last checkpoint", actor, reason)
+        self._events.write("restart", actor=actor, reason=reason, count=count)
+        metrics.actor_restarts_total.labels(actor=actor.partition("-")[0]).inc()
+
+    def _export_from(self, name: str, address: tuple[str, int]) -> None:
+        """Tell Prometheus where this process exports its metrics."""
+        self._targets[name] = address
+        write_targets(self._folder.path, self._targets)
 
     def _step_so_far(self) -> int:
         checkpoint = self._folder.checkpoint()
@@ -119,172 +221,6 @@ class Run:
         self._asked_to_stop += 1
         if self._asked_to_stop > 1:
             raise KeyboardInterrupt
-
-    def _run(self, placement: Placement, address: tuple[str, int], tick: Tick, tell: Callable[[str], None]) -> str:
-        config = self._config
-        setup = Setup(
-            config,
-            self._folder.path,
-            self._folder.next_lineage(),
-            self._folder.checkpoint(),
-            None if is_loopback(config.cluster.bind) else Keys.make(),
-        )
-        tell("the buffer, the learner and the engines are starting")
-        buffer = ray.remote(BufferActor).options(**placement.anywhere()).remote(setup)
-        learners = [
-            ray.remote(LearnerActor).options(**placement.learner(rank)).remote(setup, rank)
-            for rank in range(config.learner.ranks)
-        ]
-        leaders: list[LearnerReady] = self._get([learner.start.remote() for learner in learners], tick)
-        targets = {"driver": address} | {f"learner-{i}": ready.metrics_address for i, ready in enumerate(leaders)}
-        ready: BufferReady = self._get([buffer.start.remote()], tick)[0]
-        targets["buffer"] = ready.metrics_address
-        if ready.dropped_too_long:
-            tell(f"{ready.dropped_too_long} prompts are longer than data.max_prompt_tokens and were dropped")
-        if ready.recovered:
-            counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
-            tell(f"groups of earlier starts that no step has trained: {counts}")
-        self._control = Client(ready.endpoint, "driver", setup.keys)
-        about: dict[str, Any] = {
-            "run": self._folder.path.name,
-            "sizes": self._sizes,
-            "steps": ready.steps,
-            "prompts": ready.prompts,
-            "data_schema": ready.schema,
-            "dropped_too_long": ready.dropped_too_long,
-            "recovered": ready.recovered,
-        }
-        fleet = Fleet(
-            setup, placement, ready.endpoint, leaders[0].weights_endpoint, self._events, self._control, targets
-        )
-        buffer_run = buffer.run.remote()
-        fleet.start()
-        training = [learner.run.remote(leaders[0], ready.endpoint, about) for learner in learners]
-        status = self._supervise(training, buffer_run, fleet, tick)
-        fleet.farewell(FAREWELL_S)
-        ray.wait([buffer_run], timeout=FAREWELL_S)
-        return status
-
-    def _supervise(self, training: list[Any], buffer_run: Any, fleet: "Fleet", tick: Tick) -> str:
-        """Watch until every rank of the learner has returned. Raises what ended a process that has no replacement."""
-        draining = False
-        while True:
-            done, waiting = ray.wait(training, num_returns=len(training), timeout=POLL_S)
-            for reference in done:
-                self._get([reference], tick)  # raises what ended it
-            tick()
-            if not waiting:
-                return self._get(training[:1], tick)[0]
-            if self._asked_to_stop and not draining:
-                draining = True
-                assert self._control is not None
-                self._control.send(Drain(reason="asked to stop"))
-                self._events.write("drain", reason="asked to stop")
-            if ray.wait([buffer_run], timeout=0)[0] and not ray.wait(training, timeout=5.0)[0]:
-                self._get([buffer_run], tick)
-                raise AsyncGRPOError("the buffer ended before the learner; its log says why")
-            fleet.watch(may_restart=not draining)
-
-    def _get(self, references: list[Any], tick: Tick) -> list[Any]:
-        """Ray's results, with the cause of a failure as itself."""
-        while len(ray.wait(references, num_returns=len(references), timeout=POLL_S)[0]) < len(references):
-            tick()
-            for reference in ray.wait(references, num_returns=len(references), timeout=0)[0]:
-                _result(reference)
-            if self._asked_to_stop:
-                raise KeyboardInterrupt
-        return [_result(reference) for reference in references]
-
-
-def _result(reference: Any) -> Any:
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, AsyncGRPOError):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayActorError as error:
-        raise AsyncGRPOError(f"a process of the run died: {str(error).splitlines()[0]}") from error
-
-
-class Fleet:
-    """The generators: started, watched, and started again when they end."""
-
-    def __init__(
-        self,
-        setup: Setup,
-        placement: Placement,
-        buffer_endpoint: str,
-        weights_endpoint: str,
-        events: EventLog,
-        control: Client,
-        targets: dict[str, tuple[str, int]],
-    ) -> None:
-        self._setup = setup
-        self._placement = placement
-        self._endpoints = buffer_endpoint, weights_endpoint
-        self._events = events
-        self._control = control
-        self._targets = targets
-        self._running: dict[int, tuple[Any, Any]] = {}  # actor and its `run`; Ray ends an actor nobody holds
-        self._restarts: dict[int, int] = {}
-        self._due: dict[int, float] = {}
-        self._started: dict[int, float] = {}
-        self._short_lives: dict[int, int] = {}
-
-    def start(self) -> None:
-        """Start all generators at once."""
-        for index in range(self._setup.config.generators.count):
-            self._start(index)
-        write_targets(self._setup.run_dir, self._targets)
-
-    def watch(self, *, may_restart: bool) -> None:
-        """Notice who ended and start who is due. Raises AsyncGRPOError when one is not to be helped."""
-        for index, (actor, reference) in list(self._running.items()):
-            if ray.wait([reference], timeout=0)[0]:
-                del self._running[index]
-                self._ended(index, reference, may_restart)
-                ray.kill(actor)
-        for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
-            del self._due[index]
-            self._start(index)
-            write_targets(self._setup.run_dir, self._targets)
-
-    def farewell(self, timeout_s: float) -> None:
-        """Wait for the generators to end by themselves."""
-        references = [reference for _, reference in self._running.values()]
-        if references:
-            ray.wait(references, num_returns=len(references), timeout=timeout_s)
-
-    def _start(self, index: int) -> None:
-        options = self._placement.generator(index)
-        actor = ray.remote(GeneratorActor).options(**options).remote(self._setup, index)
-        self._targets[f"generator-{index}"] = ray.get(actor.start.remote())
-        self._started[index] = time.monotonic()
-        self._running[index] = actor, actor.run.remote(*self._endpoints)
-
-    def _ended(self, index: int, reference: Any, may_restart: bool) -> None:
-        try:
-            _result(reference)
-            reason = "it ended by itself"
-        except Exception as error:
-            reason = str(error).strip().splitlines()[-1][:300]
-        name = f"generator-{index}"
-        self._control.send(GeneratorLost(generator_id=name))
-        if not may_restart:
-            return
-        count = self._restarts[index] = self._restarts.get(index, 0) + 1
-        log.warning("%s ended (%s); restart %d", name, reason, count)
-        self._events.write("restart", actor=name, reason=reason, count=count)
-        metrics.actor_restarts_total.labels(actor="generator").inc()
-        is_short = time.monotonic() - self._started[index] < SHORT_LIFE_S
-        self._short_lives[index] = self._short_lives.get(index, 0) + 1 if is_short else 0
-        allowed = self._setup.config.generators.restarts
-        if count > allowed or self._short_lives[index] >= SHORT_LIVES:
-            raise AsyncGRPOError(
-                f"{name} ended {count} times (generators.restarts is {allowed}); the last time: {reason}"
-            )
-        self._due[index] = time.monotonic() + BACKOFF_S[min(count - 1, len(BACKOFF_S) - 1)]
 
 
 class _Signals:

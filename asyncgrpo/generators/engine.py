@@ -63,5 +63,8 @@ class Engine(Protocol):
     async def checksum(self) -> str:
         """Digest of the weights the engine holds now; equal on two engines of one kind exactly if their weights are."""
 
+    async def probe(self) -> None:
+        """Return as soon as what runs the model has answered: at once, or between two batches. Never, if it is stuck."""
+
     async def close(self) -> None:
         """Stop, and leave no process behind."""

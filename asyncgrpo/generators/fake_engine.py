@@ -38,6 +38,7 @@ class FakeEngine:
         seconds_per_token: float = 0.0,
         fail_after_tokens: int | None = None,
         misfortune: Callable[[Answer, int], Misfortune | None] = lambda answer, length: None,
+        hang_after_tokens: int | None = None,
     ):
         """Of a model that does not exist, and with the faults that a test wants.
 
@@ -47,12 +48,14 @@ class FakeEngine:
             seconds_per_token: every running answer gets one token in this time; 0 still gives others their turn.
             fail_after_tokens: once the engine has sampled so many tokens it fails for good. None: never.
             misfortune: asked before each token of an answer, with its length so far.
+            hang_after_tokens: once it has sampled so many it does nothing more, without a word. None: never.
         """
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.seconds_per_token = seconds_per_token
         self.fail_after_tokens = fail_after_tokens
         self.misfortune = misfortune
+        self.hang_after_tokens = hang_after_tokens
         self._num_sampled = 0
         self._requests: dict[str, _Running] = {}
         self._failure: EngineError | None = EngineError("the engine was not started")
@@ -119,6 +122,10 @@ class FakeEngine:
     async def checksum(self) -> str:
         return self._checksum
 
+    async def probe(self) -> None:
+        if self.hang_after_tokens is not None and self._num_sampled >= self.hang_after_tokens:
+            await asyncio.Event().wait()
+
     async def close(self) -> None:
         self._is_running = False
         self._fail(EngineError("the engine was closed"))
@@ -127,6 +134,7 @@ class FakeEngine:
         """One token for every unfinished answer of the request, then others have their turn."""
         while running.tokens and not self._failure:
             await asyncio.sleep(self.seconds_per_token)
+            await self.probe()
             for answer, tokens in list(running.tokens.items()):
                 if (what := self.misfortune(answer, len(tokens))) is not None:
                     if what == "abort":

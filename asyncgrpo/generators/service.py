@@ -5,14 +5,15 @@
     learner ═weights═▶ [receiver thread] ──load_weights──▶ engine
 
 A delivered group is kept until the buffer acknowledges it, and sent again if that takes long. A failure of the engine or
-of a weight change ends the process: whoever watches starts another, and the buffer leases its groups anew.
+of a weight change ends the process: whoever watches starts another, and the buffer leases its groups anew. When buffer
+and learner were started again, the engine stays: what it was doing is dropped, and it works for the new ones (`move`).
 """
 
 import asyncio
 import concurrent.futures
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -50,6 +51,9 @@ RESEND_AFTER_S = 15.0
 SICK_AFTER = 5
 """Leases in a row whose requests the engine could not answer, none delivered between them, that end this process: then it
 is the engine, not the prompts."""
+PROBE_EVERY_S = 5.0
+FAREWELL_S = 5.0
+"""For a change of weights that is under way when the run is over."""
 UNPUBLISHED = WeightVersion(0, 0)
 """What an engine holds before its first publication: whatever is in the model's folder. Lineages count from 1."""
 
@@ -78,12 +82,18 @@ class GeneratorService:
         keep_kv: bool,
         merger: AdapterMerger | None,
         load_timeout_s: float,
+        stuck_after_s: float,
         buffer_endpoint: str,
         weights_endpoint: str,
         host: str,
         keys: Keys | None,
         redundancy: Redundancy = NONE,
     ) -> None:
+        """
+        Args:
+            window: training groups to work on at once.
+            stuck_after_s: an engine that answers no probe for so long is given up.
+        """
         self._id = generator_id
         self._incarnation = incarnation
         self._engine = engine
@@ -93,6 +103,7 @@ class GeneratorService:
         self._keep_kv = keep_kv
         self._merger = merger
         self._load_timeout_s = load_timeout_s
+        self._stuck_after_s = stuck_after_s
         self._buffer_endpoint = buffer_endpoint
         self._weights_endpoint = weights_endpoint
         self._host = host
@@ -102,13 +113,45 @@ class GeneratorService:
         self._version: WeightVersion | None = None
         self._working: dict[str, asyncio.Task[None]] = {}
         self._unacknowledged: dict[str, Unacknowledged] = {}
-        self._over = asyncio.Event()
+        self._wake: Callable[[], object] = lambda: None  # before the loop runs there is nobody to wake
+        self._is_over = False
+        self._leave_home = asyncio.Event()
+        self._turned_s: float | None = None
 
     async def run(self) -> None:
         """Serve until `Farewell`. Raises what ended the engine or a weight change."""
         self._loop = asyncio.get_running_loop()
-        with metrics.waiting("engine"):
-            await self._engine.start(UNPUBLISHED)
+        self._wake = lambda: self._loop.call_soon_threadsafe(self._leave_home.set)
+        try:
+            with metrics.waiting("engine"):
+                await self._engine.start(UNPUBLISHED)
+            while not self._is_over:
+                await self._serve()
+        finally:
+            await self._reward.close()
+            await self._engine.close()
+
+    def move(self, buffer_endpoint: str, weights_endpoint: str) -> None:
+        """Work for this buffer and this learner from now on. From any thread, at any time."""
+        if buffer_endpoint == self._buffer_endpoint:
+            return
+        log.warning("buffer and learner were started again: moving to %s", buffer_endpoint)
+        self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
+        self._wake()
+
+    @property
+    def home(self) -> str:
+        """The buffer that this generator works for."""
+        return self._buffer_endpoint
+
+    @property
+    def loop_age_s(self) -> float | None:
+        """Since the event loop last came round, seconds; None before the engine has started. From any thread."""
+        return None if self._turned_s is None else time.monotonic() - self._turned_s
+
+    async def _serve(self) -> None:
+        """Work for one buffer and one learner, until the run is over or they are others."""
+        self._leave_home.clear()
         self._client = self._connect()
         receiver = self._receiver()
         receiver.start()
@@ -118,15 +161,29 @@ class GeneratorService:
                 background = [
                     self._tasks.create_task(self._listen(), name="listen"),
                     self._tasks.create_task(self._keep_in_touch(receiver), name="heartbeat"),
+                    self._tasks.create_task(self._probe(), name="probe"),
                 ]
-                await self._over.wait()
+                await self._leave_home.wait()
                 for task in [*background, *self._working.values()]:
                     task.cancel()
         finally:
-            receiver.stop()
-            await self._reward.close()
-            await self._engine.close()
+            await self._stop(receiver)
             self._client.close()
+            self._working.clear()
+            self._unacknowledged.clear()
+
+    async def _stop(self, receiver: Receiver) -> None:
+        """End its thread. It may be in the middle of a swap, which needs this loop, so it is waited for here.
+
+        Raises:
+            WeightsError: it does not end, so another one beside it could load older weights over newer ones.
+        """
+        receiver.stop()
+        deadline = self._loop.time() + (FAREWELL_S if self._is_over else self._load_timeout_s)
+        while receiver.is_alive and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        if receiver.is_alive and not self._is_over:
+            raise WeightsError(f"{self._id}: the receiver of weights does not end")
 
     def _connect(self) -> AsyncClient:
         return AsyncClient(self._buffer_endpoint, f"{self._id}-{self._incarnation}", self._keys)
@@ -172,7 +229,8 @@ class GeneratorService:
                         for request_id in request_ids(lease_id):
                             await self._engine.abort(request_id)
             case Farewell():
-                self._over.set()
+                self._is_over = True
+                self._leave_home.set()
             case SayHello():
                 log.warning("the buffer had given this generator up; saying hello again")
                 await self._say_hello()
@@ -214,6 +272,7 @@ class GeneratorService:
         """Heartbeat, resend what is not acknowledged, and watch the receiver's thread."""
         while True:
             started = self._loop.time()
+            self._turned_s = time.monotonic()
             await asyncio.sleep(HEARTBEAT_S)
             activity = "generate" if self._working else "idle"
             metrics.generator_seconds_total.labels(activity=activity).inc(self._loop.time() - started)
@@ -225,6 +284,16 @@ class GeneratorService:
                     log.warning("no word of %s for %.0f s: sending it again", held.message.lease_id, RESEND_AFTER_S)
                     held.sent_s = self._loop.time()
                     await self._client.send(held.message, held.payload)
+
+    async def _probe(self) -> None:
+        """Ask the engine for a sign of life now and then. Raises EngineError when none comes."""
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            try:
+                async with asyncio.timeout(self._stuck_after_s):
+                    await self._engine.probe()
+            except TimeoutError as error:
+                raise EngineError(f"the engine has not answered for {self._stuck_after_s:.0f} s") from error
 
     async def _say_hello(self) -> None:
         hello = Hello(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)

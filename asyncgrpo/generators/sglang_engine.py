@@ -171,6 +171,11 @@ class SGLangEngine:
             raise EngineError(f"SGLang cannot compute the checksum of its weights: {message}")
         return str(digest)
 
+    async def probe(self) -> None:
+        """Every scheduler answers between two batches; a long prefill is cut into several."""
+        self._require_running()
+        await self._reply(self._manager.get_internal_state())
+
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is None:

@@ -134,6 +134,9 @@ class TorchEngine:
         self._running_decoder()
         return weights_digest(disk_tensors(self._model).items())
 
+    async def probe(self) -> None:
+        """The model runs on the caller's own loop: who can ask has the answer."""
+
     async def close(self) -> None:
         self._fail(EngineError("the engine was closed"))
         self._decoder = None

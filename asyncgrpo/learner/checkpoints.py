@@ -71,6 +71,14 @@ class Checkpoints:
         return sorted(path.parent for path in self._folder.glob("step_*/state.json"))
 
 
+def check_owner(run_dir: Path, lineage: int) -> None:
+    """Raises CheckpointError when a later start of the run owns its folder: whoever was taken for dead must not write."""
+    path = run_dir / "lineage"
+    newest = int(path.read_text()) if path.exists() else lineage
+    if newest > lineage:
+        raise CheckpointError(f"{run_dir} belongs to start {newest} of the run by now; this is start {lineage}")
+
+
 def read_state(checkpoint: Path) -> RunState:
     """Raises CheckpointError when there is none to read."""
     path = checkpoint / "state.json"

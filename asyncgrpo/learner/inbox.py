@@ -90,10 +90,26 @@ class Inbox:
         self._client.send(RequestEval(step=step))
 
     def snapshot(self) -> Snapshot:
-        """The buffer's part of a checkpoint, and whether the run was asked to end. Raises WireError."""
-        message, _ = self._client.ask(TakeSnapshot(published=self._published), ANSWER_WITHIN_S)
-        assert isinstance(message, Snapshot), message
-        return message
+        """The buffer's part of a checkpoint, and whether the run was asked to end.
+
+        Raises:
+            StalledError: the buffer's journal cannot be written for `stall_timeout_s`.
+            WireError: the buffer itself is silent.
+        """
+        self._client.send(TakeSnapshot(published=self._published))
+        started = self._clock()
+        while True:
+            received = self._client.receive(ANSWER_WITHIN_S)
+            if received is None:
+                raise WireError(f"the buffer has said nothing for {ANSWER_WITHIN_S:.0f} s")
+            message = received[0]
+            if isinstance(message, Snapshot):
+                return message
+            if isinstance(message, Waiting) and self._clock() - started > self._stall_timeout_s:
+                raise StalledError(
+                    f"no checkpoint for {self._stall_timeout_s:.0f} s (cluster.stall_timeout_s): "
+                    f"waited for {message.what}"
+                )
 
     def saved(self, step: int) -> None:
         """Tell the buffer that the checkpoint of `step` is on the disk."""

@@ -1,5 +1,6 @@
 """What the learner writes down of each step: events, metrics, samples. It reads, and changes nothing of the run."""
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,8 @@ from asyncgrpo.recording.samples import SampleWriter, samples_of
 from asyncgrpo.types import Group, Rollout, WeightVersion
 from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.wire.messages import EvalResult
+
+log = logging.getLogger(__name__)
 
 
 def lag_of(group: Group, version: WeightVersion) -> int:
@@ -117,9 +120,12 @@ class Recorder:
         self.events.write("eval", **fields)
 
     def flush(self) -> None:
-        """Wait until the samples of every step so far are on disk. Raises OSError when the disk refused them."""
+        """Wait until the samples of every step so far are on disk, or the disk has refused them, which is only said."""
         if self._writing is not None:
-            self._writing.result()
+            try:
+                self._writing.result()
+            except OSError as error:
+                log.warning("samples of a step cannot be written: %s", error)
             self._writing = None
 
     def close(self) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from asyncgrpo import metrics
 from asyncgrpo.config import Config
-from asyncgrpo.learner.checkpoints import Checkpoints, RunState, read_state
+from asyncgrpo.errors import CheckpointError
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 from asyncgrpo.learner.inbox import Inbox, Taken
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.record import Recorder
@@ -51,11 +52,13 @@ class LearnerService:
         *,
         lineage: int,
         run_dir: Path,
+        start_with: int,
         last_step: int | None,
     ) -> None:
         """
         Args:
             lineage: of this start of the run; never used before in this run.
+            start_with: generators to wait for before the first publication.
             last_step: optimizer steps after which the run is done; None: when the buffer says so.
         """
         self._config = config
@@ -66,7 +69,9 @@ class LearnerService:
         self._recorder = recorder
         self._checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
         self._run_dir = run_dir
+        self._start_with = start_with
         self._last_step = last_step
+        self._turned_s: float | None = None
         self._clock = Stopwatch()
         self._stall_told_s = 0.0
         self._evaluated = -1
@@ -77,10 +82,15 @@ class LearnerService:
         """Optimizer steps done."""
         return self.version.version
 
+    @property
+    def loop_age_s(self) -> float | None:
+        """Since a step ended or a wait was seen to go on, seconds; None before the first. From any thread."""
+        return None if self._turned_s is None else time.monotonic() - self._turned_s
+
     def run(self) -> str:
         """Train until the last step, the last prompt or a drain. Returns `done` or `drained`."""
         try:
-            self._publisher.wait_for(self._config.generators.count, GENERATORS_START_S, self._while_starting)
+            self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_starting)
         except _AskedToEnd:
             return self._end("drained")
         self._publish()
@@ -88,6 +98,7 @@ class LearnerService:
         self._clock.lap()  # what was spent on starting belongs to no step
         status = "done"
         while self._last_step is None or self.step < self._last_step:
+            self._turned_s = time.monotonic()
             taken = self._take()
             if taken.ended is not None:
                 status = "drained" if taken.ended == "draining" else "done"
@@ -104,7 +115,7 @@ class LearnerService:
             if self.step % self._config.run.eval_every == 0:
                 self._evaluate()
             if self.step % self._config.run.checkpoint_every == 0:
-                self._checkpoint()
+                self._try_checkpoint()
         return self._end(status)
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
@@ -135,6 +146,9 @@ class LearnerService:
         self._inbox.published(self.version)
 
     def _bring_weights(self) -> None:
+        if not self._publisher.generators:  # every one of them died: the groups that are here wait, and so do we
+            with metrics.waiting("generators"):
+                self._publisher.wait_for(1, GENERATORS_START_S, self._tell_waiting)
         with metrics.waiting("publish"):
             publication = self._publisher.publish(self.version, self._gather_weights)
         self._recorder.sync(publication)
@@ -148,7 +162,20 @@ class LearnerService:
             self._evaluated = self.step
             self._inbox.request_eval(self.step)
 
-    def _checkpoint(self) -> Path:
+    def _try_checkpoint(self) -> None:
+        """A disk that refuses one does not end training: the last one stays, and the next may fit."""
+        check_owner(self._run_dir, self.version.lineage)
+        try:
+            self._checkpoint()
+        except CheckpointError as error:
+            log.error("%s; training goes on", error)
+
+    def _checkpoint(self) -> None:
+        """Write one and tell the buffer, which may then forget the groups that it covers.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
         state = RunState(
             step=self.step,
             lineage=self.version.lineage,
@@ -164,7 +191,6 @@ class LearnerService:
         metrics.checkpoint_seconds.observe(seconds)
         metrics.checkpoint_last_success_timestamp_seconds.set_to_current_time()
         self._recorder.events.write("checkpoint", step=self.step, path=str(path), seconds=seconds)
-        return path
 
     def _fill(self, folder: Path) -> None:
         self._team.tell(Order(what="save", folder=str(folder / "resume")))
@@ -207,6 +233,7 @@ class LearnerService:
             raise _AskedToEnd
 
     def _tell_waiting(self, what: str, seconds: float) -> None:
+        self._turned_s = time.monotonic()
         if seconds - self._stall_told_s >= 30.0:
             self._stall_told_s = seconds
             self._recorder.events.write("stall", what=what, seconds=seconds)

@@ -15,6 +15,8 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
 | checkpoint | step, path, seconds |
 | restart | actor: "generator-0"; reason; [count]: restarts of it so far |
+| fault | fault: "kill"; actor: whom `--chaos` did it to |
+| recovered | fault, actor; seconds: from the fault until every process was up and a step was trained |
 | drain | reason: why no new groups are leased |
 | stall | what: is awaited; seconds: for how long so far |
 | end | status: "done", "drained" or "failed"; step; [reason]; [dropped], [filtered], [discarded]: since the last step |
@@ -43,6 +45,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | | publish, checkpoint, eval, other |
 """
 
+import errno
 import logging
 import os
 import time
@@ -63,6 +66,8 @@ REQUIRED: dict[str, frozenset[str]] = {
     "eval": frozenset({"step", "version", "reward_mean", "answers"}),
     "checkpoint": frozenset({"step", "path", "seconds"}),
     "restart": frozenset({"actor", "reason"}),
+    "fault": frozenset({"fault", "actor"}),
+    "recovered": frozenset({"fault", "actor", "seconds"}),
     "drain": frozenset({"reason"}),
     "stall": frozenset({"what", "seconds"}),
     "end": frozenset({"status", "step"}),
@@ -94,6 +99,7 @@ class EventLog:
         """Open for appending, and cut off what a crash left of a last line."""
         self.path = Path(path)
         self._clock = clock
+        self._unwritten = b""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab+") as file:
             _cut_torn_line(file)
@@ -101,14 +107,22 @@ class EventLog:
     def write(self, event: str, **fields: Any) -> Event:
         """Append one event and return it. Numbers that are not finite are written as null.
 
-        The file is opened anew each time: another process may have replaced it in `resume_at`.
+        The file is opened anew each time: another process may have replaced it in `resume_at`. What a full disk refuses
+        is kept and goes before the next event.
         """
         assert event in REQUIRED, f"unknown event {event!r}"
         assert not (missing := REQUIRED[event] - fields.keys()), f"event {event!r} lacks {sorted(missing)}"
         record = {"event": event, "time": self._clock(), **fields}
-        line = _encoder.encode(record) + b"\n"
-        with open(self.path, "ab", buffering=0) as file:
-            file.write(line)
+        self._unwritten += _encoder.encode(record) + b"\n"
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                if file.write(self._unwritten) < len(self._unwritten):
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._unwritten = b""
+        except OSError as error:
+            log.warning("%s cannot be written (%s): its events wait", self.path, error.strerror)
         return record
 
     def resume_at(self, step: int) -> int:

@@ -15,7 +15,9 @@ def line_of(event: Event, progress: Progress) -> str | None:
         return f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
     if kind == "checkpoint":
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
-    if kind in ("restart", "drain", "stall") or (kind == "sync" and event.get("checksum") != "ok"):
+    if kind == "recovered":
+        return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
+    if kind in ("restart", "drain", "stall", "fault") or (kind == "sync" and event.get("checksum") != "ok"):
         return f"warning: {progress.warnings[-1]}"
     if kind == "end":
         return f"end   {event.get('status')} at step {event.get('step')}"

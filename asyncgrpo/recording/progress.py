@@ -36,6 +36,9 @@ class Progress:
     num_bad_syncs: int = 0
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     num_restarts: int = 0
+    faults: list[Event] = field(default_factory=list)
+    """Done on purpose, by `--chaos`."""
+    recoveries: list[Event] = field(default_factory=list)
     training_seconds: float = 0.0
     """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
     end: Event | None = None
@@ -98,6 +101,13 @@ class Progress:
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.warnings.append(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
+
+    def _on_fault(self, event: Event) -> None:
+        self.faults.append(event)
+        self.warnings.append(f"chaos: {event.get('fault', '?')} {event.get('actor', '')}")
+
+    def _on_recovered(self, event: Event) -> None:
+        self.recoveries.append(event)
 
     def _on_drain(self, event: Event) -> None:
         self.warnings.append(f"draining: {event.get('reason', '')}")

@@ -1,5 +1,7 @@
 """The last words of a run: what it did, how fast, and what it left on disk."""
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -69,6 +71,27 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
     rows.append(("waiting", f"{progress.time_shares().get('wait_data', 0.0):.0%} of the learner's time"))
     if progress.num_restarts:
         rows.append(("restarts", str(progress.num_restarts)))
+    if progress.faults:
+        rows += _survived(progress)
+    return rows
+
+
+def _survived(progress: Progress) -> list[tuple[str, str]]:
+    """What `--chaos` did, and how long it took until every process was up and a step was trained after it."""
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for event in progress.recoveries:
+        role = event["actor"].partition("-")[0]
+        by_kind[f"{event['fault']} {role}"].append(event["seconds"])
+    rows = [("faults", f"{len(progress.faults)} done, {len(progress.recoveries)} survived; seconds to recovery:")]
+    every = [seconds for kind in by_kind.values() for seconds in kind]
+    for kind, seconds in [*sorted(by_kind.items()), ("all", every)]:
+        if seconds:
+            rows.append(
+                (
+                    "",
+                    f"{kind:<18}{len(seconds):>4}   p50 {_quantile(seconds, 0.5):5.1f}   p99 {_quantile(seconds, 0.99):5.1f}",
+                )
+            )
     return rows
 
 
@@ -81,6 +104,11 @@ def _files(run_dir: Path) -> list[tuple[bool, str]]:
         elif not path.name.startswith("."):
             found.append(str(path))
     return [(i == 0, text) for i, text in enumerate(found)]
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of all does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def _mean(values: list[float]) -> float:

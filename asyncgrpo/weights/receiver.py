@@ -64,9 +64,12 @@ class Receiver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; waits for it briefly."""
+        """Ask the thread to end. It does so between two messages of the learner."""
         self._stop.set()
-        self._thread.join(timeout=5.0)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)

@@ -1,7 +1,8 @@
 """Everything that processes say to each other, as one tagged union of frozen structs.
 
-Three conversations: generator and buffer (leases out, groups in), learner and buffer (batches out, versions in), and
-learner and generator (weights). Add a field only at the end and with a default, so that two releases can talk.
+Four conversations: generator and buffer (leases out, groups in), learner and buffer (batches out, versions in), learner
+and generator (weights), and everyone with the driver (signs of life). Add a field only at the end and with a default, so
+that two releases can talk.
 """
 
 from typing import Any, Literal
@@ -227,6 +228,42 @@ class GeneratorLost(Message):
     generator_id: str
 
 
+# -- any process -> driver -------------------------------------------------------------------------------------------
+
+
+class Pulse(Message):
+    """This process lives. Sent every second by a thread of its own."""
+
+    name: str
+    """`buffer`, `learner-<rank>` or `generator-<index>`."""
+    incarnation: str
+    pid: int
+    waits: dict[str, float]
+    """What it waits for, by the names of `metrics.WAITS`: for how long, seconds."""
+    loop_age_s: float | None
+    """Since its main loop last went round; None: it has not begun to."""
+    home: str = ""
+    """A generator: the buffer that it works for."""
+    step: int | None = None
+    """The learner: optimizer steps done."""
+
+
+# -- driver -> any process -------------------------------------------------------------------------------------------
+
+
+class DumpStacks(Message):
+    """Write the stack of every thread to your log."""
+
+    reason: str
+
+
+class Moved(Message):
+    """To a generator: buffer and learner were started again and are found here now."""
+
+    buffer_endpoint: str
+    weights_endpoint: str
+
+
 # -- weights: learner <-> generator ----------------------------------------------------------------------------------
 
 
@@ -314,6 +351,6 @@ class SyncFailed(Message):
 AnyMessage = (
     Hello | Serving | Deliver | LeaseFailed | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
     | Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Batch | Waiting | NoMore | Snapshot
-    | Drain | GeneratorLost
+    | Drain | GeneratorLost | Pulse | DumpStacks | Moved
     | Join | Muster | Present | Assemble | Offer | Staged | Swap | Swapped | SyncFailed
 )  # fmt: skip

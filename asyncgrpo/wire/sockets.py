@@ -181,14 +181,6 @@ class Client:
             return None
         return decode([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
 
-    def ask(self, message: Message, timeout_s: float) -> tuple[Message, memoryview]:
-        """Send and wait for the answer. Raises WireError after `timeout_s`."""
-        self.send(message)
-        answer = self.receive(timeout_s)
-        if answer is None:
-            raise WireError(f"{self.endpoint} did not answer {type(message).__name__} within {timeout_s:.0f} s")
-        return answer
-
     def close(self) -> None:
         _open.discard(self)
         self._socket.close()

@@ -1,10 +1,13 @@
 """A run folder has one owner, counts its starts, and knows how its run stands."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from asyncgrpo.cluster.folder import RunFolder, unused
+from asyncgrpo.cluster.folder import RunFolder, hold, unused
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.recording.events import EventLog
 
@@ -46,3 +49,20 @@ def test_how_a_run_stands_is_what_its_last_start_came_to(tmp_path: Path):
     assert unused(path) == tmp_path / "run-2"
     log.write("start", run="run", lineage=2, version="2.9", step=9, sizes="")
     assert RunFolder(path).status() == "unfinished" and unused(path) == path
+
+
+def test_a_lock_is_waited_for_and_given_up_with_a_name(tmp_path: Path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"import fcntl, time; f = open({str(tmp_path / 'lock')!r}, 'w'); "
+         "fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(CheckpointError, match=r"lock is still held"):
+            hold(tmp_path / "lock", 0.3)
+        holder.kill()
+        os.close(hold(tmp_path / "lock", 30.0))
+    finally:
+        holder.kill()
+        holder.wait()

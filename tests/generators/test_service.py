@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import pytest
 
 from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.errors import EngineError
@@ -11,7 +12,7 @@ from asyncgrpo.generators.rollout import NONE, Redundancy
 from asyncgrpo.generators.service import SICK_AFTER, GeneratorService
 from asyncgrpo.types import Lease, Prompt, Sampling, Score
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import Ack, Deliver, Farewell, Grant, LeaseFailed, Message
+from asyncgrpo.wire.messages import Ack, Deliver, Farewell, Grant, Hello, LeaseFailed, Message
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import GeneratorLine
 from tests.simulation.nodes import Receiver
@@ -42,7 +43,6 @@ class Generator(GeneratorService):
 
     def __init__(self, redundancy: Redundancy = NONE, **engine: Any) -> None:
         self.sent: list[Message] = []
-        self.line = GeneratorLine(lambda message, payload: self.sent.append(message))
         settings: dict[str, Any] = dict.fromkeys(("buffer_endpoint", "weights_endpoint", "host"), "")
         super().__init__(
             "g",
@@ -54,12 +54,14 @@ class Generator(GeneratorService):
             keep_kv=True,
             merger=None,
             load_timeout_s=1.0,
+            stuck_after_s=10.0,
             keys=None,
             redundancy=redundancy,
             **settings,
         )
 
     def _connect(self) -> GeneratorLine:  # type: ignore[override]
+        self.line = GeneratorLine(lambda message, payload: self.sent.append(message))
         return self.line
 
     def _receiver(self) -> Receiver:  # type: ignore[override]
@@ -155,3 +157,41 @@ def test_a_group_with_too_few_answers_at_its_cut_is_given_back_as_late():
     generator.hear(Farewell())
     loop.run_until(loop.time() + 1.0)
     assert task.done() and task.exception() is None
+
+
+def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
+    """Buffer and learner were started again: the old lease is void, and the engine lives on."""
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(1.5)
+    hellos = sum(isinstance(message, Hello) for message in generator.sent)
+    generator.move("another", "weights")
+    loop.run_until(12.0)
+    assert generator.home == "another" and not task.done()
+    assert sum(isinstance(message, Hello) for message in generator.sent) == hellos + 1
+    assert generator.delivered == [], "its lease was of the buffer before"
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(20.0)
+    assert len(generator.delivered) == 1
+    generator.move("another", "weights")  # told again: nothing changes
+    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
+    generator.hear(Farewell())
+    loop.run_until(30.0)
+    assert task.done() and task.exception() is None
+
+
+def test_an_engine_that_hangs_ends_its_generator():
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    generator._engine = FakeEngine(seconds_per_token=1.0, hang_after_tokens=3)
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(14.0)
+    assert not task.done()
+    loop.run_until(40.0)
+    assert task.done()
+    with pytest.raises(ExceptionGroup) as raised:
+        task.result()
+    assert raised.group_contains(EngineError, match="has not answered for 10 s")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.learner.checkpoints import Checkpoints, RunState, model_folder, read_state
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, model_folder, read_state
 
 
 def state(step: int) -> RunState:
@@ -62,3 +62,11 @@ def test_the_model_is_found_behind_a_run_a_checkpoint_and_itself(tmp_path: Path)
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "config.json").write_text("{}")
     assert model_folder(tmp_path) == tmp_path / "final"
+
+
+def test_only_the_newest_start_of_a_run_writes_into_its_folder(tmp_path: Path):
+    check_owner(tmp_path, 1)
+    (tmp_path / "lineage").write_text("3")
+    check_owner(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="belongs to start 3 of the run by now; this is start 2"):
+        check_owner(tmp_path, 2)

@@ -1,6 +1,7 @@
 """metrics.jsonl survives crashes, resumes and impatient readers."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -101,6 +102,22 @@ def test_a_resume_at_the_last_step_leaves_the_file_alone(path):
     log.write("step", **step(1))
     before = path.stat().st_ino
     assert log.resume_at(1) == 0 and path.stat().st_ino == before
+
+
+def test_what_a_full_disk_refuses_is_written_once_there_is_room(path):
+    log = EventLog(path)
+    log.write("drain", reason="before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        log.write("drain", reason="first")
+        log.write("drain", reason="second")
+        assert [event["reason"] for event in read_events(path)] == ["before"]
+        assert path.read_bytes().endswith(b"\n"), "no torn line is left for another writer to append to"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write("drain", reason="third")
+    assert [event["reason"] for event in read_events(path)] == ["before", "first", "second", "third"]
 
 
 def test_several_writers_lose_nothing(path):

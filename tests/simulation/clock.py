@@ -60,6 +60,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.append(handle)
         return handle
 
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there is one thread
+
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:

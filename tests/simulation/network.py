@@ -134,11 +134,6 @@ class LearnerLine:
         self._loop.run_until(self._loop.time() + timeout_s, lambda: self._arrived)
         return decode(self._arrived.popleft()) if self._arrived else None
 
-    def ask(self, message: Message, timeout_s: float) -> tuple[Message, memoryview]:
-        from asyncgrpo.wire.sockets import Client
-
-        return Client.ask(self, message, timeout_s)  # type: ignore[arg-type]
-
     def close(self) -> None:
         """Nothing to close."""
 

@@ -56,6 +56,7 @@ class Receiver:
     def __init__(self, join: Callable[[], None]) -> None:
         self._join = join
         self.failure: BaseException | None = None
+        self.is_alive = False
 
     def start(self) -> None:
         self._join()
@@ -110,6 +111,7 @@ class GeneratorHost:
             keep_kv=True,
             merger=None,
             load_timeout_s=10.0,
+            stuck_after_s=120.0,
             buffer_endpoint="",
             weights_endpoint="",
             host="",
@@ -205,6 +207,10 @@ class Publisher:
         tell("generators", 0.0)
         if not self._members:
             raise WeightsError("no generator asked for weights")
+
+    @property
+    def generators(self) -> list[str]:
+        return sorted(self._members)
 
     def newcomers(self) -> bool:
         return any(self._members[peer].is_alive for peer in self._new if peer in self._members)

@@ -244,6 +244,7 @@ class World:
             Silent(),  # type: ignore[arg-type]
             lineage=self._lineage,
             run_dir=Path("nowhere"),
+            start_with=self.config.generators.count,
             last_step=None,
         )
         self._learner._checkpoints = MemoryCheckpoints(self, rng)  # type: ignore[assignment]

@@ -1,0 +1,164 @@
+"""The generators: started, watched, started again when they end or hang, and told when buffer and learner have moved."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from asyncgrpo import metrics
+from asyncgrpo.cluster.actors import GeneratorActor, Setup, incarnation_of
+from asyncgrpo.cluster.budget import Budget
+from asyncgrpo.cluster.core import Core
+from asyncgrpo.cluster.placement import Placement
+from asyncgrpo.cluster.pulse import Watch
+from asyncgrpo.cluster.results import has_ended, result
+from asyncgrpo.errors import AsyncGRPOError, ProcessLost
+from asyncgrpo.recording.events import EventLog
+from asyncgrpo.wire.messages import Moved
+
+log = logging.getLogger(__name__)
+
+BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
+"""Before a restart, by how often in a row this generator has ended before its engine served."""
+FAILED_STARTS = 3
+"""A generator that ends so often in a row before its engine serves will not do better: the run ends with its reason."""
+
+
+@dataclass
+class _Generator:
+    """One incarnation. Ray ends an actor that nobody holds."""
+
+    actor: Any
+    incarnation: str
+    address: Any
+    running: Any
+
+
+class Fleet:
+    """All generators of a run, for as long as it lasts."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        placement: Placement,
+        watch: Watch,
+        events: EventLog,
+        *,
+        on_address: Callable[[str, tuple[str, int]], None],
+    ) -> None:
+        """
+        Args:
+            on_address: called with a name and the address of its metrics.
+        """
+        self._setup = setup
+        self._placement = placement
+        self._watch = watch
+        self._events = events
+        self._on_address = on_address
+        count = setup.config.generators.count
+        self._running: dict[int, _Generator] = {}
+        self._due: dict[int, float] = dict.fromkeys(range(count), 0.0)
+        self._failed_starts = [0] * count
+        self._budgets = [Budget(f"generator-{i}", setup.config.generators.restarts) for i in range(count)]
+        self._core: Core | None = None
+        self._home = Moved(buffer_endpoint="", weights_endpoint="")
+
+    @property
+    def is_up(self) -> bool:
+        """Whether some engine serves already."""
+        return any(self._watch.has_begun(f"generator-{i}", g.incarnation) for i, g in self._running.items())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every engine serves, and works for the present core."""
+        return (
+            self._core is not None
+            and len(self._running) == len(self._budgets)
+            and all(
+                self._watch.has_begun(name := f"generator-{index}", generator.incarnation)
+                and self._watch.home(name, generator.incarnation) == self._home.buffer_endpoint
+                for index, generator in self._running.items()
+            )
+        )
+
+    def work_for(self, core: Core, home: Moved) -> None:
+        """From now on. Those that live are told, those that start are given its address.
+
+        Args:
+            home: where they find it.
+        """
+        self._core, self._home = core, home
+
+    def leave(self) -> None:
+        """The core that they worked for is gone."""
+        self._core = None
+
+    def tend(self, *, may_restart: bool = True) -> None:
+        """One look at all of them: who ended, who hangs, who is due. Raises AsyncGRPOError when one is not to be helped."""
+        limit_s = self._setup.config.cluster.silent_timeout_s
+        for index, generator in list(self._running.items()):
+            name = f"generator-{index}"
+            if generator.address is not None and has_ended(generator.address):
+                with contextlib.suppress(AsyncGRPOError):  # then `running` has failed too, or is about to
+                    self._on_address(name, result(generator.address))
+                generator.address = None
+            if has_ended(generator.running):
+                self._ended(index, generator, _reason(generator.running), may_restart)
+            elif ailment := self._watch.ailment(name, generator.incarnation, silent_s=limit_s, still_s=limit_s):
+                self._ended(index, generator, ailment, may_restart)
+            elif self._core is not None and self._watch.home(name, generator.incarnation) not in (
+                None,
+                self._home.buffer_endpoint,
+            ):
+                self._watch.tell(name, self._home)
+        if self._core is not None:
+            for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
+                del self._due[index]
+                self._start(index, self._home)
+
+    def farewell(self, timeout_s: float) -> None:
+        """Wait for the generators to end by themselves."""
+        references = [generator.running for generator in self._running.values()]
+        if references:
+            ray.wait(references, num_returns=len(references), timeout=timeout_s)
+
+    def _start(self, index: int, home: Moved) -> None:
+        options, start = self._placement.generator(index), self._budgets[index].count
+        actor = ray.remote(GeneratorActor).options(**options).remote(self._setup, index, start)
+        address = actor.start.remote(home)
+        self._running[index] = _Generator(actor, incarnation_of(self._setup, start), address, actor.run.remote())
+
+    def _ended(self, index: int, generator: _Generator, reason: str, may_restart: bool) -> None:
+        name = f"generator-{index}"
+        has_served = self._watch.has_begun(name, generator.incarnation)
+        del self._running[index]
+        ray.kill(generator.actor)
+        self._watch.forget(name)
+        if self._core is not None:
+            self._core.generator_lost(name)
+        if not may_restart:
+            return
+        self._failed_starts[index] = 0 if has_served else self._failed_starts[index] + 1
+        if self._failed_starts[index] >= FAILED_STARTS:
+            raise AsyncGRPOError(
+                f"{name} ended {FAILED_STARTS} times before its engine served anything; the last time: {reason}"
+            )
+        count = self._budgets[index].spend(reason)
+        log.warning("%s ended (%s); restart %d", name, reason, count)
+        self._events.write("restart", actor=name, reason=reason, count=count)
+        metrics.actor_restarts_total.labels(actor="generator").inc()
+        self._due[index] = time.monotonic() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
+
+
+def _reason(running: Any) -> str:
+    try:
+        result(running)
+        return "it ended by itself"
+    except ProcessLost as loss:
+        return str(loss)
+    except AsyncGRPOError as error:
+        return str(error).strip().splitlines()[-1][:300]

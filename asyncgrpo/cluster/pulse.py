@@ -1,0 +1,211 @@
+"""Signs of life: every process says once a second that it is there, what it waits for, and when its loop last went round.
+
+    process ──Pulse──▶ driver                 from a thread of its own: a long step does not silence it, SIGSTOP does
+    process ◀──Moved, DumpStacks── driver
+
+Ray tells of a process that ended. This tells of one that did not, and is of no use any more.
+"""
+
+import atexit
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncgrpo import metrics
+from asyncgrpo.errors import WireError
+from asyncgrpo.wire.codec import decode
+from asyncgrpo.wire.messages import DumpStacks, Message, Moved, Pulse
+from asyncgrpo.wire.sockets import Client, Keys, Server
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+SAY_AFTER_S = 30.0
+"""A wait that has lasted so long gets a line in the driver's log, and another each time that passes again."""
+
+
+class Heart:
+    """The process's end. Runs until the process does."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        incarnation: str,
+        keys: Keys | None,
+        *,
+        run_dir: Path,
+        on_moved: Callable[[Moved], None] = lambda message: None,
+        home: Callable[[], str] = lambda: "",
+        loop_age_s: Callable[[], float | None] = lambda: None,
+        step: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            endpoint: of the driver's `Watch`.
+            run_dir: stacks go to `logs/<name>.stacks` in it.
+            on_moved, home, loop_age_s, step: called in the heart's thread.
+        """
+        self._endpoint, self._keys = endpoint, keys
+        self._name, self._incarnation = name, incarnation
+        self._stacks = run_dir / "logs" / f"{name}.stacks"
+        self._on_moved, self._home, self._loop_age_s, self._step = on_moved, home, loop_age_s, step
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # before sockets are closed under it
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        client = Client(self._endpoint, f"{self._name}-{self._incarnation}", self._keys)
+        try:
+            self._beat(client)
+        finally:
+            client.close()
+
+    def _beat(self, client: Client) -> None:
+        while not self._over.is_set():
+            client.send(
+                Pulse(
+                    name=self._name,
+                    incarnation=self._incarnation,
+                    pid=os.getpid(),
+                    waits=metrics.waits(),
+                    loop_age_s=self._loop_age_s(),
+                    home=self._home(),
+                    step=self._step(),
+                )
+            )
+            due = time.monotonic() + BEAT_S
+            while (left_s := due - time.monotonic()) > 0 and not self._over.is_set():
+                try:
+                    received = client.receive(min(left_s, 0.2))
+                except WireError as error:
+                    log.warning("refused a message of the driver: %s", error)
+                    continue
+                if received is not None:
+                    self._handle(received[0])
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Moved):
+            self._on_moved(message)
+        elif isinstance(message, DumpStacks):
+            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._stacks, "a", encoding="utf-8") as file:
+                file.write(f"{message.reason}, process {os.getpid()}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+
+
+@dataclass
+class _Process:
+    """What is known of one process."""
+
+    peer: str
+    pulse: Pulse
+    heard_s: float
+    said_s: float = 0.0
+
+
+class Watch:
+    """The driver's end. One thread uses it."""
+
+    def __init__(self, bind: str, keys: Keys | None, *, host: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._server = Server(bind, keys, advertise=host)
+        self._clock = clock
+        self._processes: dict[str, _Process] = {}
+        self.endpoint = self._server.endpoint
+
+    def listen(self) -> None:
+        """Read what has arrived, and say in the log what has been awaited for long."""
+        while (received := self._server.receive(0.0)) is not None:
+            peer, frames = received
+            try:
+                message, _ = decode(frames)
+            except WireError as error:
+                log.warning("refused a message of %s: %s", peer, error)
+                continue
+            if isinstance(message, Pulse) and peer == f"{message.name}-{message.incarnation}":
+                known = self._processes.get(message.name)
+                if known is None or known.peer != peer:
+                    known = self._processes[message.name] = _Process(peer, message, self._clock())
+                known.pulse, known.heard_s = message, self._clock()
+        for name, process in self._processes.items():
+            self._say_waits(name, process)
+
+    def ailment(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
+        """Why this process is of no use any more, if it is not; None also before its first word.
+
+        Args:
+            silent_s: it may say nothing for so long.
+            still_s: its loop may stand still for so long.
+        """
+        known = self._of(name, incarnation)
+        if known is None:
+            return None
+        if (age := self._clock() - known.heard_s) > silent_s:
+            return f"silent for {age:.0f} s"
+        if known.pulse.loop_age_s is not None and known.pulse.loop_age_s > still_s:
+            return f"its loop stands still for {known.pulse.loop_age_s:.0f} s"
+        return None
+
+    def has_begun(self, name: str, incarnation: str) -> bool:
+        """Whether its main loop ran: it got further than its start."""
+        known = self._of(name, incarnation)
+        return known is not None and known.pulse.loop_age_s is not None
+
+    def step(self, name: str, incarnation: str) -> int | None:
+        """Optimizer steps that this learner has said it has done."""
+        known = self._of(name, incarnation)
+        return known.pulse.step if known is not None else None
+
+    def _of(self, name: str, incarnation: str) -> _Process | None:
+        known = self._processes.get(name)
+        return known if known is not None and known.pulse.incarnation == incarnation else None
+
+    def names(self, role: str) -> list[str]:
+        """Of the processes of a role that are in touch."""
+        return [name for name in self._processes if name.startswith(role)]
+
+    def pids(self, *roles: str) -> list[int]:
+        """Process ids of these roles, or of one process by its name; `""` is everyone's."""
+        return [p.pulse.pid for name, p in self._processes.items() if name.startswith(roles)]
+
+    def home(self, name: str, incarnation: str) -> str | None:
+        """The buffer that this generator works for; None before it works for any."""
+        known = self._of(name, incarnation)
+        return (known.pulse.home or None) if known is not None else None
+
+    def tell(self, name: str, message: Message) -> None:
+        """To one process, if it is in touch."""
+        if (known := self._processes.get(name)) is not None:
+            self._server.send(known.peer, message)
+
+    def dump_stacks(self, reason: str) -> None:
+        """Every process that still can writes its stacks to `logs/<name>.stacks`."""
+        for name in self._processes:
+            self.tell(name, DumpStacks(reason=reason))
+
+    def forget(self, name: str) -> None:
+        """It is gone, or about to be replaced."""
+        self._processes.pop(name, None)
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _say_waits(self, name: str, process: _Process) -> None:
+        longest = max(process.pulse.waits.values(), default=0.0)
+        if longest < process.said_s:
+            process.said_s = 0.0
+        if longest >= process.said_s + SAY_AFTER_S:
+            process.said_s = longest
+            what = ", ".join(f"{what} for {seconds:.0f} s" for what, seconds in sorted(process.pulse.waits.items()))
+            log.info("%s waits for %s", name, what)

@@ -1,0 +1,16 @@
+"""Restarts are counted by the hour."""
+
+import pytest
+
+from asyncgrpo.cluster.budget import WINDOW_S, Budget
+from asyncgrpo.errors import AsyncGRPOError
+
+
+def test_a_budget_is_spent_within_an_hour_and_comes_back():
+    now = [0.0]
+    budget = Budget("generator-0", 2, clock=lambda: now[0])
+    assert [budget.spend("a"), budget.spend("b")] == [1, 2]
+    with pytest.raises(AsyncGRPOError, match=r"generator-0 ended 3 times within an hour \(2 .*the last time: c"):
+        budget.spend("c")
+    now[0] = WINDOW_S + 1.0
+    assert budget.spend("d") == 3

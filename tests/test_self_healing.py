@@ -1,0 +1,86 @@
+"""Whole runs in which processes die or hang: each is replaced, the run ends well, and its audit finds no difference."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import assert_nothing_left, asyncgrpo, events, marked, start, wait_until
+
+pytestmark = pytest.mark.slow
+
+QUICK = ["--engine", "torch", "--out", "run", "run.checkpoint_every=4", "run.eval_every=100"]
+SMALL = ["buffer.prompts_per_step=12", "algorithm.group_size=64", "cluster.silent_timeout_s=8"]
+
+
+def actors(mark: Path, role: str) -> list[psutil.Process]:
+    """Living processes of a role."""
+    return [process for process in marked(mark) if f"ray::{role}" in " ".join(process.cmdline())]
+
+
+def steps(run: Path) -> int:
+    return len(events(run, "step"))
+
+
+def test_learner_and_buffer_are_replaced_while_the_engines_live_on(tmp_path: Path):
+    run = tmp_path / "run"
+    process = start("demo", *QUICK, *SMALL, "--max-lag", "1", "--steps", "40", cwd=tmp_path)
+    wait_until(lambda: steps(run) >= 6, "sixth step", 200.0)
+    engines = {p.pid for p in actors(tmp_path, "GeneratorActor")}
+    actors(tmp_path, "LearnerActor")[0].kill()
+    wait_until(lambda: len(events(run, "start")) >= 2 and steps(run) >= 10, "step of a second learner", 120.0)
+    actors(tmp_path, "BufferActor")[0].send_signal(signal.SIGSTOP)
+    wait_until(lambda: len(events(run, "start")) >= 3, "third start", 120.0)
+    assert engines == {p.pid for p in actors(tmp_path, "GeneratorActor")} != set()
+    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
+    restarts = [(e["actor"], e["reason"]) for e in events(run, "restart") if "count" in e]
+    assert [actor for actor, _ in restarts] == ["learner-0", "buffer"]
+    assert "died" in restarts[0][1] and "silent" in restarts[1][1]
+    assert [e["step"] for e in events(run, "step")] == list(range(1, 41))
+    assert {e["lineage"] for e in events(run, "start")} == {1, 2, 3}
+    audit = asyncgrpo("audit", "run", cwd=tmp_path)
+    assert audit.returncode == 0, audit.stdout
+    assert_nothing_left(tmp_path)
+
+
+def test_a_generator_that_hangs_is_replaced(tmp_path: Path):
+    run = tmp_path / "run"
+    process = start("demo", *QUICK, *SMALL, "--max-lag", "1", "--steps", "60", cwd=tmp_path)
+    wait_until(lambda: steps(run) >= 3, "third step", 200.0)
+    os.kill(actors(tmp_path, "GeneratorActor")[0].pid, signal.SIGSTOP)
+    wait_until(lambda: any("silent" in e["reason"] for e in events(run, "restart")), "restart", 60.0)
+    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
+    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    assert_nothing_left(tmp_path)
+
+
+def test_a_learner_that_cannot_train_a_step_ends_the_run_with_its_reason_and_stacks(tmp_path: Path):
+    """A core is not started for ever: killed again and again before its first step, it is given up."""
+    run = tmp_path / "run"
+    process = start("demo", *QUICK, *SMALL, "--steps", "40", cwd=tmp_path)
+    killed: set[int] = set()
+    while process.poll() is None:
+        for learner in actors(tmp_path, "LearnerActor"):
+            if learner.pid not in killed and steps(run) == 0:
+                killed.add(learner.pid)
+                learner.kill()
+    assert process.returncode == 1
+    assert len(killed) == 3
+    assert events(run, "end")[-1]["status"] == "failed"
+    assert "learner-0: its process died" in (tmp_path / "output.txt").read_text()
+    assert_nothing_left(tmp_path)
+
+
+def test_chaos_is_survived_and_audited(tmp_path: Path):
+    result = asyncgrpo(
+        *["demo", "--engine", "torch", "--out", "run", "--steps", "150", "--chaos", "500", "--seed", "3"], cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "run"
+    assert len(events(run, "fault")) >= 2 and events(run, "recovered")
+    assert "no difference" in result.stdout and re.search(r"faults +\d+ done, \d+ survived", result.stdout)
+    assert max(int(lag) for event in events(run, "step") for lag in event["lags"]) <= 2
+    assert_nothing_left(tmp_path)
