@@ -49,6 +49,9 @@ class StalledError(AsyncGRPOError):
 class ProcessLost(AsyncGRPOError):
     """A process of the run ended, or was ended, and another may take its place."""
 
+    is_error = False
+    """It was not killed: it raised what is the cause of this."""
+
 
 class TrainingError(AsyncGRPOError):
     """Training cannot go on: too many updates in a row were not worth making."""
