@@ -54,9 +54,12 @@ def replay(
     table = None if as_json else _SideBySide() if is_changed else _Equality()
     if table is not None:
         typer.echo(_what(timeline, changes if is_changed else []))
-        typer.echo(table.head)
-    replay_ = Replay(timeline, configs, folder, changes)
-    result = replay_.run(lambda pair: typer.echo(table.row(pair)) if table is not None else None)
+
+    def show(pair: "Pair") -> None:
+        if table is not None:
+            typer.echo(f"{table.head}\n{table.row(pair)}" if pair.step == from_step + 1 else table.row(pair))
+
+    result = Replay(timeline, configs, folder, changes).run(show)
     events = folder / "metrics.jsonl"
     plot(read_events(events), folder / "curves.png")
     if table is None:

@@ -83,7 +83,7 @@ def _device(config: Config, rank: int) -> torch.device:
         return torch.device("cpu")
     if torch.cuda.device_count() <= rank:
         raise ConfigError(
-            f"the learner has {rank + 1} ranks on GPUs (learner.device={wish}), and this machine has "
-            f"{torch.cuda.device_count()}; --with learner.device=cpu replays on the CPU, which is not equal to the bit"
+            f"learner.ranks={config.learner.ranks} with learner.device={wish} needs as many GPUs, and this machine has "
+            f"{torch.cuda.device_count()}; learner.device=cpu would give nearly the same numbers, not equal ones"
         )
     return torch.device("cuda", rank)

@@ -92,6 +92,16 @@ class Replay:
             sizes=algorithm_in_words(self._configs[0].algorithm),
             overrides=self._overrides,
         )
+        try:
+            self._train(on_step)
+        except BaseException:
+            if not self._result.pairs:  # nothing to look at
+                shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._events.write("end", status="done", step=steps[-1].number)
+        return self._result
+
+    def _train(self, on_step: Callable[[Pair], None]) -> None:
         checkpoint = self._timeline.checkpoint
         begin = str(checkpoint / "resume") if checkpoint is not None else None
         with tempfile.TemporaryDirectory(dir=self._folder, prefix=".legs-") as legs:
@@ -100,8 +110,6 @@ class Replay:
                 self._leg(leg, config, begin, save, on_step)
                 shutil.rmtree(f"{legs}/{number - 1}", ignore_errors=True)
                 begin = save
-        self._events.write("end", status="done", step=steps[-1].number)
-        return self._result
 
     def _leg(
         self, leg: Leg, config: Config, begin: str | None, save: str | None, on_step: Callable[[Pair], None]

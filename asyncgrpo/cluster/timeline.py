@@ -98,7 +98,7 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     path = surviving_path(starts, WeightVersion(last, newest) if newest else starts[last].parent)
     standing = sorted((m for m in manifests if is_on(path, WeightVersion(m.version.lineage, m.step))), key=_step)
     if not standing:
-        raise JournalError(f"no step of {run} was given to the learner yet, so there is nothing to train again")
+        raise JournalError(f"no step of {run} stands, so there is nothing to train again")
     wanted = [m for m in standing if m.step > from_step and (to_step is None or m.step <= to_step)]
     if not wanted:
         raise JournalError(f"the journal of {run} holds steps up to {standing[-1].step}; none of them is wanted")
