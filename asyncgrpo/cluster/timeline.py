@@ -118,12 +118,8 @@ def _step(manifest: Handed) -> int:
 
 
 def _groups(history: History) -> dict[str, Found]:
-    """The delivered groups whose bodies are there, by lease id."""
-    return {
-        found.record.lease_id: found
-        for found in history.found
-        if isinstance(found.record, Delivered) and found.body_bytes
-    }
+    """The delivered groups by lease id."""
+    return {found.record.lease_id: found for found in history.found if isinstance(found.record, Delivered)}
 
 
 def _check_every_step(run: Path, wanted: list[Handed], from_step: int) -> None:
@@ -138,17 +134,22 @@ def _check_every_step(run: Path, wanted: list[Handed], from_step: int) -> None:
 
 
 def _check_every_group(run: Path, wanted: list[Handed], groups: dict[str, Found], checkpoints: dict[int, Path]) -> None:
-    missing = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if lease_id not in groups]
-    if not missing:
-        return
-    (step, lease_id), last = missing[0], missing[-1][0]
-    later = min((number for number in checkpoints if last <= number < wanted[-1].step), default=None)
-    advice = "a run with buffer.keep_journal=true keeps them"
-    raise JournalError(
-        f"step {step} cannot be trained again: its group {lease_id} is no longer in the journal of {run} (groups are "
-        f"taken out once a checkpoint holds their step; {advice})"
-        + (f"; --from-step {later} begins behind the last that is missing" if later is not None else "")
-    )
+    unknown = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if lease_id not in groups]
+    if unknown:
+        step, lease_id = unknown[0]
+        raise JournalError(
+            f"step {step} cannot be trained again: its group {lease_id} is not in the journal of {run}; "
+            "`asyncgrpo audit` says whether it is damaged"
+        )
+    gone = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if not groups[lease_id].body_bytes]
+    if gone:
+        (step, lease_id), last = gone[0], gone[-1][0]
+        later = min((number for number in checkpoints if last <= number < wanted[-1].step), default=None)
+        raise JournalError(
+            f"step {step} cannot be trained again: its group {lease_id} was taken out of the journal of {run} once a "
+            "checkpoint held the step; a run with buffer.keep_journal=true keeps its groups"
+            + (f"; --from-step {later} begins behind the last that is missing" if later is not None else "")
+        )
 
 
 def _checkpoints(run: Path, path: dict[int, int]) -> dict[int, Path]:
