@@ -134,6 +134,7 @@ def rewrite_model_path(segment: Path, model: str) -> None:
     segment.write_bytes(b"".join(map(bytes, parts)))
 
 
+@pytest.mark.timeout(900)
 def test_a_run_killed_and_resumed_is_replayed_along_the_path_that_stands(tmp_path: Path):
     arguments = ["demo", "--engine", "torch", "--out", "run", "--steps", "16", "run.checkpoint_every=4"]
     # The guard's memory is not in a checkpoint: a replay has to begin it anew where the run did.

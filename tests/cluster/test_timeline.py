@@ -1,5 +1,6 @@
 """What of a journal can be trained again: the steps that stand, in order, or one sentence that says why not."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from asyncgrpo.buffer.history import mend, read_history
 from asyncgrpo.buffer.journal import Journal
 from asyncgrpo.buffer.records import Committed, Handed
+from asyncgrpo.cli import main
 from asyncgrpo.cluster.timeline import read_timeline
 from asyncgrpo.config import Config, DataConfig, LearnerConfig, ModelConfig
 from asyncgrpo.errors import JournalError
@@ -218,3 +220,30 @@ def test_a_body_that_is_damaged_is_said_at_its_step(run: FakeRun):
         timeline.batch(first)
     with pytest.raises(JournalError, match=r"step 1 .*damaged"):
         read_timeline(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--with", "sampling.temperature=0.5"],
+            "cannot change sampling.temperature: the answers were sampled under it",
+        ),
+        (["--with", "learner.lr=fast"], "learner.lr must be a number"),
+        (["--with", "nonsense"], "not of the form key=value"),
+        (["--from-step", "1"], "no checkpoint of step 1"),
+        (["--name", "../elsewhere"], "--name ../elsewhere is not the name of a folder"),
+    ],
+)
+def test_the_command_ends_with_one_sentence_and_1_before_anything_is_trained(
+    run: FakeRun, arguments: list[str], words: str, monkeypatch, capsys
+):
+    run.start(keep=True)
+    run.train(2)
+    monkeypatch.setattr(sys, "argv", ["asyncgrpo", "replay", str(run.folder), *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capsys.readouterr()
+    assert end.value.code == 1 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert not (run.folder / "replays").exists()
