@@ -8,7 +8,7 @@ the journal `is_blocked`. A record counts once it has reached the chosen durabil
     fsync_each       on the disk, one by one
 
 Segments are never written again once a later one exists, except to take out the bodies of groups that a checkpoint
-has made useless: then only what the ledger needs is left of them.
+has made useless: then only what the ledger needs is left of them. A journal that is kept for a replay keeps its bodies.
 """
 
 import logging
@@ -134,6 +134,7 @@ class Journal:
         durability: Durability,
         *,
         survivors: Collection[str] = (),
+        keep: bool = False,
         clock: Callable[[], float] = time.monotonic,
         disk: Disk | None = None,
         segment_bytes: int = SEGMENT_BYTES,
@@ -143,12 +144,14 @@ class Journal:
             history: what earlier starts left, mended.
             began: of this start.
             survivors: lease ids of the groups in `history` that may yet be trained; the others are of no use any more.
+            keep: never take bodies out, so that every group stays for a replay.
             segment_bytes: a segment that has reached them is followed by another.
         """
         assert durability != "memory", "InMemory is for this"
         self._folder = history.folder
         self._began = began
         self._durability = durability
+        self._keep = keep
         self._now = clock
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
@@ -270,7 +273,7 @@ class Journal:
                 self._let_go()
                 self._number += 1
                 self._begin_segment()
-            if isinstance(waiting.record, Committed):
+            if isinstance(waiting.record, Committed) and not self._keep:
                 self._retire()
 
     def _put(self, parts: Sequence[Buffer]) -> None:

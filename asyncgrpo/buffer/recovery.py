@@ -184,7 +184,8 @@ def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConf
         groups_per_step=config.prompts_per_step,
     )
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
-    return Reopened(Journal(history, began, config.durability, survivors=survivors), history, verdicts)
+    journal = Journal(history, began, config.durability, survivors=survivors, keep=config.keep_journal)
+    return Reopened(journal, history, verdicts)
 
 
 def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:

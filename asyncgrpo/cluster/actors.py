@@ -165,6 +165,7 @@ class BufferActor:
             terms=terms_of(config, sampling, source.state().fingerprint),
             max_lag=config.buffer.max_lag,
             prompts=source.state(),
+            config=msgspec.to_builtins(config),
         )
         reopened = reopen(self._setup.run_dir / "journal", began, source, config.buffer)
         buffer = Buffer(
