@@ -5,10 +5,13 @@ Everything here is frozen. The structs made of plain values are also the schema 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A whole number that every format and language we write for holds exactly. Checked where it is decoded."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -20,8 +23,8 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class WeightVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Names one set of weights. A version is never reused: `lineage` changes whenever a learner starts again."""
 
-    lineage: int
-    version: int
+    lineage: Count
+    version: Count
     """Optimizer steps behind these weights."""
 
     def __str__(self) -> str:
@@ -38,8 +41,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Output tokens `start` (included) to `end` (excluded) of one answer were sampled by `version`."""
 
     version: WeightVersion
-    start: int
-    end: int
+    start: Count
+    end: Count
 
 
 class Sampling(Frozen):

@@ -114,7 +114,7 @@ class BufferActor:
         from asyncgrpo.buffer.recovery import bring_back, reopen
         from asyncgrpo.buffer.service import BufferService
         from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
-        from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+        from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
         from asyncgrpo.learner.checkpoints import read_state
 
         config = self._setup.config
@@ -159,7 +159,7 @@ class BufferActor:
         metrics.buffer_slots.set(config.buffer.num_slots)
         metrics.max_lag_steps.set(config.buffer.max_lag)
         server = Server(config.cluster.bind, self._setup.keys, advertise=_host(config))
-        self._service = BufferService(server, buffer, evaluations)
+        self._service = BufferService(server, buffer, evaluations, vocabulary_size(config.model.path))
         per_step = config.buffer.prompts_per_step
         total = None if config.run.epochs is None else -(-len(loaded.prompts) * config.run.epochs // per_step)
         return BufferReady(

@@ -2,19 +2,26 @@
 
 Three conversations: generator and buffer (leases out, groups in), learner and buffer (batches out, versions in), and
 learner and generator (weights). Add a field only at the end and with a default, so that two releases can talk.
+
+Each kind says how long it may be, so that nobody reads a longer one: `codec.decode` refuses it by its size.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from asyncgrpo.types import FinishReason, Lease, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
+from asyncgrpo.types import Count, FinishReason, Lease, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
 
 PROTOCOL = 1
+PROMPT_BYTES = 2**22
+"""Longest header that holds a prompt: half a million tokens and their text."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
     """Base of all messages; the struct's name is its tag."""
+
+    max_header_bytes: ClassVar[int] = 2**16
+    max_payload_bytes: ClassVar[int] = 0
 
 
 # -- generator -> buffer ---------------------------------------------------------------------------------------------
@@ -41,8 +48,8 @@ class Serving(Message):
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One scored answer without its arrays."""
 
-    index: int
-    num_tokens: int
+    index: Count
+    num_tokens: Count
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     score: Score
@@ -51,10 +58,13 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Deliver(Message):
     """A completed group. The payload holds, answer after answer, the token ids (int32) and then the log-probs (float32)."""
 
+    max_header_bytes: ClassVar[int] = PROMPT_BYTES
+    max_payload_bytes: ClassVar[int] = 2**28
+
     group_id: str
     lease_id: str
-    attempt: int
-    order: int
+    attempt: Count
+    order: Count
     purpose: Literal["train", "eval"]
     prompt: Prompt
     rollouts: tuple[RolloutHeader, ...]
@@ -86,6 +96,8 @@ class SayHello(Message):
 
 class Grant(Message):
     """Permission to generate one group."""
+
+    max_header_bytes: ClassVar[int] = PROMPT_BYTES
 
     lease: Lease
 
@@ -122,7 +134,7 @@ class Farewell(Message):
 class Take(Message):
     """Ask for the groups of one optimizer step that starts at `version`, which every generator serves."""
 
-    step: int
+    step: Count
     version: WeightVersion
 
 
@@ -135,7 +147,7 @@ class Published(Message):
 class RequestEval(Message):
     """Answer the held-out prompts with whatever weights are served."""
 
-    step: int
+    step: Count
 
 
 class TakeSnapshot(Message):
@@ -148,7 +160,7 @@ class TakeSnapshot(Message):
 class Saved(Message):
     """The checkpoint of this step is on the disk."""
 
-    step: int
+    step: Count
 
 
 class LastEvals(Message):
@@ -179,9 +191,12 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Batch(Message):
     """The groups of one step. The payload holds each group's payload, one after the other."""
 
+    max_header_bytes: ClassVar[int] = 2**30
+    max_payload_bytes: ClassVar[int] = 2**30
+
     step: int
     groups: tuple[Deliver, ...]
-    payload_sizes: tuple[int, ...]
+    payload_sizes: tuple[Count, ...]
     counters: dict[str, float]
     evals: tuple[EvalResult, ...]
     epoch: int
@@ -204,6 +219,8 @@ class NoMore(Message):
 
 class Snapshot(Message):
     """What a checkpoint must hold of the buffer."""
+
+    max_header_bytes: ClassVar[int] = 2**24
 
     state: dict[str, Any]
     draining: bool = False
@@ -264,6 +281,9 @@ class Present(Message):
 class Offer(Message):
     """Weights of `version` follow as broadcasts of buckets, planned by `weights.layout.plan_buckets`."""
 
+    max_header_bytes: ClassVar[int] = 2**24
+    """Tens of thousands of tensors."""
+
     epoch: int
     version: WeightVersion
     tensors: tuple[TensorInfo, ...]
@@ -309,9 +329,15 @@ class SyncFailed(Message):
     poisoned: bool
 
 
+OfGenerator = Hello | Serving | Deliver | LeaseFailed
+OfLearnerOrDriver = (
+    Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Drain | GeneratorLost
+)  # fmt: skip
+ToBuffer = OfGenerator | OfLearnerOrDriver
+ToPublisher = Join | Present | Staged | Swapped | SyncFailed
 AnyMessage = (
-    Hello | Serving | Deliver | LeaseFailed | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
-    | Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Batch | Waiting | NoMore | Snapshot
-    | Drain | GeneratorLost
-    | Join | Muster | Present | Assemble | Offer | Staged | Swap | Swapped | SyncFailed
+    ToBuffer | ToPublisher
+    | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
+    | Batch | Waiting | NoMore | Snapshot
+    | Muster | Assemble | Offer | Swap
 )  # fmt: skip
