@@ -13,6 +13,9 @@ import numpy as np
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """A whole number that every format and language we write for holds exactly. Checked where it is decoded."""
 
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+"""An id, or a reason in a word. Short, so that whatever repeats it stays short."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -98,7 +101,7 @@ class Score(Frozen):
 
     value: float | None = None
     """None exactly when `failure` is given."""
-    failure: str | None = None
+    failure: Name | None = None
     """`timeout`, `crash`, `exception`, `not_finite`, `bad_type`, `unknown_source` or `aborted`."""
     parts: dict[str, float] = {}
     """Named parts of a dict reward; their means are in every step event and go to the loggers."""

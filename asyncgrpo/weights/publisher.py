@@ -353,6 +353,9 @@ class Publisher:
             log.warning("refused a message of %s: %s", peer, error)
             return None
         if isinstance(message, Join):
+            if any(m.peer == peer and name != message.generator_id for name, m in self._members.items()):
+                log.warning("refused a Join of %s from %s, who has joined as another", message.generator_id, peer)
+                return None
             self._members[message.generator_id] = Member(peer, message.incarnation)
         return message
 

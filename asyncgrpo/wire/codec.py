@@ -91,7 +91,7 @@ def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memor
         raise RefusedError("size", _too_long(kind, header, payload))
     try:
         return _decoder.decode(header), payload
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8, nesting without end
         raise RefusedError("decode", f"header fits no known message: {error}") from error
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from asyncgrpo.types import Count, FinishReason, Lease, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
+from asyncgrpo.types import Count, FinishReason, Lease, Name, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
 
 PROTOCOL = 1
 PROMPT_BYTES = 2**22
@@ -31,8 +31,8 @@ class Hello(Message):
     """The first word of a generator, and again after it lost touch. Ends every lease of its earlier incarnations."""
 
     protocol: int
-    generator_id: str
-    incarnation: str
+    generator_id: Name
+    incarnation: Name
     window: int
     """Training groups it will work on at once."""
 
@@ -40,7 +40,7 @@ class Hello(Message):
 class Serving(Message):
     """These weights sample the generator's next token. Sent after every change, and as the heartbeat."""
 
-    generator_id: str
+    generator_id: Name
     version: WeightVersion | None
     """None: no published weights yet."""
 
@@ -61,23 +61,23 @@ class Deliver(Message):
     max_header_bytes: ClassVar[int] = PROMPT_BYTES
     max_payload_bytes: ClassVar[int] = 2**28
 
-    group_id: str
-    lease_id: str
+    group_id: Name
+    lease_id: Name
     attempt: Count
     order: Count
     purpose: Literal["train", "eval"]
     prompt: Prompt
     rollouts: tuple[RolloutHeader, ...]
-    generator_id: str
+    generator_id: Name
     timings: dict[str, float]
 
 
 class LeaseFailed(Message):
     """The generator could not finish this lease; another may."""
 
-    generator_id: str
-    lease_id: str
-    reason: str
+    generator_id: Name
+    lease_id: Name
+    reason: Name
     detail: str = ""
 
 
@@ -205,12 +205,16 @@ class Batch(Message):
 class Waiting(Message):
     """Nothing to take yet; `what` names what is awaited."""
 
+    max_header_bytes: ClassVar[int] = 2**24
+
     what: str
     evals: tuple[EvalResult, ...] = ()
 
 
 class NoMore(Message):
     """Every prompt is trained (`exhausted`) or the run is to end (`draining`)."""
+
+    max_header_bytes: ClassVar[int] = 2**24
 
     why: Literal["exhausted", "draining"]
     counters: dict[str, float] = {}
@@ -239,7 +243,7 @@ class Drain(Message):
 class GeneratorLost(Message):
     """This generator's process is gone; its leases are free again."""
 
-    generator_id: str
+    generator_id: Name
 
 
 # -- weights: learner <-> generator ----------------------------------------------------------------------------------
@@ -248,8 +252,8 @@ class GeneratorLost(Message):
 class Join(Message):
     """A generator asks into the weight group: at its start, and whenever its group broke."""
 
-    generator_id: str
-    incarnation: str
+    generator_id: Name
+    incarnation: Name
     cause: str = "start"
 
 
@@ -274,7 +278,7 @@ class Muster(Message):
 class Present(Message):
     """Answer to Muster."""
 
-    generator_id: str
+    generator_id: Name
     epoch: int
 
 
@@ -295,7 +299,7 @@ class Offer(Message):
 class Staged(Message):
     """All of `version` is here; `digest` is of the bytes as received."""
 
-    generator_id: str
+    generator_id: Name
     epoch: int
     version: WeightVersion
     digest: str
@@ -313,7 +317,7 @@ class Swap(Message):
 class Swapped(Message):
     """`version` samples now; `checksum` is of the weights as the engine holds them."""
 
-    generator_id: str
+    generator_id: Name
     epoch: int
     version: WeightVersion
     checksum: str
@@ -323,7 +327,7 @@ class Swapped(Message):
 class SyncFailed(Message):
     """The generator could not stage or apply `version`. `poisoned`: its engine must be replaced."""
 
-    generator_id: str
+    generator_id: Name
     epoch: int
     reason: str
     poisoned: bool
