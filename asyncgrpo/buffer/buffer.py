@@ -201,7 +201,7 @@ class Buffer:
         entry.message, entry.payload = message, payload
         entry.oldest = min(versions)
         self.outcomes["accepted"] += 1
-        self.journal.append(*delivered(message, payload))
+        self.journal.append_group(message, payload)
         return None
 
     def restore(self, message: Deliver, payload: bytes) -> None:

@@ -110,7 +110,8 @@ class BufferService:
         self._ticked_s = 0.0
         self._counted: dict[str, int] = {}
         self._journal = buffer.journal
-        self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}  # position in the journal and peer, by lease id
+        # Position in the journal and peer, by lease id; in the order of the journal.
+        self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}
         self._batch: list[Entry] | None = None  # taken, and not yet in the journal
         self._asked_for_snapshot: list[str] = []
         self._snapshot: PromptState | None = None  # the one that was given last
@@ -236,9 +237,10 @@ class BufferService:
             refusal = self._buffer.accept(message, payload)
         if refusal is None:
             ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
-            position = self._journal.position if message.purpose == "train" else 0
-            self._unacknowledged[message.lease_id] = position, peer, ack
-            self._acknowledge()
+            if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
+                self._server.send(peer, ack)
+            else:
+                self._unacknowledged[message.lease_id] = self._journal.position, peer, ack
         else:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
 
@@ -259,10 +261,12 @@ class BufferService:
 
     def _acknowledge(self) -> None:
         """Acknowledge what the journal has."""
-        for lease_id, (position, peer, ack) in list(self._unacknowledged.items()):
-            if self._journal.is_durable(position):
-                del self._unacknowledged[lease_id]
-                self._server.send(peer, ack)
+        while self._unacknowledged:
+            lease_id, (position, peer, ack) = next(iter(self._unacknowledged.items()))
+            if not self._journal.is_durable(position):
+                return
+            del self._unacknowledged[lease_id]
+            self._server.send(peer, ack)
 
     def _answer_snapshots(self) -> None:
         """A checkpoint must not hold a step whose manifest could still be lost: the journal goes first."""
