@@ -20,6 +20,9 @@ from asyncgrpo.config import Config
 from asyncgrpo.types import Sampling, WeightVersion
 from asyncgrpo.wire.sockets import Client, Keys, Server, is_loopback
 
+RANKS_START_WITHIN_S = 300.0
+"""For the ranks of the learner to meet."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -238,11 +241,10 @@ class LearnerActor:
         if self._rank > 0:
             return LearnerReady(host, address)
 
-        import torch.distributed as dist
-
+        from asyncgrpo.weights.group import serve_store
         from asyncgrpo.weights.publisher import Publisher
 
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store(host, RANKS_START_WITHIN_S)
         self._publisher = Publisher(
             config.weights,
             backend=_weights_backend(config),
