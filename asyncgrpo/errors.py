@@ -26,6 +26,17 @@ class WireError(AsyncGRPOError):
     """A message cannot be decoded, or a peer did not answer in time."""
 
 
+class RefusedError(WireError):
+    """A message that is not read, or not believed. `reason` is one of the few by which refusals are counted."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(reason, text)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 class WeightsError(AsyncGRPOError):
     """A weight version did not arrive whole on every generator."""
 

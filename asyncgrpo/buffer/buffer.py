@@ -50,7 +50,7 @@ class Entry:
     """While leased: the version at the lease. Then: the oldest version that sampled in it."""
     state: State = State.LEASED
     message: Deliver | None = None
-    payload: bytes = b""
+    payload: bytes | memoryview = b""
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +124,11 @@ class Buffer:
         self.outcomes["leased"] += 1
         return lease
 
+    def lease_of(self, lease_id: str) -> Lease | None:
+        """The lease of this name, if its group is under way."""
+        entry = self._leased(lease_id)
+        return entry.lease if entry is not None else None
+
     def held_by(self, holder: str) -> int:
         """Leases that `holder` works on."""
         return self._held[holder]
@@ -161,7 +166,7 @@ class Buffer:
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
-    def accept(self, message: Deliver, payload: bytes) -> str | None:
+    def accept(self, message: Deliver, payload: bytes | memoryview) -> str | None:
         """Take in a delivered group, once. Returns None, or the reason why it is not wanted.
 
         With `filter_zero_signal` a group that would teach nothing is finished here and now: its prompt is done and its
@@ -196,7 +201,7 @@ class Buffer:
         entry.message, entry.payload = message, payload
         entry.oldest = min(versions)
         self.outcomes["accepted"] += 1
-        self.journal.append(*delivered(message, payload))
+        self.journal.append_group(message, payload)
         return None
 
     def restore(self, message: Deliver, payload: bytes) -> None:

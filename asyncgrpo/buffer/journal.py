@@ -22,8 +22,9 @@ from typing import Literal, Protocol
 
 from asyncgrpo import metrics
 from asyncgrpo.buffer.history import SUFFIX, History, segment_path
-from asyncgrpo.buffer.records import Began, Committed, Delivered, Dropped, Handed, Record, Whole, pack, scan
+from asyncgrpo.buffer.records import Began, Committed, Delivered, Dropped, Handed, Record, Whole, delivered, pack, scan
 from asyncgrpo.wire.codec import Buffer
+from asyncgrpo.wire.messages import Deliver
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ class Disk:
 class Ledger(Protocol):
     """Where a buffer says what became of groups."""
 
-    def append(self, record: Record, body: Sequence[Buffer] = ()) -> None: ...
+    def append(self, record: Record) -> None: ...
+
+    def append_group(self, message: Deliver, payload: Buffer) -> None: ...
 
     def is_durable(self, position: int) -> bool: ...
 
@@ -100,7 +103,10 @@ class InMemory:
     is_blocked: str | None = None
     position: int = 0
 
-    def append(self, record: Record, body: Sequence[Buffer] = ()) -> None:
+    def append(self, record: Record) -> None:
+        pass
+
+    def append_group(self, message: Deliver, payload: Buffer) -> None:
         pass
 
     def is_durable(self, position: int) -> bool:
@@ -197,6 +203,10 @@ class Journal:
         self._appended += 1
         if self._trouble is None:
             self._attempt(self._write)
+
+    def append_group(self, message: Deliver, payload: Buffer) -> None:
+        """The same, of a group that came."""
+        self.append(*delivered(message, payload))
 
     def is_durable(self, position: int) -> bool:
         """Whether this record and all before it have reached the chosen durability."""
