@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
+AtLeastTwo = Annotated[int, Meta(ge=2)]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,6 +131,13 @@ class AlgorithmConfig(Section, frozen=True):
     """The objective. `configs/algorithms/` has a file for each paper; docs/algorithms.md has the formulas."""
 
     group_size: Annotated[int, Meta(ge=2, description="answers to each prompt; GRPO compares them, so at least 2")] = 8
+    min_answers: Annotated[
+        AtLeastTwo | None,
+        Meta(
+            description="a group that lost answers to failures or to its deadline is trained if it has so many; "
+            "none: group_size",
+        ),
+    ] = None
     filter_zero_signal: Annotated[
         bool,
         Meta(
@@ -228,6 +236,14 @@ class BufferConfig(Section, frozen=True):
     ] = 4
     lease_timeout_s: Annotated[float, Meta(gt=0, description="a group not finished by then is leased again")] = 1800.0
     max_attempts: Annotated[int, Meta(ge=1, description="leases of one prompt before it is dropped, with a count")] = 3
+    straggler_factor: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="a lease's deadline as a multiple of the median time of a group, at most lease_timeout_s; "
+            "0: always lease_timeout_s",
+        ),
+    ] = 0.0
     durability: Annotated[
         Literal["memory", "written", "fsync_interval", "fsync_each"],
         Meta(description="where a group is before it is acknowledged; memory: no journal (docs/reliability.md)"),
@@ -264,6 +280,12 @@ class GeneratorConfig(Section, frozen=True):
     prefix_cache: Annotated[
         bool, Meta(description="share prompt prefixes between answers (never across weight versions)")
     ] = True
+    extra_answers: Annotated[
+        int, Meta(ge=0, description="answers launched beyond group_size, in reserve for some that fail or are late")
+    ] = 0
+    answer_retries: Annotated[
+        int, Meta(ge=0, description="times that one answer is sampled again after its request or its reward failed")
+    ] = 0
     extra: Annotated[dict[str, Any], Meta(description="further arguments of sglang.Engine, as they are")] = {}
     restarts: Annotated[
         int, Meta(ge=0, description="restarts of one generator within an hour before the run gives up")

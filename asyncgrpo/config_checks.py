@@ -50,6 +50,25 @@ def _microbatch_holds_one(config: Config) -> str | None:
     )
 
 
+def _min_answers(config: Config) -> str | None:
+    least, size = config.algorithm.min_answers, config.algorithm.group_size
+    if least is None or least <= size:
+        return None
+    return (
+        f"algorithm.min_answers ({least}) is more than algorithm.group_size ({size}), the answers of a group; lower it"
+    )
+
+
+def _straggler_factor(config: Config) -> str | None:
+    factor = config.buffer.straggler_factor
+    if factor == 0 or factor >= 1.5:
+        return None
+    return (
+        f"buffer.straggler_factor ({factor:g}) would end nearly half of the groups, or more; write 0 for no deadline of "
+        "its own, or at least 1.5"
+    )
+
+
 def _betas(config: Config) -> str | None:
     for beta in config.learner.betas:
         if not 0 <= beta < 1:
@@ -93,6 +112,8 @@ def _gpu_for_flash(config: Config) -> str | None:
 _RULES = (
     _rank_shares,
     _microbatch_holds_one,
+    _min_answers,
+    _straggler_factor,
     _betas,
     _top_k,
     _adapters_are_on,

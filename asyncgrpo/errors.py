@@ -45,6 +45,10 @@ class EngineError(AsyncGRPOError):
     """An inference engine cannot start or refused a call."""
 
 
+class RequestError(EngineError):
+    """One request cannot be answered, or failed by itself. The engine goes on with the others."""
+
+
 class CheckpointError(AsyncGRPOError):
     """A checkpoint cannot be written or read."""
 

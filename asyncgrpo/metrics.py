@@ -81,7 +81,7 @@ GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
                   "dropped_stale", "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
                   "dropped_lease_timeout", "filtered_zero_signal", "requeued",
                   "recovered", "dropped_superseded", "dropped_resume", "dropped_terms", "dropped_ahead",
-                  "dropped_damaged")
+                  "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined")
 TOKEN_FATES = ("generated", "recovered", "trained", "filtered", "stale", "aborted", "failed", "duplicate", "unusable")
 groups_total = _counter(
     "groups_total", "Groups by what happened to them; one group passes several of these.", "buffer",
@@ -109,6 +109,14 @@ journal_blocked = _gauge(
 journal_bytes_total = _counter("journal_bytes_total", "Bytes written to the journal of groups.", "buffer")
 journal_sync_seconds = _histogram(
     "journal_sync_seconds", "Time to put what was written of the journal on the disk.", "buffer", buckets=SECONDS)
+answers_discarded_total = _counter(
+    "answers_discarded_total", "Answers that are in no group: sampled again, failed, in reserve, or cut at a deadline.",
+    "buffer", why=("retried", "failed", "spare", "censored"))
+lease_deadline_seconds = _gauge(
+    "lease_deadline_seconds", "Time that a lease granted now is given, if it is not its prompt's last.", "buffer")
+quarantined_prompts = _gauge(
+    "quarantined_prompts", "Prompts that are leased no more, because generators ended with them or could not answer them.",
+    "buffer")
 prompts_done = _gauge("prompts_done", "Prompts that are trained, filtered or dropped for good, over all epochs.", "buffer")
 epoch = _gauge("epoch", "Passes over the training file that are complete.", "buffer")
 

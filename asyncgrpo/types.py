@@ -94,6 +94,10 @@ class Lease(Frozen):
     """Seeds the sampling of this group; answer i uses `seed + i`."""
     with_greedy: bool = False
     """One answer more, with index `num_answers`, is sampled greedily: a baseline that is not trained."""
+    min_answers: int = 0
+    """A group that lost answers is wanted if it has so many, the greedy one not counted; 0: all of `num_answers`."""
+    cut_after_s: float | None = None
+    """Seconds from the lease at which a group that can do without the answers still missing does; None: it waits."""
 
 
 class Score(Frozen):
@@ -132,11 +136,28 @@ class Rollout:
 
     completion: Completion
     score: Score
+    seed: int = 0
+    """It was sampled with, by engines that can."""
+
+
+class Discarded(Frozen):
+    """What was sampled for a group and is not in it. Counts are of answers."""
+
+    tokens: int = 0
+    """Sampled in all of them."""
+    retried: int = 0
+    """Sampled again, because their request or their reward had failed."""
+    failed: int = 0
+    """Failed at every try, and an answer of the reserve took their place."""
+    spare: int = 0
+    """Launched in reserve, and not needed."""
+    censored: int = 0
+    """Not finished when the group was cut: the long ones, as a rule, so the group's lengths are biased."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The n scored answers to one prompt: the unit of admission, of the wire, of eviction and of the baseline."""
+    """The scored answers to one prompt: the unit of admission, of the wire, of eviction and of the baseline."""
 
     group_id: str
     lease_id: str
@@ -148,6 +169,7 @@ class Group:
     generator_id: str = ""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: `generate`, `reward`."""
+    discarded: Discarded = field(default_factory=Discarded)
 
     @property
     def num_tokens(self) -> int:

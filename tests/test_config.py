@@ -258,6 +258,8 @@ class TestCrossChecks:
             (["learner.ranks=5"], "= 512 sequences cannot be shared equally by learner.ranks (5)"),
             (["learner.tokens_per_microbatch=1535"], "tokens_per_microbatch (1535) is smaller than the longest"),
             (["learner.betas=[0.9,1.0]"], "learner.betas must each be at least 0 and below 1; 1 is not"),
+            (["algorithm.min_answers=9"], "algorithm.min_answers (9) is more than algorithm.group_size (8)"),
+            (["buffer.straggler_factor=1.2"], "or at least 1.5"),
             (["sampling.top_k=0"], "write -1 for no limit"),
             (["model.lora.targets=[q_proj]"], "model.lora.rank is 0, so all weights would be trained"),
             (["data.eval_rows=10"], "data.eval names no file"),

@@ -6,7 +6,8 @@ way out is counted in `outcomes`, so that at any time
 
     leased + recovered = leased now + ready now + taken now + trained + filtered_zero_signal + dropped_* + requeued,
 
-and what it keeps or drops is said to the journal at once. The tokens of all groups that came balance in the same way:
+and what it keeps or drops is said to the journal at once. (A prompt in quarantine counts as leased and dropped in one
+move.) The tokens of all groups that came, those of answers left out of them included, balance in the same way:
 
     generated + recovered = trained + filtered + stale + failed + aborted + duplicate + unusable + in flight.
 
@@ -14,14 +15,16 @@ Time enters as an argument, chance not at all: the same calls give the same answ
 """
 
 import enum
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncgrpo.buffer.deadlines import CUT_AT, Deadlines
 from asyncgrpo.buffer.journal import InMemory, Ledger
-from asyncgrpo.buffer.records import Dropped, Handed, delivered
+from asyncgrpo.buffer.quarantine import Case, Quarantine
+from asyncgrpo.buffer.records import Dropped, Handed, Interrupted, delivered
 from asyncgrpo.buffer.staleness import lag_is_kept
+from asyncgrpo.buffer.suspects import BLAMED, POISON, Past, Suspects
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
@@ -51,6 +54,8 @@ class Entry:
     state: State = State.LEASED
     message: Deliver | None = None
     payload: bytes | memoryview = b""
+    limit_s: float = 0.0
+    """The lease is over so many seconds after `leased_at_s`."""
 
     @property
     def num_tokens(self) -> int:
@@ -71,14 +76,17 @@ class Buffer:
         seed: int,
         lineage: int,
         journal: Ledger | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         """
         Args:
             journal: told of every group that is kept, handed over or dropped; None: nothing is written down.
+            quarantine: prompts not to be leased; None: none so far, and nothing is written down.
         """
         self.journal: Ledger = journal or InMemory()
         self._config = config
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
+        self._min_answers = algorithm.min_answers or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
         self._prompts = prompts
         self._sampling = sampling
@@ -89,12 +97,18 @@ class Buffer:
         self._in_state: Counter[State] = Counter()
         self._held: Counter[str] = Counter()  # leases by holder
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt order
+        self._blamed: Counter[int] = Counter()  # those of them for which the prompt is to blame
+        self._deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
+        self._suspects = Suspects()
+        self._quarantine = quarantine or Quarantine()
         self.version: WeightVersion | None = None
         self.draining = False
         self.outcomes: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         """What `filtered_zero_signal` is made of, by the names of `zero_signal`."""
         self.tokens: Counter[str] = Counter()
+        self.discarded: Counter[str] = Counter()
+        """Answers that are in no group, by the names of `types.Discarded`."""
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
@@ -102,12 +116,13 @@ class Buffer:
         """A lease for `holder`, or None if no slot is free, no prompt is left, nothing is published, or we drain."""
         if self.draining or self.version is None or len(self._entries) >= self._config.num_slots:
             return None
-        issued = self._prompts.next()
+        issued = self._issue(holder)
         if issued is None:
             return None
         order, prompt = issued
         attempt = self._attempts[order]
         group_id = f"{self._lineage}.{order}"
+        limit_s = self._deadlines.seconds(is_last=attempt + 1 >= self._config.max_attempts)
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -119,8 +134,11 @@ class Buffer:
             sampling=self._sampling,
             seed=group_seed(self._seed, order, attempt),
             with_greedy=self._with_greedy,
+            min_answers=self._min_answers,
+            cut_after_s=CUT_AT * limit_s,
         )
-        self._enter(Entry(order, prompt, attempt, lease, holder, now_s, self.version))
+        self._enter(Entry(order, prompt, attempt, lease, holder, now_s, self.version, limit_s=limit_s))
+        self._deadlines.begin(lease.lease_id, now_s + limit_s)
         self.outcomes["leased"] += 1
         return lease
 
@@ -128,6 +146,26 @@ class Buffer:
         """The lease of this name, if its group is under way."""
         entry = self._leased(lease_id)
         return entry.lease if entry is not None else None
+
+    def _issue(self, holder: str) -> tuple[int, Prompt] | None:
+        """What `holder` may work on: a prompt like any other, or a suspect alone."""
+        prompts = self._prompts
+        may_join, may_be_alone = self._suspects.may_lease(holder, self._held[holder], is_waiting=prompts.has_aside)
+        while (issued := prompts.next_aside() if may_be_alone else prompts.next() if may_join else None) is not None:
+            order, prompt = issued
+            if prompt.prompt_id in self._quarantine:
+                self.outcomes["leased"] += 1
+                lease_id = f"{self._lineage}.{order}.{self._attempts[order]}"
+                self.journal.append(Dropped(lease_id=lease_id, order=order, reason="quarantined", is_final=True))
+                self._finish(order, "dropped_quarantined")
+            elif may_be_alone:
+                self._suspects.leased(order)
+                return issued
+            elif self._suspects.is_suspect(order):  # since an earlier start
+                prompts.set_aside(order)
+            else:
+                return issued
+        return None
 
     def held_by(self, holder: str) -> int:
         """Leases that `holder` works on."""
@@ -138,28 +176,49 @@ class Buffer:
         entry = self._leased(lease_id)
         if entry is None:
             return
-        self._leave(entry)
+        if reason == "lease_timeout":
+            self._deadlines.took(entry.limit_s)
         self._attempts[entry.order] += 1
-        if self._attempts[entry.order] >= self._config.max_attempts:
-            self._drop(entry, reason, is_final=True)
-            self._finish(entry, f"dropped_{reason}")
-        else:
-            self.outcomes["requeued"] += 1
-            self._prompts.give_back(entry.order)
+        self._blamed[entry.order] += reason in BLAMED
+        is_final = self._attempts[entry.order] >= self._config.max_attempts
+        self._drop(entry, reason, is_final=is_final)
+        if not is_final:
+            self._requeue(entry)
+            return
+        if self._blamed[entry.order] >= self._config.max_attempts:
+            attempts = self._attempts[entry.order]
+            case = Case(prompt_id=entry.prompt.prompt_id, reason=reason, order=entry.order, attempts=attempts)
+            self._quarantine.add(case)
+        self._leave(entry)
+        self._finish(entry.order, f"dropped_{reason}")
 
     def release(self, holder: str) -> list[str]:
-        """`holder` is gone: its leases are free again, at no cost to their prompts. Returns the lease ids."""
+        """`holder` is gone: its leases are free again. Returns their ids.
+
+        It costs their prompts nothing, but for one that was alone there because it is suspected of just this.
+        """
         lost = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
+        if lost:
+            orders = tuple(e.order for e in lost)
+            self._suspects.in_flight_at_an_end(orders)
+            self.journal.append(Interrupted(generator_id=holder, orders=orders))
         for entry in lost:
-            self._requeue(entry)
+            if self._suspects.is_alone(entry.order):
+                self.fail(entry.lease.lease_id, POISON)
+            else:
+                self._requeue(entry)
+        self._suspects.gone(holder)
         return [e.lease.lease_id for e in lost]
+
+    def remember(self, past: Past) -> None:
+        """What prompts have behind them from earlier starts. Before the first lease. One more is always granted."""
+        for counts, ours in ((past.attempts, self._attempts), (past.blamed, self._blamed)):
+            ours.update({order: min(count, self._config.max_attempts - 1) for order, count in counts.items()})
+        self._suspects.remember(past.interruptions)
 
     def expire(self, now_s: float) -> list[Entry]:
         """Leases older than their deadline fail with `lease_timeout`. Returns them, so that they can be cancelled."""
-        limit = now_s - self._config.lease_timeout_s
-        # In order of their leases, so the first that is in time ends the search.
-        leased = (e for e in self._entries.values() if e.state is State.LEASED)
-        late = list(itertools.takewhile(lambda e: e.leased_at_s < limit, leased))
+        late = [e for e in map(self._leased, self._deadlines.passed(now_s)) if e is not None and _is_over(e, now_s)]
         for entry in late:
             self.fail(entry.lease.lease_id, "lease_timeout")
         return late
@@ -173,23 +232,31 @@ class Buffer:
         slot is free, so that the next lease replaces it by exactly one other prompt.
         """
         num_tokens = sum(r.num_tokens for r in message.rollouts)
-        self.tokens["generated"] += num_tokens
+        left_out = message.discarded.tokens
+        self.tokens["generated"] += num_tokens + left_out
         entry = self._entries.get(message.group_id)
         if self._is_done(message) or (entry is not None and entry.state is not State.LEASED):
             self.outcomes["duplicate"] += 1
-            self.tokens["duplicate"] += num_tokens
+            self.tokens["duplicate"] += num_tokens + left_out
             return "duplicate"
+        self.tokens["aborted"] += left_out
         if entry is None or entry.lease.lease_id != message.lease_id:
             self.outcomes["refused"] += 1
             self.tokens["aborted"] += num_tokens
             return "no_such_lease"
-        if len(message.rollouts) != self._group_size + self._with_greedy:
+        num_answers = sum(r.index < self._group_size for r in message.rollouts)
+        num_greedy = len(message.rollouts) - num_answers
+        if not self._min_answers <= num_answers <= self._group_size or num_greedy != self._with_greedy:
             self._refuse(message, "incomplete")
             return "incomplete"
         versions = [span.version for r in message.rollouts for span in r.spans]
         if not versions or any(v.lineage != self._lineage for v in versions):
             self._refuse(message, "lineage")
             return "lineage"
+        self._suspects.clear(entry.order)
+        self._deadlines.took(sum(message.timings.values()))
+        for name in ("retried", "failed", "spare", "censored"):
+            self.discarded[name] += getattr(message.discarded, name)
         rewards = [r.score.value for r in message.rollouts if r.score.value is not None]
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind)
@@ -202,6 +269,7 @@ class Buffer:
         entry.oldest = min(versions)
         self.outcomes["accepted"] += 1
         self.journal.append_group(message, payload)
+        self.outcomes["accepted_short"] += num_answers < self._group_size
         return None
 
     def restore(self, message: Deliver, payload: bytes) -> None:
@@ -274,7 +342,7 @@ class Buffer:
         for entry in [e for e in self._entries.values() if e.state is State.TAKEN]:
             self._leave(entry)
             self.tokens["trained"] += entry.num_tokens
-            self._finish(entry, "trained")
+            self._finish(entry.order, "trained")
 
     # -- what others ask -------------------------------------------------------------------------------------------
 
@@ -300,6 +368,16 @@ class Buffer:
     def tokens_in_flight(self) -> int:
         """Sampled tokens of the groups that are ready or taken."""
         return sum(e.num_tokens for e in self._entries.values())
+
+    @property
+    def deadline_s(self) -> float:
+        """What a lease that is granted now is given, if it is not its prompt's last."""
+        return self._deadlines.seconds(is_last=False)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Prompts of the file that are leased no more."""
+        return len(self._quarantine.cases)
 
     def oldest_lease(self) -> Entry | None:
         """The group that has been under way for longest."""
@@ -328,7 +406,7 @@ class Buffer:
 
     def _turn(self, entry: Entry, state: State) -> None:
         if entry.state is State.LEASED:
-            self._held[entry.holder] -= 1
+            self._end_lease(entry)
         self._in_state[entry.state] -= 1
         self._in_state[state] += 1
         entry.state = state
@@ -337,7 +415,11 @@ class Buffer:
         del self._entries[entry.lease.group_id]
         self._in_state[entry.state] -= 1
         if entry.state is State.LEASED:
-            self._held[entry.holder] -= 1
+            self._end_lease(entry)
+
+    def _end_lease(self, entry: Entry) -> None:
+        self._held[entry.holder] -= 1
+        self._suspects.ended(entry.order)
 
     def _filter(self, entry: Entry, message: Deliver, kind: str) -> None:
         self._leave(entry)
@@ -345,7 +427,7 @@ class Buffer:
         self.tokens["filtered"] += sum(r.num_tokens for r in message.rollouts)
         self.journal.append(delivered(message, b"")[0])
         self._drop(entry, "zero_signal", is_final=True)
-        self._finish(entry, "filtered_zero_signal")
+        self._finish(entry.order, "filtered_zero_signal")
 
     def _refuse(self, message: Deliver, reason: str) -> None:
         self.tokens["failed"] += sum(r.num_tokens for r in message.rollouts)
@@ -358,12 +440,21 @@ class Buffer:
     def _requeue(self, entry: Entry) -> None:
         self._leave(entry)
         self.outcomes["requeued"] += 1
-        self._prompts.give_back(entry.order)
+        if self._suspects.is_suspect(entry.order):
+            self._prompts.set_aside(entry.order)
+        else:
+            self._prompts.give_back(entry.order)
 
-    def _finish(self, entry: Entry, outcome: str) -> None:
+    def _finish(self, order: int, outcome: str) -> None:
         self.outcomes[outcome] += 1
-        self._attempts.pop(entry.order, None)
-        self._prompts.done(entry.order)
+        self._attempts.pop(order, None)
+        self._blamed.pop(order, None)
+        self._suspects.clear(order)
+        self._prompts.done(order)
+
+
+def _is_over(entry: Entry, now_s: float) -> bool:
+    return entry.leased_at_s + entry.limit_s < now_s
 
 
 def zero_signal(rewards: Sequence[float]) -> str | None:

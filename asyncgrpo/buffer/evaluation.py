@@ -11,6 +11,9 @@ from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
 from asyncgrpo.wire.messages import Deliver, EvalResult
 
 MAX_ATTEMPTS = 3
+FREE_LOSSES = 2
+"""Generators that may end while they work on a held-out prompt before each further one costs it an attempt: one that ends
+them all must not do so for ever."""
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Evaluations:
         self._lease_timeout_s = lease_timeout_s
         self._rounds: dict[int, _Round] = {}
         self._queue: deque[Lease] = deque()
+        self._losses: Counter[str] = Counter()  # generators that ended, by group id
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # with holder and time, by lease id
 
     @property
@@ -65,10 +69,16 @@ class Evaluations:
     def held_by(self, holder: str) -> int:
         return sum(h == holder for _, h, _ in self._leased.values())
 
-    def release(self, holder: str) -> None:
-        """`holder` is gone: its leases come first again."""
-        for lease_id in [i for i, (_, h, _) in self._leased.items() if h == holder]:
-            self._queue.appendleft(self._leased.pop(lease_id)[0])
+    def release(self, holder: str, now_s: float) -> list[EvalResult]:
+        """`holder` is gone: its leases come first again, or fail if it is not the first. Returns what that ended."""
+        results = []
+        for lease_id, lease in [(i, lease) for i, (lease, h, _) in self._leased.items() if h == holder]:
+            self._losses[lease.group_id] += 1
+            if self._losses[lease.group_id] > FREE_LOSSES:
+                results.append(self.fail(lease_id, "generator_lost", now_s))
+            else:
+                self._queue.appendleft(self._leased.pop(lease_id)[0])
+        return [result for result in results if result is not None]
 
     def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
         """Try again, or count the answer as failed. Returns the result if that ends an evaluation."""
@@ -79,6 +89,7 @@ class Evaluations:
         if lease.attempt + 1 < MAX_ATTEMPTS:
             self._queue.append(self._lease(_step_of(lease), lease.order, lease.attempt + 1))
             return None
+        self._losses.pop(lease.group_id, None)
         round_ = self._rounds[_step_of(lease)]
         round_.failures[reason] += 1
         return self._count_down(round_, now_s)
@@ -95,6 +106,7 @@ class Evaluations:
         held = self._leased.pop(message.lease_id, None)
         if held is None:
             return None
+        self._losses.pop(message.group_id, None)
         round_ = self._rounds[_step_of(held[0])]
         for rollout in message.rollouts:
             round_.lengths.append(rollout.num_tokens)

@@ -81,6 +81,13 @@ class Dropped(_Record, frozen=True):
     """The prompt is done; else it is issued again."""
 
 
+class Interrupted(_Record, frozen=True):
+    """A generator ended while it worked on these prompts. Their leases are free again."""
+
+    generator_id: str
+    orders: tuple[int, ...]
+
+
 class Committed(_Record, frozen=True):
     """A checkpoint is on disk."""
 
@@ -88,7 +95,7 @@ class Committed(_Record, frozen=True):
     prompts: PromptState
 
 
-Record = Began | Delivered | Handed | Dropped | Committed
+Record = Began | Delivered | Handed | Dropped | Interrupted | Committed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -15,7 +15,8 @@ from typing import Literal
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.history import Found, History, mend, read_history
 from asyncgrpo.buffer.journal import InMemory, Journal, Ledger
-from asyncgrpo.buffer.records import Began, Delivered, Dropped, Handed
+from asyncgrpo.buffer.records import Began, Delivered, Dropped, Handed, Interrupted
+from asyncgrpo.buffer.suspects import BLAMED, NOTHING, Past
 from asyncgrpo.config import BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import WeightVersion
@@ -137,6 +138,26 @@ def _reason(
     return None if found.body_bytes else "damaged"
 
 
+FAILED_ATTEMPTS = BLAMED | {"lease_timeout", "incomplete", "unscored", "lineage", "stale"}
+"""Reasons of a drop that count as an attempt of the prompt."""
+
+
+def past_of(history: History, prompts: PromptSource) -> Past:
+    """What the prompts that are still wanted have behind them, over all starts: what a prompt did to a generator under
+    weights that are gone it may do again."""
+    past = Past(Counter(), Counter(), Counter())
+    for found in history.found:
+        match found.record:
+            case Dropped(order=order, reason=reason) if reason in FAILED_ATTEMPTS and prompts.is_wanted(order):
+                past.attempts[order] += 1
+                past.blamed[order] += reason in BLAMED
+            case Interrupted(orders=orders):
+                past.interruptions.update(order for order in orders if prompts.is_wanted(order))
+            case Delivered(order=order):
+                past.interruptions.pop(order, None)
+    return past
+
+
 def _cannot_be_in_time(records: list[Delivered], step: int, max_lag: int, groups_per_step: int) -> Collection[str]:
     """Those that P groups a step would not train before they are too old, though they are ready now.
 
@@ -159,6 +180,7 @@ class Reopened:
     journal: Ledger
     history: History
     verdicts: list[Verdict]
+    past: Past
 
 
 def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConfig) -> Reopened:
@@ -171,7 +193,7 @@ def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConf
         JournalError: the folder cannot be read. (That it cannot be written is waited for.)
     """
     if config.durability == "memory":
-        return Reopened(InMemory(), History(folder, []), [])
+        return Reopened(InMemory(), History(folder, []), [], NOTHING)
     history = read_history(folder)
     mend(history)
     verdicts = judge(
@@ -185,11 +207,15 @@ def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConf
     )
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
     journal = Journal(history, began, config.durability, survivors=survivors, keep=config.keep_journal)
-    return Reopened(journal, history, verdicts)
+    return Reopened(journal, history, verdicts, past_of(history, prompts))
 
 
 def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
-    """Make the groups ready that may be trained and drop the others. Returns their counts: `ready`, or the reason."""
+    """Make the groups ready that may be trained and drop the others. Returns their counts: `ready`, or the reason.
+
+    What prompts have behind them comes back as well.
+    """
+    buffer.remember(reopened.past)
     counts: Counter[str] = Counter()
     for verdict in reopened.verdicts:
         record, reason = verdict.record, verdict.reason

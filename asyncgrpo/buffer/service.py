@@ -189,7 +189,10 @@ class BufferService:
                 self._hello(peer, message, now_s)
             case LeaseFailed(lease_id=lease_id, reason=reason):
                 log.warning("lease %s failed at %s: %s %s", lease_id, message.generator_id, reason, message.detail)
-                self._buffer.fail(lease_id, "failed")
+                is_late = reason == "lease_timeout"
+                if is_late and message.generator_id in self._sessions:
+                    self._sessions[message.generator_id].late_s = now_s
+                self._buffer.fail(lease_id, "lease_timeout" if is_late else "failed")
                 self._keep(self._evaluations.fail(lease_id, reason, now_s))
             case Take():
                 self._published(message.version)
@@ -212,7 +215,7 @@ class BufferService:
                 log.info("draining: %s", reason)
                 self._drain_reason, self._buffer.draining = reason, True
             case GeneratorLost(generator_id=name):
-                self._lose(name, "its process ended")
+                self._lose(name, "its process ended", now_s)
             case Finished():
                 self._finished = True
                 self._journal.close()
@@ -224,7 +227,7 @@ class BufferService:
             self._server.send(peer, Farewell())
             return
         if message.generator_id in self._sessions:
-            self._lose(message.generator_id, "it started again")
+            self._lose(message.generator_id, "it started again", now_s)
         self._newest[message.generator_id] = peer
         self._speaks_for[peer] = message.generator_id
         self._sessions[message.generator_id] = Session(peer, message.incarnation, message.window, now_s)
@@ -298,11 +301,11 @@ class BufferService:
         if result is not None:
             self._results.append(result)
 
-    def _lose(self, name: str, why: str) -> None:
+    def _lose(self, name: str, why: str, now_s: float) -> None:
         if self._sessions.pop(name, None) is None:
             return
         released = self._buffer.release(name)
-        self._evaluations.release(name)
+        self._results += self._evaluations.release(name, now_s)
         log.warning("%s is lost (%s); %d of its leases are free again", name, why, len(released))
 
     # -- what time brings ----------------------------------------------------------------------------------------------
@@ -313,7 +316,7 @@ class BufferService:
         self._answer_snapshots(now_s)
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
-                self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s")
+                self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
         late, results = self._evaluations.expire(now_s)
         self._results += results
         expired = self._buffer.expire(now_s)
@@ -344,8 +347,9 @@ class BufferService:
             while free and max(free.values()) > 0:
                 name = max(free, key=lambda n: (free[n], -able[n].late_s, n))
                 lease = lend(name, now_s)
-                if lease is None:
-                    break
+                if lease is None:  # there is none, or none for this one
+                    del free[name]
+                    continue
                 free[name] -= 1
                 self._server.send(able[name].peer, Grant(lease=lease))
 
@@ -432,7 +436,8 @@ class BufferService:
         groups = {f"groups_{k}": float(v) for k, v in self._buffer.outcomes.items()}
         filtered = {f"filtered_{k}": float(v) for k, v in self._buffer.filtered.items()}
         tokens = {f"tokens_{k}": float(v) for k, v in self._buffer.tokens.items()}
-        return groups | filtered | tokens | {"prompts_done": float(self._buffer.prompts_done)}
+        answers = {f"answers_{k}": float(v) for k, v in self._buffer.discarded.items()}
+        return groups | filtered | tokens | answers | {"prompts_done": float(self._buffer.prompts_done)}
 
     def _observe(self, now_s: float) -> None:
         for outcome, total in self._buffer.outcomes.items():
@@ -441,6 +446,11 @@ class BufferService:
         for fate, total in self._buffer.tokens.items():
             metrics.tokens_total.labels(fate=fate).inc(total - self._counted.get(f"tokens_{fate}", 0))
             self._counted[f"tokens_{fate}"] = total
+        for what, total in self._buffer.discarded.items():
+            metrics.answers_discarded_total.labels(why=what).inc(total - self._counted.get(f"answers_{what}", 0))
+            self._counted[f"answers_{what}"] = total
+        metrics.lease_deadline_seconds.set(self._buffer.deadline_s)
+        metrics.quarantined_prompts.set(self._buffer.num_quarantined)
         metrics.buffer_tokens.set(self._buffer.tokens_in_flight)
         for state in State:
             metrics.buffer_groups.labels(state=state.value).set(self._buffer.count(state))

@@ -114,7 +114,8 @@ def terms_of(config: Config, sampling: Sampling, prompts: str) -> dict[str, str]
         "prompts": prompts,
         "model": config.model.path,
         "sampling": repr(sampling),
-        "answers": f"{algorithm.group_size}, {algorithm.advantage == 'remax'}",
+        "answers": f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"
+        + ("" if algorithm.min_answers is None else f", {algorithm.min_answers} or more"),
         "reward": f"{reward} {xxhash.xxh3_64_hexdigest(file.read_bytes()) if file.is_file() else ''}",
     }
 
@@ -129,6 +130,7 @@ class BufferActor:
     def start(self) -> BufferReady:
         from asyncgrpo.buffer.buffer import Buffer
         from asyncgrpo.buffer.evaluation import Evaluations
+        from asyncgrpo.buffer.quarantine import FILE, Quarantine
         from asyncgrpo.buffer.records import FORMAT, Began
         from asyncgrpo.buffer.recovery import bring_back, reopen
         from asyncgrpo.buffer.service import BufferService
@@ -178,6 +180,7 @@ class BufferActor:
             seed=config.run.seed,
             lineage=self._setup.lineage,
             journal=reopened.journal,
+            quarantine=Quarantine(self._setup.run_dir / FILE),
         )
         recovered = bring_back(buffer, reopened)
         evaluations = Evaluations(
@@ -249,6 +252,7 @@ class GeneratorActor:
         from asyncgrpo.data.demo import demo_rules
         from asyncgrpo.data.tokenizer import decoder, load_tokenizer
         from asyncgrpo.generators.build import build_engine
+        from asyncgrpo.generators.rollout import Redundancy
         from asyncgrpo.generators.service import GeneratorService
         from asyncgrpo.rewards import build_reward
 
@@ -271,6 +275,7 @@ class GeneratorActor:
             weights_endpoint=self._home.weights_endpoint,
             host=host_of(config),
             keys=self._setup.keys,
+            redundancy=Redundancy(config.generators.answer_retries, config.generators.extra_answers),
         )
         asyncio.run(service.run())
 

@@ -116,6 +116,7 @@ class PromptSource:
         self._done_beyond: set[int] = set()
         self._outstanding: set[int] = set()
         self._given_back: list[int] = []  # a heap
+        self._set_aside: list[int] = []  # a heap
         self._claimed: set[int] = set()
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
@@ -148,6 +149,20 @@ class PromptSource:
         assert order in self._outstanding, f"order {order} is not outstanding"
         self._outstanding.remove(order)
         heapq.heappush(self._given_back, order)
+
+    def set_aside(self, order: int) -> None:
+        """As `give_back`, but `next` leaves it: it is issued by `next_aside`, to whoever knows how to handle it."""
+        assert order in self._outstanding, f"order {order} is not outstanding"
+        self._outstanding.remove(order)
+        heapq.heappush(self._set_aside, order)
+
+    def next_aside(self) -> tuple[int, Prompt] | None:
+        """The oldest (order, prompt) that was set aside, or None."""
+        if not self._set_aside:
+            return None
+        order = heapq.heappop(self._set_aside)
+        self._outstanding.add(order)
+        return order, self.prompt(order)
 
     def claim(self, order: int) -> None:
         """An answer to this order outlived a restart: it is outstanding, without having been issued."""
@@ -193,6 +208,7 @@ class PromptSource:
         self._done_beyond = set(state.done_beyond)
         self._outstanding.clear()
         self._given_back.clear()
+        self._set_aside.clear()
         self._claimed.clear()
 
     def is_done(self, order: int) -> bool:
@@ -225,8 +241,13 @@ class PromptSource:
 
     @property
     def has_next(self) -> bool:
-        """Whether `next` would give a prompt."""
-        return bool(self._given_back) or self._peek_new() is not None
+        """Whether a prompt is left to issue, by `next` or by `next_aside`."""
+        return bool(self._given_back) or self.has_aside or self._peek_new() is not None
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether `next_aside` would give a prompt."""
+        return bool(self._set_aside)
 
     @property
     def is_exhausted(self) -> bool:

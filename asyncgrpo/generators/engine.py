@@ -32,6 +32,10 @@ class Engine(Protocol):
 
         No request that starts after `load_weights` reuses keys and values computed under older weights. Answer i is
         seeded by `seed + i` in engines that can (`torch`, `fake`); SGLang's seeds are its own.
+
+        Raises:
+            RequestError: this request cannot be answered; others are not concerned.
+            EngineError: the engine failed.
         """
 
     async def abort(self, request_id: str) -> None:

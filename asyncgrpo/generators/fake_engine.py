@@ -8,7 +8,8 @@ what is sampled, and a broadcast that went wrong shows in the checksum.
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Literal
 
 import xxhash
 from torch import Tensor
@@ -17,6 +18,9 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.requests import Answer, Request, check_request
 from asyncgrpo.generators.torch_weights import weights_digest
 from asyncgrpo.types import Completion, FinishReason, Sampling, WeightVersion
+
+Misfortune = Literal["abort", "hang"]
+"""What may befall one answer: it ends as if the engine had aborted it, or it gets no token any more."""
 
 
 class FakeEngine:
@@ -34,6 +38,7 @@ class FakeEngine:
         seconds_per_token: float = 0.0,
         fail_after_tokens: int | None = None,
         hang_after_tokens: int | None = None,
+        misfortune: Callable[[Answer, int], Misfortune | None] = lambda answer, length: None,
     ):
         """Of a model that does not exist, and with the faults that a test wants.
 
@@ -43,12 +48,14 @@ class FakeEngine:
             seconds_per_token: every running answer gets one token in this time; 0 still gives others their turn.
             fail_after_tokens: once the engine has sampled so many tokens it fails for good. None: never.
             hang_after_tokens: once it has sampled so many it does nothing more, without a word. None: never.
+            misfortune: asked before each token of an answer, with its length so far.
         """
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.seconds_per_token = seconds_per_token
         self.fail_after_tokens = fail_after_tokens
         self.hang_after_tokens = hang_after_tokens
+        self.misfortune = misfortune
         self._num_sampled = 0
         self._requests: dict[str, _Running] = {}
         self._failure: EngineError | None = EngineError("the engine was not started")
@@ -129,6 +136,10 @@ class FakeEngine:
             await asyncio.sleep(self.seconds_per_token)
             await self.probe()
             for answer, tokens in list(running.tokens.items()):
+                if (what := self.misfortune(answer, len(tokens))) is not None:
+                    if what == "abort":
+                        running.end(answer, "abort")
+                    continue
                 answer.sampled_by(self._version, len(tokens))
                 tokens.append(self._token(answer, len(tokens)))
                 self._num_sampled += 1

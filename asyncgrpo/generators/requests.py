@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
-from asyncgrpo.errors import EngineError
+from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, FinishReason, Sampling, VersionSpan, WeightVersion
 
 
@@ -32,11 +32,11 @@ class Request:
         self._results.put_nowait(completion)
 
     async def completions(self) -> AsyncIterator[Completion]:
-        """Each answer as soon as it is complete. Raises EngineError once the request has failed."""
+        """Each answer as soon as it is complete. Once the request has failed, raises the failure's kind of EngineError."""
         for _ in self.answers:
             result = await self._results.get()
             if isinstance(result, EngineError):
-                raise EngineError(str(result)) from result
+                raise type(result)(str(result)) from result
             yield result
 
 
@@ -81,11 +81,11 @@ class Answer:
 
 
 def check_request(request: Request, *, vocab_size: int, max_context: int) -> None:
-    """Refuse what cannot be sampled, before it can hurt the requests that share its batch. Raises EngineError."""
+    """Refuse what cannot be sampled, before it can hurt the requests that share its batch. Raises RequestError."""
 
     def require(condition: bool, problem: str) -> None:
         if not condition:
-            raise EngineError(f"request {request.request_id}: {problem}")
+            raise RequestError(f"request {request.request_id}: {problem}")
 
     prompt, sampling = request.prompt, request.sampling
     require(len(request.answers) >= 1, "num_answers must be at least 1")

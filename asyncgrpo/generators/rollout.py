@@ -1,82 +1,249 @@
 """From a lease to a group: sample the answers, score each as soon as it is complete, put them together.
 
-A misfortune of one answer (its reward hung, it was aborted) is part of the group, by name. A misfortune of the engine is
-an exception.
+A misfortune of one answer (its reward hung, it was aborted) is mended by sampling it again where that is allowed, and is
+else part of the group, by name. A misfortune of the engine is an exception.
 """
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from asyncgrpo.errors import RequestError
+from asyncgrpo.generators.acceptance import Launched, censored, choose
 from asyncgrpo.generators.engine import Engine
 from asyncgrpo.rewards.base import Reward
-from asyncgrpo.types import Completion, Group, Lease, Rollout, Score
+from asyncgrpo.types import Completion, Discarded, Group, Lease, Sampling, Score
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to the text that the reward sees."""
 
+SEED_STRIDE = 2**20
+"""Between the seeds of one answer's tries: more than answers in any group, so that no two tries share a seed."""
+ABORT_WITHIN_S = 5.0
+"""For an engine to hand over what it had sampled of answers that are not wanted any more. Later, nobody counts them."""
+HOPELESS = frozenset({"unknown_source"})
+"""What a reward says of the prompt, whatever the answer: no other answer would fare better."""
 
-async def generate_group(lease: Lease, engine: Engine, reward: Reward, decode: Decode, generator_id: str) -> Group:
+
+class Redundancy(NamedTuple):
+    """What a generator does for the answers of a training group that go wrong."""
+
+    retries: int = 0
+    """Times that one answer is sampled again after its request or its reward failed."""
+    extra: int = 0
+    """Answers launched beyond those wanted."""
+
+
+NONE = Redundancy()
+
+
+class TooFewAnswers(Exception):
+    """The group was cut, and what there was of it is less than its lease asks for."""
+
+
+async def generate_group(
+    lease: Lease,
+    engine: Engine,
+    reward: Reward,
+    decode: Decode,
+    generator_id: str,
+    redundancy: Redundancy = NONE,
+) -> Group:
     """The completed group of `lease`.
 
     Raises:
         EngineError: the engine failed; the lease must be returned.
+        RequestError: the engine answers others, but not this prompt.
+        TooFewAnswers: the lease says when to do without missing answers, and too few were done by then.
     """
-    started = time.monotonic()
-    tasks: list[tuple[Completion, asyncio.Task[Score]]] = []
-    try:
-        async for completion in _answers(lease, engine):
-            tasks.append((completion, asyncio.create_task(_score(completion, lease, reward, decode))))
-        generated = time.monotonic()
-        rollouts = [Rollout(completion, await task) for completion, task in tasks]
-    finally:
-        for _, task in tasks:
-            task.cancel()
-    rollouts.sort(key=lambda r: r.completion.index)
-    return Group(
-        group_id=lease.group_id,
-        lease_id=lease.lease_id,
-        attempt=lease.attempt,
-        order=lease.order,
-        purpose=lease.purpose,
-        prompt=lease.prompt,
-        rollouts=tuple(rollouts),
-        generator_id=generator_id,
-        timings={"generate": generated - started, "reward": time.monotonic() - generated},
-    )
+    return await _Group(lease, engine, reward, decode, redundancy).generate(generator_id)
 
 
 def request_ids(lease_id: str) -> tuple[str, str]:
-    """What the engine knows a lease by: its sampled answers, and its greedy one."""
+    """What the engine knows a lease by: its sampled answers, and its greedy one. One that is sampled again ends with the
+    task that works on its lease."""
     return lease_id, f"{lease_id}.greedy"
 
 
-async def _answers(lease: Lease, engine: Engine) -> AsyncIterator[Completion]:
-    """All answers of `lease`, each as soon as it is complete; the greedy one last."""
-    sampled, greedy = request_ids(lease.lease_id)
-    baseline = asyncio.create_task(_greedy(greedy, lease, engine)) if lease.with_greedy else None
-    try:
-        async for completion in engine.generate(
-            sampled, lease.prompt.token_ids, lease.num_answers, lease.sampling, lease.seed
-        ):
-            yield completion
-        if baseline is not None:
-            yield await baseline
-    finally:
-        if baseline is not None:
-            baseline.cancel()
+class _Group:
+    """One lease while it is worked on: requests run, scores are awaited, and after each of them the rule is asked."""
+
+    def __init__(self, lease: Lease, engine: Engine, reward: Reward, decode: Decode, redundancy: Redundancy) -> None:
+        self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
+        trains = lease.purpose == "train"
+        self._retries = redundancy.retries if trains else 0
+        count = lease.num_answers + (redundancy.extra if trains else 0)
+        self._launched = [Launched(index) for index in range(count)]
+        self._greedy = Launched(count) if lease.with_greedy else None
+        self._min_answers = lease.min_answers or lease.num_answers
+        can_do_without = count > lease.num_answers or self._min_answers < lease.num_answers
+        self._cut_after_s = lease.cut_after_s if can_do_without else None
+        self._requests: dict[str, asyncio.Task[None]] = {}
+        self._scorings: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._refusal: RequestError | None = None
+        self._is_over = False
+        self._retried, self._retried_tokens = 0, 0
+
+    async def generate(self, generator_id: str) -> Group:
+        lease, loop = self._lease, asyncio.get_running_loop()
+        self._started_s = self._sampled_s = loop.time()
+        sampled, greedy = request_ids(lease.lease_id)
+        try:
+            self._request(sampled, self._launched, lease.seed)
+            if self._greedy is not None:
+                self._request(greedy, [self._greedy], lease.seed)
+            chosen = await self._decided()
+            discarded = await self._end_the_rest(chosen)
+        finally:
+            await self._stop()
+        baseline = [] if self._greedy is None else [self._greedy]
+        if self._refusal is not None and not any(one.num_tokens for one in [*chosen, *baseline]):
+            raise self._refusal
+        return Group(
+            group_id=lease.group_id,
+            lease_id=lease.lease_id,
+            attempt=lease.attempt,
+            order=lease.order,
+            purpose=lease.purpose,
+            prompt=lease.prompt,
+            rollouts=tuple(
+                dataclasses.replace(one.rollout, completion=dataclasses.replace(one.rollout.completion, index=index))
+                for index, one in [*enumerate(chosen), *((lease.num_answers, one) for one in baseline)]
+            ),
+            generator_id=generator_id,
+            timings={"generate": self._sampled_s - self._started_s, "reward": loop.time() - self._sampled_s},
+            discarded=discarded,
+        )
+
+    # -- what is awaited -----------------------------------------------------------------------------------------------
+
+    async def _decided(self) -> list[Launched]:
+        """The answers of the group, as soon as the rule says which."""
+        cut_at_s = None if self._cut_after_s is None else self._started_s + self._cut_after_s
+        is_late = False
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            chosen = choose(self._launched, self._lease.num_answers, is_late=is_late)
+            has_baseline = self._greedy is None or self._greedy.score is not None
+            if chosen is not None and has_baseline and (not is_late or len(chosen) >= self._min_answers):
+                return chosen
+            if is_late:
+                done = 0 if chosen is None else len(chosen)
+                raise TooFewAnswers(
+                    f"{done} of {self._lease.num_answers} answers were done after {self._cut_after_s:.0f} s"
+                    + ("" if has_baseline else ", and not the greedy one")
+                )
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(cut_at_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                is_late, self._sampled_s = True, asyncio.get_running_loop().time()
+
+    async def _end_the_rest(self, chosen: list[Launched]) -> Discarded:
+        """Abort what still runs, and hear from the engine how much of it there was."""
+        self._is_over = True
+        others = [one for one in self._launched if one not in chosen]
+        num_failed = sum(one.score is not None and not one.is_good for one in others)
+        num_censored = len(censored(self._launched, self._lease.num_answers))
+        running = dict(self._requests)
+        if any(one.completion is None for one in others):
+            for request_id in running:
+                await self._engine.abort(request_id)
+        if running:
+            await asyncio.wait(running.values(), timeout=ABORT_WITHIN_S)
+        return Discarded(
+            tokens=self._retried_tokens + sum(one.num_tokens for one in others),
+            retried=self._retried,
+            failed=num_failed,
+            spare=len(others) - num_failed - num_censored,
+            censored=num_censored,
+        )
+
+    async def _stop(self) -> None:
+        """Leave no request and no score behind."""
+        tasks = [*self._requests.values(), *self._scorings]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # -- what goes on --------------------------------------------------------------------------------------------------
+
+    def _request(self, request_id: str, launched: list[Launched], seed: int) -> None:
+        task = asyncio.create_task(self._sample(request_id, launched, seed), name=request_id)
+        self._requests[request_id] = task
+        task.add_done_callback(functools.partial(self._ended, request_id))
+
+    async def _sample(self, request_id: str, launched: list[Launched], seed: int) -> None:
+        """One request. Each answer goes on by itself as soon as it is sampled."""
+        sampling = _greedy(self._lease.sampling) if launched == [self._greedy] else self._lease.sampling
+        owed = dict(enumerate(launched))
+        token_ids = self._lease.prompt.token_ids
+        try:
+            async for completion in self._engine.generate(request_id, token_ids, len(launched), sampling, seed):
+                self._sampled(owed.pop(completion.index), completion, seed + completion.index, "the engine ended it")
+        except RequestError as error:
+            self._refusal = error
+            for index, one in owed.items():
+                self._sampled(one, _nothing(index), seed + index, str(error))
+
+    def _sampled(self, one: Launched, completion: Completion, seed: int, why: str) -> None:
+        one.completion, one.seed = completion, seed
+        if not self._is_over:
+            self._sampled_s = asyncio.get_running_loop().time()
+            task = asyncio.create_task(self._score(one, completion, why))
+            self._scorings.add(task)
+            task.add_done_callback(self._scored)
+
+    async def _score(self, one: Launched, completion: Completion, why: str) -> None:
+        """Score what was sampled, or sample it again."""
+        if completion.finish_reason == "abort":
+            score = Score(failure="aborted", detail=why[:500])
+        else:
+            score = await self._reward.score(self._lease.prompt, self._decode(completion.token_ids.tolist()))
+        if score.failure is None or score.failure in HOPELESS or one.num_retries >= self._retries or self._is_over:
+            one.score = score
+            self._changed.set()
+            return
+        self._retried += 1
+        self._retried_tokens += one.num_tokens
+        one.num_retries += 1
+        one.completion = None
+        request_id = f"{self._lease.lease_id}.{one.index}.{one.num_retries}"
+        self._request(request_id, [one], retry_seed(self._lease.seed, one.index, one.num_retries))
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        del self._requests[request_id]
+        self._note_failure(task)
+
+    def _scored(self, task: asyncio.Task[None]) -> None:
+        self._scorings.discard(task)
+        self._note_failure(task)
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failure = self._failure or failure
+            self._changed.set()
 
 
-async def _greedy(request_id: str, lease: Lease, engine: Engine) -> Completion:
-    sampling = msgspec.structs.replace(lease.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-    found = [c async for c in engine.generate(request_id, lease.prompt.token_ids, 1, sampling, lease.seed)]
-    return dataclasses.replace(found[0], index=lease.num_answers)
+def retry_seed(seed: int, index: int, num_retries: int) -> int:
+    """The seed with which answer `index` of a lease with this seed is sampled; a stream of its own for each try."""
+    return seed + index + num_retries * SEED_STRIDE
 
 
-async def _score(completion: Completion, lease: Lease, reward: Reward, decode: Decode) -> Score:
-    if completion.finish_reason == "abort":
-        return Score(failure="aborted")
-    return await reward.score(lease.prompt, decode(completion.token_ids.tolist()))
+def _greedy(sampling: Sampling) -> Sampling:
+    return msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+
+
+def _nothing(index: int) -> Completion:
+    """What there is of an answer whose request failed."""
+    return Completion(index, np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")

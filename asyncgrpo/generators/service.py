@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncgrpo import metrics
-from asyncgrpo.errors import EngineError, WeightsError, WireError
+from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.engine import Engine
-from asyncgrpo.generators.rollout import Decode, generate_group, request_ids
+from asyncgrpo.generators.rollout import NONE, Decode, Redundancy, TooFewAnswers, generate_group, request_ids
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.weights.base import AdapterMerger
@@ -51,6 +51,9 @@ RESEND_AFTER_S = 15.0
 PROBE_EVERY_S = 5.0
 FAREWELL_S = 5.0
 """For a change of weights that is under way when the run is over."""
+SICK_AFTER = 5
+"""Leases in a row whose requests the engine could not answer, none delivered between them, that end this process: then it
+is the engine, not the prompts."""
 UNPUBLISHED = WeightVersion(0, 0)
 """What an engine holds before its first publication: whatever is in the model's folder. Lineages count from 1."""
 
@@ -84,6 +87,7 @@ class GeneratorService:
         weights_endpoint: str,
         host: str,
         keys: Keys | None,
+        redundancy: Redundancy = NONE,
     ) -> None:
         """
         Args:
@@ -104,6 +108,8 @@ class GeneratorService:
         self._weights_endpoint = weights_endpoint
         self._host = host
         self._keys = keys
+        self._redundancy = redundancy
+        self._num_refused = 0  # leases in a row whose requests failed
         self._version: WeightVersion | None = None
         self._working: dict[str, asyncio.Task[None]] = {}
         self._unacknowledged: dict[str, Unacknowledged] = {}
@@ -234,16 +240,21 @@ class GeneratorService:
     async def _work(self, lease: Lease) -> None:
         """One lease: a group delivered, or a failure reported."""
         try:
-            group = await generate_group(lease, self._engine, self._reward, self._decode, self._id)
+            group = await generate_group(lease, self._engine, self._reward, self._decode, self._id, self._redundancy)
+        except RequestError as error:
+            self._num_refused += 1
+            if self._num_refused >= SICK_AFTER:
+                raise EngineError(f"the requests of {self._num_refused} leases in a row failed: {error}") from error
+            await self._give_up(lease, "failed", error)
         except EngineError:
             raise
+        except TooFewAnswers as error:
+            await self._give_up(lease, "lease_timeout", error)
         except Exception as error:
             log.exception("lease %s failed", lease.lease_id)
-            detail = f"{type(error).__name__}: {error}"[:300]
-            await self._send(
-                LeaseFailed(generator_id=self._id, lease_id=lease.lease_id, reason="failed", detail=detail)
-            )
+            await self._give_up(lease, "failed", error)
         else:
+            self._num_refused = 0
             observe_group(group)
             message, payload = pack_group(group)
             self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, self._loop.time())
@@ -251,6 +262,11 @@ class GeneratorService:
         finally:
             self._working.pop(lease.lease_id, None)
             metrics.groups_in_flight.set(len(self._working))
+
+    async def _give_up(self, lease: Lease, reason: str, error: Exception) -> None:
+        log.warning("giving lease %s of prompt %s back: %s", lease.lease_id, lease.prompt.prompt_id, error)
+        detail = f"{type(error).__name__}: {error}"[:300]
+        await self._send(LeaseFailed(generator_id=self._id, lease_id=lease.lease_id, reason=reason, detail=detail))
 
     async def _keep_in_touch(self, receiver: Receiver) -> None:
         """Heartbeat, resend what is not acknowledged, and watch the receiver's thread."""
@@ -311,7 +327,7 @@ class GeneratorService:
 
 def observe_group(group: Group) -> None:
     """Count a group's answers in this process's metrics."""
-    metrics.tokens_generated_total.inc(group.num_tokens)
+    metrics.tokens_generated_total.inc(group.num_tokens + group.discarded.tokens)
     metrics.generate_seconds.observe(group.timings["generate"])
     for rollout in group.rollouts:
         metrics.answers_total.labels(finish_reason=rollout.completion.finish_reason).inc()

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from asyncgrpo.errors import EngineError
+from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators import host_process
 from asyncgrpo.generators.requests import Request, check_request
 from asyncgrpo.generators.sglang_answers import completion_of, sampling_params
@@ -242,7 +242,7 @@ class SGLangEngine:
             try:
                 await work
             except Exception as error:
-                running.request.fail(EngineError(f"request {running.request.request_id}: {error}"))
+                running.request.fail(RequestError(f"request {running.request.request_id}: {error}"))
 
         running.tasks.append(asyncio.create_task(guarded()))
 

@@ -96,7 +96,7 @@ class Recorder:
     def no_more(self, counters: dict[str, float]) -> None:
         """There is no further batch. Groups may have left untrained since the last one; the `end` event will say so."""
         counted = self._count(counters)
-        self._left = {name: counted[name] for name in ("dropped", "filtered") if counted[name]}
+        self._left = {name: counted[name] for name in ("dropped", "filtered", "discarded") if counted[name]}
 
     def end(self, status: str, step: int) -> None:
         """The run is over."""
@@ -153,6 +153,7 @@ class Recorder:
             return {name: count for name, count in new.items() if count}
 
         left = {"dropped": since_before("groups_dropped_"), "filtered": since_before("filtered_")}
+        left["discarded"] = since_before("answers_")
         self.totals = dict(totals)
         return {
             "tokens_generated": int(totals["tokens_generated"]),

@@ -19,7 +19,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | recovered | fault, actor; seconds: from the fault until every process was up and a step was trained |
 | drain | reason: why no new groups are leased |
 | stall | what: is awaited; seconds: for how long so far |
-| end | status: "done", "drained" or "failed"; step; [reason]; [dropped], [filtered]: since the last step |
+| end | status: "done", "drained" or "failed"; step; [reason]; [dropped], [filtered], [discarded]: since the last step |
 
 | field of a step | meaning |
 |---|---|
@@ -39,6 +39,8 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | failures, dropped | {name: answers} and {reason: groups}, both since the step before |
 | [filtered] | {kind: groups} that `algorithm.filter_zero_signal` replaced since the step before; kinds: all_equal_high |
 | | (reward above 0), all_equal_low, unscored. No other field of a step knows of these groups |
+| [discarded] | {why: answers} left out of groups since the step before: retried (sampled again), failed, spare (in |
+| | reserve), censored (cut at the deadline of their group) |
 | seconds | {activity: s}, sums to the step's wall time: wait_data, forward_backward, optimizer (or train for both), |
 | | publish, checkpoint, eval, other |
 """

@@ -7,6 +7,7 @@ counted.
 
 import math
 
+import msgspec
 import numpy as np
 
 from asyncgrpo.errors import RefusedError
@@ -39,6 +40,8 @@ def check_group(message: Deliver, payload: bytes | bytearray | memoryview, vocab
     lengths = [header.num_tokens for header in message.rollouts]
     if lengths and min(lengths) < 0:
         raise _refused("schema", message, None, "a negative length")
+    if min(msgspec.structs.astuple(message.discarded)) < 0:
+        raise _refused("schema", message, None, "a negative count of what was discarded")
     if len(payload) != BYTES_PER_TOKEN * sum(lengths):
         expected = BYTES_PER_TOKEN * sum(lengths)
         raise _refused("schema", message, None, f"payload has {len(payload)} bytes, its header says {expected}")

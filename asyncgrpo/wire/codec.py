@@ -117,6 +117,7 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 spans=completion.spans,
                 finish_reason=completion.finish_reason,
                 score=rollout.score,
+                seed=rollout.seed,
             )
         )
     message = Deliver(
@@ -129,6 +130,7 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
         rollouts=tuple(headers),
         generator_id=group.generator_id,
         timings=group.timings,
+        discarded=group.discarded,
     )
     return message, b"".join(parts)
 
@@ -151,6 +153,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
                     header.index, token_ids[start:middle], logprobs[middle:end], header.spans, header.finish_reason
                 ),
                 header.score,
+                header.seed,
             )
         )
         start = end
@@ -164,6 +167,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
         rollouts=tuple(rollouts),
         generator_id=message.generator_id,
         timings=message.timings,
+        discarded=message.discarded,
     )
 
 

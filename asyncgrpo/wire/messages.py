@@ -10,7 +10,18 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from asyncgrpo.types import Count, FinishReason, Lease, Name, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
+from asyncgrpo.types import (
+    Count,
+    Discarded,
+    FinishReason,
+    Lease,
+    Name,
+    Prompt,
+    Score,
+    TensorInfo,
+    VersionSpan,
+    WeightVersion,
+)
 
 PROTOCOL = 1
 PROMPT_BYTES = 2**22
@@ -53,6 +64,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     score: Score
+    seed: int = 0
 
 
 class Deliver(Message):
@@ -70,6 +82,7 @@ class Deliver(Message):
     rollouts: tuple[RolloutHeader, ...]
     generator_id: Name
     timings: dict[str, float]
+    discarded: Discarded = Discarded()
 
 
 class LeaseFailed(Message):

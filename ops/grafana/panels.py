@@ -312,6 +312,27 @@ ROWS: dict[str, list[Panel]] = {
             quantiles("asyncgrpo_journal_sync_seconds", 0.5, 0.99),
             width=6,
         ),
+        Panel(
+            "Answers in no group",
+            "Per second. retried: sampled again; spare: the reserve, not needed; censored: cut at the deadline of their "
+            "group, so what is trained is shorter than what is sampled. Many censored: raise buffer.straggler_factor.",
+            "none",
+            {"{{why}}": "sum by (why) (rate(asyncgrpo_answers_discarded_total[$__rate_interval]))"},
+        ),
+        Panel(
+            "Deadline of a lease",
+            "What a lease granted now is given, beside the age of the oldest group. Only with buffer.straggler_factor does "
+            "it follow the median of the groups.",
+            "s",
+            {"deadline": "asyncgrpo_lease_deadline_seconds", "oldest": "asyncgrpo_buffer_oldest_group_age_seconds"},
+        ),
+        Panel(
+            "Prompts in quarantine",
+            "Prompts that are leased no more: generators ended with them, or could not answer them. quarantine.jsonl in "
+            "the run folder says which and why.",
+            "none",
+            {"prompts": "asyncgrpo_quarantined_prompts"},
+        ),
     ],
     "Generators": [
         Panel(

@@ -1,6 +1,6 @@
 """An evaluation ends with every prompt answered or counted as failed, and names the versions that answered."""
 
-from asyncgrpo.buffer.evaluation import MAX_ATTEMPTS, Evaluations
+from asyncgrpo.buffer.evaluation import FREE_LOSSES, MAX_ATTEMPTS, Evaluations
 from asyncgrpo.types import Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
 from asyncgrpo.wire.messages import Deliver, RolloutHeader
 
@@ -59,8 +59,24 @@ def test_what_a_lost_generator_held_is_answered_by_another():
     evaluations = make()
     evaluations.request(0, 0.0)
     lost = evaluations.lease("lost", 0.0)
-    evaluations.release("lost")
+    assert evaluations.release("lost", 1.0) == []
     assert evaluations.lease("other", 1.0) == lost
+
+
+def test_a_prompt_that_ends_every_generator_is_counted_as_failed_and_the_evaluation_ends():
+    evaluations = make()
+    evaluations.request(0, 0.0)
+    others = [evaluations.lease("g", 0.0) for _ in PROMPTS][1:]
+    for lease in others:
+        evaluations.accept(answered(lease, 1.0), 0.0)
+    for ends in range(1, 20):
+        results = evaluations.release("g", float(ends))
+        if results:
+            break
+        assert evaluations.lease("g", float(ends)).order == 0
+    assert ends == FREE_LOSSES + MAX_ATTEMPTS
+    assert results[0].failures == {"generator_lost": 1} and results[0].answers == 2
+    assert not evaluations.under_way
 
 
 def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_ends():

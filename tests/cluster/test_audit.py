@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from asyncgrpo.buffer.records import Committed, Dropped, Handed
+from asyncgrpo.buffer.records import Committed, Dropped, Handed, Interrupted
 from asyncgrpo.cli import app
 from asyncgrpo.cluster.audit import audit
 from asyncgrpo.data.prompts import PromptState
@@ -89,6 +89,15 @@ def test_a_run_that_kept_its_promises_has_no_difference(run: FakeRun):
     run.drop("1.6.0", "ahead", is_final=False)
     run.deliver(6, lineage=2, version=2)
     run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("1.5.0", "2.6.0")))
+    assert audit(run.folder).differences == []
+
+
+def test_prompts_in_quarantine_and_ends_of_generators_are_no_difference(run: FakeRun):
+    run.journal.append(Interrupted(generator_id="generator-0", orders=(7, 8)))
+    run.drop("2.7.0", "poison", is_final=False)
+    run.drop("2.7.1", "poison", is_final=True)
+    run.drop("2.8.0", "quarantined", is_final=True)
+    run.checkpoint(2, state(5, 7, 8))
     assert audit(run.folder).differences == []
 
 

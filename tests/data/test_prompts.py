@@ -104,6 +104,19 @@ def test_a_source_is_exhausted_only_when_nothing_is_under_way():
     assert source.is_exhausted and source.remaining == 0
 
 
+def test_what_is_set_aside_is_issued_only_to_who_asks_for_it():
+    source = PromptSource(some_prompts(3), seed=0, shuffle=False, epochs=1)
+    take_orders(source, 3)
+    source.set_aside(2)
+    source.set_aside(0)
+    source.done(1)
+    assert source.next() is None and source.has_next and source.has_aside and not source.is_exhausted
+    assert [source.next_aside()[0] for _ in range(2)] == [0, 2] and source.next_aside() is None
+    source.set_aside(2)
+    source.restore(source.state())
+    assert take_orders(source, 3) == [0, 2], "a restart knows nothing of it"
+
+
 def test_a_restored_run_may_have_more_epochs():
     short = PromptSource(some_prompts(2), seed=0, shuffle=True, epochs=1)
     for order in take_orders(short, 2):

@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.fake_engine import FakeEngine
-from asyncgrpo.generators.service import GeneratorService
+from asyncgrpo.generators.rollout import NONE, Redundancy
+from asyncgrpo.generators.service import SICK_AFTER, GeneratorService
 from asyncgrpo.types import Lease, Prompt, Sampling, Score
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import Ack, Deliver, Farewell, Grant, Hello, Message
+from asyncgrpo.wire.messages import Ack, Deliver, Farewell, Grant, Hello, LeaseFailed, Message
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import GeneratorLine
 from tests.simulation.nodes import Receiver
@@ -39,13 +41,13 @@ class FixedReward:
 class Generator(GeneratorService):
     """The product's, whose lines end here."""
 
-    def __init__(self) -> None:
+    def __init__(self, redundancy: Redundancy = NONE, **engine: Any) -> None:
         self.sent: list[Message] = []
         settings: dict[str, Any] = dict.fromkeys(("buffer_endpoint", "weights_endpoint", "host"), "")
         super().__init__(
             "g",
             "a",
-            FakeEngine(seconds_per_token=1.0),
+            FakeEngine(seconds_per_token=1.0, **engine),
             FixedReward(),
             lambda ids: "",
             window=2,
@@ -54,6 +56,7 @@ class Generator(GeneratorService):
             load_timeout_s=1.0,
             stuck_after_s=10.0,
             keys=None,
+            redundancy=redundancy,
             **settings,
         )
 
@@ -141,3 +144,54 @@ def test_an_engine_that_hangs_ends_its_generator():
     with pytest.raises(ExceptionGroup) as raised:
         task.result()
     assert raised.group_contains(EngineError, match="has not answered for 10 s")
+
+
+def failures(generator: Generator) -> list[LeaseFailed]:
+    return [message for message in generator.sent if isinstance(message, LeaseFailed)]
+
+
+def hear_leases(loop: VirtualLoop, generator: Generator, *leases: Lease) -> None:
+    for lease in leases:
+        generator.hear(Grant(lease=lease))
+        loop.run_until(loop.time() + 10.0)
+
+
+def numbered(number: int, **fields: Any) -> Lease:
+    return msgspec.structs.replace(LEASE, lease_id=f"1.{number}.0", group_id=f"1.{number}", order=number, **fields)
+
+
+REFUSED = Prompt(prompt_id="train/9", token_ids=(10**6,))
+
+
+def test_a_prompt_that_the_engine_refuses_is_given_back_and_the_generator_lives():
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    for number in range(0, 2 * SICK_AFTER, 2):
+        hear_leases(loop, generator, numbered(number, prompt=REFUSED), numbered(number + 1))
+    assert [(m.lease_id, m.reason) for m in failures(generator)] == [(f"1.{n}.0", "failed") for n in range(0, 10, 2)]
+    assert {m.lease_id for m in generator.delivered} == {f"1.{n}.0" for n in range(1, 10, 2)} and not task.done()
+    generator.hear(Farewell())
+    loop.run_until(loop.time() + 1.0)
+
+
+def test_an_engine_that_answers_nothing_any_more_ends_the_generator():
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    hear_leases(loop, generator, *(numbered(number, prompt=REFUSED) for number in range(SICK_AFTER)))
+    assert len(failures(generator)) == SICK_AFTER - 1 and task.done()
+    (cause,) = task.exception().exceptions
+    assert isinstance(cause, EngineError) and "requests of 5 leases in a row" in str(cause)
+
+
+def test_a_group_with_too_few_answers_at_its_cut_is_given_back_as_late():
+    loop, generator = VirtualLoop(), Generator(Redundancy(extra=1), misfortune=lambda answer, length: "hang")  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    hear_leases(loop, generator, numbered(0, cut_after_s=5.0))
+    assert [message.reason for message in failures(generator)] == ["lease_timeout"]
+    assert generator.delivered == [] and not generator._engine._requests
+    generator.hear(Farewell())
+    loop.run_until(loop.time() + 1.0)
+    assert task.done() and task.exception() is None

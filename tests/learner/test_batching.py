@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncgrpo.algorithms.advantages import ESTIMATORS
 from asyncgrpo.learner.answers import Shaping
 from asyncgrpo.learner.batching import pack
 from asyncgrpo.types import VersionSpan, WeightVersion
@@ -252,6 +253,31 @@ def test_greedy_answers_are_baselines_and_nothing_else():
     assert plain.advantages.tolist() == [0.5, -0.5, 0.5, -0.5], "nor do they take part in a group's statistics"
     baselines = plain.answers.baseline_rewards
     assert baselines[:2].tolist() == [0.25, 0.25] and baselines[2:].isnan().all()
+
+
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_a_group_that_lost_answers_is_compared_with_those_it_has(estimator):
+    """Groups of 4, 2 and 3 sampled answers in one batch, each with its greedy one."""
+    rewards = [[1.0, 0.0, 0.5, 0.25], [1.0, 0.5], [0.0, 0.75, 1.0]]
+    greedy = [0.5, 0.25, 1.0]
+    lengths = [[1, 2, 3, 1], [4, 1], [2, 2, 5]]
+    groups = []
+    for n, found in enumerate(rewards):
+        group = make_group(n, [*found, greedy[n]], [[n] * length for length in (*lengths[n], 1)])
+        *sampled, last = group.rollouts
+        last = replace(last, completion=replace(last.completion, index=4))
+        groups.append(replace(group, rollouts=(*sampled, last)))
+    step = packed(groups, group_size=4, advantage=estimator)
+    flat = [reward for found in rewards for reward in found]
+    owner = [n for n, found in enumerate(rewards) for _ in found]
+    expected = oracle_advantages.estimate(
+        estimator, flat, owner, [n for found in lengths for n in found], [greedy[n] for n in owner]
+    )
+    assert step.advantages.tolist() == pytest.approx(expected, abs=1e-9)
+    assert (step.num_tokens, step.num_answers, step.num_groups) == (21, 9, 3)
+    assert step.answers.keys == tuple((f"g{n}", i) for n, found in enumerate(rewards) for i in range(len(found)))
+    in_group = {key[0]: count for key, (_, count) in read(step).items()}
+    assert in_group == {"g0": 7, "g1": 5, "g2": 9}, "what `prompt-mean` divides by"
 
 
 def test_a_step_with_other_advantages_differs_in_nothing_else():

@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 import xxhash
 
 from asyncgrpo.buffer.buffer import Buffer, State, group_seed
+from asyncgrpo.buffer.quarantine import Quarantine
+from asyncgrpo.buffer.suspects import SUSPECT_AFTER
+from asyncgrpo.config import Config
 from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy
 from asyncgrpo.learner.checkpoints import RunState
-from asyncgrpo.types import Group, WeightVersion
+from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.wire.messages import Ack, Cancel, Message, Snapshot
 
 
@@ -42,20 +46,41 @@ class Life:
     """Prompts done without training, by reason, when the buffer last gave a snapshot."""
     checkpointed: Counter[str] = field(default_factory=Counter)
     """The same, as far as checkpoints hold it."""
+    grants: Counter[int] = field(default_factory=Counter)
+    """Leases by order."""
 
 
 class Checker:
     """Checks one simulated run from its first start to its end."""
 
     def __init__(
-        self, *, seed: int, vocab_size: int, num_orders: int, max_lag: int, per_step: int, slots: int, windows: int
+        self,
+        *,
+        config: Config,
+        redundancy: Redundancy,
+        killers: set[tuple[int, ...]],
+        quarantine: Quarantine,
+        vocab_size: int,
+        num_orders: int,
+        windows: int,
     ) -> None:
-        self._seed = seed
+        """
+        Args:
+            killers: token ids of the prompts that end every generator.
+            windows: leases that one generator may hold.
+        """
+        self._seed = config.run.seed
+        self._algorithm = config.algorithm
+        self._redundancy = redundancy
+        self._killers = killers
+        self._killer_leases = SUSPECT_AFTER + config.buffer.max_attempts
+        self._quarantine = quarantine
+        self._cut_after_s: dict[str, float] = {}  # by lease, over all lives
         self._vocab_size = vocab_size
         self._num_orders = num_orders
-        self._max_lag = max_lag
-        self._per_step = per_step
-        self._slots = slots
+        self._max_lag = config.buffer.max_lag
+        self._per_step = config.buffer.prompts_per_step
+        self._slots = config.buffer.num_slots
         self._window = windows
         self._history: list[tuple[int, ...]] = []  # steps that a checkpoint holds
         self._dropped: Counter[str] = Counter()  # by reason, in checkpoints
@@ -116,6 +141,7 @@ class Checker:
                 group.order not in life.trained, "P2 none twice", f"order {group.order} is trained twice in {version}"
             )
             life.trained.add(group.order)
+            self._answers_are_in_order_of_launch(group)
             oldest = self._true_oldest(group, life.source)
             lag = version.version - oldest.version
             self._require(
@@ -171,9 +197,9 @@ class Checker:
             buffer.version is None or buffer.version in life.proven, "P10 proof", f"{buffer.version} counts, unproven"
         )
 
-    def granted(self, peer: str, lease_id: str, serves: WeightVersion | None) -> None:
+    def granted(self, peer: str, lease: Lease, serves: WeightVersion | None) -> None:
         """A lease goes to a generator whose engine now samples with `serves` (None: it has ended)."""
-        life = self._life
+        life, lease_id = self._life, lease.lease_id
         current = life.buffer.version
         self._require(
             serves is None or current is None or serves >= current,
@@ -181,6 +207,19 @@ class Checker:
             f"{lease_id} goes to {peer}, which serves {serves}; the newest publication is {current}",
         )
         self._require(lease_id not in life.ended, "P8 ended leases", f"{lease_id} failed and is granted again")
+        order, prompt = lease.order, lease.prompt
+        life.grants[order] += 1
+        self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
+        self._require(
+            prompt.prompt_id not in self._quarantine.cases,
+            "P13 poison",
+            f"{prompt.prompt_id} is in quarantine and is leased",
+        )
+        self._require(
+            prompt.token_ids not in self._killers or life.grants[order] <= self._killer_leases,
+            "P13 poison",
+            f"{prompt.prompt_id} ends generators and is leased {life.grants[order]} times",
+        )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -211,6 +250,52 @@ class Checker:
             finished <= len(life.trained), "P1 none lost", f"{finished} count as trained, {len(life.trained)} were"
         )
 
+    def _answers_are_in_order_of_launch(self, group: Group) -> None:
+        """By their seeds, which the tokens prove: each of one answer's tries, and none was left out for being long."""
+        size = self._algorithm.group_size
+        sampled = [rollout for rollout in group.rollouts if rollout.completion.index < size]
+        least = self._algorithm.min_answers or size
+        fits = least <= len(sampled) <= size
+        num_greedy = len(group.rollouts) - len(sampled)
+        self._require(
+            fits and num_greedy == (self._algorithm.advantage == "remax"),
+            "P14 answers",
+            f"{group.group_id} has {len(sampled)} answers and {num_greedy} greedy ones",
+        )
+        discarded, extra = group.discarded, self._redundancy.extra
+        base = group_seed(self._seed, group.order, group.attempt)
+        places = [divmod(rollout.seed - base, SEED_STRIDE) for rollout in group.rollouts]
+        launched = [index for _, index in places[: len(sampled)]]
+        num_tries = sum(tried for tried, _ in places)
+        self._require(
+            len(set(launched)) == len(sampled)
+            and all(0 <= tried <= self._redundancy.retries for tried, _ in places)
+            and all(0 <= index < size + extra for index in launched)
+            and (
+                num_tries == discarded.retried
+                if not extra and not discarded.censored
+                else num_tries <= discarded.retried
+            ),
+            "P14 answers",
+            f"{group.group_id} has answers of the tries {places}, and says that {discarded.retried} were tried again",
+        )
+        for name in ("retried", "failed", "spare", "censored"):
+            self.counts[f"answers_{name}"] += getattr(discarded, name)
+        self.counts["groups_short"] += len(sampled) < size
+        took_s = sum(group.timings.values())
+        if discarded.censored:
+            self._require(
+                took_s >= self._cut_after_s.get(group.lease_id, 0.0) - 1e-6,
+                "P14 answers",
+                f"{group.group_id} was cut after {took_s:.1f} s, before its time",
+            )
+        elif not discarded.failed:
+            self._require(
+                sorted(launched) == list(range(size)),
+                "P14 answers",
+                f"{group.group_id} has the answers {launched}, and says of none that it failed or was cut",
+            )
+
     def _true_oldest(self, group: Group, source: PromptSource) -> WeightVersion:
         """The oldest version that sampled in `group`, after every token proved which one sampled it."""
         prompt = source.prompt(group.order)
@@ -218,7 +303,7 @@ class Checker:
         versions = []
         for rollout in group.rollouts:
             completion = rollout.completion
-            seed = group_seed(self._seed, group.order, group.attempt) + completion.index
+            seed = "greedy" if completion.index == self._algorithm.group_size else rollout.seed
             for span in completion.spans:
                 versions.append(span.version)
                 for position in range(span.start, span.end):

@@ -6,6 +6,8 @@ Faults stop at `until_s`. From then on the run must finish.
 import random
 from dataclasses import dataclass, field
 
+OF_ANSWERS = ("answer_aborts", "answer_hangs", "killer_prompt")
+"""Drawn from a stream of their own: a seed that has none of them is the run that it was without them."""
 KINDS = (
     "drop", "duplicate", "delay", "corrupt", "cut", "freeze", "slow_node", "generator_crash", "engine_failure",
     "generator_twice", "learner_crash", "buffer_crash", "driver_crash", "drain", "clock_jump", "bad_reward", "weights_cut",
@@ -21,6 +23,15 @@ class Faults:
     kinds: frozenset[str] = frozenset()
     share: dict[str, float] = field(default_factory=dict)
     rate: dict[str, float] = field(default_factory=dict)
+
+
+def draw_of_answers(seed: int) -> dict[str, float]:
+    """What befalls single answers and prompts in the run of a seed: the share of answers of each kind."""
+    rng = random.Random(f"answers {seed}")
+    if rng.random() < 0.5:
+        return {}
+    most = {"answer_aborts": 0.15, "answer_hangs": 0.1, "killer_prompt": 1.0}
+    return {kind: most[kind] * rng.uniform(0.2, 1.0) for kind in OF_ANSWERS if rng.random() < 0.5}
 
 
 def draw(rng: random.Random) -> Faults:

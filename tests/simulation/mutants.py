@@ -4,15 +4,19 @@ A simulator that finds no planted bug proves nothing; so each promise has a muta
 for as long as a `with` block, and name where the mistake was seen (docs/simulation.md has the table).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from asyncgrpo.buffer import buffer as buffer_module
 from asyncgrpo.buffer.buffer import Buffer, Entry, State
+from asyncgrpo.buffer.quarantine import Quarantine
 from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.buffer.suspects import Suspects
 from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.generators import rollout
 from asyncgrpo.generators import service as generator_service
+from asyncgrpo.generators.acceptance import Launched
 from asyncgrpo.generators.requests import Answer
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.service import LearnerService
@@ -219,6 +223,18 @@ def no_fencing() -> list[Change]:
     return [(BufferService, "_handle", trusting)]
 
 
+@mutant
+def endless_poison() -> list[Change]:
+    """The end of a generator costs the prompts in flight nothing, however often."""
+    return [(Suspects, "in_flight_at_an_end", lambda self, orders: None)]
+
+
+@mutant
+def quarantine_forgotten() -> list[Change]:
+    """A prompt that was dropped for what it does is leased again in the next epoch, or after a resume."""
+    return [(Quarantine, "__contains__", lambda self, prompt_id: False)]
+
+
 # -- the generator -----------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +248,24 @@ def version_at_completion() -> list[Change]:
         complete(self, token_ids, logprobs, reason)
 
     return [(Answer, "complete", relabelled)]
+
+
+@mutant
+def first_finished() -> list[Change]:
+    """Of the answers launched, the first to finish make the group: the short ones."""
+    choose = rollout.choose
+
+    def quick(launched: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
+        good = [one for one in launched if one.is_good]
+        return good[:wanted] if len(good) >= wanted else choose(launched, wanted, is_late=is_late)
+
+    return [(rollout, "choose", quick)]
+
+
+@mutant
+def retried_with_the_same_seed() -> list[Change]:
+    """An answer that failed is sampled again from the same stream."""
+    return [(rollout, "retry_seed", lambda seed, index, num_retries: seed + index)]
 
 
 @mutant

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from asyncgrpo.errors import WeightsError
-from asyncgrpo.generators.fake_engine import FakeEngine
+from asyncgrpo.generators.fake_engine import FakeEngine, Misfortune
+from asyncgrpo.generators.requests import Answer
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.types import Group, Prompt, Score, WeightVersion
@@ -93,7 +94,10 @@ class GeneratorHost:
         """The supervisor has given it up, and it lives."""
         self.line = GeneratorLine(self._send)
         self.receiver = Receiver(lambda: world.publisher.join_later(self))
-        self.engine = FakeEngine(vocab_size=VOCABULARY, max_context=64, seconds_per_token=seconds_per_token)
+        self.engine = FakeEngine(
+            vocab_size=VOCABULARY, max_context=64, seconds_per_token=seconds_per_token, misfortune=self._misfortune
+        )
+        self._fates: dict[Answer, Misfortune | None] = {}
         self._sent: dict[str, float] = {}  # when each group was last sent, by lease
         self.unanswered: set[str] = set()
         self.service = SimulatedGenerator(
@@ -112,6 +116,7 @@ class GeneratorHost:
             weights_endpoint="",
             host="",
             keys=None,
+            redundancy=world.redundancy,
         )
         self.task = world.loop.create_task(self.service.run(), name=self.peer)
         self.task.add_done_callback(self._ended)
@@ -121,6 +126,22 @@ class GeneratorHost:
         self.is_alive = False
         self.line.close()
         self.task.cancel()
+
+    def _misfortune(self, answer: Answer, length: int) -> Misfortune | None:
+        """What befalls an answer before this token. Its seed decides, so that the same try meets the same fate."""
+        world = self.world
+        if answer.request.prompt in world.killers and self.is_alive:
+            world.note("fault", "killer_prompt", self.peer)
+            world.killed_s = world.now
+            self.kill()
+            world.generator_ended(self)
+        if not world.of_answers or length != 1:
+            return None
+        if answer not in self._fates:
+            self._fates[answer] = fate = world.fate_of(answer)
+            if fate is not None:
+                world.note("fault", f"answer_{fate}s", self.peer)
+        return self._fates[answer]
 
     def arrive(self, frames: Frames) -> None:
         if self.is_alive:

@@ -25,6 +25,7 @@ def test_no_promise_is_broken_in_200_seeds_and_every_kind_of_fault_was_among_the
     assert struck >= {
         "drop", "copy", "cut", "corrupt", "freeze", "generator_crash", "engine_failure", "generator_twice",
         "learner_crash", "buffer_crash", "driver_crash", "drain", "clock_jump", "weights_cut",
+        "answer_aborts", "answer_hangs", "killer_prompt",
     }  # fmt: skip
     for max_lag in (0, 1, 4):
         lags = {lag for world in worlds if world.max_lag == max_lag for lag in world.checker.lags}

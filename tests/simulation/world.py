@@ -13,10 +13,13 @@ from typing import Any
 
 import msgspec
 
+from asyncgrpo.buffer import deadlines, quarantine
 from asyncgrpo.buffer import service as buffer_service
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.quarantine import Quarantine
 from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.buffer.suspects import NOTHING, Past
 from asyncgrpo.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -29,6 +32,9 @@ from asyncgrpo.config import (
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import AsyncGRPOError, StalledError
 from asyncgrpo.generators import service as generator_service
+from asyncgrpo.generators.fake_engine import Misfortune
+from asyncgrpo.generators.requests import Answer
+from asyncgrpo.generators.rollout import Redundancy
 from asyncgrpo.learner import inbox
 from asyncgrpo.learner import service as learner_service
 from asyncgrpo.learner.checkpoints import RunState
@@ -41,7 +47,7 @@ from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.messages import Ack, Drain, GeneratorLost, Grant, Message, Nack
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.clock import VirtualLoop
-from tests.simulation.faults import Faults, draw
+from tests.simulation.faults import Faults, draw, draw_of_answers
 from tests.simulation.network import BufferSocket, Frames, LearnerLine, Network
 from tests.simulation.nodes import VOCABULARY, GeneratorHost, MemoryCheckpoints, Publisher, Silent, Trainer
 
@@ -52,9 +58,10 @@ FINISH_WITHIN_S = 2000.0
 NO_TROUBLE_AFTER_S = 200.0
 """Virtual seconds after the last fault from which on nothing may fail any more."""
 SCALED = ((generator_service, "HEARTBEAT_S", 2.0), (generator_service, "RESEND_AFTER_S", 6.0),
-          (buffer_service, "SILENT_AFTER_S", 15.0), (buffer_service, "WAITING_EVERY_S", 5.0))  # fmt: skip
+          (buffer_service, "SILENT_AFTER_S", 15.0), (buffer_service, "WAITING_EVERY_S", 5.0),
+          (deadlines, "FLOOR_S", 2.0), (deadlines, "KNOWN_AFTER", 3))  # fmt: skip
 """The product's waits, shorter, so that a short run meets each of them many times."""
-LOGS = tuple(module.__name__ for module in (buffer_service, generator_service, inbox, learner_service))
+LOGS = tuple(module.__name__ for module in (buffer_service, generator_service, inbox, learner_service, quarantine))
 
 
 class Crash(Exception):
@@ -64,10 +71,17 @@ class Crash(Exception):
 class World:
     """A simulated run."""
 
-    def __init__(self, seed: int, *, faults: Faults | None = None, max_lag: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        faults: Faults | None = None,
+        of_answers: dict[str, float] | None = None,
+        max_lag: int | None = None,
+    ) -> None:
         """
         Args:
-            faults: instead of those that the seed draws.
+            faults, of_answers: instead of those that the seed draws.
             max_lag: instead of the one that the seed takes in turn.
         """
         self.seed = seed
@@ -95,20 +109,31 @@ class World:
             ),
             generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
         )
+        self.of_answers = draw_of_answers(seed) if of_answers is None else of_answers
+        self.redundancy, self.config = self._redundancy()
         poisoned = rng.randrange(count) if rng.random() < 0.2 else None
         self._prompts = tuple(
-            Prompt(prompt_id=f"train/{i}", token_ids=(i % VOCABULARY, 1), info={"poison": i == poisoned})
+            Prompt(prompt_id=f"train/{i}", token_ids=_token_ids(i), info={"poison": i == poisoned})
             for i in range(count)
         )
         self.num_orders = count * epochs
         self._sampling = Sampling(max_tokens=rng.randint(2, 8), stop_token_ids=(0,))
+        # By token ids, which is all that an engine sees. Not those of the held-out prompts.
+        killers = self._prompts[-1:] if "killer_prompt" in self.of_answers and count > 2 else ()
+        self.killers = {prompt.token_ids for prompt in killers}
+        self.killed_s = 0.0
+        """When a prompt last ended a generator, which it may do after the faults, though not for ever (P13)."""
+        self.quarantine = Quarantine()
+        """Outlives every end of the run, as its file does."""
+        self._past = NOTHING
+        """Outlives it as well, as in the journal."""
         self.checker = Checker(
-            seed=seed,
+            config=self.config,
+            redundancy=self.redundancy,
+            killers=self.killers,
+            quarantine=self.quarantine,
             vocab_size=VOCABULARY,
             num_orders=self.num_orders,
-            max_lag=self.max_lag,
-            per_step=per_step,
-            slots=self.config.buffer.num_slots,
             windows=self.window,
         )
         self.checkpoint: bytes | None = None
@@ -119,6 +144,22 @@ class World:
         self._hosts: dict[str, GeneratorHost] = {}  # by peer, of this life
         self._all_hosts: list[GeneratorHost] = []
         self._service: BufferService | None = None
+
+    def _redundancy(self) -> tuple[Redundancy, Config]:
+        """Where answers fail or hang, the run is set up for it in one of several ways; else as it is by default."""
+        config, rng = self.config, random.Random(f"redundancy {self.seed}")
+        if not self.of_answers:
+            return Redundancy(), config
+        size = rng.randint(2, 4)
+        algorithm = msgspec.structs.replace(
+            config.algorithm,
+            group_size=size,
+            min_answers=rng.choice((None, 2)),
+            advantage=rng.choice(("grpo", "remax")),
+        )
+        buffer = msgspec.structs.replace(config.buffer, straggler_factor=rng.choice((0.0, 1.5, 3.0)))
+        redundancy = Redundancy(retries=rng.choice((0, 1, 3)), extra=rng.choice((0, 1, 3)))
+        return redundancy, msgspec.structs.replace(config, algorithm=algorithm, buffer=buffer)
 
     @property
     def now(self) -> float:
@@ -148,10 +189,12 @@ class World:
         except StalledError as error:  # for so long that no fault excuses it
             raise Violation(f"P12 liveness: {error}") from error
         except AsyncGRPOError as error:
-            if self.now > self.faults.until_s + NO_TROUBLE_AFTER_S:
+            if self.now > max(self.faults.until_s, self.killed_s) + NO_TROUBLE_AFTER_S:
                 raise Violation(f"P12 liveness: without a fault for long, the run ends by itself: {error}") from error
             return f"{type(error).__name__}: {error}"
         finally:
+            buffer = self._buffer
+            self._past = Past(buffer._attempts, buffer._blamed, buffer._suspects._ends)
             if self._service is not None and not self._service._finished:
                 self._service = None
             self._kill_generators()
@@ -173,11 +216,18 @@ class World:
         if state is not None:
             source.restore(msgspec.convert(state.prompts, PromptState))
         buffer = Buffer(
-            self.config.buffer, self.config.algorithm, source, self._sampling, seed=run.seed, lineage=self._lineage
+            self.config.buffer,
+            self.config.algorithm,
+            source,
+            self._sampling,
+            seed=run.seed,
+            lineage=self._lineage,
+            quarantine=self.quarantine,
         )
         held_out = self._prompts[:2] if self.config.data.eval else ()
         held_out = tuple(msgspec.structs.replace(p, info={}) for p in held_out)
         evaluations = Evaluations(held_out, self._sampling, run.seed, self.config.buffer.lease_timeout_s)
+        buffer.remember(self._past)
         self._buffer = buffer
         self._service = BufferService(BufferSocket(self._from_buffer), buffer, evaluations)  # type: ignore[arg-type]
         self.publisher = Publisher(self, rng)
@@ -238,6 +288,15 @@ class World:
         self.checker.life.proven.add(version)
         self.note("published", "learner", str(version))
 
+    def fate_of(self, answer: Answer) -> Misfortune | None:
+        """What the seed has in store for one try of one answer."""
+        drawn = random.Random(f"{self.seed} {answer.request.prompt} {answer.seed}").random()
+        for what in ("abort", "hang"):
+            drawn -= self.of_answers.get(f"answer_{what}s", 0.0)
+            if drawn < 0:
+                return what
+        return None
+
     def generator_ended(self, host: GeneratorHost) -> None:
         """The supervisor tells the buffer, and starts another after a while."""
         if not host.is_orphan:
@@ -295,7 +354,7 @@ class World:
         host = self._hosts.get(peer)
         if isinstance(message, Grant) and message.lease.purpose == "train":
             serves = host.engine.version if host is not None and host.is_alive else None
-            self.checker.granted(peer, message.lease.lease_id, serves)
+            self.checker.granted(peer, message.lease, serves)
         if host is None or not host.is_alive:
             return False
         self.network.carry("buffer", host.name, message, payload, lambda frames: self._arrive_at(host, frames))
@@ -370,6 +429,11 @@ class World:
             self.loop.failure = self.loop.failure or Crash(why)
 
 
+def _token_ids(index: int) -> tuple[int, ...]:
+    """Of the prompt with this index: no two are the same."""
+    return index % VOCABULARY, 1, *([2] * (index // VOCABULARY))
+
+
 # -- the run's surroundings --------------------------------------------------------------------------------------------
 
 
@@ -413,7 +477,7 @@ def _reading_checkpoints_of(world: World) -> Iterator[None]:
 
 def without_faults(seed: int, **settings: Any) -> World:
     """The run of a seed, undisturbed, and with time for its slowest generator."""
-    world = World(seed, faults=Faults(until_s=0.0), **settings)
+    world = World(seed, faults=Faults(until_s=0.0), of_answers={}, **settings)
     patient = msgspec.structs.replace(world.config.buffer, lease_timeout_s=1000.0)
     world.config = msgspec.structs.replace(world.config, buffer=patient)
     return world

@@ -1,0 +1,64 @@
+"""A lease's deadline follows the median of what groups take, and neither collapses nor runs away."""
+
+import random
+import statistics
+
+import pytest
+
+from asyncgrpo.buffer.deadlines import FLOOR_S, KNOWN_AFTER, WINDOW, Deadlines
+
+
+def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
+    deadlines = Deadlines(factor, longest_s)
+    for seconds in durations:
+        deadlines.took(seconds)
+    return deadlines
+
+
+def test_it_is_a_multiple_of_the_median_of_the_newest_groups():
+    assert after([50.0] * WINDOW + [100.0] * WINDOW).seconds(is_last=False) == 300.0
+    assert after([40.0] * 6 + [60.0] * 7).seconds(is_last=False) == 180.0
+
+
+def test_it_has_a_floor_and_a_ceiling_and_is_the_ceiling_while_little_is_known_or_nobody_asked():
+    assert after([0.1] * 20).seconds(is_last=False) == FLOOR_S
+    assert after([1000.0] * 20).seconds(is_last=False) == 1800.0
+    assert after([50.0] * (KNOWN_AFTER - 1)).seconds(is_last=False) == 1800.0
+    assert after([50.0] * 20, factor=0.0).seconds(is_last=False) == 1800.0
+
+
+def test_the_last_lease_of_a_prompt_has_all_the_time():
+    assert after([50.0] * 20).seconds(is_last=True) == 1800.0
+
+
+def test_what_is_no_time_is_no_time():
+    assert after([50.0] * 20 + [0.0, -1.0, float("nan"), float("inf")] * 30).seconds(is_last=False) == 150.0
+
+
+def test_leases_end_in_order_of_their_deadlines_and_are_told_once():
+    deadlines = Deadlines(0.0, 10.0)
+    for lease_id, ends_s in (("c", 30.0), ("a", 10.0), ("b", 20.0)):
+        deadlines.begin(lease_id, ends_s)
+    assert deadlines.passed(10.0) == []
+    assert deadlines.passed(25.0) == ["a", "b"]
+    assert deadlines.passed(25.0) == [] and deadlines.passed(99.0) == ["c"]
+
+
+@pytest.mark.parametrize("counts_cut", [True, False])
+def test_a_deadline_that_cuts_does_not_feed_on_itself(counts_cut: bool):
+    """Exponential durations: if only those that came in time counted, the deadline would shrink to its floor."""
+    rng = random.Random(0)
+    deadlines = Deadlines(2.0, 1e6)
+    given = []
+    for _ in range(3000):
+        limit_s, takes_s = deadlines.seconds(is_last=False), rng.expovariate(1 / 1000.0)
+        given.append(limit_s)
+        if takes_s < limit_s:
+            deadlines.took(takes_s)
+        elif counts_cut:
+            deadlines.took(limit_s)
+    settled = statistics.median(given[1000:])
+    if counts_cut:
+        assert settled == pytest.approx(2 * 693.0, rel=0.15)
+    else:
+        assert settled < 300.0

@@ -1,0 +1,255 @@
+"""A prompt that ends generators is found, dropped and never leased again; those that were beside it lose nothing."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.history import read_history
+from asyncgrpo.buffer.quarantine import FILE, Case, Quarantine
+from asyncgrpo.buffer.records import Dropped, Interrupted
+from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.buffer.suspects import SUSPECT_AFTER, Suspects
+from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.types import Lease, Sampling, WeightVersion
+from asyncgrpo.wire.codec import encode
+from asyncgrpo.wire.messages import PROTOCOL, GeneratorLost, Grant, Hello, LeaseFailed, Message, Serving
+from tests.buffer.test_buffer import deliver, lease_all, prompts, v
+from tests.buffer.test_recovery import start
+
+
+def make_buffer(count=8, per_step=4, max_lag=0, epochs=1, quarantine=None, **settings) -> Buffer:
+    config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **settings)
+    source = PromptSource(prompts(count), seed=0, shuffle=False, epochs=epochs)
+    buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, quarantine=quarantine)
+    buffer.published(v(0))
+    return buffer
+
+
+def balanced(buffer: Buffer) -> bool:
+    out = buffer.outcomes
+    gone = out["trained"] + out["requeued"] + sum(n for name, n in out.items() if name.startswith("dropped"))
+    return out["leased"] == gone + sum(buffer.count(state) for state in State)
+
+
+def run(buffer: Buffer, killer: str, holders="ab", window=4) -> tuple[list[Lease], int]:
+    """Work until every prompt is done; a generator that gets the killer ends at once. Returns leases, and ends."""
+    leases: list[Lease] = []
+    ends, version = 0, 0
+    rng = random.Random(0)
+    held: dict[str, list[Lease]] = {holder: [] for holder in holders}
+    for now_s in range(1000):
+        for holder in holders:
+            while len(held[holder]) < window and (lease := buffer.lease(holder, float(now_s))) is not None:
+                leases.append(lease)
+                held[holder].append(lease)
+            if any(lease.prompt.prompt_id == killer for lease in held[holder]):
+                buffer.release(holder)
+                held[holder] = []
+                ends += 1
+            elif held[holder]:
+                lease = held[holder].pop(rng.randrange(len(held[holder])))
+                assert buffer.accept(deliver(lease, version), b"") is None
+            assert balanced(buffer)
+        if buffer.take(v(version)) is not None:
+            version += 1
+            buffer.published(v(version))
+        if buffer.exhausted:
+            return leases, ends
+    raise AssertionError("the run does not end")
+
+
+@pytest.mark.parametrize("holders", ["a", "ab", "abc"])
+def test_a_prompt_that_ends_every_generator_is_dropped_and_all_others_are_trained(holders: str):
+    buffer = make_buffer(max_attempts=3)
+    leases, ends = run(buffer, "train/2", holders)
+    assert ends == SUSPECT_AFTER + 3
+    assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["trained"] == 7
+    assert {lease.attempt for lease in leases if lease.prompt.prompt_id != "train/2"} == {0}, "nobody else is charged"
+
+
+def test_it_is_not_leased_in_later_epochs_and_each_time_counted():
+    buffer = make_buffer(max_attempts=2, epochs=3)
+    leases, ends = run(buffer, "train/2")
+    assert ends == SUSPECT_AFTER + 2
+    assert all(lease.order < 8 for lease in leases if lease.prompt.prompt_id == "train/2")
+    assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["dropped_quarantined"] == 2
+    assert buffer.outcomes["trained"] == 3 * 7 and buffer.prompts_done == 3 * 8
+
+
+def test_a_prompt_that_no_generator_can_answer_is_quarantined_and_one_that_is_only_slow_is_not():
+    buffer = make_buffer(max_attempts=2, epochs=2, per_step=1)
+    for reason in ("failed", "lease_timeout"):
+        for _ in range(2):
+            buffer.fail(buffer.lease("a", 0.0).lease_id, reason)
+    for reason in ("lease_timeout", "failed"):  # not all of it was the prompt's fault
+        buffer.fail(buffer.lease("a", 0.0).lease_id, reason)
+    assert list(buffer._quarantine.cases) == ["train/0"]
+
+
+def test_the_end_of_a_generator_costs_a_prompt_nothing_until_it_is_a_suspect_and_an_answer_clears_it():
+    buffer = make_buffer()
+    for _ in range(SUSPECT_AFTER - 1):
+        assert len(lease_all(buffer, "a")) == 4
+        buffer.release("a")
+    again = lease_all(buffer, "a")
+    assert [lease.order for lease in again] == [0, 1, 2, 3] and {lease.attempt for lease in again} == {0}
+    assert buffer.accept(deliver(again[0], 0), b"") is None
+    buffer.release("a")
+    assert not buffer._suspects.is_suspect(0) and all(map(buffer._suspects.is_suspect, (1, 2, 3)))
+    assert [lease.order for lease in lease_all(buffer, "a")] == [1], "a suspect, alone"
+    assert [lease.order for lease in lease_all(buffer, "b")] == [4, 5], "the others go on"
+
+
+def test_one_generator_is_emptied_before_it_gets_a_suspect():
+    suspects = Suspects()
+    assert suspects.may_lease("a", 2, is_waiting=True) == (False, False), "it is kept free of others"
+    assert suspects.may_lease("b", 0, is_waiting=True) == (True, False), "of two, one"
+    assert suspects.may_lease("a", 0, is_waiting=True) == (False, True)
+    suspects.leased(3)
+    assert suspects.may_lease("a", 0, is_waiting=True) == (False, False)
+    suspects.ended(3)
+    assert suspects.may_lease("a", 0, is_waiting=False) == (True, False)
+
+
+def test_a_suspect_waits_for_no_generator_that_is_gone():
+    suspects = Suspects()
+    assert suspects.may_lease("a", 1, is_waiting=True) == (False, False)
+    suspects.gone("a")
+    assert suspects.may_lease("b", 0, is_waiting=True) == (False, True)
+
+
+def test_a_suspect_that_went_into_quarantine_meanwhile_is_dropped_and_its_generator_works_on():
+    buffer = make_buffer(per_step=8)
+    for _ in range(SUSPECT_AFTER):
+        assert [buffer.lease("a", 0.0).order for _ in range(2)] == [0, 1]
+        buffer.release("a")
+    for index in range(2):  # say, in another epoch
+        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=9, attempts=3))
+    assert buffer.lease("a", 0.0) is None and buffer.outcomes["dropped_quarantined"] == 2
+    assert [lease.order for lease in lease_all(buffer, "a")] == [2, 3, 4, 5, 6, 7] and balanced(buffer)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_says_which_prompt_and_why_and_the_next_start_reads_it(tmp_path: Path):
+    path = tmp_path / FILE
+    run(make_buffer(max_attempts=2, quarantine=Quarantine(path)), "train/2")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"prompt_id": "train/2", "reason": "poison", "order": 2, "attempts": 2}
+    ]
+    leases, ends = run(make_buffer(quarantine=Quarantine(path)), "train/2")
+    assert ends == 0 and not [lease for lease in leases if lease.prompt.prompt_id == "train/2"]
+    path.write_text("")
+    _, ends = run(make_buffer(quarantine=Quarantine(path)), "train/2")
+    assert ends, "whoever takes the line out has the prompt back"
+
+
+def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path):
+    path = tmp_path / FILE
+    path.write_bytes(b'{"prompt_id":"train/1","reason":"poi')
+    quarantine = Quarantine(path)
+    assert "train/1" not in quarantine
+    quarantine.add(Case(prompt_id="train/5", reason="failed", order=5, attempts=3))
+    assert list(Quarantine(path).cases) == ["train/5"]
+
+
+def test_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
+    quarantine = Quarantine(tmp_path / "nowhere" / FILE)
+    quarantine.add(Case(prompt_id="train/5", reason="failed", order=5, attempts=3))
+    assert "train/5" in quarantine
+
+
+# -- after a restart ---------------------------------------------------------------------------------------------------
+
+
+def test_failed_attempts_and_ends_of_generators_survive_a_restart(tmp_path: Path):
+    config = {"max_attempts": 3, "prompts_per_step": 4, "max_lag": 0}
+    buffer, _ = start(tmp_path, 1, **config)
+    buffer.published(WeightVersion(1, 0))
+    for _ in range(2):
+        buffer.fail(buffer.lease("a", 0.0).lease_id, "failed")
+    assert [buffer.lease("a", 0.0).order for _ in range(4)] == [0, 1, 2, 3]
+    buffer.release("a")
+    again = [buffer.lease("a", 0.0) for _ in range(4)]
+    buffer.accept(deliver(again[3], 0), bytes(16))
+    buffer.release("a")
+    records = [found.record for found in read_history(tmp_path).found]
+    assert [r.order for r in records if isinstance(r, Dropped)] == [0, 0]
+    assert [len(r.orders) for r in records if isinstance(r, Interrupted)] == [4, 3]
+
+    buffer, _ = start(tmp_path, 2, **config)
+    buffer.published(WeightVersion(2, 0))
+    assert buffer.lease("a", 0.0).order == 4, "0, 1 and 2 are suspects, and 3 is answered"
+    alone = buffer.lease("b", 0.0)
+    assert (alone.order, alone.attempt) == (0, 2)
+    assert buffer.lease("b", 0.0) is None
+    buffer.fail(alone.lease_id, "failed")
+    assert buffer.outcomes["dropped_failed"] == 1 and buffer.num_quarantined == 1
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+class Line:
+    """In the place of the socket: remembers who was sent what."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Message]] = []
+
+    def send(self, peer: str, message: Message, payload: bytes = b"") -> None:
+        self.sent.append((peer, message))
+
+    def grants(self) -> dict[str, list[int]]:
+        """Orders leased since the last call, by peer."""
+        found: dict[str, list[int]] = {}
+        for peer, message in self.sent:
+            if isinstance(message, Grant):
+                found.setdefault(peer, []).append(message.lease.order)
+        self.sent.clear()
+        return found
+
+
+def said(service: BufferService, peer: str, now_s: float, *messages: Message) -> None:
+    for message in messages:
+        service.turn((peer, encode(message, b"")), now_s)
+
+
+def hello(name: str) -> tuple[Message, Message]:
+    return (
+        Hello(protocol=PROTOCOL, generator_id=name, incarnation="i", window=2),
+        Serving(generator_id=name, version=v(0)),
+    )
+
+
+def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
+    line, buffer = Line(), make_buffer(per_step=8)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    for end in range(SUSPECT_AFTER):
+        said(service, f"a-{end}", 1.0, *hello("a"))
+        assert line.grants() == {f"a-{end}": [0, 1]}
+        said(service, "driver", 1.0, GeneratorLost(generator_id="a"))
+    for peer in "ab":
+        said(service, peer, 2.0, *hello(peer))
+    assert line.grants() == {"a": [0], "b": [2, 3]}
+    assert buffer.accept(deliver(buffer._entries["1.0"].lease, 0), b"") is None
+    service.turn(None, 3.0)
+    assert line.grants() == {"a": [1]}, "the next suspect"
+    buffer.accept(deliver(buffer._entries["1.1"].lease, 0), b"")
+    service.turn(None, 4.0)
+    assert line.grants() == {"a": [4, 5]}, "and then it is a generator like any other"
+
+
+def test_a_lease_that_was_cut_with_too_few_answers_counts_as_late():
+    line, buffer = Line(), make_buffer(max_attempts=1)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    said(service, "a", 1.0, *hello("a"))
+    for order, reason in ((0, "lease_timeout"), (1, "failed")):
+        said(service, "a", 2.0, LeaseFailed(generator_id="a", lease_id=f"1.{order}.0", reason=reason))
+    assert buffer.outcomes["dropped_lease_timeout"] == buffer.outcomes["dropped_failed"] == 1
+    assert list(buffer._quarantine.cases) == ["train/1"] and service._sessions["a"].late_s == 2.0
