@@ -114,7 +114,9 @@ class _Equality:
 
     def last_line(self, result: "Replayed") -> str:
         different = [pair for pair in result.pairs if pair.differences]
-        compared = sum(pair.recorded is not None for pair in result.pairs)
+        compared = result.num_compared
+        if not compared:
+            return "metrics.jsonl has none of these steps: nothing was compared"
         if different:
             first = different[0]
             recorded, replayed = first.values(first.differences[0])

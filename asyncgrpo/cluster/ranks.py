@@ -4,6 +4,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from asyncgrpo.errors import AsyncGRPOError, ConfigError, TrainingError
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.service import follow
 from asyncgrpo.learner.team import Order, Team
+
+PATIENCE = timedelta(minutes=10)
+"""For another rank, which loads a model or computes a step; one that died before it joined is noticed only then."""
 
 
 @contextmanager
@@ -70,7 +74,7 @@ def _join(config: Config, rank: int, store: dist.Store, checkpoint: str | None) 
     if device.type == "cpu":
         torch.set_num_threads(1)  # as in a run: the order of a sum depends on it
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=config.learner.ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=config.learner.ranks, timeout=PATIENCE)
     learner = Learner(config, rank=rank, world=config.learner.ranks, device=device)
     if checkpoint is not None:
         learner.load(checkpoint)

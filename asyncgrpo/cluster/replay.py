@@ -40,9 +40,15 @@ class Replayed:
     """Versions whose weights do."""
 
     @property
+    def num_compared(self) -> int:
+        """Steps that the run recorded."""
+        return sum(pair.recorded is not None for pair in self.pairs)
+
+    @property
     def is_equal(self) -> bool:
-        """Whether every step and all weights that could be compared are equal to the bit."""
-        return not self.other_weights and not any(pair.differences for pair in self.pairs)
+        """Whether steps could be compared, and these and all weights that could be are equal to the bit."""
+        differ = any(pair.differences for pair in self.pairs)
+        return self.num_compared > 0 and not differ and not self.other_weights
 
 
 class Replay:

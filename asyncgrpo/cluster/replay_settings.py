@@ -13,6 +13,7 @@ from asyncgrpo.learner.settings import check_algorithm
 
 _FIXED = {
     "algorithm.group_size": "so many answers to each prompt are in the journal",
+    "algorithm.min_answers": "so many answers to each prompt are in the journal",
     "algorithm.filter_zero_signal": "it decided which groups were trained",
     "model": "the answers were sampled by this model",
     "data": "the prompts came from there",

@@ -10,7 +10,10 @@ import msgspec
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.loggers import flatten
 
-COUNTED = ("tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_done", "dropped", "filtered")
+COUNTED = (
+    *("tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_done"),
+    *("dropped", "filtered", "discarded"),
+)
 """What the buffer counted while the run was going; no replay can make it again."""
 _NOT_OF_THE_STEP = {"event", "time", "seconds", *COUNTED}
 
