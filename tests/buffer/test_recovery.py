@@ -210,6 +210,11 @@ class AnyCrash(RuleBasedStateMachine):
         self.buffer.fail(data.draw(st.sampled_from(self.leases))[0].lease_id, "failed")
 
     @rule()
+    def lose(self):
+        """The generator ends, and another takes its name."""
+        self.buffer.release("g")
+
+    @rule()
     def step(self):
         batch = self.buffer.take(self.version)
         if batch is None:
@@ -245,6 +250,7 @@ class AnyCrash(RuleBasedStateMachine):
         before = {e.lease.lease_id: e for e in self.buffer._entries.values()}
         self.restart()
         now = {e.lease.lease_id for e in self.buffer._entries.values()}
+        assert not any(self.buffer._attempts[order] and order in self.committed for order in range(14))
         if self.config["after_resume"] == "keep":
             for lease_id in acknowledged:
                 entry = before.get(lease_id)
