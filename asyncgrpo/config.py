@@ -253,6 +253,11 @@ class BufferConfig(Section, frozen=True):
         Meta(description="groups of an earlier start that no step has trained: train those of weights still there"),
     ] = "keep"
 
+    keep_journal: Annotated[
+        bool,
+        Meta(description="trained groups stay in the journal, so that `asyncgrpo replay` can train them again"),
+    ] = False
+
     @property
     def num_slots(self) -> int:
         """Groups that may be under way or ready at once."""

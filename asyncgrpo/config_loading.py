@@ -63,6 +63,11 @@ def load_config(
     return config
 
 
+def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
+    """`config` with `key=value` in it, read and checked as `load_config` does; raises what that raises."""
+    return load_config(None, overrides, base=_escape(msgspec.to_builtins(config)), algorithm=algorithm)
+
+
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal one; the copy in the run folder."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(msgspec.to_builtins(config))))

@@ -26,6 +26,17 @@ class WireError(AsyncGRPOError):
     """A message cannot be decoded, or a peer did not answer in time."""
 
 
+class RefusedError(WireError):
+    """A message that is not read, or not believed. `reason` is one of the few by which refusals are counted."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(reason, text)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 class WeightsError(AsyncGRPOError):
     """A weight version did not arrive whole on every generator."""
 
@@ -52,6 +63,9 @@ class StalledError(AsyncGRPOError):
 
 class ProcessLost(AsyncGRPOError):
     """A process of the run ended, or was ended, and another may take its place."""
+
+    is_error = False
+    """It was not killed: it raised what is the cause of this."""
 
 
 class TrainingError(AsyncGRPOError):

@@ -97,8 +97,8 @@ group_lag_steps = _histogram(
     "buffer", buckets=LAGS)
 max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps, as configured.", "buffer")
 rejected_frames_total = _counter(
-    "rejected_frames_total", "Messages that the buffer refused to read, by reason.", "buffer",
-    reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum"))
+    "rejected_frames_total", "Messages that the buffer did not read or did not believe, by reason.", "buffer",
+    reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum", "sender"))
 tokens_total = _counter(
     "tokens_total", "Sampled tokens by what became of them: generated + recovered = the other fates + those in flight.",
     "buffer", fate=TOKEN_FATES)

@@ -5,10 +5,16 @@ Everything here is frozen. The structs made of plain values are also the schema 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A whole number that every format and language we write for holds exactly. Checked where it is decoded."""
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+"""An id, or a reason in a word. Short, so that whatever repeats it stays short."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -20,8 +26,8 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class WeightVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Names one set of weights. A version is never reused: `lineage` changes whenever a learner starts again."""
 
-    lineage: int
-    version: int
+    lineage: Count
+    version: Count
     """Optimizer steps behind these weights."""
 
     def __str__(self) -> str:
@@ -38,8 +44,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Output tokens `start` (included) to `end` (excluded) of one answer were sampled by `version`."""
 
     version: WeightVersion
-    start: int
-    end: int
+    start: Count
+    end: Count
 
 
 class Sampling(Frozen):
@@ -99,7 +105,7 @@ class Score(Frozen):
 
     value: float | None = None
     """None exactly when `failure` is given."""
-    failure: str | None = None
+    failure: Name | None = None
     """`timeout`, `crash`, `exception`, `not_finite`, `bad_type`, `unknown_source` or `aborted`."""
     parts: dict[str, float] = {}
     """Named parts of a dict reward; their means are in every step event and go to the loggers."""

@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from asyncgrpo.buffer.records import Handed, delivered
 from asyncgrpo.learner.batching import pack
-from benchmarks import gpu_cells, gpu_learner, learner_step, loss_memory, packing, presets
+from benchmarks import gpu_cells, gpu_learner, journal_cost, learner_step, loss_memory, packing, presets, transport
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, train_flops
+from tests.buffer.journals import group, journal
 
 SMALLEST = {
     "device": "cpu",
@@ -156,6 +158,27 @@ def test_every_cell_is_planned_once():
         ("0.6b", False, False),
         ("8b", True, True),
     }
+
+
+def test_transport(capsys):
+    transport.main(["--groups", "64", "--tokens", "16", "--rounds", "1", "--ways", "raw", "written"])
+    found = {one["what"]: one for one in lines(capsys.readouterr().out)}
+    assert {"transport raw", "transport written", "transport written / raw"} < set(found)
+    assert len([what for what in found if what.startswith("codec ")]) == 4
+
+
+def test_cost_of_the_journal(capsys, tmp_path):
+    written = journal(tmp_path / "journal", durability="written")
+    for order in range(4):
+        written.append(*delivered(*group(order)))
+    written.append(Handed(step=1, version=VERSION, lease_ids=()))
+    written.close()
+    steps = [{"event": "step", "seconds": {"optimizer": 0.25, "wait_data": 0.25}}] * 2
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    journal_cost.main([str(tmp_path), "--runs", "2"])
+    found = lines(capsys.readouterr().out)
+    assert [(one["steps"], one["step_s"]) for one in found] == [(1, 0.5)] * 3
+    assert found[0]["body_bytes_a_step"] > 4 * 32
 
 
 def test_presets():

@@ -53,7 +53,7 @@ class Entry:
     """While leased: the version at the lease. Then: the oldest version that sampled in it."""
     state: State = State.LEASED
     message: Deliver | None = None
-    payload: bytes = b""
+    payload: bytes | memoryview = b""
     limit_s: float = 0.0
     """The lease is over so many seconds after `leased_at_s`."""
 
@@ -142,6 +142,11 @@ class Buffer:
         self.outcomes["leased"] += 1
         return lease
 
+    def lease_of(self, lease_id: str) -> Lease | None:
+        """The lease of this name, if its group is under way."""
+        entry = self._leased(lease_id)
+        return entry.lease if entry is not None else None
+
     def _issue(self, holder: str) -> tuple[int, Prompt] | None:
         """What `holder` may work on: a prompt like any other, or a suspect alone."""
         prompts = self._prompts
@@ -220,7 +225,7 @@ class Buffer:
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
-    def accept(self, message: Deliver, payload: bytes) -> str | None:
+    def accept(self, message: Deliver, payload: bytes | memoryview) -> str | None:
         """Take in a delivered group, once. Returns None, or the reason why it is not wanted.
 
         With `filter_zero_signal` a group that would teach nothing is finished here and now: its prompt is done and its
@@ -263,8 +268,8 @@ class Buffer:
         entry.message, entry.payload = message, payload
         entry.oldest = min(versions)
         self.outcomes["accepted"] += 1
+        self.journal.append_group(message, payload)
         self.outcomes["accepted_short"] += num_answers < self._group_size
-        self.journal.append(*delivered(message, payload))
         return None
 
     def restore(self, message: Deliver, payload: bytes) -> None:

@@ -61,6 +61,11 @@ class Evaluations:
         self._leased[lease.lease_id] = (lease, holder, now_s)
         return lease
 
+    def lease_of(self, lease_id: str) -> Lease | None:
+        """The lease of this name, if its prompt is being answered."""
+        held = self._leased.get(lease_id)
+        return held[0] if held is not None else None
+
     def held_by(self, holder: str) -> int:
         return sum(h == holder for _, h, _ in self._leased.values())
 

@@ -111,6 +111,22 @@ def read_history(folder: Path) -> History:
     return History(folder, segments)
 
 
+def read_run(run: Path) -> History:
+    """Read the journal of the run in this folder.
+
+    Raises:
+        JournalError: there is none, or not one start of the run is whole in it.
+    """
+    if not run.is_dir():
+        raise JournalError(f"there is no run folder {run}")
+    history = read_history(run / "journal")
+    if not history.starts and history.damage:
+        raise JournalError(f"the journal of {run} cannot be read: {history.damage[0]}")
+    if not history.starts:
+        raise JournalError(f"{run} has no journal (it ran before there was one, or with buffer.durability=memory)")
+    return history
+
+
 def _read_segment(path: Path, *, is_last: bool) -> Segment:
     segment = Segment(int(path.stem), path, path.stat().st_size)
     if not segment.num_bytes:

@@ -8,7 +8,7 @@ the journal `is_blocked`. A record counts once it has reached the chosen durabil
     fsync_each       on the disk, one by one
 
 Segments are never written again once a later one exists, except to take out the bodies of groups that a checkpoint
-has made useless: then only what the ledger needs is left of them.
+has made useless: then only what the ledger needs is left of them. A journal that is kept for a replay keeps its bodies.
 """
 
 import logging
@@ -22,8 +22,9 @@ from typing import Literal, Protocol
 
 from asyncgrpo import metrics
 from asyncgrpo.buffer.history import SUFFIX, History, segment_path
-from asyncgrpo.buffer.records import Began, Committed, Delivered, Dropped, Handed, Record, Whole, pack, scan
+from asyncgrpo.buffer.records import Began, Committed, Delivered, Dropped, Handed, Record, Whole, delivered, pack, scan
 from asyncgrpo.wire.codec import Buffer
+from asyncgrpo.wire.messages import Deliver
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ class Disk:
 class Ledger(Protocol):
     """Where a buffer says what became of groups."""
 
-    def append(self, record: Record, body: Sequence[Buffer] = ()) -> None: ...
+    def append(self, record: Record) -> None: ...
+
+    def append_group(self, message: Deliver, payload: Buffer) -> None: ...
 
     def is_durable(self, position: int) -> bool: ...
 
@@ -100,7 +103,10 @@ class InMemory:
     is_blocked: str | None = None
     position: int = 0
 
-    def append(self, record: Record, body: Sequence[Buffer] = ()) -> None:
+    def append(self, record: Record) -> None:
+        pass
+
+    def append_group(self, message: Deliver, payload: Buffer) -> None:
         pass
 
     def is_durable(self, position: int) -> bool:
@@ -134,6 +140,7 @@ class Journal:
         durability: Durability,
         *,
         survivors: Collection[str] = (),
+        keep: bool = False,
         clock: Callable[[], float] = time.monotonic,
         disk: Disk | None = None,
         segment_bytes: int = SEGMENT_BYTES,
@@ -143,12 +150,14 @@ class Journal:
             history: what earlier starts left, mended.
             began: of this start.
             survivors: lease ids of the groups in `history` that may yet be trained; the others are of no use any more.
+            keep: never take bodies out, so that every group stays for a replay.
             segment_bytes: a segment that has reached them is followed by another.
         """
         assert durability != "memory", "InMemory is for this"
         self._folder = history.folder
         self._began = began
         self._durability = durability
+        self._keep = keep
         self._now = clock
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
@@ -194,6 +203,10 @@ class Journal:
         self._appended += 1
         if self._trouble is None:
             self._attempt(self._write)
+
+    def append_group(self, message: Deliver, payload: Buffer) -> None:
+        """The same, of a group that came."""
+        self.append(*delivered(message, payload))
 
     def is_durable(self, position: int) -> bool:
         """Whether this record and all before it have reached the chosen durability."""
@@ -270,7 +283,7 @@ class Journal:
                 self._let_go()
                 self._number += 1
                 self._begin_segment()
-            if isinstance(waiting.record, Committed):
+            if isinstance(waiting.record, Committed) and not self._keep:
                 self._retire()
 
     def _put(self, parts: Sequence[Buffer]) -> None:

@@ -12,6 +12,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import xxhash
@@ -42,6 +43,8 @@ class Began(_Record, frozen=True):
     """What must be the same for a group of one start to be trained by another, by name."""
     max_lag: int
     prompts: PromptState
+    config: dict[str, Any] = {}
+    """The whole configuration, as plain values, for a replay; empty where an older release wrote the journal."""
 
 
 class Delivered(_Record, frozen=True):

@@ -206,7 +206,7 @@ def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConf
         groups_per_step=config.prompts_per_step,
     )
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
-    journal = Journal(history, began, config.durability, survivors=survivors)
+    journal = Journal(history, began, config.durability, survivors=survivors, keep=config.keep_journal)
     return Reopened(journal, history, verdicts, past_of(history, prompts))
 
 

@@ -4,9 +4,10 @@
                ◀──────────Grant, Ack, Nack, Cancel─────  │ buffer │ ──Batch, Waiting, NoMore────────▶
                                                          └────────┘ ◀──Drain, GeneratorLost────────── driver
 
-It promises that every delivered group is acknowledged, once the journal has it, or refused by name; that a generator
-gets a lease only while it serves the version that was published last (or a newer one) and the journal can be written;
-and that whoever waits is told what for.
+It promises that every delivered group is acknowledged, once the journal has it, or refused by name; that whatever else
+cannot be read or believed is counted by reason and changes nothing; that a generator gets a lease only while it serves
+the version that was published last (or a newer one) and the journal can be written; and that whoever waits is told what
+for.
 """
 
 import logging
@@ -22,10 +23,11 @@ from asyncgrpo.buffer.buffer import Buffer, Entry, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.records import Committed
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.errors import WireError
+from asyncgrpo.errors import RefusedError
 from asyncgrpo.types import WeightVersion
+from asyncgrpo.wire.checks import check_answers_lease, check_group
 from asyncgrpo.wire.codec import Buffer as Frame
-from asyncgrpo.wire.codec import check_group, decode
+from asyncgrpo.wire.codec import Kinds, decode
 from asyncgrpo.wire.messages import (
     PROTOCOL,
     Ack,
@@ -44,6 +46,7 @@ from asyncgrpo.wire.messages import (
     Message,
     Nack,
     NoMore,
+    OfLearnerOrDriver,
     Published,
     RequestEval,
     Saved,
@@ -52,12 +55,15 @@ from asyncgrpo.wire.messages import (
     Snapshot,
     Take,
     TakeSnapshot,
+    ToBuffer,
     Waiting,
     Welcome,
 )
 from asyncgrpo.wire.sockets import Server
 
 log = logging.getLogger(__name__)
+
+READ = Kinds(ToBuffer)
 
 TICK_S = 0.1
 WAITING_EVERY_S = 1.0
@@ -81,13 +87,18 @@ class Session:
 class BufferService:
     """Runs a `Buffer` and its `Evaluations` behind a socket until the learner has finished."""
 
-    def __init__(self, server: Server, buffer: Buffer, evaluations: Evaluations) -> None:
+    def __init__(self, server: Server, buffer: Buffer, evaluations: Evaluations, vocabulary: int | None = None) -> None:
+        """
+        Args:
+            vocabulary: token ids of the model are below it; None: not known, and not checked.
+        """
+        self._vocabulary = 2**31 if vocabulary is None else vocabulary
         self._server = server
         self._buffer = buffer
         self._evaluations = evaluations
         self._sessions: dict[str, Session] = {}
         self._newest: dict[str, str] = {}  # peer of the last incarnation that said Hello first, by generator
-        self._greeted: set[str] = set()  # every peer that ever said Hello
+        self._speaks_for: dict[str, str] = {}  # generator of every peer that ever said Hello
         self._learner: str | None = None
         self._take: Take | None = None
         self._may_take = False  # something changed since the last time a batch was looked for
@@ -99,7 +110,8 @@ class BufferService:
         self._ticked_s = 0.0
         self._counted: dict[str, int] = {}
         self._journal = buffer.journal
-        self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}  # position in the journal and peer, by lease id
+        # Position in the journal and peer, by lease id; in the order of the journal.
+        self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}
         self._batch: list[Entry] | None = None  # taken, and not yet in the journal
         self._asked_for_snapshot: list[str] = []
         self._snapshot: PromptState | None = None  # the one that was given last
@@ -135,15 +147,31 @@ class BufferService:
 
     def _receive(self, peer: str, frames: Sequence[Frame], now_s: float) -> None:
         try:
-            message, payload = decode(frames)
-        except WireError as error:
-            metrics.rejected_frames_total.labels(reason="checksum" if "digest" in str(error) else "decode").inc()
-            log.warning("refused a message of %s: %s", peer, error)
+            message, payload = decode(frames, READ)
+            self._check_sender(peer, message)
+            name = getattr(message, "generator_id", None)
+            if name in self._sessions and self._sessions[name].peer == peer:
+                self._sessions[name].heard_s = now_s
+            self._handle(peer, message, payload, now_s)
+        except RefusedError as error:
+            self._count_refusal(peer, error)
+            if peer in self._speaks_for:  # which group it was, if it was one, is not known
+                self._server.send(peer, Nack(group_id="", lease_id="", reason=error.reason))
+
+    def _check_sender(self, peer: str, message: Message) -> None:
+        """A peer that said Hello speaks for that generator and for nobody else. Raises RefusedError."""
+        speaks_for = self._speaks_for.get(peer)
+        if speaks_for is None:
             return
-        name = getattr(message, "generator_id", None)
-        if name in self._sessions and self._sessions[name].peer == peer:
-            self._sessions[name].heard_s = now_s
-        self._handle(peer, message, payload, now_s)
+        kind = type(message).__name__
+        if isinstance(message, OfLearnerOrDriver):
+            raise RefusedError("sender", f"{kind} is not for a generator to say")
+        if isinstance(message, Hello | Serving | LeaseFailed) and message.generator_id != speaks_for:
+            raise RefusedError("sender", f"{kind} of {message.generator_id[:100]!r} from {speaks_for}")
+
+    def _count_refusal(self, peer: str, error: RefusedError) -> None:
+        metrics.rejected_frames_total.labels(reason=error.reason).inc()
+        log.warning("refused a message of %s (%s): %s", peer, error.reason, str(error)[:500])
 
     def _handle(self, peer: str, message: Message, payload: memoryview, now_s: float) -> None:
         match message:
@@ -178,7 +206,8 @@ class BufferService:
                 self._asked_for_snapshot.append(peer)
                 self._answer_snapshots(now_s)
             case Saved(step=step):
-                assert self._snapshot is not None, "a checkpoint without a snapshot"
+                if self._snapshot is None:
+                    raise RefusedError("schema", f"a checkpoint of step {step} without a snapshot")
                 self._journal.append(Committed(step=step, prompts=self._snapshot))
             case LastEvals():
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
@@ -190,8 +219,6 @@ class BufferService:
             case Finished():
                 self._finished = True
                 self._journal.close()
-            case _:
-                log.warning("%s sent %s, which is not for the buffer", peer, type(message).__name__)
 
     def _hello(self, peer: str, message: Hello, now_s: float) -> None:
         if message.protocol != PROTOCOL:
@@ -202,44 +229,54 @@ class BufferService:
         if message.generator_id in self._sessions:
             self._lose(message.generator_id, "it started again", now_s)
         self._newest[message.generator_id] = peer
-        self._greeted.add(peer)
+        self._speaks_for[peer] = message.generator_id
         self._sessions[message.generator_id] = Session(peer, message.incarnation, message.window, now_s)
         self._server.send(peer, Welcome(protocol=PROTOCOL))
 
     def _is_replaced(self, name: str, peer: str) -> bool:
         """Whether `peer` is an incarnation of `name` that another has followed; it may live on where nobody sees it."""
-        return peer in self._greeted and self._newest[name] != peer
+        return peer in self._speaks_for and self._newest[name] != peer
 
     def _deliver(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> None:
-        refusal: str | None
         if message.lease_id in self._unacknowledged:
             return  # sent again while the journal works on it
-        try:
-            check_group(message, len(payload))
-            if message.purpose == "eval":
-                refusal = None
-                self._keep(self._evaluations.accept(message, now_s))
-            else:
-                refusal = self._buffer.accept(message, bytes(payload))
-        except WireError as error:
-            metrics.rejected_frames_total.labels(reason="schema").inc()
-            log.warning("refused a group of %s: %s", peer, error)
-            self._buffer.fail(message.lease_id, "failed")
-            refusal = "schema"
+        refusal = self._refusal(peer, message, payload, now_s)
+        if refusal is None and message.purpose == "eval":
+            self._keep(self._evaluations.accept(message, now_s))
+        elif refusal is None:
+            refusal = self._buffer.accept(message, payload)
         if refusal is None:
             ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
-            position = self._journal.position if message.purpose == "train" else 0
-            self._unacknowledged[message.lease_id] = position, peer, ack
-            self._acknowledge()
+            if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
+                self._server.send(peer, ack)
+            else:
+                self._unacknowledged[message.lease_id] = self._journal.position, peer, ack
         else:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
 
+    def _refusal(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> str | None:
+        """Why this group cannot be believed; then its lease has failed. None: it can."""
+        try:
+            check_group(message, payload, self._vocabulary)
+            of_purpose = self._evaluations if message.purpose == "eval" else self._buffer
+            lease = of_purpose.lease_of(message.lease_id)
+            if lease is not None:
+                check_answers_lease(message, lease, self._buffer.version)
+        except RefusedError as error:
+            self._count_refusal(peer, error)
+            self._buffer.fail(message.lease_id, "failed")
+            self._keep(self._evaluations.fail(message.lease_id, "failed", now_s))
+            return error.reason
+        return None
+
     def _acknowledge(self) -> None:
         """Acknowledge what the journal has."""
-        for lease_id, (position, peer, ack) in list(self._unacknowledged.items()):
-            if self._journal.is_durable(position):
-                del self._unacknowledged[lease_id]
-                self._server.send(peer, ack)
+        while self._unacknowledged:
+            lease_id, (position, peer, ack) = next(iter(self._unacknowledged.items()))
+            if not self._journal.is_durable(position):
+                return
+            del self._unacknowledged[lease_id]
+            self._server.send(peer, ack)
 
     def _answer_snapshots(self, now_s: float) -> None:
         """A checkpoint must not hold a step whose manifest could still be lost: the journal goes first."""

@@ -70,6 +70,7 @@ def demo(
         f"data.eval={folder / 'data' / 'eval.jsonl'}",
         f"generators.engine={chosen}",
         f"learner.ranks={2 if (os.cpu_count() or 1) >= 4 else 1}",
+        "buffer.keep_journal=true",  # a demo is small, and can be replayed
     ]
     if max_lag is not None:
         settings.append(f"buffer.max_lag={max_lag}")

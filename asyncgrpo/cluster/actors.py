@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # torch and the tokenizer are imported where they are used
 
 HOLD_WITHIN_S = 60.0
 """For the buffer of an earlier start to be gone, which is about to be killed or has been."""
+RANKS_START_WITHIN_S = 300.0
+"""For the ranks of the learner to meet."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class BufferActor:
         from asyncgrpo.buffer.recovery import bring_back, reopen
         from asyncgrpo.buffer.service import BufferService
         from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
-        from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+        from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
         from asyncgrpo.learner.checkpoints import read_state
 
         config = self._setup.config
@@ -167,6 +169,7 @@ class BufferActor:
             terms=terms_of(config, sampling, source.state().fingerprint),
             max_lag=config.buffer.max_lag,
             prompts=source.state(),
+            config=msgspec.to_builtins(config),
         )
         reopened = reopen(self._setup.run_dir / "journal", began, source, config.buffer)
         buffer = Buffer(
@@ -186,7 +189,7 @@ class BufferActor:
         metrics.buffer_slots.set(config.buffer.num_slots)
         metrics.max_lag_steps.set(config.buffer.max_lag)
         server = Server(config.cluster.bind, self._setup.keys, advertise=host_of(config))
-        self._service = BufferService(server, buffer, evaluations)
+        self._service = BufferService(server, buffer, evaluations, vocabulary_size(config.model.path))
         per_step = config.buffer.prompts_per_step
         total = None if config.run.epochs is None else -(-len(loaded.prompts) * config.run.epochs // per_step)
         return BufferReady(
@@ -305,11 +308,10 @@ class LearnerActor:
         if self._rank > 0:
             return LearnerReady(host, address)
 
-        import torch.distributed as dist
-
+        from asyncgrpo.weights.group import serve_store
         from asyncgrpo.weights.publisher import Publisher
 
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store(host, RANKS_START_WITHIN_S)
         self._publisher = Publisher(
             config.weights,
             backend=_weights_backend(config),

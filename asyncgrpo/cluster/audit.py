@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncgrpo.buffer.history import History, read_history
+from asyncgrpo.buffer.history import History, read_run
 from asyncgrpo.buffer.records import Delivered, Dropped, Handed
 from asyncgrpo.buffer.recovery import surviving_path
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.errors import JournalError
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.types import WeightVersion
@@ -46,11 +45,7 @@ def audit(run: Path) -> Audit:
     Raises:
         JournalError: there is no journal, or not one start of the run is whole in it.
     """
-    history = read_history(run / "journal")
-    if not history.starts and history.damage:
-        raise JournalError(f"the journal of {run} cannot be read: {history.damage[0]}")
-    if not history.starts:
-        raise JournalError(f"{run} has no journal (it ran before there was one, or with buffer.durability=memory)")
+    history = read_run(run)
     newest = Checkpoints(run, keep=1).latest()
     state = read_state(newest) if newest is not None else None
     checkpoint = WeightVersion(state.lineage, state.step) if state is not None else None

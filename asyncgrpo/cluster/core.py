@@ -4,7 +4,6 @@ Neither is of use without the other: a learner that starts again goes back to a 
 it. What the buffer had acknowledged is in its journal, so the next gang begins with the groups that this one had.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +45,8 @@ class Core:
 
     def start(self, while_waiting: Callable[[], None]) -> tuple[BufferReady, list[LearnerReady]]:
         """Bind everything that others connect to. Raises AsyncGRPOError."""
-        references = [self._buffer.start.remote(), *(learner.start.remote() for learner in self._learners)]
+        references = {"buffer": self._buffer.start.remote()}
+        references |= {f"learner-{rank}": learner.start.remote() for rank, learner in enumerate(self._learners)}
         ready, *leaders = results(references, while_waiting)
         self.addresses = {f"learner-{i}": leader.metrics_address for i, leader in enumerate(leaders)}
         self.addresses["buffer"] = ready.metrics_address
@@ -71,18 +71,14 @@ class Core:
             StalledError: nothing was trained for too long.
             AsyncGRPOError: what ended training for good.
         """
-        done = [reference for reference in self._training if has_ended(reference)]
-        for rank, reference in enumerate(self._training):
-            if reference in done:
-                with _named(f"learner-{rank}"):
-                    result(reference)
+        done = [rank for rank, reference in enumerate(self._training) if has_ended(reference)]
+        statuses = [str(result(self._training[rank], f"learner-{rank}")) for rank in done]
         if len(done) == len(self._training):
-            return str(ray.get(self._training[0]))
+            return statuses[0]
         if has_ended(self._serving):
-            with _named("buffer"):
-                result(self._serving)
-                if not ray.wait(self._training, timeout=5.0)[0]:
-                    raise ProcessLost("it ended before the learner")
+            result(self._serving, "buffer")
+            if not ray.wait(self._training, timeout=5.0)[0]:
+                raise ProcessLost("buffer: it ended before the learner")
         self._check_signs_of_life()
         return None
 
@@ -123,12 +119,3 @@ class Core:
             self._control = None
         for actor in (self._buffer, *self._learners):
             ray.kill(actor)
-
-
-@contextlib.contextmanager
-def _named(name: str):
-    """A loss that names the process."""
-    try:
-        yield
-    except ProcessLost as loss:
-        raise ProcessLost(f"{name}: {loss}") from loss.__cause__

@@ -104,10 +104,10 @@ class Fleet:
             name = f"generator-{index}"
             if generator.address is not None and has_ended(generator.address):
                 with contextlib.suppress(AsyncGRPOError):  # then `running` has failed too, or is about to
-                    self._on_address(name, result(generator.address))
+                    self._on_address(name, result(generator.address, name))
                 generator.address = None
             if has_ended(generator.running):
-                self._ended(index, generator, _reason(generator.running), may_restart)
+                self._ended(index, generator, _reason(generator.running, name), may_restart)
             elif ailment := self._watch.ailment(name, generator.incarnation, silent_s=limit_s, still_s=limit_s):
                 self._ended(index, generator, ailment, may_restart)
             elif self._core is not None and self._watch.home(name, generator.incarnation) not in (
@@ -154,11 +154,11 @@ class Fleet:
         self._due[index] = time.monotonic() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
 
-def _reason(running: Any) -> str:
+def _reason(running: Any, name: str) -> str:
     try:
-        result(running)
+        result(running, name)
         return "it ended by itself"
     except ProcessLost as loss:
-        return str(loss)
+        return str(loss).removeprefix(f"{name}: ")
     except AsyncGRPOError as error:
         return str(error).strip().splitlines()[-1][:300]

@@ -10,11 +10,13 @@ from asyncgrpo.errors import AsyncGRPOError, ProcessLost, WeightsError, WireErro
 POLL_S = 0.2
 
 
-def result(reference: Any) -> Any:
+def result(reference: Any, name: str) -> Any:
     """Of an actor's method that has ended.
 
+    Args:
+        name: of the process, with which the message of a loss begins.
     Raises:
-        ProcessLost: its process died, or lost touch with one that did; another may take its place.
+        ProcessLost: the process died, or lost touch with one that did; another may take its place.
         AsyncGRPOError: what it found wrong itself; another would find the same.
     """
     try:
@@ -23,22 +25,28 @@ def result(reference: Any) -> Any:
         cause = error.cause
         if isinstance(cause, AsyncGRPOError) and not isinstance(cause, (WireError, WeightsError)):
             raise cause from None
-        raise ProcessLost(str(cause).strip().splitlines()[-1][:300] if str(cause).strip() else repr(cause)) from error
+        reason = str(cause).strip() or repr(cause)
+        loss = ProcessLost(f"{name}: {reason.splitlines()[-1][:300]}")
+        loss.is_error = True
+        raise loss from error
     except ray.exceptions.RayActorError as error:
-        raise ProcessLost("its process died") from error
+        raise ProcessLost(f"{name}: its process died") from error
 
 
-def results(references: list[Any], while_waiting: Callable[[], None]) -> list[Any]:
-    """Of all of them; raises as soon as one has failed.
+def results(references: dict[str, Any], while_waiting: Callable[[], None]) -> list[Any]:
+    """Of all of them, in order; raises as soon as one has failed.
 
     Args:
+        references: by the name of the process.
         while_waiting: called a few times a second.
     """
-    while len(done := ray.wait(references, num_returns=len(references), timeout=POLL_S)[0]) < len(references):
-        for reference in done:
-            result(reference)
+    waiting = dict(references)
+    while waiting:
+        ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=POLL_S)
+        for name in [name for name, reference in waiting.items() if has_ended(reference)]:
+            result(waiting.pop(name), name)
         while_waiting()
-    return [result(reference) for reference in references]
+    return [result(reference, name) for name, reference in references.items()]
 
 
 def has_ended(reference: Any) -> bool:

@@ -127,7 +127,9 @@ class Run:
                 except ProcessLost as loss:
                     has_trained = (core.steps_done or 0) > core.first_step
                     losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
-                    if self._asked_to_stop or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
+                    # An error of ours, not a death, and nothing has ever worked: the next one would find the same.
+                    is_hopeless = loss.is_error and not has_trained and budget.count == 0
+                    if self._asked_to_stop or is_hopeless or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
                         raise
                     self._note(loss, budget.spend(str(loss)))
                 finally:
@@ -141,6 +143,7 @@ class Run:
                     start_with=start_with,
                 )
         except AsyncGRPOError as error:
+            log.error("the run ends: %s", error, exc_info=error.__cause__)
             watch.dump_stacks(str(error))
             time.sleep(STACKS_S)
             raise
@@ -203,7 +206,8 @@ class Run:
     def _note(self, loss: ProcessLost, count: int) -> None:
         """A core is lost, and another follows."""
         actor, _, reason = str(loss).partition(": ")
-        log.warning("%s is lost (%s); buffer and learner start again from the last checkpoint", actor, reason)
+        text = "%s is lost (%s); buffer and learner start again from the last checkpoint"
+        log.warning(text, actor, reason, exc_info=loss.__cause__ if loss.is_error else None)
         self._events.write("restart", actor=actor, reason=reason, count=count)
         metrics.actor_restarts_total.labels(actor=actor.partition("-")[0]).inc()
 

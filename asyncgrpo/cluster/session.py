@@ -1,10 +1,16 @@
-"""Ray for the length of one run: started if none is given, and gone afterwards, whatever ended the run."""
+"""Ray for the length of one run: started if none is given, and gone afterwards, whatever ended the run.
+
+Whoever may speak to Ray may run code in it. A Ray that is started here asks for a token, has no dashboard, and its token
+is for nobody else to read. What stays open all the same is in docs/security.md.
+"""
 
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import ray
 
@@ -20,6 +26,7 @@ _QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Nothing of ours travels through Ray's object store but addresses."""
 
@@ -35,7 +42,7 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
         os.environ.setdefault(name, value)
     if cpu_only:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A cluster of our own has token authentication on; Ray would say so in a warning at every start.
+    # Ray would say in a warning at every start that it asks for a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common = {
         "namespace": "asyncgrpo",
@@ -47,9 +54,11 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
         if address is not None:
             ray.init(address=address, **common)
         else:
+            os.environ.pop(_MODE, None)  # whatever it says: left to choose, Ray asks for a token and says so here
             ray.init(
                 include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, _node_ip_address="127.0.0.1", **common
             )
+            _hold_back_token()
     except ConnectionError as error:
         raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there") from error
     session = _session_folder() if address is None else None
@@ -59,6 +68,20 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
         ray.shutdown()
     if session is not None:  # after a failure Ray's logs stay: they may say why
         shutil.rmtree(session, ignore_errors=True)
+
+
+def _hold_back_token() -> None:
+    """Make sure that Ray asks for its token, and that nobody else on this machine reads it.
+
+    Raises:
+        ConfigError: this Ray asks for none.
+    """
+    if os.environ.get(_MODE, "").lower() != "token":
+        ray.shutdown()
+        raise ConfigError(f"Ray {ray.__version__} started without asking for a token; asyncgrpo needs one that does")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if path.is_file() and path.stat().st_uid == os.getuid() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+        path.chmod(0o600)  # Ray makes it as the umask says
 
 
 def _session_folder() -> str | None:

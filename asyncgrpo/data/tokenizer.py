@@ -106,6 +106,22 @@ def render(
     return Rendered(templated, tuple(tokenizer.encode(templated, add_special_tokens=False)))
 
 
+def vocabulary_size(model_path: str) -> int | None:
+    """Token ids that the model can give are below it; None where its config.json does not say so.
+
+    That is often more than the tokenizer knows: models round their vocabulary up.
+    """
+    file = Path(model_path) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is broken: {_one_line(error)}") from error
+    return size if isinstance(size, int) else None
+
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 

@@ -37,8 +37,8 @@ class FakeEngine:
         max_context: int = 4096,
         seconds_per_token: float = 0.0,
         fail_after_tokens: int | None = None,
-        misfortune: Callable[[Answer, int], Misfortune | None] = lambda answer, length: None,
         hang_after_tokens: int | None = None,
+        misfortune: Callable[[Answer, int], Misfortune | None] = lambda answer, length: None,
     ):
         """Of a model that does not exist, and with the faults that a test wants.
 
@@ -47,15 +47,15 @@ class FakeEngine:
             max_context: longest prompt plus answer, tokens.
             seconds_per_token: every running answer gets one token in this time; 0 still gives others their turn.
             fail_after_tokens: once the engine has sampled so many tokens it fails for good. None: never.
-            misfortune: asked before each token of an answer, with its length so far.
             hang_after_tokens: once it has sampled so many it does nothing more, without a word. None: never.
+            misfortune: asked before each token of an answer, with its length so far.
         """
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.seconds_per_token = seconds_per_token
         self.fail_after_tokens = fail_after_tokens
-        self.misfortune = misfortune
         self.hang_after_tokens = hang_after_tokens
+        self.misfortune = misfortune
         self._num_sampled = 0
         self._requests: dict[str, _Running] = {}
         self._failure: EngineError | None = EngineError("the engine was not started")

@@ -48,12 +48,12 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 15.0
-SICK_AFTER = 5
-"""Leases in a row whose requests the engine could not answer, none delivered between them, that end this process: then it
-is the engine, not the prompts."""
 PROBE_EVERY_S = 5.0
 FAREWELL_S = 5.0
 """For a change of weights that is under way when the run is over."""
+SICK_AFTER = 5
+"""Leases in a row whose requests the engine could not answer, none delivered between them, that end this process: then it
+is the engine, not the prompts."""
 UNPUBLISHED = WeightVersion(0, 0)
 """What an engine holds before its first publication: whatever is in the model's folder. Lineages count from 1."""
 

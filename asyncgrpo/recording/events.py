@@ -9,7 +9,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | kind | fields |
 |---|---|
 | start | run; lineage, version, step: where it begins; sizes: one sentence; [steps], [prompts]: of the whole run; |
-| | [recovered]: {what: groups of earlier starts} |
+| | [recovered]: {what: groups of earlier starts}; [overrides]: of a replay, what it changes |
 | step | see below |
 | sync | version: "1.17"; engines; ms; checksum: "ok" or what was wrong; bytes |
 | eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
@@ -87,6 +87,11 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def as_written(event: Event) -> Event:
+    """The event as `read_events` will give it: plain values, null for numbers that are not finite."""
+    return msgspec.json.decode(_encoder.encode(event))
 
 
 class EventLog:

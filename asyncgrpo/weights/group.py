@@ -4,6 +4,7 @@ It stands beside torch's default group, which the learner's ranks use among them
 member dies the group is dropped and a new one, of the next epoch, is built from those that are left.
 """
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +14,17 @@ from torch import Tensor
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The meeting place, owned by the learner; its port is `store.port`."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """The meeting place, owned by the learner; its port is `store.port`.
+
+    It listens at `host` alone: left to itself, torch listens on every interface of the machine, and asks nobody who he is.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family, backlog=1024)
+    port = listening.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+    )
 
 
 def visit_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:

@@ -5,7 +5,7 @@ sum over elements of a mixed (position, bits) pair: it needs no copy to the host
 over buckets.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -88,3 +88,22 @@ def digest(flat: Tensor, start: int = 0) -> int:
 def add_digests(parts: Sequence[int]) -> str:
     """The digest of the whole from those of its parts, as 16 hex digits."""
     return f"{sum(parts) & _MASK:016x}"
+
+
+def digest_of(layout: Sequence[TensorInfo], tensors: Iterable[tuple[TensorInfo, Tensor]], bucket_bytes: int) -> str:
+    """The digest of a publication of `tensors`, without sending it; on the CPU.
+
+    Args:
+        layout: of the tensors, in their order.
+        tensors: consumed to the end.
+    """
+    source, digests, start = iter(tensors), [], 0
+    for bucket in plan_buckets(layout, bucket_bytes):
+        flat = bucket.empty("cpu")
+        for (name, view), (info, tensor) in zip(bucket.views(flat), source, strict=False):
+            assert name == info.name, f"{name} expected, {info.name} given"
+            view.copy_(tensor)
+        digests.append(digest(flat, start))
+        start += bucket.num_bytes // 4
+    assert next(source, None) is None, "more tensors than the layout has"
+    return add_digests(digests)

@@ -21,11 +21,25 @@ from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import TensorInfo, WeightVersion
 from asyncgrpo.weights.group import BroadcastGroup, serve_store
 from asyncgrpo.weights.layout import Bucket, add_digests, digest, plan_buckets
-from asyncgrpo.wire.codec import decode
-from asyncgrpo.wire.messages import Assemble, Join, Message, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.codec import Kinds, decode
+from asyncgrpo.wire.messages import (
+    Assemble,
+    Join,
+    Message,
+    Muster,
+    Offer,
+    Present,
+    Staged,
+    Swap,
+    Swapped,
+    SyncFailed,
+    ToPublisher,
+)
 from asyncgrpo.wire.sockets import Keys, Server
 
 log = logging.getLogger(__name__)
+
+READ = Kinds(ToPublisher)
 
 ATTEMPTS = 3
 """Times that one version is offered before the learner gives up; members that failed are left out in between."""
@@ -334,11 +348,14 @@ class Publisher:
             return None
         peer, frames = received
         try:
-            message, _ = decode(frames)
+            message, _ = decode(frames, READ)
         except WireError as error:
             log.warning("refused a message of %s: %s", peer, error)
             return None
         if isinstance(message, Join):
+            if any(m.peer == peer and name != message.generator_id for name, m in self._members.items()):
+                log.warning("refused a Join of %s from %s, who has joined as another", message.generator_id, peer)
+                return None
             self._members[message.generator_id] = Member(peer, message.incarnation)
         return message
 

@@ -95,8 +95,8 @@ class Receiver:
             self._assemble(client, message)
         elif isinstance(message, Muster):
             client.send(Present(generator_id=self._generator_id, epoch=message.epoch))
-        elif isinstance(message, Offer) and message.epoch == self._epoch:
-            self._stage(client, message)
+        elif isinstance(message, Offer) and message.epoch == self._epoch and self._group is not None:
+            self._stage(client, self._group, message)
         elif isinstance(message, Swap) and message.epoch == self._epoch and message.version == self._staged_version:
             self._swap(client, message)
 
@@ -122,16 +122,15 @@ class Receiver:
             return
         self._epoch = message.epoch
 
-    def _stage(self, client: Client, message: Offer) -> None:
+    def _stage(self, client: Client, group: BroadcastGroup, message: Offer) -> None:
         """Receive every bucket, put what is to be loaded into host memory, and report the digest."""
-        assert self._group is not None
         self._staged, self._staged_version = [], None
         received: list[tuple[str, Tensor]] = []
         digests, start = [], 0
         try:
             for bucket in plan_buckets(message.tensors, message.bucket_bytes):
-                flat = bucket.empty(self._group.device)
-                self._group.broadcast(flat)
+                flat = bucket.empty(group.device)
+                group.broadcast(flat)
                 digests.append(digest(flat, start))
                 start += bucket.num_bytes // 4
                 received += bucket.views(flat if message.base else flat.to("cpu"))

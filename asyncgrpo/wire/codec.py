@@ -1,27 +1,54 @@
 """Messages to frames and back: `[digest and msgspec header][one packed payload]`, nothing else, and never pickle.
 
 Every pair of frames carries an xxh3 digest over both, so a flipped bit is refused by name instead of trained on. Arrays
-travel as raw little-endian bytes. Whatever arrives is checked before anything is allocated from its claims.
+travel as raw little-endian bytes. Whatever arrives is measured before it is decoded, and nothing is allocated from its
+claims; what a group says is checked by `wire/checks.py`.
 """
 
 from collections.abc import Sequence
+from types import UnionType
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import xxhash
 
-from asyncgrpo.errors import WireError
+from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import Completion, Group, Rollout
+from asyncgrpo.wire.checks import check_group
 from asyncgrpo.wire.messages import AnyMessage, Batch, Deliver, Message, RolloutHeader
 
 DIGEST_BYTES = 8
-BYTES_PER_TOKEN = 8
-"""int32 token id and float32 log-prob."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(AnyMessage)
 
 Buffer = bytes | bytearray | memoryview
+
+
+class Kinds:
+    """The messages that a receiver reads, found by the first bytes of a header."""
+
+    def __init__(self, union: UnionType) -> None:
+        self._by_start = {}
+        for kind in get_args(union):
+            tag = msgspec.msgpack.encode({"kind": kind.__struct_config__.tag})[1:]
+            self._by_start[tag] = kind
+
+    def of(self, header: memoryview) -> type[Message] | None:
+        """The kind that a header claims to be; None if it is none of these.
+
+        The tag comes first in every header that we write: `encode` puts it there, and so must others.
+        """
+        start = bytes(header[:40])
+        tag_at = 1 if start[0] & 0xF0 == 0x80 else 3  # a map of up to 15 fields, or of up to 65535
+        name_at = tag_at + _TAG_KEY_BYTES
+        name_bytes = start[name_at] & 0x1F if len(start) > name_at else 0
+        return self._by_start.get(start[tag_at : name_at + 1 + name_bytes])
+
+
+_TAG_KEY_BYTES = len(msgspec.msgpack.encode("kind"))
+ANY = Kinds(AnyMessage)
 
 
 def _digest(header: Buffer, payload: Buffer) -> bytes:
@@ -31,39 +58,58 @@ def _digest(header: Buffer, payload: Buffer) -> bytes:
 
 
 def encode(message: Message, payload: Buffer = b"") -> list[Buffer]:
-    """Two frames: digest + header, and the payload (empty for most messages)."""
+    """Two frames: digest + header, and the payload (empty for most messages).
+
+    Raises:
+        WireError: longer than a receiver reads; a prompt of the data is too long.
+    """
     header = _encoder.encode(message)
+    if len(header) > message.max_header_bytes or len(payload) > message.max_payload_bytes:
+        raise WireError(_too_long(type(message), header, payload))
     return [_digest(header, payload) + header, payload]
 
 
-def decode(frames: Sequence[Buffer]) -> tuple[Message, memoryview]:
+def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memoryview]:
     """The inverse of `encode`.
 
+    Args:
+        kinds: that are read; any other is refused undecoded.
     Raises:
-        WireError: wrong number of frames, digest mismatch, or a header that fits no message.
+        RefusedError: by `decode` (wrong number of frames, or a header that fits no message), `checksum` or `size`.
     """
     if len(frames) != 2 or len(frames[0]) <= DIGEST_BYTES:
-        raise WireError(
-            f"a message has 2 frames, the first longer than {DIGEST_BYTES} bytes; got {[len(f) for f in frames]}"
-        )
+        sizes = [len(frame) for frame in frames[:8]]
+        raise RefusedError("decode", f"a message has 2 frames, the first longer than {DIGEST_BYTES} bytes; got {sizes}")
     first, payload = memoryview(frames[0]), memoryview(frames[1])
     header = first[DIGEST_BYTES:]
     if _digest(header, payload) != first[:DIGEST_BYTES]:
-        raise WireError("digest mismatch: the message was altered on its way")
+        raise RefusedError("checksum", "digest mismatch: the message was altered on its way")
+    kind = kinds.of(header)
+    if kind is None:
+        raise RefusedError("decode", "header fits no known message that is for us")
+    if len(header) > kind.max_header_bytes or len(payload) > kind.max_payload_bytes:
+        raise RefusedError("size", _too_long(kind, header, payload))
     try:
         return _decoder.decode(header), payload
-    except msgspec.MsgspecError as error:
-        raise WireError(f"header fits no known message: {error}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8, nesting without end
+        raise RefusedError("decode", f"header fits no known message: {error}") from error
+
+
+def _too_long(kind: type[Message], header: Buffer, payload: Buffer) -> str:
+    return (
+        f"{kind.__name__} has {len(header)} bytes of header and {len(payload)} of payload; "
+        f"{kind.max_header_bytes} and {kind.max_payload_bytes} are read"
+    )
 
 
 def pack_group(group: Group) -> tuple[Deliver, bytes]:
     """A group as message and payload."""
-    parts: list[bytes] = []
+    parts: list[Any] = []  # arrays, whose bytes `join` takes where they lie
     headers = []
     for rollout in group.rollouts:
         completion = rollout.completion
-        parts.append(np.ascontiguousarray(completion.token_ids, dtype="<i4").tobytes())
-        parts.append(np.ascontiguousarray(completion.logprobs, dtype="<f4").tobytes())
+        parts.append(np.ascontiguousarray(completion.token_ids, dtype="<i4"))
+        parts.append(np.ascontiguousarray(completion.logprobs, dtype="<f4"))
         headers.append(
             RolloutHeader(
                 index=completion.index,
@@ -93,19 +139,24 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
     """The inverse of `pack_group`; arrays are read-only views of `payload`.
 
     Raises:
-        WireError: sizes, spans, log-probs or scores that cannot be.
+        RefusedError: a group that cannot be, see `check_group`.
     """
-    check_group(message, len(payload))
-    rollouts, offset = [], 0
+    check_group(message, payload)
+    token_ids, logprobs = np.frombuffer(payload, "<i4"), np.frombuffer(payload, "<f4")
+    rollouts, start = [], 0
     for header in message.rollouts:
-        num_tokens = header.num_tokens
-        token_ids = np.frombuffer(payload, "<i4", num_tokens, offset)
-        logprobs = np.frombuffer(payload, "<f4", num_tokens, offset + 4 * num_tokens)
-        offset += BYTES_PER_TOKEN * num_tokens
-        if not np.isfinite(logprobs).all():
-            raise WireError(f"group {message.group_id}, answer {header.index}: a log-prob is not finite")
-        completion = Completion(header.index, token_ids, logprobs, header.spans, header.finish_reason)
-        rollouts.append(Rollout(completion, header.score, header.seed))
+        middle = start + header.num_tokens
+        end = middle + header.num_tokens
+        rollouts.append(
+            Rollout(
+                Completion(
+                    header.index, token_ids[start:middle], logprobs[middle:end], header.spans, header.finish_reason
+                ),
+                header.score,
+                header.seed,
+            )
+        )
+        start = end
     return Group(
         group_id=message.group_id,
         lease_id=message.lease_id,
@@ -120,42 +171,14 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
     )
 
 
-def check_group(message: Deliver, payload_bytes: int) -> None:
-    """Refuse what the schema cannot: lengths that do not add up, spans that do not partition, scores that are no numbers.
+def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
+    """The groups of a batch.
 
     Raises:
-        WireError: names the group and what is wrong with it.
+        RefusedError: a group that cannot be, or sizes that do not add up.
     """
-    where = f"group {message.group_id}"
-    if any(h.num_tokens < 0 for h in message.rollouts):
-        raise WireError(f"{where}: a negative length")
-    if min(msgspec.structs.astuple(message.discarded)) < 0:
-        raise WireError(f"{where}: a negative count of what was discarded")
-    expected = BYTES_PER_TOKEN * sum(h.num_tokens for h in message.rollouts)
-    if payload_bytes != expected:
-        raise WireError(f"{where}: payload has {payload_bytes} bytes, its header says {expected}")
-    for header in message.rollouts:
-        edges = [0]
-        for span in header.spans:
-            if span.start != edges[-1] or span.end <= span.start:
-                raise WireError(f"{where}, answer {header.index}: version spans do not partition the answer")
-            edges.append(span.end)
-        if edges[-1] != header.num_tokens:
-            raise WireError(
-                f"{where}, answer {header.index}: version spans end at {edges[-1]} of {header.num_tokens} tokens"
-            )
-        versions = [span.version for span in header.spans]
-        if versions != sorted(versions):
-            raise WireError(f"{where}, answer {header.index}: weight versions decrease")
-        score = header.score
-        if (score.value is None) == (score.failure is None):
-            raise WireError(f"{where}, answer {header.index}: a score is either a value or a named failure")
-        if score.value is not None and not np.isfinite(score.value):
-            raise WireError(f"{where}, answer {header.index}: the score is not finite")
-
-
-def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
-    """The groups of a batch. Raises WireError."""
+    if len(message.groups) != len(message.payload_sizes) or sum(message.payload_sizes) != len(payload):
+        raise RefusedError("schema", f"a batch of {len(payload)} bytes says it has {sum(message.payload_sizes)}")
     groups, offset = [], 0
     for header, size in zip(message.groups, message.payload_sizes, strict=True):
         groups.append(unpack_group(header, payload[offset : offset + size]))

@@ -1,21 +1,38 @@
 """Everything that processes say to each other, as one tagged union of frozen structs.
 
-Four conversations: generator and buffer (leases out, groups in), learner and buffer (batches out, versions in), learner
-and generator (weights), and everyone with the driver (signs of life). Add a field only at the end and with a default, so
-that two releases can talk.
+Three conversations: generator and buffer (leases out, groups in), learner and buffer (batches out, versions in), and
+learner and generator (weights). Add a field only at the end and with a default, so that two releases can talk.
+
+Each kind says how long it may be, so that nobody reads a longer one: `codec.decode` refuses it by its size.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from asyncgrpo.types import Discarded, FinishReason, Lease, Prompt, Score, TensorInfo, VersionSpan, WeightVersion
+from asyncgrpo.types import (
+    Count,
+    Discarded,
+    FinishReason,
+    Lease,
+    Name,
+    Prompt,
+    Score,
+    TensorInfo,
+    VersionSpan,
+    WeightVersion,
+)
 
 PROTOCOL = 1
+PROMPT_BYTES = 2**22
+"""Longest header that holds a prompt: half a million tokens and their text."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
     """Base of all messages; the struct's name is its tag."""
+
+    max_header_bytes: ClassVar[int] = 2**16
+    max_payload_bytes: ClassVar[int] = 0
 
 
 # -- generator -> buffer ---------------------------------------------------------------------------------------------
@@ -25,8 +42,8 @@ class Hello(Message):
     """The first word of a generator, and again after it lost touch. Ends every lease of its earlier incarnations."""
 
     protocol: int
-    generator_id: str
-    incarnation: str
+    generator_id: Name
+    incarnation: Name
     window: int
     """Training groups it will work on at once."""
 
@@ -34,7 +51,7 @@ class Hello(Message):
 class Serving(Message):
     """These weights sample the generator's next token. Sent after every change, and as the heartbeat."""
 
-    generator_id: str
+    generator_id: Name
     version: WeightVersion | None
     """None: no published weights yet."""
 
@@ -42,8 +59,8 @@ class Serving(Message):
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One scored answer without its arrays."""
 
-    index: int
-    num_tokens: int
+    index: Count
+    num_tokens: Count
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     score: Score
@@ -53,14 +70,17 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Deliver(Message):
     """A completed group. The payload holds, answer after answer, the token ids (int32) and then the log-probs (float32)."""
 
-    group_id: str
-    lease_id: str
-    attempt: int
-    order: int
+    max_header_bytes: ClassVar[int] = PROMPT_BYTES
+    max_payload_bytes: ClassVar[int] = 2**28
+
+    group_id: Name
+    lease_id: Name
+    attempt: Count
+    order: Count
     purpose: Literal["train", "eval"]
     prompt: Prompt
     rollouts: tuple[RolloutHeader, ...]
-    generator_id: str
+    generator_id: Name
     timings: dict[str, float]
     discarded: Discarded = Discarded()
 
@@ -68,9 +88,9 @@ class Deliver(Message):
 class LeaseFailed(Message):
     """The generator could not finish this lease; another may."""
 
-    generator_id: str
-    lease_id: str
-    reason: str
+    generator_id: Name
+    lease_id: Name
+    reason: Name
     detail: str = ""
 
 
@@ -89,6 +109,8 @@ class SayHello(Message):
 
 class Grant(Message):
     """Permission to generate one group."""
+
+    max_header_bytes: ClassVar[int] = PROMPT_BYTES
 
     lease: Lease
 
@@ -125,7 +147,7 @@ class Farewell(Message):
 class Take(Message):
     """Ask for the groups of one optimizer step that starts at `version`, which every generator serves."""
 
-    step: int
+    step: Count
     version: WeightVersion
 
 
@@ -138,7 +160,7 @@ class Published(Message):
 class RequestEval(Message):
     """Answer the held-out prompts with whatever weights are served."""
 
-    step: int
+    step: Count
 
 
 class TakeSnapshot(Message):
@@ -151,7 +173,7 @@ class TakeSnapshot(Message):
 class Saved(Message):
     """The checkpoint of this step is on the disk."""
 
-    step: int
+    step: Count
 
 
 class LastEvals(Message):
@@ -182,9 +204,12 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Batch(Message):
     """The groups of one step. The payload holds each group's payload, one after the other."""
 
+    max_header_bytes: ClassVar[int] = 2**30
+    max_payload_bytes: ClassVar[int] = 2**30
+
     step: int
     groups: tuple[Deliver, ...]
-    payload_sizes: tuple[int, ...]
+    payload_sizes: tuple[Count, ...]
     counters: dict[str, float]
     evals: tuple[EvalResult, ...]
     epoch: int
@@ -193,12 +218,16 @@ class Batch(Message):
 class Waiting(Message):
     """Nothing to take yet; `what` names what is awaited."""
 
+    max_header_bytes: ClassVar[int] = 2**24
+
     what: str
     evals: tuple[EvalResult, ...] = ()
 
 
 class NoMore(Message):
     """Every prompt is trained (`exhausted`) or the run is to end (`draining`)."""
+
+    max_header_bytes: ClassVar[int] = 2**24
 
     why: Literal["exhausted", "draining"]
     counters: dict[str, float] = {}
@@ -207,6 +236,8 @@ class NoMore(Message):
 
 class Snapshot(Message):
     """What a checkpoint must hold of the buffer."""
+
+    max_header_bytes: ClassVar[int] = 2**24
 
     state: dict[str, Any]
     draining: bool = False
@@ -225,7 +256,7 @@ class Drain(Message):
 class GeneratorLost(Message):
     """This generator's process is gone; its leases are free again."""
 
-    generator_id: str
+    generator_id: Name
 
 
 # -- any process -> driver -------------------------------------------------------------------------------------------
@@ -270,8 +301,8 @@ class Moved(Message):
 class Join(Message):
     """A generator asks into the weight group: at its start, and whenever its group broke."""
 
-    generator_id: str
-    incarnation: str
+    generator_id: Name
+    incarnation: Name
     cause: str = "start"
 
 
@@ -296,12 +327,15 @@ class Muster(Message):
 class Present(Message):
     """Answer to Muster."""
 
-    generator_id: str
+    generator_id: Name
     epoch: int
 
 
 class Offer(Message):
     """Weights of `version` follow as broadcasts of buckets, planned by `weights.layout.plan_buckets`."""
+
+    max_header_bytes: ClassVar[int] = 2**24
+    """Tens of thousands of tensors."""
 
     epoch: int
     version: WeightVersion
@@ -314,7 +348,7 @@ class Offer(Message):
 class Staged(Message):
     """All of `version` is here; `digest` is of the bytes as received."""
 
-    generator_id: str
+    generator_id: Name
     epoch: int
     version: WeightVersion
     digest: str
@@ -332,7 +366,7 @@ class Swap(Message):
 class Swapped(Message):
     """`version` samples now; `checksum` is of the weights as the engine holds them."""
 
-    generator_id: str
+    generator_id: Name
     epoch: int
     version: WeightVersion
     checksum: str
@@ -342,15 +376,22 @@ class Swapped(Message):
 class SyncFailed(Message):
     """The generator could not stage or apply `version`. `poisoned`: its engine must be replaced."""
 
-    generator_id: str
+    generator_id: Name
     epoch: int
     reason: str
     poisoned: bool
 
 
+OfGenerator = Hello | Serving | Deliver | LeaseFailed
+OfLearnerOrDriver = (
+    Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Drain | GeneratorLost
+)  # fmt: skip
+ToBuffer = OfGenerator | OfLearnerOrDriver
+ToPublisher = Join | Present | Staged | Swapped | SyncFailed
 AnyMessage = (
-    Hello | Serving | Deliver | LeaseFailed | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
-    | Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Batch | Waiting | NoMore | Snapshot
-    | Drain | GeneratorLost | Pulse | DumpStacks | Moved
-    | Join | Muster | Present | Assemble | Offer | Staged | Swap | Swapped | SyncFailed
+    ToBuffer | ToPublisher
+    | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
+    | Batch | Waiting | NoMore | Snapshot
+    | Muster | Assemble | Offer | Swap
+    | Pulse | DumpStacks | Moved
 )  # fmt: skip

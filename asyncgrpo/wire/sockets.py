@@ -108,9 +108,12 @@ class Server:
 
     def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:
         """The next message as (peer, frames), or None after `timeout_s`."""
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
-            return None
-        identity, *frames = self._socket.recv_multipart(copy=False)
+        try:
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # a poll costs as much as this
+        except zmq.Again:
+            if not self._socket.poll(max(0, int(timeout_s * 1000))):
+                return None
+            identity, *frames = self._socket.recv_multipart(copy=False)
         return identity.bytes.decode(errors="replace"), [frame.buffer for frame in frames]
 
     def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:

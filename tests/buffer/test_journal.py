@@ -201,6 +201,15 @@ def test_a_new_start_keeps_the_bodies_of_survivors_only(tmp_path: Path):
     assert set(groups_in(read_history(tmp_path / "j"))) == {2}
 
 
+def test_a_journal_that_is_kept_loses_no_body(tmp_path: Path):
+    log = journal(tmp_path / "j", segment_bytes=1, keep=True)
+    for order in range(3):
+        log.append(*delivered(*group(order)))
+    log.append(Handed(step=1, version=WeightVersion(1, 0), lease_ids=("1.0.0", "1.1.0", "1.2.0")))
+    log.append(Committed(step=1, prompts=began().prompts))
+    assert set(groups_in(read_history(tmp_path / "j"))) == {0, 1, 2}
+
+
 WRITER = """
 import sys
 from pathlib import Path

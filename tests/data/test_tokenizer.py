@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from asyncgrpo.data.tokenizer import load_tokenizer, render, stop_token_ids
+from asyncgrpo.data.tokenizer import load_tokenizer, render, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 
 QUESTION = [{"role": "user", "content": "735"}]
@@ -51,6 +51,18 @@ def test_answers_end_by_every_end_token_there_is(tokenizer, demo_model, tmp_path
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json is broken"):
         stop_token_ids(tokenizer, str(tmp_path))
+
+
+def test_the_vocabulary_is_the_models(tmp_path, demo_model, tokenizer):
+    assert vocabulary_size(str(demo_model)) == len(tokenizer)
+    assert vocabulary_size("owner/name") is None
+    config = tmp_path / "config.json"
+    for text, size in (('{"vocab_size": 151936}', 151936), ('{"text_config": {"vocab_size": 9}}', 9), ("{}", None)):
+        config.write_text(text)
+        assert vocabulary_size(str(tmp_path)) == size
+    config.write_text("[")
+    with pytest.raises(ConfigError, match=r"config\.json is broken"):
+        vocabulary_size(str(tmp_path))
 
 
 def test_a_stop_of_several_tokens_is_refused(tokenizer, demo_model):

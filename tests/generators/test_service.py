@@ -108,6 +108,44 @@ def test_a_group_is_sent_again_until_the_buffer_answers():
     assert task.done() and task.exception() is None
 
 
+def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
+    """Buffer and learner were started again: the old lease is void, and the engine lives on."""
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(1.5)
+    hellos = sum(isinstance(message, Hello) for message in generator.sent)
+    generator.move("another", "weights")
+    loop.run_until(12.0)
+    assert generator.home == "another" and not task.done()
+    assert sum(isinstance(message, Hello) for message in generator.sent) == hellos + 1
+    assert generator.delivered == [], "its lease was of the buffer before"
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(20.0)
+    assert len(generator.delivered) == 1
+    generator.move("another", "weights")  # told again: nothing changes
+    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
+    generator.hear(Farewell())
+    loop.run_until(30.0)
+    assert task.done() and task.exception() is None
+
+
+def test_an_engine_that_hangs_ends_its_generator():
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    generator._engine = FakeEngine(seconds_per_token=1.0, hang_after_tokens=3)
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(14.0)
+    assert not task.done()
+    loop.run_until(40.0)
+    assert task.done()
+    with pytest.raises(ExceptionGroup) as raised:
+        task.result()
+    assert raised.group_contains(EngineError, match="has not answered for 10 s")
+
+
 def failures(generator: Generator) -> list[LeaseFailed]:
     return [message for message in generator.sent if isinstance(message, LeaseFailed)]
 
@@ -157,41 +195,3 @@ def test_a_group_with_too_few_answers_at_its_cut_is_given_back_as_late():
     generator.hear(Farewell())
     loop.run_until(loop.time() + 1.0)
     assert task.done() and task.exception() is None
-
-
-def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
-    """Buffer and learner were started again: the old lease is void, and the engine lives on."""
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(1.5)
-    hellos = sum(isinstance(message, Hello) for message in generator.sent)
-    generator.move("another", "weights")
-    loop.run_until(12.0)
-    assert generator.home == "another" and not task.done()
-    assert sum(isinstance(message, Hello) for message in generator.sent) == hellos + 1
-    assert generator.delivered == [], "its lease was of the buffer before"
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(20.0)
-    assert len(generator.delivered) == 1
-    generator.move("another", "weights")  # told again: nothing changes
-    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
-    generator.hear(Farewell())
-    loop.run_until(30.0)
-    assert task.done() and task.exception() is None
-
-
-def test_an_engine_that_hangs_ends_its_generator():
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    generator._engine = FakeEngine(seconds_per_token=1.0, hang_after_tokens=3)
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(14.0)
-    assert not task.done()
-    loop.run_until(40.0)
-    assert task.done()
-    with pytest.raises(ExceptionGroup) as raised:
-        task.result()
-    assert raised.group_contains(EngineError, match="has not answered for 10 s")

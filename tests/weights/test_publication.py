@@ -6,7 +6,7 @@ import torch
 from asyncgrpo.config import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import TensorInfo, WeightVersion
-from asyncgrpo.weights.layout import add_digests, digest, plan_buckets
+from asyncgrpo.weights.layout import add_digests, digest, digest_of, plan_buckets
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 
@@ -83,6 +83,7 @@ def test_every_generator_holds_exactly_what_was_published(plane):
         publication = publisher.publish(WeightVersion(1, step), lambda step=step: weights(step))
         assert publication.generators == ("generator-0", "generator-1")
         assert len(set(publication.checksums.values())) == 1
+        assert publication.digest == digest_of(LAYOUT, weights(step), 2**20) == digest_of(LAYOUT, weights(step), 64)
         for engine in engines:
             assert engine.version == WeightVersion(1, step)
             assert_holds(engine, weights(step))

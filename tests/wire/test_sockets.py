@@ -12,9 +12,10 @@ import pytest
 
 from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import sockets
-from asyncgrpo.wire.codec import decode
+from asyncgrpo.wire.codec import decode, pack_group
 from asyncgrpo.wire.messages import Hello, Welcome
 from asyncgrpo.wire.sockets import AsyncClient, Client, Keys, Server, is_loopback
+from tests.wire.test_codec import make_group
 
 HELLO = Hello(protocol=1, generator_id="g", incarnation="a", window=1)
 
@@ -52,10 +53,12 @@ def test_a_peer_that_is_not_there_is_said_so(server):
 
 async def test_the_asyncio_client_speaks_the_same(server):
     client = AsyncClient(server.endpoint, "g")
-    await client.send(HELLO, b"payload")
+    message, payload = pack_group(make_group())
+    await client.send(message, payload)
     received = server.receive(5.0)
     assert received is not None
-    assert bytes(decode(received[1])[1]) == b"payload"
+    arrived, raw = decode(received[1])
+    assert (arrived, bytes(raw)) == (message, payload)
     server.send("g", Welcome(protocol=1))
     assert (await client.receive())[0] == Welcome(protocol=1)
     client.close()

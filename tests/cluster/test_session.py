@@ -1,0 +1,44 @@
+"""The Ray that we start is ours: it asks for a token, whatever the environment says, and nobody else can read that."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, pathlib, stat
+import grpc, ray
+from asyncgrpo.cluster.session import ray_session
+
+with ray_session(None, True):
+    token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600, oct(token.stat().st_mode)
+    assert ray.get(ray.remote(lambda: 7).remote()) == 7
+    context = ray.get_runtime_context()
+    assert not ray._private.worker.global_worker.node.webui_url, "a dashboard"
+
+    def ask(*metadata):
+        with grpc.insecure_channel(context.gcs_address) as channel:
+            call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+            try:
+                return len(call(b"", timeout=10, metadata=metadata)) > 0
+            except grpc.RpcError as error:
+                return error.code().name
+
+    print(ask(), ask(("authorization", "Bearer " + "x" * 64)), ask(("authorization", "Bearer " + token.read_text())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["", "disabled"])
+def test_a_request_without_the_token_is_refused(tmp_path, mode):
+    pytest.importorskip("grpc")
+    environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_AUTH_MODE": mode}
+    environment = {name: text for name, text in environment.items() if text and name != "RAY_AUTH_TOKEN"}
+    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) & 0o077
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["UNAUTHENTICATED", "UNAUTHENTICATED", "True"]

@@ -1,0 +1,176 @@
+"""Nothing that comes from outside is run, no socket is open without keys, and no secret is shown."""
+
+import ast
+import pickle
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncgrpo.cluster.actors import Setup
+from asyncgrpo.config import Config, DataConfig, ModelConfig, WeightsConfig
+from asyncgrpo.errors import ConfigError
+from asyncgrpo.weights.group import serve_store
+from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.wire.messages import Join
+from asyncgrpo.wire.sockets import Client, Keys
+
+PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
+
+REVIEWED = {
+    ("generators/sglang_weights.py", "pickle"): "writes only, to the schedulers of its own engine: SGLang's interface",
+    ("generators/sglang_weights.py", "MultiprocessingSerializer"): "the same",
+    ("learner/exporting.py", "broadcast_object_list"): "between the ranks of one learner, in a group of their own",
+    ("learner/checkpoint.py", "dcp.load"): "torch reads the index of a checkpoint by pickle: checkpoints are trusted",
+}
+"""Places that may run what they read, and why they may stay. docs/security.md says what that asks of a user."""
+
+MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
+NAMES = {
+    "recv_pyobj", "send_pyobj", "recv_serialized", "MultiprocessingSerializer", "allow_pickle", "all_gather_object",
+    "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list",
+    "allow_dangerous_deserialization", "trust_remote_code",
+}  # fmt: skip
+CALLS = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "dcp.load", "__import__"}
+
+
+def dangers(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of everything in a module that runs, or may run, what it is given."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            for module in modules:
+                if module.partition(".")[0] in MODULES:
+                    yield node.lineno, module.partition(".")[0]
+            for alias in node.names:
+                if alias.name in NAMES:
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.Attribute) and node.attr in NAMES:
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Call):
+            called, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if called in CALLS:
+                safe = called == "yaml.load" and "Safe" in given.get("Loader", "")
+                if not safe:
+                    yield node.lineno, called
+            elif called == "torch.load" and given.get("weights_only") != "True":
+                yield node.lineno, called
+            for name in NAMES & set(given):
+                yield node.lineno, name
+            if given.get("shell") == "True" or called == "asyncio.create_subprocess_shell":
+                yield node.lineno, "shell"
+
+
+def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
+    found = {
+        (file.relative_to(PACKAGE).as_posix(), name)
+        for file in PACKAGE.rglob("*.py")
+        for _, name in dangers(file.read_text(encoding="utf-8"))
+    }
+    assert found - set(REVIEWED) == set()
+    assert set(REVIEWED) - found == set(), "reviewed, and not there any more"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from cloudpickle import loads",
+        "socket.recv_pyobj()",
+        "socket.send_pyobj(x)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "eval(text)",
+        "exec(text)",
+        "yaml.load(text)",
+        "yaml.load(text, Loader=yaml.FullLoader)",
+        "subprocess.run(text, shell=True)",
+        "os.system(text)",
+        "np.load(path, allow_pickle=True)",
+        "dist.all_gather_object(a, b)",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "from sglang.srt.utils import MultiprocessingSerializer",
+    ],
+)
+def test_what_runs_code_is_found(line):
+    assert len(list(dangers(line))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["torch.load(path, weights_only=True)", "yaml.load(text, Loader=yaml.SafeLoader)", "subprocess.run([text])"],
+)
+def test_what_does_not_is_let_be(line):
+    assert list(dangers(line)) == []
+
+
+# -- sockets and keys --------------------------------------------------------------------------------------------------
+
+
+def calls_of(name: str) -> Iterator[tuple[str, str]]:
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == name:
+                yield file.relative_to(PACKAGE).as_posix(), ast.unparse(node)
+
+
+def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
+    ends = [call for name in ("Server", "Client", "AsyncClient") for call in calls_of(name)]
+    assert {file for file, _ in ends} == {
+        "cluster/actors.py", "cluster/run.py", "generators/service.py", "weights/publisher.py", "weights/receiver.py",
+    }  # fmt: skip
+    assert [call for _, call in ends if "keys" not in call] == []
+    assert [call for _, call in calls_of("Publisher") if "keys=self._setup.keys" not in call] == []
+    ((file, setup),) = calls_of("Setup")
+    assert file == "cluster/run.py"
+    assert "None if is_loopback(config.cluster.bind) else Keys.make()" in setup
+
+
+def test_no_meeting_place_listens_everywhere():
+    """The doctor's is there for a second."""
+    stores = [(file, call) for file, call in calls_of("dist.TCPStore") if file != "cli/checks.py"]
+    assert {file for file, _ in stores} == {"weights/group.py", "cluster/actors.py"}
+    assert [call for _, call in stores if "is_master=True" in call and "master_listen_fd" not in call] == []
+
+
+def publisher(bind: str, keys: Keys | None) -> Publisher:
+    return Publisher(WeightsConfig(), backend="gloo", bind=bind, host="127.0.0.1", keys=keys)
+
+
+def test_the_publisher_hears_only_who_has_the_keys_of_the_run():
+    with pytest.raises(ConfigError, match="no CURVE keys"):
+        publisher("0.0.0.0", None)
+    keys = Keys.make()
+    open_to_all = publisher("0.0.0.0", keys)
+    friend, *strangers = (
+        Client(open_to_all.endpoint, f"weights-{i}", k) for i, k in enumerate((keys, None, Keys.make()))
+    )
+    for number, client in enumerate((*strangers, friend)):
+        client.send(Join(generator_id=f"generator-{number}", incarnation="a"))
+    deadline = time.monotonic() + 10.0
+    while not open_to_all.newcomers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert open_to_all.generators == ["generator-2"]
+    for end in (friend, *strangers, open_to_all):
+        end.close()
+
+
+def test_the_meeting_place_of_a_group_listens_at_its_address_alone():
+    store = serve_store("127.0.0.1", 5.0)
+    socket.create_connection(("127.0.0.1", store.port), timeout=5.0).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5.0)
+
+
+def test_no_secret_is_shown():
+    keys = Keys.make()
+    config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"))
+    setup = Setup(config, Path("run"), 1, None, keys)
+    shown = f"{setup!r} {setup} {keys} {[keys]!r} {msgspec.json.encode(config)!r}"
+    assert "hidden" in shown
+    for secret in (keys.server_secret, keys.client_secret):
+        assert secret.decode() not in shown
+    assert pickle.loads(pickle.dumps(setup)).keys == keys, "processes of the run are given them all the same"

@@ -1,0 +1,392 @@
+"""Spoilt frames into everything that reads frames: nobody falls over, nothing grows, nothing is run, nothing false is kept.
+
+    python -m tests.wire.fuzz --frames 1000000 --seed 0
+
+Most go through the product's `BufferService.turn`, with only the socket replaced, from generators, from strangers, and in
+the learner's and the driver's name; the others through the publisher, and through a generator and its receiver of
+weights, as far as they read messages. Between them a good generator and the learner go on with the run.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import resource
+import tempfile
+import time
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncgrpo import metrics
+from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.config import AlgorithmConfig, BufferConfig, WeightsConfig
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.errors import RefusedError
+from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.weights.receiver import Receiver
+from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_batch
+from asyncgrpo.wire.messages import (
+    PROTOCOL,
+    Ack,
+    Assemble,
+    Batch,
+    Cancel,
+    Deliver,
+    Drain,
+    Finished,
+    GeneratorLost,
+    Grant,
+    Hello,
+    Join,
+    LastEvals,
+    LeaseFailed,
+    Message,
+    Muster,
+    Nack,
+    Offer,
+    Present,
+    Published,
+    RequestEval,
+    Saved,
+    Serving,
+    Staged,
+    Swap,
+    Swapped,
+    SyncFailed,
+    Take,
+    TakeSnapshot,
+    Welcome,
+)
+from tests.wire.mutations import Frames, Mutator
+
+VOCABULARY, GROUP_SIZE, PER_STEP, MAX_LAG = 151_936, 2, 2, 2
+STRANGERS = 4
+SECONDS_A_FRAME = 0.02
+EVERY = 50
+"""Frames between two good groups."""
+
+
+class Net:
+    """The buffer's socket: what is sent is packed as the product packs it, and kept by peer for a while."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, deque[tuple[Message, memoryview]]] = {}
+
+    def send(self, peer: str, message: Message, payload: Any = b"") -> bool:
+        arrived = decode([bytes(frame) for frame in encode(message, payload)])
+        self.sent.setdefault(peer, deque(maxlen=200)).append(arrived)
+        return True
+
+
+class Plane:
+    """A buffer with a good generator, a bad one and a learner."""
+
+    def __init__(self, seed: int, canary: str) -> None:
+        self.mutator = Mutator(seed, canary)
+        self.line = Mutator(seed + 1, canary)
+        self.rng = self.mutator.rng
+        self.net = Net()
+        prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1, 7), answer=[1]) for i in range(50))
+        self.buffer = Buffer(
+            BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=4.0),
+            AlgorithmConfig(group_size=GROUP_SIZE),
+            PromptSource(prompts, seed=seed, shuffle=True, epochs=None),
+            Sampling(),
+            seed=seed,
+            lineage=1,
+        )
+        evaluations = Evaluations(prompts[:2], Sampling(), seed, 30.0)
+        self.service = BufferService(self.net, self.buffer, evaluations, VOCABULARY)  # type: ignore[arg-type]
+        self.now_s = 0.0
+        self.step = 0
+        self.trained = 0
+        self.hear("learner", Published(version=WeightVersion(1, 0)))
+
+    def hear(self, peer: str, message: Message, payload: bytes = b"") -> None:
+        self.turn(peer, [bytes(frame) for frame in encode(message, payload)])
+
+    def turn(self, peer: str, frames: Frames) -> None:
+        self.now_s += SECONDS_A_FRAME
+        self.service.turn((peer, frames), self.now_s)
+
+    # -- the good ones -------------------------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """A good generator delivers what it was granted; the learner takes a batch, and publishes."""
+        version = WeightVersion(1, self.step)
+        if self.rng.random() < 0.1:  # one that claims a large window gets whatever is free
+            self.end_the_others()
+        self._say_hello("bad")
+        self._say_hello("good")
+        for lease in self.leases("good-0"):
+            self.hear("good-0", *answered(lease, version))
+        self.net.sent["good-0"].clear()
+        if self.buffer.count(State.READY) >= PER_STEP:
+            self.hear("learner", Take(step=self.step, version=version))
+        for message, payload in self.net.sent.pop("learner", ()):
+            if isinstance(message, Batch):
+                self._train(message, payload, version)
+        self.check()
+
+    def _say_hello(self, name: str) -> None:
+        if name not in self.service._sessions:
+            self.hear(f"{name}-0", Hello(protocol=PROTOCOL, generator_id=name, incarnation="0", window=3))
+        self.hear(f"{name}-0", Serving(generator_id=name, version=WeightVersion(1, self.step)))
+
+    def end_the_others(self) -> None:
+        """The supervisor does away with everyone but the good generator."""
+        for name in set(self.service._sessions) - {"good"}:
+            self.hear("driver", GeneratorLost(generator_id=name))
+
+    def leases(self, peer: str) -> list[Lease]:
+        """Granted to `peer` and still under way."""
+        granted = [m.lease for m, _ in self.net.sent.get(peer, ()) if isinstance(m, Grant)]
+        return [lease for lease in granted if self.buffer.lease_of(lease.lease_id) == lease]
+
+    def _train(self, batch: Batch, payload: memoryview, version: WeightVersion) -> None:
+        """What the learner gets can be believed, in words other than those of the checks."""
+        for group in unpack_batch(batch, payload):
+            assert len(group.rollouts) == GROUP_SIZE
+            for rollout in group.rollouts:
+                done = rollout.completion
+                assert len(done.token_ids) == len(done.logprobs) == done.spans[-1].end
+                assert all(0 <= token < VOCABULARY for token in done.token_ids.tolist())
+                assert np.isfinite(done.logprobs).all() and (done.logprobs <= 1e-5).all()
+                assert rollout.score.value is None or np.isfinite(rollout.score.value)
+                ages = [version.version - span.version.version for span in done.spans]
+                # One claimed to be of the weights under way is indistinguishable from one that is.
+                assert all(-1 <= age <= MAX_LAG for age in ages), ages
+                assert {span.version.lineage for span in done.spans} == {1}
+            self.trained += 1
+        self.step += 1
+        self.hear("learner", Published(version=WeightVersion(1, self.step)))
+
+    def check(self) -> None:
+        """The ledger balances, in groups and in tokens."""
+        out, tokens, held = self.buffer.outcomes, self.buffer.tokens, sum(map(self.buffer.count, State))
+        dropped = sum(count for name, count in out.items() if name.startswith("dropped_"))
+        assert out["leased"] == held + out["trained"] + dropped + out["requeued"], out
+        fates = ("trained", "filtered", "stale", "failed", "aborted", "duplicate", "unusable")
+        assert tokens["generated"] == sum(tokens[f] for f in fates) + self.buffer.tokens_in_flight, tokens
+
+    # -- the bad ones --------------------------------------------------------------------------------------------------
+
+    def attack(self) -> None:
+        """One spoilt message."""
+        kind = self.rng.random()
+        if kind < 0.05:
+            self._say_hello("bad")
+        elif kind < 0.45:  # the bad generator knows how to make a digest
+            message, payload = self._of_generator()
+            if isinstance(message, Deliver) and self.rng.random() < 0.6:
+                frames = [bytes(f) for f in encode(*self.mutator.lie(message, payload))]
+            else:
+                frames = self.mutator.sealed(message, payload)
+            self.turn("bad-0", frames)
+        elif kind < 0.5:  # and says what is not for it to say
+            self.hear("bad-0", self.rng.choice(self._of_others()))
+        elif kind < 0.7:
+            peer = self.rng.choice(("bad-0", "good-0"))
+            self.turn(peer, self.mutator.of_bytes(*self._of_generator()))
+        elif kind < 0.85:
+            self.turn(f"stranger-{self.rng.randrange(STRANGERS)}", self.mutator.sealed(*self._of_generator()))
+        else:  # on the way from the learner and the driver
+            self.turn(
+                self.rng.choice(("learner", "driver")), self.line.of_bytes(self.rng.choice(self._of_others()), b"")
+            )
+
+    def _of_generator(self) -> tuple[Message, bytes]:
+        leases = self.leases("bad-0") or self.leases("good-0")
+        if leases and self.rng.random() < 0.6:
+            return answered(self.rng.choice(leases), WeightVersion(1, self.step))
+        lease_id = leases[0].lease_id if leases else "1.0.0"
+        return self.rng.choice((
+            Hello(protocol=PROTOCOL, generator_id="bad", incarnation="0", window=3),
+            Serving(generator_id="bad", version=WeightVersion(1, self.step)),
+            LeaseFailed(generator_id="bad", lease_id=lease_id, reason="failed", detail="why"),
+        )), b""  # fmt: skip
+
+    def _of_others(self) -> list[Message]:
+        version = WeightVersion(1, self.step)
+        return [
+            Take(step=self.step, version=version), Published(version=version), RequestEval(step=3),
+            TakeSnapshot(published=version), Saved(step=3), LastEvals(), Finished(), Drain(reason="r"),
+            GeneratorLost(generator_id="good"),
+        ]  # fmt: skip
+
+
+def answered(lease: Lease, version: WeightVersion) -> tuple[Deliver, bytes]:
+    """A true group."""
+    rng = np.random.default_rng(lease.seed)
+    rollouts = []
+    for index in range(lease.num_answers):
+        length = int(rng.integers(2, 12))
+        tokens, logprobs = rng.integers(0, VOCABULARY, length), -rng.random(length, np.float32)
+        completion = Completion(index, tokens.astype(np.int32), logprobs, (VersionSpan(version, 0, length),), "stop")
+        rollouts.append(Rollout(completion, Score(value=float(index))))
+    fields = {name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "order", "purpose", "prompt")}
+    return pack_group(Group(**fields, rollouts=tuple(rollouts), generator_id="bad"))
+
+
+class Readers:
+    """The publisher, a generator and its receiver, without engine and network."""
+
+    def __init__(self, seed: int, canary: str) -> None:
+        self._mutators = [Mutator(seed + which, canary) for which in range(4)]  # for each conversation its own
+        self._rng = self._mutators[0].rng
+        self._loop = asyncio.new_event_loop()
+        self._frames: Frames | None = None
+        self.publisher = Publisher(WeightsConfig(), backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+        self.publisher._server.close()
+        self.publisher._server = self  # type: ignore[assignment]
+        self.receiver = Receiver(
+            "", generator_id="g", incarnation="a", host="", apply=lambda tensors, version: "", keys=None
+        )  # fmt: skip
+        self.refused: Counter[str] = Counter()
+        from tests.generators.test_service import Generator
+
+        self.generator = Generator()
+        self.generator._client = self.generator.line
+        self.generator._loop = self._loop  # type: ignore[assignment]
+        version, name = WeightVersion(1, 3), {"generator_id": "g", "epoch": 1}
+        self._to_publisher: list[Message] = [
+            Join(generator_id="g", incarnation="a"), Present(**name), Staged(**name, version=version, digest="d"),
+            Swapped(**name, version=version, checksum="c", seconds=1.0),
+            SyncFailed(**name, reason="r", poisoned=True),
+        ]  # fmt: skip
+        self._to_generator: list[Message] = [
+            Ack(group_id="1.0", lease_id="1.0.0"), Nack(group_id="1.0", lease_id="1.0.0", reason="r"),
+            Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), Welcome(protocol=1),
+        ]  # fmt: skip
+        self._to_receiver: list[Message] = [
+            Muster(epoch=1), Offer(epoch=1, version=version, tensors=(), bucket_bytes=64),
+            Swap(epoch=1, version=version),
+        ]  # fmt: skip
+        self._sealed_only_by_us: list[Message] = [
+            Grant(lease=msgspec.convert(_LEASE, Lease)),
+            Assemble(epoch=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0),
+        ]
+
+    def attack(self) -> None:
+        """One spoilt message to one of the three."""
+        which = self._rng.randrange(3)
+        if which == 0:
+            self._frames = self._spoilt(which, self._to_publisher)
+            self.publisher.newcomers()
+            return
+        if which == 1:
+            message = self._read(self._spoilt(which, self._to_generator))
+            if message is not None:
+                self._loop.run_until_complete(self.generator._handle(message))
+                self.generator.sent.clear()
+        else:
+            message = self._read(self._spoilt(which, self._to_receiver))
+            if message is not None:
+                self.receiver._handle(self, message)  # type: ignore[arg-type]
+        self._read(self._mutators[3].of_bytes(self._rng.choice(self._sealed_only_by_us), b""))
+
+    def _spoilt(self, which: int, messages: list[Message]) -> Frames:
+        mutator = self._mutators[which]
+        spoil = mutator.sealed if self._rng.random() < 0.6 else mutator.of_bytes
+        return spoil(self._rng.choice(messages), b"")
+
+    def _read(self, frames: Frames) -> Message | None:
+        try:
+            return decode(frames)[0]
+        except RefusedError as error:
+            self.refused[error.reason] += 1
+            return None
+
+    def receive(self, timeout_s: float) -> tuple[str, Frames] | None:
+        """The publisher's socket."""
+        frames, self._frames = self._frames, None
+        return None if frames is None else ("weights-g-a", frames)
+
+    def send(self, *message: Any) -> bool:
+        """The publisher's socket, and the receiver's."""
+        return True
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+_LEASE = {
+    "lease_id": "1.0.0", "group_id": "1.0", "attempt": 0, "order": 0, "purpose": "train", "num_answers": 2, "seed": 0,
+    "prompt": {"prompt_id": "train/0", "token_ids": [1]}, "sampling": {},
+}  # fmt: skip
+
+
+def resident_mb() -> float:
+    gc.collect()
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(int(row.split()[1]) for row in rows if row.startswith("VmRSS")) * 1024 / 2**20
+
+
+def refusals() -> Counter[str]:
+    """By reason, of this process so far."""
+    samples = next(iter(metrics.rejected_frames_total.collect())).samples
+    return Counter({s.labels["reason"]: int(s.value) for s in samples if s.name.endswith("_total")})
+
+
+def fuzz(frames: int, seed: int) -> dict[str, Any]:
+    """Spoil and send so many frames. Raises whatever a reader raises, and AssertionError where a promise is broken."""
+    with tempfile.TemporaryDirectory() as folder:
+        canary = Path(folder) / "canary"
+        plane = Plane(seed, str(canary))
+        readers = Readers(seed + 2, str(canary))
+        before, started = refusals(), time.process_time()
+        resident = largest = 0.0
+        for number in range(frames):
+            if number % EVERY == 0:
+                plane.go_on()
+            if number == min(frames // 4, 20_000):
+                resident = resident_mb()
+            elif number % 20_000 == 0:
+                largest = max(largest, resident_mb())
+            if number % 10 == 9:
+                readers.attack()
+            else:
+                plane.attack()
+        growth, seconds = max(largest, resident_mb()) - resident, time.process_time() - started
+        trained = plane.trained
+        plane.end_the_others()
+        for _ in range(4):
+            plane.go_on()
+        assert plane.trained > trained, "after all that, good groups are trained as before"
+        assert not canary.exists(), "something was run"
+        readers.close()
+        return {
+            "what": "spoilt frames",
+            "frames": frames,
+            "seed": seed,
+            "frames_per_cpu_s": round(frames / seconds),
+            "growth_mb": round(growth, 1),
+            "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+            "trained": plane.trained,
+            "outcomes": dict(plane.buffer.outcomes),
+            "refused_by_buffer": dict(refusals() - before),
+            "refused_by_others": dict(readers.refused),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.disable(logging.ERROR)
+    found = fuzz(arguments.frames, arguments.seed)
+    print(json.dumps(found))
+    assert found["growth_mb"] <= 64, "it grows"
+
+
+if __name__ == "__main__":
+    main()

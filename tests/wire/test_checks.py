@@ -1,0 +1,310 @@
+"""A group is kept only if an engine can have made it, in answer to a lease that was given."""
+
+from types import UnionType
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncgrpo import metrics
+from asyncgrpo.buffer.buffer import State
+from asyncgrpo.errors import RefusedError, WireError
+from asyncgrpo.types import Lease, Prompt, Sampling, VersionSpan, WeightVersion
+from asyncgrpo.wire import messages
+from asyncgrpo.wire.checks import LARGEST_LOGPROB, check_answers_lease, check_group
+from asyncgrpo.wire.codec import ANY, Kinds, decode, encode, pack_group
+from asyncgrpo.wire.messages import (
+    PROTOCOL,
+    AnyMessage,
+    Batch,
+    Deliver,
+    Finished,
+    Hello,
+    LeaseFailed,
+    Message,
+    Nack,
+    Published,
+    RequestEval,
+    Saved,
+    Serving,
+)
+from tests.buffer.test_buffer import deliver, prompts, v
+from tests.buffer.test_incarnations import Served
+from tests.wire.test_codec import change, make_group
+
+VOCABULARY = 100
+PAYLOAD = bytes(16)
+"""Two answers of one token."""
+
+
+def refusal(message: Deliver, payload, vocabulary=VOCABULARY) -> str | None:
+    try:
+        check_group(message, payload, vocabulary)
+    except RefusedError as error:
+        assert message.group_id in str(error)
+        return error.reason
+    return None
+
+
+def altered(answer: int, place: int, *, token: int | None = None, logprob: float | None = None):
+    """The group of three answers (3, 0 and 5 tokens), with one number of it changed."""
+    group = make_group()
+    completion = group.rollouts[answer].completion
+    if token is not None:
+        completion.token_ids[place] = token
+    if logprob is not None:
+        completion.logprobs[place] = logprob
+    return pack_group(group)
+
+
+@pytest.mark.parametrize(("answer", "place"), [(0, 0), (0, 2), (2, 0), (2, 4)])
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        ({"token": VOCABULARY - 1}, None),
+        ({"token": VOCABULARY}, "vocabulary"),
+        ({"token": -1}, "vocabulary"),
+        ({"token": 2**31 - 1}, "vocabulary"),
+        ({"logprob": 0.0}, None),
+        ({"logprob": -0.0}, None),
+        ({"logprob": LARGEST_LOGPROB}, None),
+        ({"logprob": float(np.finfo(np.float32).min)}, None),
+        ({"logprob": 1e-4}, "not_finite"),
+        ({"logprob": float("inf")}, "not_finite"),
+        ({"logprob": float("-inf")}, "not_finite"),
+        ({"logprob": float("nan")}, "not_finite"),
+        ({"logprob": -float("nan")}, "not_finite"),
+    ],
+)
+def test_every_number_of_every_answer_is_looked_at(answer, place, number, reason):
+    assert refusal(*altered(answer, place, **number)) == reason
+
+
+def test_each_number_is_judged_as_numpy_judges_it():
+    """The integers behind the floats, against what the floats say."""
+    rng = np.random.default_rng(0)
+    special = np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 1, 0x80000001], np.uint32)
+    words = np.concatenate([special, rng.integers(0, 2**32, 3000, dtype=np.uint32)])
+    for number in words.view(np.float32):
+        believed = bool(np.isfinite(number) and number <= np.float32(LARGEST_LOGPROB))
+        assert (refusal(*altered(2, 1, logprob=number)) is None) == believed, number
+
+
+def test_answers_are_in_order():
+    message, payload = pack_group(make_group())
+    assert refusal(change(message, index=1), payload) == "schema"
+    assert refusal(msgspec.structs.replace(message, rollouts=message.rollouts[::-1]), payload) == "schema"
+
+
+def test_a_group_without_tokens_can_be():
+    assert refusal(*pack_group(make_group(lengths=()))) is None
+    assert refusal(*pack_group(make_group(lengths=(0, 0)))) is None
+
+
+LEASE = Lease(
+    lease_id="1.7.0",
+    group_id="1.7",
+    attempt=0,
+    order=7,
+    purpose="train",
+    prompt=make_group().prompt,
+    num_answers=3,
+    sampling=Sampling(),
+    seed=0,
+)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"group_id": "1.8"},
+        {"attempt": 1},
+        {"order": 8},
+        {"purpose": "eval"},
+        {"prompt": Prompt(prompt_id="train/8", token_ids=(1, 2, 3))},
+        {"prompt": Prompt(prompt_id="train/7", token_ids=(1, 2, 4))},
+    ],
+)
+def test_another_answer_than_was_asked_for_is_refused(fields):
+    message, _ = pack_group(make_group())
+    check_answers_lease(message, LEASE, WeightVersion(1, 5))
+    with pytest.raises(RefusedError, match=r"1\.7\.0") as error:
+        check_answers_lease(msgspec.structs.replace(message, **fields), LEASE, WeightVersion(1, 5))
+    assert error.value.reason == "lease"
+
+
+def test_weights_that_are_to_come_are_refused():
+    """The version after the last published one may sample before the buffer hears of it."""
+    message, _ = pack_group(make_group())  # of versions 4 and 5
+    check_answers_lease(message, LEASE, WeightVersion(1, 4))
+    with pytest.raises(RefusedError, match=r"1\.5 after 1\.3") as error:
+        check_answers_lease(message, LEASE, WeightVersion(1, 3))
+    assert error.value.reason == "version"
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+def refused_frames(frames, kinds: Kinds = ANY) -> str:
+    with pytest.raises(RefusedError) as error:
+        decode(frames, kinds)
+    return error.value.reason
+
+
+def forged(header: bytes, payload: bytes = b"") -> list[bytes]:
+    """Frames whose digest is right."""
+    import xxhash
+
+    hasher = xxhash.xxh3_64(header)
+    hasher.update(payload)
+    return [hasher.digest() + header, payload]
+
+
+def test_a_header_is_measured_before_it_is_decoded(monkeypatch):
+    def must_not_decode(header):
+        raise AssertionError("decoded")
+
+    from asyncgrpo.wire import codec
+
+    monkeypatch.setattr(codec, "_decoder", type("Decoder", (), {"decode": staticmethod(must_not_decode)}))
+    for kind in get_args(AnyMessage):
+        start = msgspec.msgpack.encode({"kind": kind.__name__, "x": 1})
+        if kind.max_header_bytes < 2**30:
+            assert refused_frames(forged(start + bytes(kind.max_header_bytes))) == "size", kind
+        if kind.max_payload_bytes == 0:
+            assert refused_frames(forged(start, b"x")) == "size", kind
+
+
+def test_a_message_that_nobody_would_read_is_not_sent():
+    for message, payload in ((Saved(step=1), b"x"), (Published(version=v(1)), b"x"), (long_hello(), b"")):
+        with pytest.raises(WireError, match="are read"):
+            encode(message, payload)
+
+
+def long_hello() -> Hello:
+    return Hello(protocol=PROTOCOL, generator_id="g" * 2**16, incarnation="", window=1)
+
+
+def test_what_is_for_others_is_not_decoded():
+    of_buffer = Kinds(messages.ToBuffer)
+    assert decode(encode(Saved(step=1)), of_buffer)[0] == Saved(step=1)
+    assert refused_frames(encode(Nack(group_id="", lease_id="", reason="")), of_buffer) == "decode"
+    assert refused_frames(encode(Saved(step=1)), Kinds(messages.ToPublisher)) == "decode"
+
+
+@pytest.mark.parametrize("kind", get_args(AnyMessage), ids=lambda kind: kind.__name__)
+def test_every_kind_is_known_by_its_first_bytes(kind: type[Message]):
+    for size in (15, 16):  # the two ways in which msgpack begins a map of so many fields
+        header = msgspec.msgpack.encode({"kind": kind.__name__, **dict.fromkeys(map(str, range(size - 1)))})
+        assert ANY.of(memoryview(header)) is kind
+
+
+def test_conversations_are_parts_of_the_whole():
+    def members(union: UnionType) -> set[type]:
+        return set(get_args(union))
+
+    assert members(AnyMessage) == set(Message.__subclasses__())
+    assert members(messages.ToBuffer) == members(messages.OfGenerator) | members(messages.OfLearnerOrDriver)
+
+
+# -- at the buffer's door ----------------------------------------------------------------------------------------------
+
+
+def hear_raw(served: Served, peer: str, frames) -> list[tuple[str, Message]]:
+    served.lines.sent.clear()
+    served.service.turn((peer, frames), served.now_s)
+    return list(served.lines.sent)
+
+
+def a_lease(served: Served):
+    served.hear("a", Hello(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
+    served.hear("learner", Published(version=v(0)))
+    served.hear("a", Serving(generator_id="a", version=v(0)))
+    return served.oldest_lease()
+
+
+def counted(reason: str) -> float:
+    return metrics.rejected_frames_total.labels(reason=reason)._value.get()
+
+
+def of_weights_to_come(message: Deliver) -> Deliver:
+    return change(message, spans=(VersionSpan(v(9), 0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("reason", "change_message", "payload"),
+    [
+        ("schema", lambda m: m, PAYLOAD[:-1]),
+        ("vocabulary", lambda m: m, np.array([2**31 - 1, 0, 0, 0], "<i4").tobytes()),
+        ("not_finite", lambda m: m, np.array([0, np.nan, 0, 0], "<f4").tobytes()),
+        ("lease", lambda m: msgspec.structs.replace(m, order=11), PAYLOAD),
+        ("version", of_weights_to_come, PAYLOAD),
+    ],
+)
+def test_a_group_that_is_not_believed_is_counted_and_its_prompt_leased_again(reason, change_message, payload):
+    served = Served(per_step=1, max_lag=0)
+    served.service._vocabulary = VOCABULARY
+    lease, before = a_lease(served), counted(reason)
+    sent = hear_raw(served, "a", encode(change_message(deliver(lease, 0)), payload))
+    assert [type(m).__name__ for _, m in sent] == ["Nack", "Grant"]
+    assert sent[0][1].reason == reason and sent[0][1].lease_id == lease.lease_id
+    again = served.oldest_lease()
+    assert (again.order, again.attempt) == (lease.order, 1)
+    assert counted(reason) == before + 1
+    assert hear_raw(served, "a", encode(deliver(again, 0), PAYLOAD))[0][1].lease_id == again.lease_id
+    assert served.buffer.count(State.READY) == 1
+
+
+def test_an_evaluation_that_is_not_believed_is_asked_for_again():
+    served = Served(held_out=prompts(1))
+    served.hear("learner", RequestEval(step=0))
+    served.hear("a", Hello(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
+    served.hear("learner", Published(version=v(0)))
+    served.hear("a", Serving(generator_id="a", version=v(0)))
+    lease = served.service._evaluations.lease_of("eval.0.0.0")
+    assert lease is not None
+    message = msgspec.structs.replace(deliver(lease, 9, scores=(1.0,)), purpose="eval")
+    sent = hear_raw(served, "a", encode(message, bytes(8)))
+    assert sent[0][1].reason == "version"
+    assert served.service._evaluations.lease_of("eval.0.0.1") is not None
+    assert served.service._evaluations.under_way
+
+
+@pytest.mark.parametrize(
+    ("reason", "frames"),
+    [
+        ("checksum", [encode(Serving(generator_id="a", version=None))[0][:-1] + b"x", b""]),
+        ("decode", forged(msgspec.msgpack.encode({"kind": "Serving", "generator_id": 1}))),
+        ("decode", encode(Nack(group_id="", lease_id="", reason=""))),
+        ("size", forged(msgspec.msgpack.encode({"kind": "Serving", "x": "y" * 2**16}))),
+        ("sender", encode(Finished())),
+        ("sender", encode(Published(version=v(3)))),
+        ("sender", encode(Serving(generator_id="b", version=None))),
+        ("sender", encode(LeaseFailed(generator_id="b", lease_id="1.0.0", reason=""))),
+        ("sender", encode(Hello(protocol=PROTOCOL, generator_id="b", incarnation="", window=9))),
+    ],
+)
+def test_what_cannot_be_read_or_is_not_for_the_sender_to_say_changes_nothing(reason, frames):
+    served = Served(per_step=1, max_lag=0)
+    lease, before = a_lease(served), counted(reason)
+    assert hear_raw(served, "a", frames) == [("a", Nack(group_id="", lease_id="", reason=reason))]
+    assert counted(reason) == before + 1
+    assert served.oldest_lease() == lease and served.buffer.version == v(0)
+    assert hear_raw(served, "stranger", frames[:1]) == [], "who never said Hello is told nothing"
+
+
+def test_a_checkpoint_that_nobody_asked_for_is_refused():
+    served, before = Served(), counted("schema")
+    served.hear("learner", Saved(step=1))
+    assert counted("schema") == before + 1
+
+
+def test_a_batch_whose_sizes_lie_is_refused():
+    from asyncgrpo.wire.codec import unpack_batch
+
+    message, payload = pack_group(make_group())
+    for sizes in ((len(payload), 8), (len(payload) - 8,), ()):
+        batch = Batch(step=0, groups=(message,), payload_sizes=sizes, counters={}, evals=(), epoch=0)
+        with pytest.raises(RefusedError):
+            unpack_batch(batch, memoryview(payload))
