@@ -66,6 +66,8 @@ log = logging.getLogger(__name__)
 READ = Kinds(ToBuffer)
 
 TICK_S = 0.1
+BURST = 32
+"""Messages read before leases are handed out again."""
 WAITING_EVERY_S = 1.0
 SILENT_AFTER_S = 60.0
 """A generator that says nothing for so long is taken for dead. It sends a heartbeat every second."""
@@ -127,13 +129,21 @@ class BufferService:
         """Serve until `Finished`."""
         while not self._finished:
             self._turned_s = time.monotonic()
-            self.turn(self._server.receive(TICK_S), time.monotonic())
+            self.serve(TICK_S)
+
+    def serve(self, timeout_s: float) -> None:
+        """One round: whatever has arrived, at most BURST messages of it, and then what follows from all of it."""
+        received, now_s, count = self._server.receive(timeout_s), time.monotonic(), 1
+        with self._server.together():
+            while received is not None and count < BURST and not self._finished:
+                self._receive(*received, now_s)
+                received, count = self._server.receive(0.0), count + 1
+            self.turn(received, now_s)
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
         """One round: what was received at `now_s` (None: nothing), and what follows from it and from the time."""
         if received is not None:
             self._receive(*received, now_s)
-            self._may_take = True
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s
             self._tick(now_s)
@@ -146,6 +156,7 @@ class BufferService:
     # -- messages in -------------------------------------------------------------------------------------------------
 
     def _receive(self, peer: str, frames: Sequence[Frame], now_s: float) -> None:
+        self._may_take = True
         try:
             message, payload = decode(frames, READ)
             self._check_sender(peer, message)
