@@ -137,8 +137,11 @@ class _Auditor:
             for record in filter(None, map(self._delivered.get, manifest.lease_ids)):
                 lag = manifest.version.version - record.versions[0].version
                 newest = record.versions[-1].version
-                if start is not None and _bounded_lag(record, manifest, start) > start.max_lag:
-                    self._differ(f"group {record.lease_id}: lag {lag} in step {manifest.step}, max_lag {start.max_lag}")
+                bounded = _bounded_lag(record, manifest, start) if start is not None else None
+                if start is not None and bounded is not None and bounded > start.max_lag:
+                    self._differ(
+                        f"group {record.lease_id}: lag {bounded} in step {manifest.step}, max_lag {start.max_lag}"
+                    )
                 if newest > manifest.version.version:
                     self._differ(f"group {record.lease_id} is of weights {newest}, newer than step {manifest.step}")
                 if manifest in self._manifests:
@@ -197,14 +200,14 @@ class _Auditor:
                 )
 
 
-def _bounded_lag(record: Delivered, manifest: Handed, start: Began) -> int:
-    """The lag of the group that its policy promises to bound; 0 where it promises nothing."""
+def _bounded_lag(record: Delivered, manifest: Handed, start: Began) -> int | None:
+    """The lag of the group that its policy promises to bound; None where it promises nothing."""
     match POLICIES[start.policy].counts_from:
         case "oldest":
             return manifest.version.version - record.versions[0].version
         case "newest":
             return manifest.version.version - record.versions[-1].version
-    return 0
+    return None
 
 
 def _lineage(lease_id: str) -> int:

@@ -71,6 +71,13 @@ def test_what_is_given_up_shows_by_its_share_in_the_respect_in_which_it_differs(
     assert set(distances.values()) == {0.0}
 
 
+def test_length_is_of_an_answer_however_many_a_group_has():
+    monitor = BiasMonitor(0.1)
+    for number in range(100):
+        monitor.settle("s", group(5, (0.0, 1.0) if number % 2 else (0.5,) * 3), age=1, masked=0 if number % 2 else None)
+    assert monitor.distances()["length"] == 0
+
+
 def test_masked_tokens_make_what_is_trained_shorter():
     monitor = BiasMonitor(0.1)
     for _ in range(LEAST):
@@ -88,7 +95,7 @@ def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
     assert len(told) == 2 and all(len(said[number]) == 1 for number in told)
     first = said[told[0]][0]
     assert "in length: distance 0.1" in first and "given up for their age" in first
-    assert 200 < told[0] < 260 and told[1] > 260 + WINDOW
+    assert 200 < told[0] < 260 and told[1] - (260 + WINDOW) == WINDOW // 10, "of the last ones, and of no others"
 
 
 def test_the_age_of_what_is_given_up_for_its_age_is_no_news():

@@ -82,6 +82,18 @@ def test_window_trains_the_prompts_in_their_order_whoever_finishes_first():
     assert [step(buffer, version) for version in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_batch_is_small_while_another_group_is_under_way(policy):
+    buffer, (first, second) = started(policy, count=2, per_step=2, max_lag=1)
+    buffer.accept(spanning(first, 0), b"")
+    assert step(buffer, 0) is None
+    buffer.fail(second.lease_id, "failed")
+    assert step(buffer, 0) is None, "its prompt may be leased again"
+    (again,) = lease_all(buffer)
+    buffer.accept(spanning(again, 0), b"")
+    assert step(buffer, 0) == [0, 1]
+
+
 def test_window_closes_with_what_is_left_when_no_prompt_is():
     buffer, leases = started("window", count=3, per_step=2, max_lag=1)
     for lease in leases:
@@ -216,7 +228,8 @@ class AnyPolicy(RuleBasedStateMachine):
             assert all((entry.masked > 0) == (lag > self.max_lag) for entry, lag in zip(batch, lags, strict=True))
         elif self.policy != "train":
             assert max(lags) <= self.max_lag
-        assert len(batch) == self.per_step or self.buffer.count(State.READY) == 0
+        left = self.buffer.count(State.READY) + self.buffer.count(State.LEASED) + self.buffer._prompts.has_next
+        assert len(batch) == self.per_step or not left
         self.trained += [entry.order for entry in batch]
         if self.policy == "window":
             assert all(self.buffer._prompts.is_done(o) or o in self.trained for o in range(max(self.trained)))
