@@ -160,7 +160,7 @@ def whole_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int, ou
         subprocess.CalledProcessError: the run failed, or its audit found a difference.
     """
     folder = out / f"{policy}-{max_lag}-{sigma:g}-{seed}"
-    engine = f"{{seconds_per_token: 0.01, median_tokens: 25, sigma: {sigma:g}}}"
+    engine = f"{{vocab_size: 261, seconds_per_token: 0.02, median_tokens: 25, sigma: {sigma:g}}}"
     command = [sys.executable, "-m", "asyncgrpo", "demo", "--engine", "fake", "--out", str(folder), "--seed", str(seed)]
     command += ["--steps", str(steps), "--max-lag", str(max_lag), f"buffer.policy={policy}", *DEMO]
     subprocess.run([*command, f"generators.extra={engine}"], check=True, capture_output=True, text=True)
