@@ -1,8 +1,8 @@
 """Does the learner see the groups that generators make, or only the quick ones? No sockets, no clock.
 
-A group is *settled* when a batch takes it or when it is given up for its age. Each counts once among the generated,
-and the trained ones also among the trained, so nothing that merely waits makes a difference, and where nothing is given
-up the distance is exactly 0. Over the last groups that were settled it compares, of groups,
+A group is *settled* when a batch takes it, when it is given up for its age, or when its lease runs out. Each counts once
+among the generated, and the trained ones also among the trained, so nothing that merely waits makes a difference, and
+where nothing is given up the distance is exactly 0. Over the last groups that were settled it compares, of groups,
 
     length    mean sampled tokens of an answer; under `mask` the trained ones count without their masked tokens
     reward    mean reward of the scored answers: how difficult the prompt is
@@ -10,8 +10,8 @@ up the distance is exactly 0. Over the last groups that were settled it compares
     source    `source` of the prompt
 
 Numbers are compared by the two-sample Kolmogorov-Smirnov distance (the largest difference of the two distribution
-functions), sources by total variation. Both are at most the share that was given up. A lease that was cancelled has no
-length yet; it was outrun by all that came, so it counts as longer than any of them, and its reward is not known.
+functions), sources by total variation. Both are at most the share that was given up. A lease that was cancelled or ran
+out has no length; it was outrun by all that came, so it counts as longer than any of them, and its reward is not known.
 
 Left out on both sides is what leaves for another reason, which is counted by name: groups without a signal, where
 the learner wants to see others than are made, and groups that failed.
@@ -42,7 +42,7 @@ class Settled:
     age: int
     """Optimizer steps."""
     length: float
-    """Tokens of an answer; infinite where the lease was cancelled."""
+    """Tokens of an answer; infinite where the group never came."""
     reward: float
     """NaN where it is not known."""
     trained_length: float | None
@@ -66,7 +66,7 @@ class BiasMonitor:
         """A group's fate is known.
 
         Args:
-            message: the group; None: its lease was cancelled.
+            message: the group; None: it never came.
             age: lag, optimizer steps.
             masked: sampled tokens without weight in the step that trains it; None: it is not trained.
         """
@@ -103,7 +103,7 @@ class BiasMonitor:
         given_up = sum(g.trained_length is None for g in self._settled)
         return [
             f"trained groups differ from generated ones in {name}: distance {distances[name]:.2f}, "
-            f"{given_up} of the last {len(self._settled)} were given up for their age"
+            f"{given_up} of the last {len(self._settled)} were given up for being slow or old"
             for name in sorted(new)
         ]
 

@@ -152,6 +152,8 @@ class Buffer:
             return
         if reason == "lease_timeout":
             self._deadlines.took(entry.limit_s)
+            assert self.version is not None
+            self._settle(entry, self.version.version, masked=None)
         self._attempts[entry.order] += 1
         self._blamed[entry.order] += reason in BLAMED
         is_final = self._attempts[entry.order] >= self._config.max_attempts

@@ -94,7 +94,7 @@ def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
     told = [number for number, sentences in enumerate(said) if sentences]
     assert len(told) == 2 and all(len(said[number]) == 1 for number in told)
     first = said[told[0]][0]
-    assert "in length: distance 0.1" in first and "given up for their age" in first
+    assert "in length: distance 0.1" in first and "given up for being slow or old" in first
     assert 200 < told[0] < 260 and told[1] - (260 + WINDOW) == WINDOW // 10, "of the last ones, and of no others"
 
 
@@ -130,6 +130,20 @@ def test_a_buffer_that_drops_the_slow_ones_is_told_from_one_that_waits():
         balance(buffer)
         seen[policy] = buffer.bias.distances()["length"]
     assert seen["wait"] == 0 and seen["drop"] > 0.1
+
+
+def test_a_lease_that_runs_out_counts_as_one_that_was_too_slow_and_one_that_fails_does_not():
+    for reason, distance in (("lease_timeout", 0.2), ("failed", 0.0)):
+        buffer = make_buffer(400, per_step=4, max_lag=0, max_attempts=1000)
+        buffer.published(v(0))
+        for version in range(20):
+            leases = lease_all(buffer)
+            buffer.fail(leases[0].lease_id, reason)
+            for lease in [*leases[1:], *lease_all(buffer)]:
+                buffer.accept(deliver(lease, version), b"")
+            assert buffer.take(v(version)) is not None
+            buffer.published(v(version + 1))
+        assert buffer.bias.distances()["length"] == pytest.approx(distance)
 
 
 def test_what_has_no_signal_is_on_neither_side():

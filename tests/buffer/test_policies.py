@@ -257,7 +257,8 @@ class AnyPolicy(RuleBasedStateMachine):
                 assert self.buffer.accept(spanning(lease, self.version), b"") is None
             self.step()
         assert self.buffer.exhausted
-        dropped = self.buffer.outcomes["dropped_failed"] + self.buffer.outcomes["dropped_always_stale"]
+        reasons = ("failed", "always_stale", "poison", "quarantined")
+        dropped = sum(self.buffer.outcomes[f"dropped_{reason}"] for reason in reasons)
         assert len(self.trained) == len(set(self.trained)) == self.count - dropped
 
 
