@@ -148,6 +148,7 @@ class BufferService:
             self._ticked_s = now_s
             self._tick(now_s)
         self._answer_take(now_s)
+        self._cancel_late()
         self._grant(now_s)
         if self._finished:
             for session in self._sessions.values():
@@ -341,6 +342,16 @@ class BufferService:
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason="lease_timeout"))
         self._observe(now_s)
 
+    def _cancel_late(self) -> None:
+        """Tell generators which leases the buffer has given up: what comes of them would be too old."""
+        late = self._buffer.cancelled()
+        for name, session in self._sessions.items():
+            lease_ids = tuple(entry.lease.lease_id for entry in late if entry.holder == name)
+            if lease_ids:
+                self._server.send(session.peer, Cancel(lease_ids=lease_ids, reason="stale"))
+        if late:
+            log.info("cancelled %d leases whose groups would be too old", len(late))
+
     def _grant(self, now_s: float) -> None:
         """Hand out leases, one at a time to whoever has the most room, evaluation first.
 
@@ -443,14 +454,19 @@ class BufferService:
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def _counters(self) -> dict[str, float]:
-        """Totals of this process: groups by outcome, those filtered by kind, tokens by fate."""
+        """Totals of this process: groups by outcome, those filtered by kind, tokens by fate. And the bias of now."""
         groups = {f"groups_{k}": float(v) for k, v in self._buffer.outcomes.items()}
         filtered = {f"filtered_{k}": float(v) for k, v in self._buffer.filtered.items()}
         tokens = {f"tokens_{k}": float(v) for k, v in self._buffer.tokens.items()}
         answers = {f"answers_{k}": float(v) for k, v in self._buffer.discarded.items()}
-        return groups | filtered | tokens | answers | {"prompts_done": float(self._buffer.prompts_done)}
+        bias = {f"bias_{k}": v for k, v in self._buffer.bias.distances().items()}
+        return groups | filtered | tokens | answers | bias | {"prompts_done": float(self._buffer.prompts_done)}
 
     def _observe(self, now_s: float) -> None:
+        for sentence in self._buffer.bias.news():
+            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
+        for name, distance in self._buffer.bias.distances().items():
+            metrics.bias_distance.labels(of=name).set(distance)
         for outcome, total in self._buffer.outcomes.items():
             metrics.groups_total.labels(outcome=outcome).inc(total - self._counted.get(outcome, 0))
             self._counted[outcome] = total
