@@ -234,6 +234,16 @@ class BufferConfig(Section, frozen=True):
             ge=0, description="optimizer steps from a group's oldest token to the step that trains it; 0 is synchronous"
         ),
     ] = 4
+    policy: Annotated[
+        Literal["wait", "window", "drop", "mask", "train"],
+        Meta(
+            description="too old for max_lag: wait for it, wait in prompt order, drop the group, mask tokens, or train all"
+        ),
+    ] = "wait"
+    bias_threshold: Annotated[
+        float,
+        Meta(ge=0, le=1, description="distance of trained from generated groups (0 to 1) that is warned of"),
+    ] = 0.1
     lease_timeout_s: Annotated[float, Meta(gt=0, description="a group not finished by then is leased again")] = 1800.0
     max_attempts: Annotated[int, Meta(ge=1, description="leases of one prompt before it is dropped, with a count")] = 3
     straggler_factor: Annotated[

@@ -245,8 +245,17 @@ def _count(number: int, noun: str) -> str:
 
 
 def _lag_in_words(config: Config) -> str:
-    lag = config.buffer.max_lag
-    return "synchronous (lag 0)" if lag == 0 else f"lag at most {_count(lag, 'step')}"
+    lag, policy = config.buffer.max_lag, config.buffer.policy
+    if lag == 0:
+        return "synchronous (lag 0)"
+    bound = f"lag at most {_count(lag, 'step')}"
+    return {
+        "wait": bound,
+        "window": f"{bound}, in prompt order",
+        "drop": f"{bound}, older groups are dropped",
+        "mask": f"{bound}, older tokens are masked",
+        "train": f"{_count(lag, 'step')} ahead at most, lag without bound",
+    }[policy]
 
 
 def _ends_in_words(config: Config) -> str:

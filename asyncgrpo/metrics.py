@@ -78,11 +78,13 @@ waiting_seconds = _gauge(
 # -------------------------------------------------------------------------------------------------------------- buffer
 
 GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
-                  "dropped_stale", "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
+                  "dropped_stale", "dropped_cancelled", "dropped_always_stale",
+                  "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
                   "dropped_lease_timeout", "filtered_zero_signal", "requeued",
                   "recovered", "dropped_superseded", "dropped_resume", "dropped_terms", "dropped_ahead",
                   "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined")
-TOKEN_FATES = ("generated", "recovered", "trained", "filtered", "stale", "aborted", "failed", "duplicate", "unusable")
+TOKEN_FATES = ("generated", "recovered", "trained", "masked", "filtered", "stale", "aborted", "failed", "duplicate",
+               "unusable")
 groups_total = _counter(
     "groups_total", "Groups by what happened to them; one group passes several of these.", "buffer",
     outcome=GROUP_OUTCOMES)
@@ -96,6 +98,10 @@ group_lag_steps = _histogram(
     "group_lag_steps", "Lag of a group when it is trained: optimizer steps since the weights of its oldest token.",
     "buffer", buckets=LAGS)
 max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps, as configured.", "buffer")
+bias_distance = _gauge(
+    "bias_distance", "Distance of trained from generated groups in one respect, 0 to 1; 0 before enough are settled.",
+    "buffer", of=("length", "reward", "source", "age"))
+bias_threshold = _gauge("bias_threshold", "The distance above which is warned, as configured.", "buffer")
 rejected_frames_total = _counter(
     "rejected_frames_total", "Messages that the buffer did not read or did not believe, by reason.", "buffer",
     reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum", "sender"))

@@ -16,8 +16,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,15 +62,33 @@ class Case:
     group_size: int = 8
     per_step: int = 16
     train_s: float = 12.0
+    policy: str = "wait"
 
     @property
     def num_groups(self) -> int:
         return self.steps * self.per_step
 
+    @property
+    def num_prompts(self) -> int:
+        """Of the run; with more than it trains, it ends after `steps` and not with its last answers."""
+        return self.num_groups
+
     def lengths(self) -> np.ndarray:
         """[groups, answers] tokens: lognormal, median 600, at most 8192."""
         drawn = np.random.default_rng(self.seed).lognormal(math.log(600), 1.0, (self.num_groups, self.group_size))
         return np.clip(drawn, 1, 8192).astype(int)
+
+    def lengths_of(self, order: int, attempt: int) -> np.ndarray:
+        """[answers] tokens of one lease."""
+        return self._lengths[order]
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        return self.lengths()
+
+    def reward(self, order: int, answer: int) -> float:
+        """Of one answer; `answer` counts those to the prompt."""
+        return 1.0
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -112,8 +132,13 @@ def main(argv: list[str] | None = None) -> None:
 class BatchingEngine:
     """`generators.Engine` of continuous batching: one event for each answer that ends, whatever its length."""
 
-    def __init__(self, lengths: np.ndarray) -> None:
-        self._lengths = lengths
+    def __init__(self, lengths_of: Callable[[int, int], np.ndarray]) -> None:
+        """
+        Args:
+            lengths_of: [answers] tokens of the group of this order and attempt.
+        """
+        self._lengths_of = lengths_of
+        self.aborted_tokens = 0.0
         self._tokens = 0.0  # that an answer has got which runs since the start
         self._since_s = 0.0
         self._running: list[tuple[float, int, float, Answer]] = []  # (end, tie, start, answer), in `_tokens`; a heap
@@ -130,7 +155,7 @@ class BatchingEngine:
     ) -> AsyncIterator[Completion]:
         self._advance()
         request = Request(request_id, prompt, num_answers, sampling, seed)
-        lengths = self._lengths[int(request_id.split(".")[1])]
+        lengths = self._lengths_of(*map(int, request_id.split(".")[1:3]))
         for answer in request.answers:
             answer.sampled_by(self.version, 0)
             entry = (self._tokens + int(lengths[answer.index]), next(self._ties), self._tokens, answer)
@@ -151,7 +176,12 @@ class BatchingEngine:
         self._set_alarm()
 
     async def abort(self, request_id: str) -> None:
-        raise NotImplementedError("nothing is cancelled in this benchmark")
+        self._advance()
+        ended = [entry for entry in self._running if entry[3].request.request_id == request_id]
+        self.aborted_tokens += sum(self._tokens - start for _, _, start, _ in ended)
+        self._running = [entry for entry in self._running if entry[3].request.request_id != request_id]
+        heapq.heapify(self._running)
+        self._set_alarm()
 
     async def probe(self) -> None:
         """It never hangs."""
@@ -185,8 +215,13 @@ class BatchingEngine:
 
 
 class _Reward:
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._scored: Counter[str] = Counter()
+
     async def score(self, prompt: Prompt, answer_text: str) -> Score:
-        return Score(value=1.0)
+        self._scored[prompt.prompt_id] += 1
+        return Score(value=self._case.reward(int(prompt.prompt_id[6:]), self._scored[prompt.prompt_id]))
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -214,6 +249,9 @@ class Product:
     largest_lag: int = 0
     trained_at: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """When which orders were trained."""
+    groups: list[tuple[Group, WeightVersion]] = field(default_factory=list)
+    """What was trained, and the version at which its step started."""
+    engines: list[BatchingEngine] = field(default_factory=list)
 
     def run(self) -> "Product":
         started = time.process_time()
@@ -231,6 +269,7 @@ class Product:
         self.rollouts += sum(len(group.rollouts) for group in groups)
         lags = [version.version - group.versions[0].version for group in groups]
         self.largest_lag = max(self.largest_lag, *lags)
+        self.groups += [(group, version) for group in groups]
         self.trained_at.append((self._loop.time(), tuple(group.order for group in groups)))
         return SimpleNamespace(seconds={})
 
@@ -261,25 +300,31 @@ class Product:
     def _build(self) -> None:
         case = self.case
         self._loop = VirtualLoop()  # type: ignore[abstract]
-        prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(1,)) for i in range(case.num_groups))
+        prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(1,)) for i in range(case.num_prompts))
         config = Config(
             model=ModelConfig(path="none"),
             data=DataConfig(train="none"),
             run=RunConfig(seed=case.seed, checkpoint_every=10**9),
             algorithm=AlgorithmConfig(group_size=case.group_size),
-            buffer=BufferConfig(prompts_per_step=case.per_step, max_lag=case.max_lag, lease_timeout_s=1e9),
+            buffer=BufferConfig(
+                prompts_per_step=case.per_step,
+                max_lag=case.max_lag,
+                policy=case.policy,  # type: ignore[arg-type]
+                lease_timeout_s=1e9,
+            ),
             generators=GeneratorConfig(engine="fake", count=case.generators),
         )
         source = PromptSource(prompts, seed=case.seed, shuffle=False, epochs=1)
         buffer = Buffer(config.buffer, config.algorithm, source, Sampling(max_tokens=8192), seed=case.seed, lineage=1)
-        self._buffer = BufferService(
+        self.buffer = buffer
+        self._service = BufferService(
             BufferSocket(self._from_buffer),  # type: ignore[arg-type]
             buffer,
             Evaluations((), Sampling(), 0, 1e9),
         )
-        lengths = case.lengths()
         self._lines: dict[str, Any] = {}
-        self._generators = [self._generator(index, lengths) for index in range(case.generators)]
+        self._reward = _Reward(case)
+        self._generators = [self._generator(index) for index in range(case.generators)]
         self._lines["learner"] = line_ = LearnerLine(self._loop, lambda m, p: self._to_buffer("learner", m, p))
         self._learner = LearnerService(
             config,
@@ -291,16 +336,17 @@ class Product:
             lineage=1,
             run_dir=Path("nowhere"),
             start_with=case.generators,
-            last_step=None,
+            last_step=case.steps,
         )
         self._learner._checkpoints = _NoCheckpoints()  # type: ignore[assignment]
         self._tick()
 
-    def _generator(self, index: int, lengths: np.ndarray) -> GeneratorService:
+    def _generator(self, index: int) -> GeneratorService:
         peer = f"generator-{index}"
+        self.engines.append(engine := BatchingEngine(self.case.lengths_of))
         self._lines[peer] = socket = GeneratorLine(lambda m, p: self._to_buffer(peer, m, p))
         service = _Generator(
-            peer, "0", BatchingEngine(lengths), _Reward(), lambda ids: "", window=self.case.window, keep_kv=True,
+            peer, "0", engine, self._reward, lambda ids: "", window=self.case.window, keep_kv=True,
             merger=None, load_timeout_s=1.0, stuck_after_s=1e9, buffer_endpoint="", weights_endpoint="", host="", keys=None,
         )  # fmt: skip
         service.line = socket
@@ -316,15 +362,15 @@ class Product:
         return True
 
     def _turn(self, received: Any) -> None:
-        if self._buffer._finished:
+        if self._service._finished:
             return
         started = time.process_time()
-        self._buffer.turn(received, self._loop.time())
+        self._service.turn(received, self._loop.time())
         self.buffer_s += time.process_time() - started
 
     def _tick(self) -> None:
         self._turn(None)
-        if not self._buffer._finished:
+        if not self._service._finished:
             self._loop.call_later(TICK_S, self._tick)
 
 

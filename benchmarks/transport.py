@@ -194,16 +194,15 @@ def receive(pipe: Connection, way: str, count: int, folder: Path) -> None:
     step = 0
     buffer.published(WeightVersion(1, step))
     pipe.send(server.endpoint)
-    service.turn(server.receive(10.0), time.monotonic())
-    service.turn(server.receive(10.0), time.monotonic())
+    service.serve(10.0)
     watch = Watch()
     while buffer.outcomes["accepted"] < count:
-        service.turn(server.receive(0.1), time.monotonic())
-        if buffer.count(State.READY) >= PER_STEP and buffer.take(WeightVersion(1, step)) is not None:
+        service.serve(0.1)
+        while buffer.count(State.READY) >= PER_STEP and buffer.take(WeightVersion(1, step)) is not None:
             step += 1
             buffer.published(WeightVersion(1, step))
     while service._unacknowledged:
-        service.turn(server.receive(0.01), time.monotonic())
+        service.serve(0.01)
     pipe.send(watch.done(count))
     server.close()
 

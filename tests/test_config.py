@@ -394,3 +394,11 @@ class TestWords:
 
     def test_a_synchronous_run_says_so(self):
         assert "synchronous (lag 0)" in sizes_in_words(load_config(None, [*NEEDED, "buffer.max_lag=0"]))
+
+    def test_a_policy_says_what_its_bound_is(self):
+        said = {
+            p: sizes_in_words(load_config(None, [*NEEDED, f"buffer.policy={p}"])) for p in ("wait", "drop", "train")
+        }
+        assert "lag at most 4 steps" in said["wait"] and "dropped" not in said["wait"]
+        assert "lag at most 4 steps, older groups are dropped" in said["drop"]
+        assert "lag without bound" in said["train"] and "lag at most" not in said["train"]

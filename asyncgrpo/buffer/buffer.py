@@ -2,65 +2,33 @@
 
 The buffer owns the prompt order. A prompt becomes a *lease* (permission to generate one group), comes back as a *group*,
 is *taken* into a batch, and is *done* once the weights trained on it are published. Each transition is one method; every
-way out is counted in `outcomes`, so that at any time
+way out is counted in `outcomes`, whatever the policy (`policies.py`), so that at any time
 
     leased + recovered = leased now + ready now + taken now + trained + filtered_zero_signal + dropped_* + requeued,
 
 and what it keeps or drops is said to the journal at once. (A prompt in quarantine counts as leased and dropped in one
 move.) The tokens of all groups that came, those of answers left out of them included, balance in the same way:
 
-    generated + recovered = trained + filtered + stale + failed + aborted + duplicate + unusable + in flight.
+    generated + recovered = trained + masked + filtered + stale + failed + aborted + duplicate + unusable + in flight.
 
 Time enters as an argument, chance not at all: the same calls give the same answers.
 """
 
-import enum
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from asyncgrpo.buffer.bias import BiasMonitor
 from asyncgrpo.buffer.deadlines import CUT_AT, Deadlines
+from asyncgrpo.buffer.entries import Entry, State
 from asyncgrpo.buffer.journal import InMemory, Ledger
+from asyncgrpo.buffer.policies import POLICIES
 from asyncgrpo.buffer.quarantine import Case, Quarantine
 from asyncgrpo.buffer.records import Dropped, Handed, Interrupted, delivered
-from asyncgrpo.buffer.staleness import lag_is_kept
 from asyncgrpo.buffer.suspects import BLAMED, POISON, Past, Suspects
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
 from asyncgrpo.wire.messages import Deliver
-
-
-class State(enum.Enum):
-    """Where a group is. A group that is trained, filtered, dropped or requeued is forgotten."""
-
-    LEASED = "leased"
-    READY = "ready"
-    TAKEN = "taken"
-
-
-@dataclass
-class Entry:
-    """One group on its way."""
-
-    order: int
-    prompt: Prompt
-    attempt: int
-    lease: Lease
-    holder: str
-    leased_at_s: float
-    oldest: WeightVersion
-    """While leased: the version at the lease. Then: the oldest version that sampled in it."""
-    state: State = State.LEASED
-    message: Deliver | None = None
-    payload: bytes | memoryview = b""
-    limit_s: float = 0.0
-    """The lease is over so many seconds after `leased_at_s`."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens, once the group is here."""
-        return sum(r.num_tokens for r in self.message.rollouts) if self.message is not None else 0
 
 
 class Buffer:
@@ -85,6 +53,7 @@ class Buffer:
         """
         self.journal: Ledger = journal or InMemory()
         self._config = config
+        self._policy = POLICIES[config.policy](config)
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
         self._min_answers = algorithm.min_answers or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
@@ -109,6 +78,8 @@ class Buffer:
         self.tokens: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
         """Answers that are in no group, by the names of `types.Discarded`."""
+        self.bias = BiasMonitor(config.bias_threshold)
+        self._cancelled: list[Entry] = []
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
@@ -151,7 +122,11 @@ class Buffer:
         """What `holder` may work on: a prompt like any other, or a suspect alone."""
         prompts = self._prompts
         may_join, may_be_alone = self._suspects.may_lease(holder, self._held[holder], is_waiting=prompts.has_aside)
-        while (issued := prompts.next_aside() if may_be_alone else prompts.next() if may_join else None) is not None:
+        while True:
+            joins = may_join and self._policy.admit(len(self._entries), prompts.num_aside)
+            issued = prompts.next_aside() if may_be_alone else prompts.next() if joins else None
+            if issued is None:
+                return None
             order, prompt = issued
             if prompt.prompt_id in self._quarantine:
                 self.outcomes["leased"] += 1
@@ -165,7 +140,6 @@ class Buffer:
                 prompts.set_aside(order)
             else:
                 return issued
-        return None
 
     def held_by(self, holder: str) -> int:
         """Leases that `holder` works on."""
@@ -178,6 +152,8 @@ class Buffer:
             return
         if reason == "lease_timeout":
             self._deadlines.took(entry.limit_s)
+            assert self.version is not None
+            self._settle(entry, self.version.version, masked=None)
         self._attempts[entry.order] += 1
         self._blamed[entry.order] += reason in BLAMED
         is_final = self._attempts[entry.order] >= self._config.max_attempts
@@ -223,6 +199,11 @@ class Buffer:
             self.fail(entry.lease.lease_id, "lease_timeout")
         return late
 
+    def cancelled(self) -> list[Entry]:
+        """Leases given up since the last call because what comes of them would be too old. Their slots are free."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def accept(self, message: Deliver, payload: bytes | memoryview) -> str | None:
@@ -266,7 +247,7 @@ class Buffer:
             return "unscored"
         self._turn(entry, State.READY)
         entry.message, entry.payload = message, payload
-        entry.oldest = min(versions)
+        entry.oldest, entry.newest = min(versions), max(versions)
         self.outcomes["accepted"] += 1
         self.journal.append_group(message, payload)
         self.outcomes["accepted_short"] += num_answers < self._group_size
@@ -286,8 +267,9 @@ class Buffer:
             sampling=self._sampling,
             seed=0,  # it is not sampled any more
         )
-        oldest = min(span.version for r in message.rollouts for span in r.spans)
-        entry = Entry(message.order, message.prompt, message.attempt, lease, "", 0.0, oldest)
+        versions = [span.version for r in message.rollouts for span in r.spans]
+        entry = Entry(message.order, message.prompt, message.attempt, lease, "", 0.0, min(versions))
+        entry.newest = max(versions)
         entry.message, entry.payload = message, payload
         self._enter(entry)
         self._turn(entry, State.READY)
@@ -303,36 +285,26 @@ class Buffer:
         self.journal.append(Dropped(lease_id=lease_id, order=order, reason=reason, is_final=False))
 
     def take(self, version: WeightVersion) -> list[Entry] | None:
-        """The batch of the step that starts at `version`: P groups, oldest first; None if it must wait.
+        """The batch of the step that starts at `version`: P groups, as the policy chooses; None if it must wait.
 
-        When no prompt is left, the last batch of the run may be smaller. Groups already older than `max_lag`, which
-        only a generator that missed a publication can deliver, are dropped here and counted; admission refills each
-        with exactly one.
+        When no prompt is left, the last batch of the run may be smaller. Groups and leases that this step, or the one
+        after it, would find too old are given up and counted; admission refills each with exactly one.
         """
-        for entry in [e for e in self._entries.values() if e.state is State.READY]:
-            if version.version - entry.oldest.version > self._config.max_lag:
-                self._leave(entry)
-                self._attempts[entry.order] += 1
-                self.outcomes["dropped_stale"] += 1
-                self.tokens["stale"] += entry.num_tokens
-                self._drop(entry, "stale", is_final=False)
-                self._prompts.give_back(entry.order)
+        self._give_up_what_is_late_for(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
-        ready = sorted((e for e in waiting if e.state is State.READY), key=lambda e: (e.oldest, e.order))
-        wanted = self._config.prompts_per_step
-        if len(ready) < wanted and not (ready and len(ready) == len(waiting) and not self._prompts.has_next):
-            return None
-        batch = ready[:wanted]
-        chosen = {e.lease.group_id for e in batch}
-        remaining = [e.oldest.version for e in waiting if e.lease.group_id not in chosen]
-        if not lag_is_kept(remaining, version.version, self._config.max_lag, wanted):
+        batch = self._policy.select(waiting, version.version, self._prompts.next_order)
+        if batch is None:
             return None
         for entry in batch:
+            assert entry.message is not None
             self._turn(entry, State.TAKEN)
+            entry.masked = self._policy.masked_tokens(entry.message, version.version)
+            self._settle(entry, version.version, masked=entry.masked)
         # In prompt order, so that the same groups make the same batch whoever finished first.
         batch.sort(key=lambda e: e.order)
         lease_ids = tuple(e.lease.lease_id for e in batch)
         self.journal.append(Handed(step=version.version + 1, version=version, lease_ids=lease_ids))
+        self._give_up_what_is_late_for(WeightVersion(version.lineage, version.version + 1))
         return batch
 
     def published(self, version: WeightVersion) -> None:
@@ -341,8 +313,10 @@ class Buffer:
         self.version = version
         for entry in [e for e in self._entries.values() if e.state is State.TAKEN]:
             self._leave(entry)
-            self.tokens["trained"] += entry.num_tokens
+            self.tokens["trained"] += entry.num_tokens - entry.masked
+            self.tokens["masked"] += entry.masked
             self._finish(entry.order, "trained")
+        self._give_up_what_is_late_for(version)
 
     # -- what others ask -------------------------------------------------------------------------------------------
 
@@ -429,6 +403,33 @@ class Buffer:
         self._drop(entry, "zero_signal", is_final=True)
         self._finish(entry.order, "filtered_zero_signal")
 
+    def _give_up_what_is_late_for(self, version: WeightVersion) -> None:
+        """No step to come starts at an older version than `version`."""
+        waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
+        for entry in self._policy.evict(waiting, version.version):
+            self.tokens["stale"] += entry.num_tokens
+            self._give_up(entry, version.version, "stale")
+        for entry in waiting:
+            if entry.state is State.LEASED and self._policy.should_abort(entry, version.version):
+                self._cancelled.append(entry)
+                self._give_up(entry, version.version, "cancelled")
+
+    def _give_up(self, entry: Entry, version: int, reason: str) -> None:
+        """For its age. Its prompt is issued again, before new ones; after `max_attempts` leases it is done, counted."""
+        self._settle(entry, version, masked=None)
+        self._leave(entry)
+        self._attempts[entry.order] += 1
+        if self._attempts[entry.order] >= self._config.max_attempts:
+            self._drop(entry, "always_stale", is_final=True)
+            self._finish(entry.order, "dropped_always_stale")
+        else:
+            self._drop(entry, reason, is_final=False)
+            self.outcomes[f"dropped_{reason}"] += 1
+            self._issue_again(entry.order)
+
+    def _settle(self, entry: Entry, version: int, *, masked: int | None) -> None:
+        self.bias.settle(entry.prompt.source, entry.message, age=version - entry.oldest.version, masked=masked)
+
     def _refuse(self, message: Deliver, reason: str) -> None:
         self.tokens["failed"] += sum(r.num_tokens for r in message.rollouts)
         self.fail(message.lease_id, reason)
@@ -440,10 +441,13 @@ class Buffer:
     def _requeue(self, entry: Entry) -> None:
         self._leave(entry)
         self.outcomes["requeued"] += 1
-        if self._suspects.is_suspect(entry.order):
-            self._prompts.set_aside(entry.order)
+        self._issue_again(entry.order)
+
+    def _issue_again(self, order: int) -> None:
+        if self._suspects.is_suspect(order):
+            self._prompts.set_aside(order)
         else:
-            self._prompts.give_back(entry.order)
+            self._prompts.give_back(order)
 
     def _finish(self, order: int, outcome: str) -> None:
         self.outcomes[outcome] += 1

@@ -45,6 +45,8 @@ class Began(_Record, frozen=True):
     prompts: PromptState
     config: dict[str, Any] = {}
     """The whole configuration, as plain values, for a replay; empty where an older release wrote the journal."""
+    policy: str = "wait"
+    """`buffer.policy`: which lag `max_lag` bounds."""
 
 
 class Delivered(_Record, frozen=True):

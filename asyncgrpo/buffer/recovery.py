@@ -15,6 +15,7 @@ from typing import Literal
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.history import Found, History, mend, read_history
 from asyncgrpo.buffer.journal import InMemory, Journal, Ledger
+from asyncgrpo.buffer.policies import POLICIES
 from asyncgrpo.buffer.records import Began, Delivered, Dropped, Handed, Interrupted
 from asyncgrpo.buffer.suspects import BLAMED, NOTHING, Past
 from asyncgrpo.config import BufferConfig
@@ -85,6 +86,7 @@ def judge(
     rule: Rule,
     max_lag: int,
     groups_per_step: int,
+    policy: str = "wait",
 ) -> list[Verdict]:
     """A verdict on every group that is neither trained on the path nor dropped, in order of arrival.
 
@@ -94,6 +96,7 @@ def judge(
     Args:
         prompts: restored from the checkpoint.
         terms: of this start.
+        policy: of this start, a name in `policies.POLICIES`.
     """
     path = surviving_path(history.starts, checkpoint)
     step = 0 if checkpoint is None else checkpoint.version
@@ -112,7 +115,8 @@ def judge(
             if (earlier := by_order.get(record.order)) is not None:
                 reasons[earlier] = "superseded"
             by_order[record.order] = lease_id
-    late = _cannot_be_in_time([open_[i][1] for i in by_order.values()], step, max_lag, groups_per_step)
+    ready = [open_[i][1] for i in by_order.values()]
+    late = _cannot_be_in_time(ready, step, max_lag, groups_per_step, POLICIES[policy].counts_from)
     reasons |= dict.fromkeys(late, "stale")
     return [Verdict(found, record, reasons[lease_id]) for lease_id, (found, record) in open_.items()]
 
@@ -138,7 +142,7 @@ def _reason(
     return None if found.body_bytes else "damaged"
 
 
-FAILED_ATTEMPTS = BLAMED | {"lease_timeout", "incomplete", "unscored", "lineage", "stale"}
+FAILED_ATTEMPTS = BLAMED | {"lease_timeout", "incomplete", "unscored", "lineage", "stale", "cancelled"}
 """Reasons of a drop that count as an attempt of the prompt."""
 
 
@@ -158,14 +162,23 @@ def past_of(history: History, prompts: PromptSource) -> Past:
     return past
 
 
-def _cannot_be_in_time(records: list[Delivered], step: int, max_lag: int, groups_per_step: int) -> Collection[str]:
+def _cannot_be_in_time(
+    records: list[Delivered],
+    step: int,
+    max_lag: int,
+    groups_per_step: int,
+    counts_from: Literal["oldest", "newest"] | None,
+) -> Collection[str]:
     """Those that P groups a step would not train before they are too old, though they are ready now.
 
-    There are none unless `max_lag` or P became smaller: admission bounds them (`buffer/staleness.py`).
+    Where the learner waits there are none, unless `max_lag` or P became smaller: admission bounds them
+    (`buffer/staleness.py`).
     """
-    late, place = [], 0
-    for record in sorted(records, key=lambda r: (r.versions[0], r.order)):
-        steps_left = record.versions[0].version + max_lag - step
+    if counts_from is None:
+        return []
+    late, place, decisive = [], 0, 0 if counts_from == "oldest" else -1
+    for record in sorted(records, key=lambda r: (r.versions[decisive], r.order)):
+        steps_left = record.versions[decisive].version + max_lag - step
         if place < (steps_left + 1) * groups_per_step:
             place += 1
         else:
@@ -204,6 +217,7 @@ def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConf
         rule=config.after_resume,
         max_lag=config.max_lag,
         groups_per_step=config.prompts_per_step,
+        policy=config.policy,
     )
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
     journal = Journal(history, began, config.durability, survivors=survivors, keep=config.keep_journal)

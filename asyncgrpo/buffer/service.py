@@ -66,6 +66,8 @@ log = logging.getLogger(__name__)
 READ = Kinds(ToBuffer)
 
 TICK_S = 0.1
+BURST = 32
+"""Messages read before leases are handed out again."""
 WAITING_EVERY_S = 1.0
 SILENT_AFTER_S = 60.0
 """A generator that says nothing for so long is taken for dead. It sends a heartbeat every second."""
@@ -127,17 +129,26 @@ class BufferService:
         """Serve until `Finished`."""
         while not self._finished:
             self._turned_s = time.monotonic()
-            self.turn(self._server.receive(TICK_S), time.monotonic())
+            self.serve(TICK_S)
+
+    def serve(self, timeout_s: float) -> None:
+        """One round: whatever has arrived, at most BURST messages of it, and then what follows from all of it."""
+        received, now_s, count = self._server.receive(timeout_s), time.monotonic(), 1
+        with self._server.together():
+            while received is not None and count < BURST and not self._finished:
+                self._receive(*received, now_s)
+                received, count = self._server.receive(0.0), count + 1
+            self.turn(received, now_s)
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
         """One round: what was received at `now_s` (None: nothing), and what follows from it and from the time."""
         if received is not None:
             self._receive(*received, now_s)
-            self._may_take = True
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s
             self._tick(now_s)
         self._answer_take(now_s)
+        self._cancel_late()
         self._grant(now_s)
         if self._finished:
             for session in self._sessions.values():
@@ -146,6 +157,7 @@ class BufferService:
     # -- messages in -------------------------------------------------------------------------------------------------
 
     def _receive(self, peer: str, frames: Sequence[Frame], now_s: float) -> None:
+        self._may_take = True
         try:
             message, payload = decode(frames, READ)
             self._check_sender(peer, message)
@@ -330,6 +342,16 @@ class BufferService:
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason="lease_timeout"))
         self._observe(now_s)
 
+    def _cancel_late(self) -> None:
+        """Tell generators which leases the buffer has given up: what comes of them would be too old."""
+        late = self._buffer.cancelled()
+        for name, session in self._sessions.items():
+            lease_ids = tuple(entry.lease.lease_id for entry in late if entry.holder == name)
+            if lease_ids:
+                self._server.send(session.peer, Cancel(lease_ids=lease_ids, reason="stale"))
+        if late:
+            log.info("cancelled %d leases whose groups would be too old", len(late))
+
     def _grant(self, now_s: float) -> None:
         """Hand out leases, one at a time to whoever has the most room, evaluation first.
 
@@ -432,14 +454,19 @@ class BufferService:
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def _counters(self) -> dict[str, float]:
-        """Totals of this process: groups by outcome, those filtered by kind, tokens by fate."""
+        """Totals of this process: groups by outcome, those filtered by kind, tokens by fate. And the bias of now."""
         groups = {f"groups_{k}": float(v) for k, v in self._buffer.outcomes.items()}
         filtered = {f"filtered_{k}": float(v) for k, v in self._buffer.filtered.items()}
         tokens = {f"tokens_{k}": float(v) for k, v in self._buffer.tokens.items()}
         answers = {f"answers_{k}": float(v) for k, v in self._buffer.discarded.items()}
-        return groups | filtered | tokens | answers | {"prompts_done": float(self._buffer.prompts_done)}
+        bias = {f"bias_{k}": v for k, v in self._buffer.bias.distances().items()}
+        return groups | filtered | tokens | answers | bias | {"prompts_done": float(self._buffer.prompts_done)}
 
     def _observe(self, now_s: float) -> None:
+        for sentence in self._buffer.bias.news():
+            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
+        for name, distance in self._buffer.bias.distances().items():
+            metrics.bias_distance.labels(of=name).set(distance)
         for outcome, total in self._buffer.outcomes.items():
             metrics.groups_total.labels(outcome=outcome).inc(total - self._counted.get(outcome, 0))
             self._counted[outcome] = total

@@ -170,6 +170,7 @@ class BufferActor:
             max_lag=config.buffer.max_lag,
             prompts=source.state(),
             config=msgspec.to_builtins(config),
+            policy=config.buffer.policy,
         )
         reopened = reopen(self._setup.run_dir / "journal", began, source, config.buffer)
         buffer = Buffer(
@@ -188,6 +189,7 @@ class BufferActor:
         )
         metrics.buffer_slots.set(config.buffer.num_slots)
         metrics.max_lag_steps.set(config.buffer.max_lag)
+        metrics.bias_threshold.set(config.buffer.bias_threshold)
         server = Server(config.cluster.bind, self._setup.keys, advertise=host_of(config))
         self._service = BufferService(server, buffer, evaluations, vocabulary_size(config.model.path))
         per_step = config.buffer.prompts_per_step

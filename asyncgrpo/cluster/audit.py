@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from asyncgrpo.buffer.history import History, read_run
-from asyncgrpo.buffer.records import Delivered, Dropped, Handed
+from asyncgrpo.buffer.policies import POLICIES
+from asyncgrpo.buffer.records import Began, Delivered, Dropped, Handed
 from asyncgrpo.buffer.recovery import surviving_path
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
@@ -136,8 +137,11 @@ class _Auditor:
             for record in filter(None, map(self._delivered.get, manifest.lease_ids)):
                 lag = manifest.version.version - record.versions[0].version
                 newest = record.versions[-1].version
-                if start is not None and lag > start.max_lag:
-                    self._differ(f"group {record.lease_id}: lag {lag} in step {manifest.step}, max_lag {start.max_lag}")
+                bounded = _bounded_lag(record, manifest, start) if start is not None else None
+                if start is not None and bounded is not None and bounded > start.max_lag:
+                    self._differ(
+                        f"group {record.lease_id}: lag {bounded} in step {manifest.step}, max_lag {start.max_lag}"
+                    )
                 if newest > manifest.version.version:
                     self._differ(f"group {record.lease_id} is of weights {newest}, newer than step {manifest.step}")
                 if manifest in self._manifests:
@@ -194,6 +198,16 @@ class _Auditor:
                 self._differ(
                     f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal"
                 )
+
+
+def _bounded_lag(record: Delivered, manifest: Handed, start: Began) -> int | None:
+    """The lag of the group that its policy promises to bound; None where it promises nothing."""
+    match POLICIES[start.policy].counts_from:
+        case "oldest":
+            return manifest.version.version - record.versions[0].version
+        case "newest":
+            return manifest.version.version - record.versions[-1].version
+    return None
 
 
 def _lineage(lease_id: str) -> int:

@@ -240,9 +240,21 @@ class PromptSource:
         return self._frontier // len(self._prompts)
 
     @property
+    def next_order(self) -> int | None:
+        """The smallest order that is left to issue, by `next` or by `next_aside`; None: none is now."""
+        new = self._peek_new()
+        heads = self._given_back[:1] + self._set_aside[:1] + ([new] if new is not None else [])
+        return min(heads, default=None)
+
+    @property
     def has_next(self) -> bool:
         """Whether a prompt is left to issue, by `next` or by `next_aside`."""
-        return bool(self._given_back) or self.has_aside or self._peek_new() is not None
+        return self.next_order is not None
+
+    @property
+    def num_aside(self) -> int:
+        """Prompts that wait for `next_aside`."""
+        return len(self._set_aside)
 
     @property
     def has_aside(self) -> bool:

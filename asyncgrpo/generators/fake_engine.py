@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
+from statistics import NormalDist
 from typing import Literal
 
 import xxhash
@@ -39,6 +40,8 @@ class FakeEngine:
         fail_after_tokens: int | None = None,
         hang_after_tokens: int | None = None,
         misfortune: Callable[[Answer, int], Misfortune | None] = lambda answer, length: None,
+        median_tokens: float | None = None,
+        sigma: float = 1.0,
     ):
         """Of a model that does not exist, and with the faults that a test wants.
 
@@ -49,6 +52,9 @@ class FakeEngine:
             fail_after_tokens: once the engine has sampled so many tokens it fails for good. None: never.
             hang_after_tokens: once it has sampled so many it does nothing more, without a word. None: never.
             misfortune: asked before each token of an answer, with its length so far.
+            median_tokens: answers have log-normal lengths with this median; then they stop, and no sooner. Half of the
+                variance is the prompt's: to some, all answers are long. None: whenever the table says a stop token.
+            sigma: standard deviation of the logarithm of these lengths: above 1 a few take far longer than most.
         """
         self.vocab_size = vocab_size
         self.max_context = max_context
@@ -56,6 +62,8 @@ class FakeEngine:
         self.fail_after_tokens = fail_after_tokens
         self.hang_after_tokens = hang_after_tokens
         self.misfortune = misfortune
+        self.median_tokens = median_tokens
+        self.sigma = sigma
         self._num_sampled = 0
         self._requests: dict[str, _Running] = {}
         self._failure: EngineError | None = EngineError("the engine was not started")
@@ -154,7 +162,21 @@ class FakeEngine:
         request = answer.request
         seed = "greedy" if request.sampling.temperature == 0 else answer.seed
         key = f"{request.prompt} {seed} {position} {self._version}"
-        return xxhash.xxh3_64_intdigest(key.encode()) % self.vocab_size
+        token = xxhash.xxh3_64_intdigest(key.encode()) % self.vocab_size
+        stops = request.sampling.stop_token_ids
+        if self.median_tokens is None or not stops:
+            return token
+        if position + 1 == self._length(str(request.prompt), f"{request.prompt} {seed}"):
+            return stops[0]
+        others = (other % self.vocab_size for other in range(token, token + self.vocab_size))
+        return next((other for other in others if other not in stops), token)
+
+    def _length(self, *shared_by: str) -> int:
+        """Log-normal: of everything that an answer shares with others, a part of equal variance."""
+        assert self.median_tokens is not None
+        uniform = [(xxhash.xxh3_64_intdigest(f"length {what}".encode()) + 0.5) / 2**64 for what in shared_by]
+        deviation = sum(NormalDist().inv_cdf(u) for u in uniform) / math.sqrt(len(uniform))
+        return max(1, round(self.median_tokens * math.exp(self.sigma * deviation)))
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure

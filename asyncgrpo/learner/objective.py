@@ -95,6 +95,7 @@ class MicrobatchObjective:
         version: int,
         max_length: int,
         kl_coef: float,
+        oldest_trained: int | None = None,
     ) -> None:
         """
         Args:
@@ -103,6 +104,8 @@ class MicrobatchObjective:
             version: number of the learner's weights.
             max_length: longest answer that may be sampled, tokens.
             kl_coef: the present one, where it is steered.
+            oldest_trained: tokens of older weights than these have no weight; None: all have theirs. The weights of
+                the others are as if nothing were left out.
         """
         self.settings, self.batch, self.version = settings, batch, version
         self.kl_coef = kl_coef if settings.kl_in == "loss" else 0.0
@@ -116,7 +119,8 @@ class MicrobatchObjective:
             tokens_in_group=batch.tokens_in_group,
             num_groups=step.num_groups,
         ).to(torch.float32)
-        self.weights = weights
+        self._is_aged = batch.mask & (batch.versions < (-1 if oldest_trained is None else oldest_trained))
+        self.weights = weights = torch.where(self._is_aged, 0.0, weights)
         """[N] of each token in the loss of the step."""
         self._tokens = _Tokens(
             batch.mask,
@@ -182,7 +186,7 @@ class MicrobatchObjective:
             coefficient, value = tokens.known.pair_coefficient, tokens.known.pair_value
             assert coefficient is not None and value is not None
             # Pairs are averaged already: what the weights of the aggregation will do is undone beforehand.
-            undone = torch.where(tokens.mask, 1 / tokens.weights, 0.0)
+            undone = torch.where(tokens.weights > 0, 1 / tokens.weights, 0.0)
             return Surrogate(coefficient * undone, value * undone, torch.zeros_like(tokens.mask))
         function = SURROGATES[self.settings.loss]
         return function(policy, anchor, tokens.advantages, tokens.mask, tokens.cu_seqlens, **self.settings.loss_args)
@@ -218,6 +222,7 @@ class MicrobatchObjective:
             dual=settings.loss_args.get("dual"),  # type: ignore[arg-type]  # checked with the configuration
         )
         sums |= diagnostics.kept_sums("rejected", terms.correction.keep, tokens.mask, batch.cu_seqlens)
+        sums |= diagnostics.kept_sums("aged", ~self._is_aged, tokens.mask, batch.cu_seqlens)
         bounded = next((c for c in settings.corrections if c.kind == "importance"), None)
         if bounded is not None:
             sums |= diagnostics.outside_sums(

@@ -144,8 +144,9 @@ class Recorder:
     def _count(self, counters: dict[str, float]) -> dict[str, Any]:
         """Totals of the run, and groups that left untrained since the last count."""
         prompts_done = counters.get("prompts_done", 0.0)  # the buffer counts these over all starts by itself
+        bias = {name.removeprefix("bias_"): value for name, value in counters.items() if name.startswith("bias_")}
         totals = Counter(self._before)
-        totals.update({name: count for name, count in counters.items() if name != "prompts_done"})
+        totals.update({n: count for n, count in counters.items() if n != "prompts_done" and not n.startswith("bias_")})
 
         def since_before(prefix: str) -> dict[str, int]:
             names = [name for name in totals if name.startswith(prefix)]
@@ -160,6 +161,7 @@ class Recorder:
             "tokens_dropped": int(totals["tokens_stale"]),
             "tokens_filtered": int(totals["tokens_filtered"]),
             "prompts_done": int(prompts_done),
+            **({"bias": bias} if bias else {}),
         } | left
 
 

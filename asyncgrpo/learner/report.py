@@ -95,7 +95,9 @@ def build_report(
     tokens, current = max(sums["tokens"], 1.0), sums["gap_tokens"]
     ratios = ratio_report(sums)
     cut = shares("bounded", sums) if "bounded_tokens" in sums else {}
-    diagnostics = ratios | update_report(sums) | shares("rejected", sums) | cut | lag_report(sums)
+    diagnostics = (
+        ratios | update_report(sums) | shares("rejected", sums) | shares("aged", sums) | cut | lag_report(sums)
+    )
     return StepReport(
         skipped=next((u.skipped for u in reversed(updates) if u.skipped is not None), None),
         loss=sums["loss"] / len(updates),

@@ -41,6 +41,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | | (reward above 0), all_equal_low, unscored. No other field of a step knows of these groups |
 | [discarded] | {why: answers} left out of groups since the step before: retried (sampled again), failed, spare (in |
 | | reserve), censored (cut at the deadline of their group) |
+| [bias] | {name: distance} of trained from generated groups (`buffer/bias.py`); none before enough are settled |
 | seconds | {activity: s}, sums to the step's wall time: wait_data, forward_backward, optimizer (or train for both), |
 | | publish, checkpoint, eval, other |
 """

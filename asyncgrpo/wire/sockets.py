@@ -6,7 +6,9 @@ hands to its own processes. Heartbeats find a peer that stopped without closing.
 
 import atexit
 import ipaddress
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +104,7 @@ class Server:
             self._socket.curve_server = True
             self._socket.curve_publickey = keys.server_public
             self._socket.curve_secretkey = keys.server_secret
+        self._held: dict[str, list[Buffer]] | None = None
         port = self._socket.bind_to_random_port(f"tcp://{bind}")
         self.endpoint = f"tcp://{advertise or bind}:{port}"
         _open.add(self)
@@ -118,8 +121,26 @@ class Server:
 
     def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:
         """Queue a message for `peer`. False if there is no such peer now."""
+        frames = encode(message, payload)
+        if self._held is not None:
+            self._held.setdefault(peer, []).extend(frames)
+            return True
+        return self._send(peer, frames)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is sent within goes out at the end, to each peer in one piece: a small message costs as much as a large."""
+        self._held = {}
         try:
-            self._socket.send_multipart([peer.encode(), *encode(message, payload)])
+            yield
+        finally:
+            held, self._held = self._held, None
+            for peer, frames in held.items():
+                self._send(peer, frames)
+
+    def _send(self, peer: str, frames: Sequence[Buffer]) -> bool:
+        try:
+            self._socket.send_multipart([peer.encode(), *frames])
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -158,6 +179,23 @@ def _connect(context: zmq.Context, endpoint: str, name: str, keys: Keys | None) 
     return socket
 
 
+class _Pieces:
+    """Messages that came in one piece, two frames each."""
+
+    def __init__(self) -> None:
+        self._frames: deque[Buffer] = deque()
+
+    def add(self, frames: list[Any]) -> None:
+        self._frames.extend(frame.buffer for frame in frames)
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def next(self) -> tuple[Message, memoryview]:
+        """The first of them. Raises WireError if it is broken."""
+        return decode([self._frames.popleft() for _ in range(min(2, len(self._frames)))])
+
+
 def _refused(endpoint: str) -> WireError:
     return WireError(f"{endpoint} has no connection to us: it refused the keys of this process")
 
@@ -168,6 +206,7 @@ class Client:
     def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
         self._context = zmq.Context()
         self._socket = _connect(self._context, endpoint, name, keys)
+        self._arrived = _Pieces()
         self.endpoint = endpoint
         _open.add(self)
 
@@ -180,9 +219,11 @@ class Client:
 
     def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
         """The next message and its payload, or None after `timeout_s`. Raises WireError on a broken message."""
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
-            return None
-        return decode([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+        if not self._arrived:
+            if not self._socket.poll(max(0, int(timeout_s * 1000))):
+                return None
+            self._arrived.add(self._socket.recv_multipart(copy=False))
+        return self._arrived.next()
 
     def close(self) -> None:
         _open.discard(self)
@@ -196,6 +237,7 @@ class AsyncClient:
     def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = _connect(self._context, endpoint, name, keys)
+        self._arrived = _Pieces()
         self.endpoint = endpoint
         _open.add(self)
 
@@ -208,7 +250,9 @@ class AsyncClient:
 
     async def receive(self) -> tuple[Message, memoryview]:
         """The next message and its payload. Raises WireError on a broken message."""
-        return decode([frame.buffer for frame in await self._socket.recv_multipart(copy=False)])
+        if not self._arrived:
+            self._arrived.add(await self._socket.recv_multipart(copy=False))
+        return self._arrived.next()
 
     def close(self) -> None:
         _open.discard(self)

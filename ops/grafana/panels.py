@@ -262,6 +262,13 @@ ROWS: dict[str, list[Panel]] = {
             {"{{outcome}}": "sum by (outcome) (rate(asyncgrpo_groups_total[$__rate_interval]))"},
         ),
         Panel(
+            "Bias",
+            "Distance of trained from generated groups, 0 to 1. Above the threshold: groups are given up for their age, and "
+            "they are not like the others. Age itself is the share that was given up.",
+            "none",
+            {"{{of}}": "max by (of) (asyncgrpo_bias_distance)", "threshold": "max(asyncgrpo_bias_threshold)"},
+        ),
+        Panel(
             "Age of the oldest group",
             "Since its first lease. Growing without end: one prompt hangs; its lease expires after "
             "buffer.lease_timeout_s.",

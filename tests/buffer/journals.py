@@ -12,9 +12,11 @@ from asyncgrpo.wire.messages import Deliver, RolloutHeader
 TERMS = {"model": "m"}
 
 
-def began(lineage: int = 1, parent: WeightVersion | None = None, max_lag: int = 4) -> Began:
+def began(lineage: int = 1, parent: WeightVersion | None = None, max_lag: int = 4, policy: str = "wait") -> Began:
     prompts = PromptState(frontier=0, done_beyond=(), seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
-    return Began(format=FORMAT, lineage=lineage, parent=parent, terms=TERMS, max_lag=max_lag, prompts=prompts)
+    return Began(
+        format=FORMAT, lineage=lineage, parent=parent, terms=TERMS, max_lag=max_lag, prompts=prompts, policy=policy
+    )
 
 
 def group(
@@ -39,11 +41,13 @@ def group(
     return message, bytes([order % 251]) * (16 * tokens)
 
 
-def journal(folder: Path, lineage: int = 1, durability="fsync_each", parent=None, **arguments) -> Journal:
+def journal(
+    folder: Path, lineage: int = 1, durability="fsync_each", parent=None, policy="wait", **arguments
+) -> Journal:
     """Another start's journal in `folder`."""
     history = read_history(folder)
     mend(history)
-    return Journal(history, began(lineage, parent), durability, **arguments)
+    return Journal(history, began(lineage, parent, policy=policy), durability, **arguments)
 
 
 def groups_in(history: History) -> dict[int, bytes]:

@@ -6,11 +6,13 @@ from asyncgrpo.types import Lease, Prompt, Sampling
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.messages import (
     PROTOCOL,
+    Cancel,
     Farewell,
     Grant,
     Hello,
     LastEvals,
     Message,
+    Nack,
     Published,
     RequestEval,
     SayHello,
@@ -84,6 +86,21 @@ def test_a_replaced_incarnation_cannot_come_back():
     served.hear("g-new", hello("g-new"))
     assert served.hear("g-old", hello("g-old")) == [("g-old", Farewell.__name__)]
     assert served.hear("g-new", serving(None)) == []
+
+
+def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one_other():
+    served = Served(per_step=1, max_lag=0, policy="drop")
+    served.hear("learner", Published(version=v(0)))
+    served.hear("g-a", hello("g-a"))
+    served.hear("g-a", serving(0))
+    lease = served.oldest_lease()
+    served.hear("g-a", serving(1))
+    said = served.hear("learner", Published(version=v(1)))
+    assert said == [("g-a", Cancel.__name__), ("g-a", Grant.__name__)]
+    (_, cancel), (_, grant) = served.lines.sent
+    assert cancel.lease_ids == (lease.lease_id,) and cancel.reason == "stale"
+    assert (grant.lease.order, grant.lease.attempt) == (lease.order, 1)
+    assert served.hear("g-a", deliver(lease, 0), PAYLOAD) == [("g-a", Nack.__name__)]
 
 
 def test_a_generator_whose_first_word_was_lost_is_asked_for_it():

@@ -134,6 +134,12 @@ def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_do
     assert [e.order for e in buffer.take(WeightVersion(2, 1))] == [4, 5]
 
 
+def test_where_no_lag_is_bounded_everything_is_kept(one_step_done):
+    folder, _, prompts_at_1 = one_step_done
+    _, counts = start(folder, 2, checkpoint=(WeightVersion(1, 1), prompts_at_1), max_lag=0, policy="train")
+    assert counts == {"ready": 4}
+
+
 def test_a_second_crash_brings_the_same_groups_back_and_a_third_start_on_another_branch_does_not(one_step_done):
     folder, _, prompts_at_1 = one_step_done
     at_1 = WeightVersion(1, 1), prompts_at_1

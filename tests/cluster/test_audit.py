@@ -14,7 +14,7 @@ from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import VersionSpan, WeightVersion
 from tests.buffer.journals import delivered, group, journal
 
 
@@ -25,10 +25,10 @@ def state(frontier: int, *beyond: int) -> PromptState:
 class FakeRun:
     """The files of a run, step by step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, policy: str = "wait") -> None:
         self.folder = folder
         self.events = EventLog(folder / "metrics.jsonl")
-        self.journal = journal(folder / "journal", durability="written")
+        self.journal = journal(folder / "journal", durability="written", policy=policy)
 
     def restart(self, lineage: int, parent: WeightVersion) -> None:
         self.journal.close()
@@ -99,6 +99,28 @@ def test_prompts_in_quarantine_and_ends_of_generators_are_no_difference(run: Fak
     run.drop("2.8.0", "quarantined", is_final=True)
     run.checkpoint(2, state(5, 7, 8))
     assert audit(run.folder).differences == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "oldest", "newest", "sentence"),
+    [
+        ("drop", 5, 9, None),
+        ("drop", 4, 9, "lag 5 in step 10, max_lag 4"),
+        ("window", 4, 9, "lag 5 in step 10, max_lag 4"),
+        ("mask", 0, 5, None),
+        ("mask", 0, 4, "lag 5 in step 10, max_lag 4"),
+        ("train", 0, 0, None),
+    ],
+)
+def test_the_audit_asks_of_each_policy_what_it_promises(tmp_path: Path, policy, oldest, newest, sentence):
+    run = FakeRun(tmp_path, policy)
+    message, payload = group(0)
+    spans = VersionSpan(WeightVersion(1, oldest), 0, 1), VersionSpan(WeightVersion(1, newest), 1, 2)
+    rollouts = tuple(msgspec.structs.replace(r, num_tokens=2, spans=spans) for r in message.rollouts)
+    run.journal.append(*delivered(msgspec.structs.replace(message, rollouts=rollouts), 2 * payload))
+    run.journal.append(Handed(step=10, version=WeightVersion(1, 9), lease_ids=("1.0.0",)))
+    too_old = [difference for difference in audit(tmp_path).differences if "max_lag" in difference]
+    assert [sentence in difference for difference in too_old] == ([True] if sentence else [])
 
 
 def breakages():

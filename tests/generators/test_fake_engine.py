@@ -1,7 +1,9 @@
 """What only the `fake` engine promises: faults on demand, and tokens that give a wrong version away."""
 
 import asyncio
+import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +54,19 @@ async def test_the_checksum_tells_one_changed_number() -> None:
         await engine.load_weights([("a", torch.zeros(3)), ("b", tensor)], WeightVersion(0, len(sums) + 1))
         sums.append(await engine.checksum())
     assert sums[0] == sums[2] != sums[1]
+
+
+async def test_lengths_can_have_a_long_tail_of_which_the_prompt_has_a_part() -> None:
+    engine = await started(median_tokens=50, sigma=1.0, max_context=100_000)
+    lengths = []
+    for prompt in range(1, 101):
+        sampling = Sampling(max_tokens=90_000, stop_token_ids=(0, 255))
+        answers = [a async for a in engine.generate(str(prompt), (prompt,), 4, sampling, seed=prompt << 20)]
+        assert all(a.finish_reason == "stop" and (a.token_ids[:-1] % 255).all() for a in answers)
+        lengths.append([math.log(len(a.token_ids)) for a in answers])
+    table = np.array(lengths)
+    assert abs(np.median(table) - math.log(50)) < 0.2 and abs(table.std() - 1.0) < 0.15
+    assert abs(np.cov(table, rowvar=False)[np.triu_indices(4, 1)].mean() - 0.5) < 0.25, "half of the variance is shared"
 
 
 async def test_tokens_can_take_time() -> None:

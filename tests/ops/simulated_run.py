@@ -12,6 +12,7 @@ GROUPS, ANSWERS, MAX_LAG = 8, 8, 2
 def start() -> None:
     metrics.generator_info.info({"engine": "fake"})
     metrics.max_lag_steps.set(MAX_LAG)
+    metrics.bias_threshold.set(0.1)
     metrics.buffer_slots.set((MAX_LAG + 1) * GROUPS)
     metrics.generators_in_sync.set(1)
 
@@ -41,6 +42,7 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.answers_discarded_total.labels(why="spare").inc(GROUPS)
     metrics.lease_deadline_seconds.set(60.0)
     metrics.quarantined_prompts.set(0)
+    metrics.bias_distance.labels(of="length").set(rng.uniform(0.0, 0.02))
     metrics.journal_bytes_total.inc(10_000)
     metrics.journal_sync_seconds.observe(rng.uniform(0.005, 0.01))
     metrics.prompts_done.set(step * GROUPS)

@@ -18,6 +18,9 @@ from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.wire.messages import Ack, Cancel, Message, Snapshot
 
+ISSUED_AGAIN = "dropped_stale", "dropped_cancelled"
+"""Outcomes after which the prompt is generated anew."""
+
 
 class Violation(Exception):
     """A promise is broken."""
@@ -38,6 +41,8 @@ class Life:
     acknowledged: dict[str, int] = field(default_factory=dict)
     """Groups in the buffer's keeping that are not done: order by group id."""
     num_stale: int = 0
+    num_told: int = 0
+    """Leases that a generator was told to stop because they would be too old."""
     ended: set[str] = field(default_factory=set)
     """Leases that were cancelled, or that failed."""
     proven: set[WeightVersion] = field(default_factory=set)
@@ -78,9 +83,9 @@ class Checker:
         self._cut_after_s: dict[str, float] = {}  # by lease, over all lives
         self._vocab_size = vocab_size
         self._num_orders = num_orders
-        self._max_lag = config.buffer.max_lag
-        self._per_step = config.buffer.prompts_per_step
-        self._slots = config.buffer.num_slots
+        buffer = config.buffer
+        self._policy, self._max_lag, self._max_attempts = buffer.policy, buffer.max_lag, buffer.max_attempts
+        self._per_step, self._slots = buffer.prompts_per_step, buffer.num_slots
         self._window = windows
         self._history: list[tuple[int, ...]] = []  # steps that a checkpoint holds
         self._dropped: Counter[str] = Counter()  # by reason, in checkpoints
@@ -142,12 +147,13 @@ class Checker:
             )
             life.trained.add(group.order)
             self._answers_are_in_order_of_launch(group)
-            oldest = self._true_oldest(group, life.source)
-            lag = version.version - oldest.version
-            self._require(
-                0 <= lag <= self._max_lag, "P4 lag", f"{group.group_id} is trained with lag {lag} at {version}"
-            )
-            self.lags[lag] += 1
+            versions = self._true_versions(group, life.source)
+            self._lag_is_bounded(group.group_id, versions, version)
+            self.lags[version.version - versions[0].version] += 1
+        if self._policy == "window":
+            passed = [order for order in range(max(g.order for g in groups)) if order not in life.trained]
+            passed = [order for order in passed if not life.source.is_done(order)]
+            self._require(not passed, "P17 in order", f"{version} trains {[g.order for g in groups]} before {passed}")
         if len(groups) < self._per_step:
             rest = life.buffer.count(State.LEASED) + life.buffer.count(State.READY) + life.source.has_next
             self._require(not rest, "P7 full batches", f"{len(groups)} groups of {self._per_step}, and {rest} are left")
@@ -158,6 +164,7 @@ class Checker:
         life = self._life
         if isinstance(message, Cancel):
             life.ended.update(message.lease_ids)
+            life.num_told += len(message.lease_ids) * (message.reason == "stale")
         elif isinstance(message, Ack) and not message.group_id.startswith("eval."):
             self.counts["acknowledged"] += 1
             self._require(
@@ -178,7 +185,7 @@ class Checker:
             if entry.state is State.LEASED:
                 held[entry.holder] = held.get(entry.holder, 0) + 1
         finished = sum(n for name, n in outcomes.items() if name == "trained" or _is_untrained_end(name))
-        ends = finished + outcomes["dropped_stale"]
+        ends = finished + sum(outcomes[name] for name in ISSUED_AGAIN)
         balance = len(entries) + ends + outcomes["requeued"]
         self._require(
             outcomes["leased"] == balance, "P3 balance", f"leased {outcomes['leased']}, accounted for {balance}"
@@ -191,6 +198,8 @@ class Checker:
                 count <= self._window and count == buffer.held_by(holder), "P9 slots", f"{holder} holds {count} leases"
             )
         self._acknowledged_are_kept(life)
+        given_up = outcomes["dropped_cancelled"]
+        self._require(life.num_told >= given_up, "P19 told", f"{given_up} leases given up, {life.num_told} told")
         done = life.source.num_done - life.done_before
         self._require(done == finished, "P3 balance", f"{done} prompts done, {finished} counted")
         self._require(
@@ -220,6 +229,8 @@ class Checker:
             "P13 poison",
             f"{prompt.prompt_id} ends generators and is leased {life.grants[order]} times",
         )
+        attempt = lease.attempt
+        self._require(attempt < self._max_attempts, "P18 attempts", f"{lease_id} of {self._max_attempts} is granted")
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -296,8 +307,14 @@ class Checker:
                 f"{group.group_id} has the answers {launched}, and says of none that it failed or was cut",
             )
 
-    def _true_oldest(self, group: Group, source: PromptSource) -> WeightVersion:
-        """The oldest version that sampled in `group`, after every token proved which one sampled it."""
+    def _lag_is_bounded(self, group_id: str, versions: list[WeightVersion], at: WeightVersion) -> None:
+        """As the policy promises: of every token, of those that have a weight (and some must), or of none."""
+        decisive = {"mask": versions[-1], "train": at}.get(self._policy, versions[0])
+        lag = at.version - decisive.version
+        self._require(0 <= lag <= self._max_lag, "P4 lag", f"{group_id} is trained with lag {lag} at {at}")
+
+    def _true_versions(self, group: Group, source: PromptSource) -> list[WeightVersion]:
+        """The versions that sampled in `group`, oldest first, after every token proved which one sampled it."""
         prompt = source.prompt(group.order)
         self._require(prompt == group.prompt, "P5 no prompt skipped", f"order {group.order} came with another prompt")
         versions = []
@@ -317,7 +334,7 @@ class Checker:
         self._require(
             all(v.lineage == self._life.lineage for v in versions), "lineage", f"{group.group_id}: {versions}"
         )
-        return min(versions)
+        return sorted(versions)
 
     def _require(self, holds: bool, promise: str, problem: str) -> None:
         if not holds:
@@ -325,4 +342,4 @@ class Checker:
 
 
 def _is_untrained_end(outcome: str) -> bool:
-    return outcome == "filtered_zero_signal" or (outcome.startswith("dropped_") and outcome != "dropped_stale")
+    return outcome == "filtered_zero_signal" or (outcome.startswith("dropped_") and outcome not in ISSUED_AGAIN)

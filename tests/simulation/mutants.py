@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from asyncgrpo.buffer import buffer as buffer_module
+import msgspec
+
+from asyncgrpo.buffer import policies
 from asyncgrpo.buffer.buffer import Buffer, Entry, State
+from asyncgrpo.buffer.policies import Mask, Policy, Window
 from asyncgrpo.buffer.quarantine import Quarantine
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.buffer.suspects import Suspects
@@ -122,17 +125,10 @@ def lag_from_newest_token() -> list[Change]:
 @mutant
 def no_check_at_take() -> list[Change]:
     """Only admission bounds the lag: a batch is taken as it comes."""
-    take = Buffer.take
-
-    def blind(self: Buffer, version: WeightVersion) -> list[Entry] | None:
-        config = self._config
-        self._config = type(config)(prompts_per_step=config.prompts_per_step, max_lag=10**6)
-        try:
-            return take(self, version)
-        finally:
-            self._config = config
-
-    return [(Buffer, "take", blind), (buffer_module, "lag_is_kept", lambda *arguments: True)]
+    return [
+        (Policy, "evict", lambda self, waiting, version: []),
+        (policies, "lag_is_kept", lambda *arguments: True),
+    ]
 
 
 @mutant
@@ -170,16 +166,64 @@ def no_lease_expiry() -> list[Change]:
 
 @mutant
 def stale_dropped_in_silence() -> list[Change]:
-    """What is too old at the take disappears: no count, no refill."""
-    take = Buffer.take
+    """What is too old disappears without a count."""
+    give_up = Buffer._give_up
 
-    def silent(self: Buffer, version: WeightVersion) -> list[Entry] | None:
-        before = self.outcomes["dropped_stale"]
-        batch = take(self, version)
-        self.outcomes["dropped_stale"] = before
-        return batch
+    def silent(self: Buffer, entry: Entry, version: int, reason: str) -> None:
+        before = self.outcomes[f"dropped_{reason}"]
+        give_up(self, entry, version, reason)
+        self.outcomes[f"dropped_{reason}"] = before
 
-    return [(Buffer, "take", silent)]
+    return [(Buffer, "_give_up", silent)]
+
+
+@mutant
+def evicted_without_refill() -> list[Change]:
+    """What is too old is dropped and counted, and its prompt is never issued again."""
+    give_up = Buffer._give_up
+
+    def wasteful(self: Buffer, entry: Entry, version: int, reason: str) -> None:
+        give_back, self._prompts.give_back = self._prompts.give_back, lambda order: None  # type: ignore[method-assign]
+        try:
+            give_up(self, entry, version, reason)
+        finally:
+            self._prompts.give_back = give_back  # type: ignore[method-assign]
+
+    return [(Buffer, "_give_up", wasteful)]
+
+
+@mutant
+def stale_for_ever() -> list[Change]:
+    """A prompt whose groups are always too old is generated again and again."""
+    give_up = Buffer._give_up
+
+    def patient(self: Buffer, entry: Entry, version: int, reason: str) -> None:
+        config = self._config
+        self._config = msgspec.structs.replace(config, max_attempts=10**6)
+        try:
+            give_up(self, entry, version, reason)
+        finally:
+            self._config = config
+
+    return [(Buffer, "_give_up", patient)]
+
+
+@mutant
+def window_by_completion() -> list[Change]:
+    """A window closes over whatever is here first."""
+    return [(Window, "select", Policy.select)]
+
+
+@mutant
+def mask_keeps_the_wholly_masked() -> list[Change]:
+    """A group of which no token has a weight fills a place in the batch."""
+    return [(Mask, "evict", lambda self, waiting, version: [])]
+
+
+@mutant
+def aborted_in_silence() -> list[Change]:
+    """A lease is given up and leased again, and who works on it is not told."""
+    return [(Buffer, "cancelled", lambda self: [])]
 
 
 @mutant

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.policies import POLICIES
 from tests.simulation.__main__ import failure_of, report
 from tests.simulation.world import World, without_faults
 
@@ -28,8 +29,10 @@ def test_no_promise_is_broken_in_200_seeds_and_every_kind_of_fault_was_among_the
         "answer_aborts", "answer_hangs", "killer_prompt",
     }  # fmt: skip
     for max_lag in (0, 1, 4):
-        lags = {lag for world in worlds if world.max_lag == max_lag for lag in world.checker.lags}
+        some = [world for world in worlds if world.max_lag == max_lag]
+        lags = {lag for world in some if POLICIES[world.policy].counts_from == "oldest" for lag in world.checker.lags}
         assert max(lags) == max_lag, f"max_lag {max_lag} was never reached, only {lags}"
+        assert {world.policy for world in some} == set(POLICIES)
 
 
 @pytest.mark.slow
@@ -38,12 +41,15 @@ def test_no_promise_is_broken_in_2000_seeds():
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
-def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int):
-    world = without_faults(max_lag, max_lag=max_lag)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int, policy: str):
+    world = without_faults(max_lag, max_lag=max_lag, policy=policy)
     assert failure_of(world) is None
     poisoned = sum(prompt.info["poison"] for prompt in world._prompts) * world.config.run.epochs
-    filtered = world._buffer.outcomes["filtered_zero_signal"]
-    assert world.checker.counts["trained"] == world.num_orders - poisoned - filtered
+    outcomes = world._buffer.outcomes
+    filtered, given_up = outcomes["filtered_zero_signal"], outcomes["dropped_always_stale"]
+    assert given_up == 0 or policy == "drop"
+    assert world.checker.counts["trained"] == world.num_orders - poisoned - filtered - given_up
     assert world._lineage == 1
 
 
@@ -74,6 +80,8 @@ def test_no_wait_of_the_rollout_plane_reads_a_clock_that_can_be_set():
     package = Path(__file__).parents[2] / "asyncgrpo"
     for name in (
         "buffer/buffer.py",
+        "buffer/policies.py",
+        "buffer/bias.py",
         "buffer/service.py",
         "buffer/evaluation.py",
         "generators/service.py",

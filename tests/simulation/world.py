@@ -17,6 +17,7 @@ from asyncgrpo.buffer import deadlines, quarantine
 from asyncgrpo.buffer import service as buffer_service
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.policies import POLICIES
 from asyncgrpo.buffer.quarantine import Quarantine
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.buffer.suspects import NOTHING, Past
@@ -78,11 +79,12 @@ class World:
         faults: Faults | None = None,
         of_answers: dict[str, float] | None = None,
         max_lag: int | None = None,
+        policy: str | None = None,
     ) -> None:
         """
         Args:
             faults, of_answers: instead of those that the seed draws.
-            max_lag: instead of the one that the seed takes in turn.
+            max_lag, policy: instead of those that the seed takes in turn.
         """
         self.seed = seed
         self.rng = rng = random.Random(seed)
@@ -92,6 +94,7 @@ class World:
         self.fault_counts: Counter[str] = Counter()
         self.network = Network(self.loop, rng, self.faults, self.note)
         self.max_lag = LAGS[seed % len(LAGS)] if max_lag is None else max_lag
+        self.policy = list(POLICIES)[seed // len(LAGS) % len(POLICIES)] if policy is None else policy
         self.window = rng.randint(1, 4)
         self.resend_after_s = 6.0
         per_step, epochs = rng.choice((1, 1, 2, 3)), rng.randint(1, 2)
@@ -104,6 +107,7 @@ class World:
             buffer=BufferConfig(
                 prompts_per_step=per_step,
                 max_lag=self.max_lag,
+                policy=self.policy,  # type: ignore[arg-type]
                 lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
                 max_attempts=rng.randint(2, 5),
             ),

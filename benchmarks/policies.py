@@ -1,0 +1,190 @@
+"""The staleness policies side by side: who waits, what is thrown away, and what the learner gets to see.
+
+python -m benchmarks.policies                          on a virtual clock: policy x max_lag x tail of the lengths
+python -m benchmarks.policies --real --out runs/tails  whole runs of `asyncgrpo demo` with the `fake` engine
+
+On the virtual clock run the product's `BufferService`, `Buffer`, `GeneratorService` and `LearnerService` (as in
+`benchmarks/scheduler.py`), with engines of continuous batching. Lengths are log-normal with median 600 tokens and the
+sigma named; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow again, and long
+answers are the harder ones: their rewards are lower. The learner stops after `--steps`, and prompts do not run out.
+
+`length_distance` and `reward_distance` look at what a policy cannot see: the groups that were trained (under `mask` without
+the masked tokens) against the first groups to the first prompts, as many as were trained. `monitor` is what the
+product's own bias monitor says at the end. `idle` is the learner's share of time without a batch, `given_up` the share
+of leases that were dropped or cancelled for their age, `wasted` the share of tokens that had no part in training.
+"""
+
+import argparse
+import json
+import logging
+import math
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from asyncgrpo.buffer.bias import ks_distance
+from asyncgrpo.buffer.policies import POLICIES
+from asyncgrpo.types import Group, WeightVersion
+from benchmarks.measuring import line, rounded, show
+from benchmarks.scheduler import SWAP_S, TRANSFER_S, Case, Product
+
+MEDIAN, LONGEST = 600, 16384
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--lags", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--real", action="store_true", help="whole runs, on the clock of the wall")
+    parser.add_argument("--out", type=Path, default=Path("runs/policies"), help="folder of the whole runs")
+    arguments = parser.parse_args(argv)
+    logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
+    for sigma in arguments.sigmas:
+        for max_lag in arguments.lags:
+            for policy in arguments.policies:
+                if arguments.real:
+                    found = [
+                        whole_run(policy, max_lag, sigma, arguments.steps, seed, arguments.out)
+                        for seed in arguments.seeds
+                    ]
+                else:
+                    found = [virtual_run(policy, max_lag, sigma, arguments.steps, seed) for seed in arguments.seeds]
+                report(
+                    "whole run" if arguments.real else "virtual clock",
+                    found,
+                    arguments.seeds[0],
+                    policy,
+                    max_lag,
+                    sigma,
+                )
+
+
+def report(where: str, found: list[dict[str, float]], seed: int, policy: str, max_lag: int, sigma: float) -> None:
+    """One line: groups trained per second, and the medians of the other figures."""
+    medians = {name: rounded(statistics.median(one[name] for one in found), 3) for name in found[0] if name != "rate"}
+    rates = [one["rate"] for one in found]
+    fields = {"where": where, "policy": policy, "max_lag": max_lag, "sigma": sigma, **medians}
+    show(line("groups trained per second", rates, "1/s", seed=seed, **fields))
+
+
+# -- on the virtual clock ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LongTail(Case):
+    """A case whose prompts differ: in how long their answers are, and how often these are right."""
+
+    sigma: float = 1.0
+
+    @property
+    def num_prompts(self) -> int:
+        return 20 * self.num_groups
+
+    @cached_property
+    def _hardness(self) -> np.ndarray:
+        """[prompts] standard normal."""
+        return np.random.default_rng([self.seed, 0]).standard_normal(self.num_prompts)
+
+    @lru_cache  # noqa: B019  lives as long as the case
+    def lengths_of(self, order: int, attempt: int) -> np.ndarray:
+        own = np.random.default_rng([self.seed, 1, order, attempt]).standard_normal(self.group_size)
+        deviation = (self._hardness[order] + own) / math.sqrt(2)
+        return np.clip(MEDIAN * np.exp(self.sigma * deviation), 1, LONGEST).astype(int)
+
+    def reward(self, order: int, answer: int) -> float:
+        drawn = np.random.default_rng([self.seed, 2, order, answer]).standard_normal()
+        return float(drawn > self._hardness[order])
+
+
+def virtual_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int) -> dict[str, float]:
+    """The figures of one run."""
+    case = LongTail(max_lag, steps, seed, policy=policy, sigma=sigma)
+    product = Product(case).run()
+    elapsed_s = product.trained_at[-1][0]
+    outcomes, tokens = product.buffer.outcomes, product.buffer.tokens
+    aborted = sum(engine.aborted_tokens for engine in product.engines)
+    first = range(len(product.groups))
+    lags = [version.version - group.versions[0].version for group, version in product.groups]
+    lengths = [trained_length(group, version, policy, max_lag) for group, version in product.groups]
+    rewards = [statistics.fmean(r.score.value or 0.0 for r in group.rollouts) for group, _ in product.groups]
+    answers = range(1, case.group_size + 1)
+    monitor = product.buffer.bias.distances()
+    return {
+        "rate": len(product.groups) / elapsed_s,
+        "idle": 1 - steps * (case.train_s + TRANSFER_S + SWAP_S) / elapsed_s,
+        "given_up": given_up(outcomes) / outcomes["leased"],
+        "prompts_given_up": outcomes["dropped_always_stale"] / outcomes["leased"],
+        "wasted": (tokens["stale"] + tokens["masked"] + aborted) / (tokens["generated"] + aborted),
+        "length_distance": ks_distance(lengths, [float(case.lengths_of(order, 0).mean()) for order in first]),
+        "reward_distance": ks_distance(
+            rewards, [statistics.fmean(case.reward(order, a) for a in answers) for order in first]
+        ),
+        "monitor_length": monitor.get("length", math.nan),
+        "monitor_reward": monitor.get("reward", math.nan),
+        "lag_mean": statistics.fmean(lags),
+        "lag_max": max(lags),
+    }
+
+
+def given_up(outcomes: dict[str, int]) -> int:
+    return sum(outcomes.get(f"dropped_{why}", 0) for why in ("stale", "cancelled", "always_stale"))
+
+
+def trained_length(group: Group, version: WeightVersion, policy: str, max_lag: int) -> float:
+    """Mean tokens of an answer that have a weight in the step that starts at `version`."""
+    spans = [span for rollout in group.rollouts for span in rollout.completion.spans]
+    kept = [s for s in spans if policy != "mask" or version.version - s.version.version <= max_lag]
+    return sum(s.end - s.start for s in kept) / len(group.rollouts)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+DEMO = (
+    "generators.count=2", "generators.groups_in_flight=12", "buffer.prompts_per_step=8", "algorithm.group_size=4",
+    "sampling.max_tokens=400", "run.eval_every=100000", "run.checkpoint_every=100000", "run.epochs=null",
+)  # fmt: skip
+
+
+def whole_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int, out: Path) -> dict[str, float]:
+    """Real processes: Ray, ZeroMQ, the journal, the learner on a tiny model, weights broadcast; only tokens are made up.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed, or its audit found a difference.
+    """
+    folder = out / f"{policy}-{max_lag}-{sigma:g}-{seed}"
+    engine = f"{{vocab_size: 261, seconds_per_token: 0.02, median_tokens: 25, sigma: {sigma:g}}}"
+    command = [sys.executable, "-m", "asyncgrpo", "demo", "--engine", "fake", "--out", str(folder), "--seed", str(seed)]
+    command += ["--steps", str(steps), "--max-lag", str(max_lag), f"buffer.policy={policy}", *DEMO]
+    subprocess.run([*command, f"generators.extra={engine}"], check=True, capture_output=True, text=True)
+    subprocess.run(
+        [sys.executable, "-m", "asyncgrpo", "audit", str(folder)], check=True, capture_output=True, text=True
+    )
+    events = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    taken = [event for event in events if event["event"] == "step"]
+    seconds = [sum(step["seconds"].values()) for step in taken]
+    lags = [int(lag) for step in taken for lag, count in step["lags"].items() for _ in range(count)]
+    dropped = sum(count for step in taken for why, count in step["dropped"].items())
+    bias = taken[-1].get("bias", {})
+    return {
+        "rate": len(lags) / sum(seconds),
+        "idle": sum(step["seconds"].get("wait_data", 0.0) for step in taken) / sum(seconds),
+        "given_up": dropped / (dropped + len(lags)),
+        "masked": statistics.fmean(step["diagnostics"]["aged_dropped"] for step in taken),
+        "length_mean": statistics.fmean(step["answer_length_mean"] for step in taken),
+        "monitor_length": bias.get("length", math.nan),
+        "lag_mean": statistics.fmean(lags),
+        "lag_max": max(lags),
+        "steps": len(taken),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The monitor sees what is kept from the learner for its age, and nothing where nothing is."""
+
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from asyncgrpo.buffer.bias import LEAST, WINDOW, BiasMonitor, ks_distance, total_variation
+from asyncgrpo.types import Lease, Prompt, Sampling
+from asyncgrpo.wire.messages import Deliver
+from tests.buffer.test_buffer import deliver, v
+from tests.buffer.test_policies import balance, lease_all, make_buffer, spanning
+
+
+def group(length: int, rewards=(0.0, 1.0)) -> Deliver:
+    """Two answers of this many tokens."""
+    lease = Lease(
+        lease_id="1.0.0", group_id="1.0", attempt=0, order=0, purpose="train", num_answers=2, sampling=Sampling(), seed=0,
+        prompt=Prompt(prompt_id="train/0", token_ids=(1,)),
+    )  # fmt: skip
+    message = deliver(lease, 0, rewards)
+    rollouts = tuple(msgspec.structs.replace(rollout, num_tokens=length) for rollout in message.rollouts)
+    return msgspec.structs.replace(message, rollouts=rollouts)
+
+
+def steps_apart(some, others) -> float:
+    """By the definition: the distribution functions at every value."""
+    points = {*some, *others}
+    share = lambda values, x: sum(v <= x for v in values) / len(values)  # noqa: E731
+    return max(abs(share(some, x) - share(others, x)) for x in points)
+
+
+def test_the_distances_are_those_of_their_definitions():
+    rng = random.Random(0)
+    for _ in range(50):
+        some, others = ([rng.choice((1, 2, 3, float("inf"))) for _ in range(rng.randint(1, 9))] for _ in "ab")
+        assert ks_distance(some, others) == pytest.approx(steps_apart(some, others))
+    assert ks_distance([1, 2], [3, 4]) == 1 and ks_distance([1, 2], [2, 1]) == 0
+    assert ks_distance([], []) == 0 and ks_distance([1], []) == 1
+    assert total_variation(["a", "a", "b", "b"], ["a", "b", "b", "b"]) == 0.25
+    assert total_variation(["a"], ["b"]) == 1 and total_variation([], []) == 0
+
+
+def test_all_that_is_trained_is_at_no_distance_and_little_says_nothing():
+    monitor = BiasMonitor(0.1)
+    for length in range(LEAST - 1):
+        monitor.settle("s", group(length + 1), age=length % 3, masked=0)
+    assert monitor.distances() == {}
+    monitor.settle("s", group(5), age=0, masked=0)
+    assert monitor.distances() == {"length": 0, "reward": 0, "source": 0, "age": 0}
+
+
+@pytest.mark.parametrize(
+    ("of", "kept", "lost"),
+    [
+        ("length", {"message": group(5)}, {"message": group(50)}),
+        ("length", {"message": group(5)}, {"message": None}),  # cancelled: longer than all
+        ("reward", {"message": group(5)}, {"message": group(5, (1.0, 1.0))}),
+        ("source", {"message": group(5), "source": "easy"}, {"message": group(5), "source": "hard"}),
+        ("age", {"message": group(5), "age": 0}, {"message": group(5), "age": 3}),
+    ],
+)
+def test_what_is_given_up_shows_by_its_share_in_the_respect_in_which_it_differs(of, kept, lost):
+    monitor = BiasMonitor(0.1)
+    for number in range(100):
+        monitor.settle(**{"source": "s", "age": 1, **(lost if number % 4 == 0 else kept)},
+                       masked=None if number % 4 == 0 else 0)  # fmt: skip
+    distances = monitor.distances()
+    assert distances.pop(of) == pytest.approx(0.25)
+    assert set(distances.values()) == {0.0}
+
+
+def test_length_is_of_an_answer_however_many_a_group_has():
+    monitor = BiasMonitor(0.1)
+    for number in range(100):
+        monitor.settle("s", group(5, (0.0, 1.0) if number % 2 else (0.5,) * 3), age=1, masked=0 if number % 2 else None)
+    assert monitor.distances()["length"] == 0
+
+
+def test_masked_tokens_make_what_is_trained_shorter():
+    monitor = BiasMonitor(0.1)
+    for _ in range(LEAST):
+        monitor.settle("s", group(10), age=5, masked=8)
+    assert monitor.distances() == {"length": 1.0, "reward": 0.0, "source": 0.0, "age": 0.0}
+
+
+def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
+    monitor, said = BiasMonitor(0.1), []
+    for masked, count in ((0, 200), (None, 60), (0, WINDOW), (None, 200)):
+        for _ in range(count):
+            monitor.settle("s", group(50 if masked is None else 5), age=1, masked=masked)
+            said.append(monitor.news())
+    told = [number for number, sentences in enumerate(said) if sentences]
+    assert len(told) == 2 and all(len(said[number]) == 1 for number in told)
+    first = said[told[0]][0]
+    assert "in length: distance 0.1" in first and "given up for being slow or old" in first
+    assert 200 < told[0] < 260 and told[1] - (260 + WINDOW) == WINDOW // 10, "of the last ones, and of no others"
+
+
+def test_the_age_of_what_is_given_up_for_its_age_is_no_news():
+    monitor = BiasMonitor(0.1)
+    for number in itertools.islice(itertools.cycle(range(2)), 2 * LEAST):
+        monitor.settle("s", group(5), age=5 * number, masked=None if number else 0)
+    assert monitor.distances()["age"] == 0.5 and monitor.news() == []
+
+
+def test_a_buffer_that_drops_the_slow_ones_is_told_from_one_that_waits():
+    """One prompt in four is long and comes two steps late."""
+    seen = {}
+    for policy in ("wait", "drop"):
+        buffer = make_buffer(400, per_step=4, max_lag=1, policy=policy)
+        late, version = [], 0
+        buffer.published(v(0))
+        while version < 40:
+            for lease in lease_all(buffer):
+                if lease.order % 4 == 0:
+                    late.append((version + 2, lease))
+                else:
+                    buffer.accept(spanning(lease, version), b"")
+            stuck = buffer.take(v(version)) is None
+            for due, lease in late:
+                if due <= version or stuck:
+                    buffer.accept(spanning(lease, due - 2), b"")
+            late = [(due, lease) for due, lease in late if due > version and not stuck]
+            if stuck:
+                assert buffer.take(v(version)) is not None
+            version += 1
+            buffer.published(v(version))
+        balance(buffer)
+        seen[policy] = buffer.bias.distances()["length"]
+    assert seen["wait"] == 0 and seen["drop"] > 0.1
+
+
+def test_a_lease_that_runs_out_counts_as_one_that_was_too_slow_and_one_that_fails_does_not():
+    for reason, distance in (("lease_timeout", 0.2), ("failed", 0.0)):
+        buffer = make_buffer(400, per_step=4, max_lag=0, max_attempts=1000)
+        buffer.published(v(0))
+        for version in range(20):
+            leases = lease_all(buffer)
+            buffer.fail(leases[0].lease_id, reason)
+            for lease in [*leases[1:], *lease_all(buffer)]:
+                buffer.accept(deliver(lease, version), b"")
+            assert buffer.take(v(version)) is not None
+            buffer.published(v(version + 1))
+        assert buffer.bias.distances()["length"] == pytest.approx(distance)
+
+
+def test_what_has_no_signal_is_on_neither_side():
+    buffer = make_buffer(400, per_step=2, max_lag=0, filters=True)
+    buffer.published(v(0))
+    for version in range(100):
+        for number, lease in enumerate(lease_all(buffer)):
+            scores = (0.0, 1.0) if number else (1.0, 1.0)
+            buffer.accept(deliver(lease, version, scores), b"")
+        for lease in lease_all(buffer):
+            buffer.accept(deliver(lease, version), b"")
+        assert buffer.take(v(version)) is not None
+        buffer.published(v(version + 1))
+    assert buffer.outcomes["filtered_zero_signal"] == 100
+    assert set(buffer.bias.distances().values()) == {0.0}

@@ -1,0 +1,271 @@
+"""Each policy keeps its own promise about age, fills the slot of what it gives up with exactly one, and counts it."""
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.policies import POLICIES
+from asyncgrpo.config import BufferConfig
+from asyncgrpo.types import Lease, Score, VersionSpan
+from asyncgrpo.wire.messages import Deliver, RolloutHeader
+from tests.buffer.test_buffer import lease_all, make_buffer, v
+
+TOKENS = 4
+
+
+def spanning(lease: Lease, *versions: int) -> Deliver:
+    """A group of two answers of four tokens each, which these versions sampled one after the other in equal parts."""
+    each = TOKENS // len(versions)
+    spans = tuple(VersionSpan(v(version), i * each, (i + 1) * each) for i, version in enumerate(versions))
+    return Deliver(
+        group_id=lease.group_id, lease_id=lease.lease_id, attempt=lease.attempt, order=lease.order, purpose="train",
+        prompt=lease.prompt, generator_id="g", timings={},
+        rollouts=tuple(
+            RolloutHeader(index=i, num_tokens=TOKENS, spans=spans, finish_reason="stop", score=Score(value=float(i)))
+            for i in range(2)
+        ),
+    )  # fmt: skip
+
+
+def started(policy: str, **settings) -> tuple[Buffer, list[Lease]]:
+    buffer = make_buffer(policy=policy, **({"count": 20, "per_step": 1, "max_lag": 1} | settings))
+    buffer.published(v(0))
+    return buffer, lease_all(buffer)
+
+
+def step(buffer: Buffer, version: int) -> list[int] | None:
+    batch = buffer.take(v(version))
+    if batch is not None:
+        buffer.published(v(version + 1))
+    return None if batch is None else [entry.order for entry in batch]
+
+
+def balance(buffer: Buffer) -> None:
+    out, tokens = buffer.outcomes, buffer.tokens
+    gone = sum(n for name, n in out.items() if name.startswith("dropped_"))
+    here = sum(buffer.count(state) for state in State)
+    assert out["leased"] == here + out["trained"] + gone + out["requeued"] + out["filtered_zero_signal"]
+    fates = tokens.total() - tokens["generated"]
+    assert tokens["generated"] == fates + buffer.tokens_in_flight
+
+
+@pytest.mark.parametrize(("policy", "taken"), [("wait", None), ("window", None), ("drop", [1]), ("train", [1])])
+def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, taken):
+    buffer, (slow, quick) = started(policy)
+    buffer.accept(spanning(quick, 0), b"")
+    if policy in ("wait", "window"):
+        # Taking `quick` at 0 leaves `slow` with one step: `wait` may, `window` may not.
+        assert step(buffer, 0) == ([quick.order] if policy == "wait" else None)
+        if policy == "wait":
+            later = buffer.lease("g", 0.0)
+            buffer.accept(spanning(later, 1), b"")
+            assert step(buffer, 1) is None, "the deadline of the slow one"
+            buffer.accept(spanning(slow, 0), b"")
+            assert step(buffer, 1) == [slow.order]
+    else:
+        assert step(buffer, 0) == taken
+    balance(buffer)
+
+
+def test_window_trains_the_prompts_in_their_order_whoever_finishes_first():
+    buffer, leases = started("window", per_step=2, max_lag=2)
+    for lease in reversed(leases[1:]):
+        buffer.accept(spanning(lease, 0), b"")
+    assert step(buffer, 0) is None
+    buffer.fail(leases[0].lease_id, "failed")
+    assert step(buffer, 0) is None, "its prompt was given back and belongs to this window"
+    again = buffer.lease("g", 0.0)
+    buffer.accept(spanning(again, 0), b"")
+    assert [step(buffer, version) for version in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_batch_is_small_while_another_group_is_under_way(policy):
+    buffer, (first, second) = started(policy, count=2, per_step=2, max_lag=1)
+    buffer.accept(spanning(first, 0), b"")
+    assert step(buffer, 0) is None
+    buffer.fail(second.lease_id, "failed")
+    assert step(buffer, 0) is None, "its prompt may be leased again"
+    (again,) = lease_all(buffer)
+    buffer.accept(spanning(again, 0), b"")
+    assert step(buffer, 0) == [0, 1]
+
+
+def test_window_closes_with_what_is_left_when_no_prompt_is():
+    buffer, leases = started("window", count=3, per_step=2, max_lag=1)
+    for lease in leases:
+        buffer.accept(spanning(lease, 0), b"")
+    assert [step(buffer, version) for version in range(2)] == [[0, 1], [2]]
+    assert buffer.exhausted
+
+
+def test_drop_cancels_a_lease_once_no_step_can_train_it_and_one_other_takes_its_slot():
+    buffer, (slow, quick) = started("drop")
+    buffer.accept(spanning(quick, 0), b"")
+    assert step(buffer, 0) == [quick.order] and buffer.cancelled() == [], "the step at 1 could still train it"
+    (third,) = lease_all(buffer)
+    buffer.accept(spanning(third, 1), b"")
+    assert buffer.take(v(1)) is not None
+    (cancelled,) = buffer.cancelled()
+    assert cancelled.lease == slow and buffer.cancelled() == []
+    assert buffer.outcomes["dropped_cancelled"] == 1
+    (again,) = lease_all(buffer)
+    assert (again.order, again.attempt) == (slow.order, 1), "before any new prompt, and only one"
+    assert buffer.accept(spanning(slow, 0), b"") == "no_such_lease"
+    balance(buffer)
+
+
+def test_drop_lets_go_of_what_waited_too_long_and_refills_it_with_one():
+    buffer, leases = started("drop", per_step=1, max_lag=1)
+    for lease in leases:
+        buffer.accept(spanning(lease, 0), b"")
+    buffer.take(v(0))
+    buffer.published(v(1))
+    (young,) = lease_all(buffer)
+    buffer.published(v(2))  # a step whose batch was of an earlier start
+    assert buffer.outcomes["dropped_stale"] == 1 and buffer.tokens["stale"] == 2 * TOKENS
+    assert [lease.order for lease in lease_all(buffer)] == [leases[1].order]
+    buffer.accept(spanning(young, 1), b"")
+    balance(buffer)
+
+
+def test_a_prompt_that_is_stale_every_time_is_dropped_for_good_and_counted():
+    buffer, _ = started("drop", per_step=1, max_lag=0, max_attempts=3, count=2)
+    attempts = []
+    for version in range(1, 4):
+        attempts.append(buffer.oldest_lease().attempt)
+        buffer.published(v(version))
+        (entry,) = buffer.cancelled()
+        assert entry.order == 0
+        lease_all(buffer)
+    assert attempts == [0, 1, 2]
+    assert buffer.outcomes["dropped_cancelled"] == 2 and buffer.outcomes["dropped_always_stale"] == 1
+    assert buffer.prompts_done == 1 and buffer.oldest_lease().order == 1
+    balance(buffer)
+
+
+def test_mask_counts_the_tokens_that_are_too_old_and_trains_the_others():
+    buffer, (slow, _) = started("mask")
+    buffer.published(v(3))
+    assert buffer.cancelled() == [], "its next tokens are of the newest weights"
+    buffer.accept(spanning(slow, 0, 3), b"")
+    assert step(buffer, 3) == [slow.order]
+    assert buffer.tokens["masked"] == buffer.tokens["trained"] == TOKENS
+    balance(buffer)
+
+
+def test_mask_drops_a_group_of_which_nothing_would_be_left():
+    buffer, (slow, _) = started("mask")
+    buffer.accept(spanning(slow, 0, 1), b"")
+    buffer.published(v(2))
+    assert buffer.count(State.READY) == 1, "at 2 its newer half is of lag 1"
+    buffer.published(v(3))
+    assert buffer.count(State.READY) == 0 and buffer.outcomes["dropped_stale"] == 1
+    assert [lease.order for lease in lease_all(buffer)] == [slow.order]
+    balance(buffer)
+
+
+def test_train_takes_a_group_of_any_age():
+    buffer, (slow, _) = started("train")
+    buffer.published(v(9))
+    assert buffer.cancelled() == []
+    buffer.accept(spanning(slow, 0), b"")
+    assert step(buffer, 9) == [slow.order] and buffer.tokens["masked"] == 0
+    balance(buffer)
+
+
+class AnyPolicy(RuleBasedStateMachine):
+    """Leases, groups of one or two versions, failures, losses and steps in any order, under any policy."""
+
+    @initialize(policy=st.sampled_from(list(POLICIES)), per_step=st.integers(1, 3), max_lag=st.integers(0, 2))
+    def start(self, policy, per_step, max_lag):
+        self.policy, self.per_step, self.max_lag, self.count = policy, per_step, max_lag, 14
+        self.buffer = make_buffer(self.count, per_step, max_lag, policy=policy, max_attempts=3)
+        self.version = 0
+        self.buffer.published(v(0))
+        self.leases: dict[str, tuple[Lease, int]] = {}
+        self.trained: list[int] = []
+
+    @rule()
+    def lease(self):
+        if (lease := self.buffer.lease("g", 0.0)) is not None:
+            assert lease.attempt < 3
+            self.leases[lease.lease_id] = lease, self.version
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def deliver(self, data):
+        lease, version = self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))
+        newest = data.draw(st.integers(version, self.version))
+        group = spanning(lease, version, newest) if newest > version else spanning(lease, version)
+        known = self.buffer._leased(lease.lease_id) is not None
+        assert (self.buffer.accept(group, b"") is None) == known
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def fail(self, data):
+        self.buffer.fail(self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))[0].lease_id, "failed")
+
+    @rule()
+    def lose(self):
+        self.buffer.release("g")
+        self.leases.clear()
+
+    @rule()
+    def step(self):
+        batch = self.buffer.take(v(self.version))
+        for entry in self.buffer.cancelled():
+            assert self.policy == "drop"
+            del self.leases[entry.lease.lease_id]
+        if batch is None:
+            return
+        lags = [self.version - entry.oldest.version for entry in batch]
+        if self.policy == "mask":
+            assert all(entry.masked < entry.num_tokens for entry in batch)
+            assert all((entry.masked > 0) == (lag > self.max_lag) for entry, lag in zip(batch, lags, strict=True))
+        elif self.policy != "train":
+            assert max(lags) <= self.max_lag
+        left = self.buffer.count(State.READY) + self.buffer.count(State.LEASED) + self.buffer._prompts.has_next
+        assert len(batch) == self.per_step or not left
+        self.trained += [entry.order for entry in batch]
+        if self.policy == "window":
+            assert all(self.buffer._prompts.is_done(o) or o in self.trained for o in range(max(self.trained)))
+        self.version += 1
+        self.buffer.published(v(self.version))
+        for entry in self.buffer.cancelled():
+            del self.leases[entry.lease.lease_id]
+
+    @invariant()
+    def everything_is_accounted_for(self):
+        if hasattr(self, "buffer"):
+            balance(self.buffer)
+            held = sum(self.buffer.count(state) for state in State)
+            assert held <= (self.max_lag + 1) * self.per_step
+            if self.policy in ("wait", "window"):
+                assert not self.buffer.outcomes["dropped_stale"], "these drop nothing for its age"
+
+    def teardown(self):
+        """From wherever we are, every prompt is trained once, or counted, in the end."""
+        if not hasattr(self, "buffer"):
+            return
+        self.lose()
+        for _ in range(100):
+            while (lease := self.buffer.lease("g", 0.0)) is not None:
+                assert self.buffer.accept(spanning(lease, self.version), b"") is None
+            self.step()
+        assert self.buffer.exhausted
+        reasons = ("failed", "always_stale", "poison", "quarantined")
+        dropped = sum(self.buffer.outcomes[f"dropped_{reason}"] for reason in reasons)
+        assert len(self.trained) == len(set(self.trained)) == self.count - dropped
+
+
+TestAnyPolicy = AnyPolicy.TestCase
+TestAnyPolicy.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_the_configuration_offers_these_policies():
+    (field,) = [f for f in msgspec.inspect.type_info(BufferConfig).fields if f.name == "policy"]
+    assert set(field.type.type.values) == set(POLICIES)

@@ -1,0 +1,82 @@
+"""Under `buffer.policy=mask` tokens above `buffer.max_lag` have no weight, and those of the others stay what they are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.types import Completion, Group, VersionSpan, WeightVersion
+from tests.learner.helpers import VERSION, assert_same_gradient, config, disturb, random_groups, step_and_gradient
+from tests.models import make_tiny_qwen3
+
+LONG_AGO = WeightVersion(VERSION.lineage, VERSION.version - 2)
+CASES = {
+    "token-mean": {},
+    "seq-mean-token-sum": {"aggregation": "seq-mean-token-sum"},
+    "seq-mean-token-mean": {"aggregation": "seq-mean-token-mean"},
+    "prompt-mean": {"aggregation": "prompt-mean"},
+    "gspo": {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
+    "kl and entropy": {"kl_coef": 0.3, "entropy_coef": 0.1},
+    "m2po": {"corrections": ({"kind": "m2po", "threshold": 0.04},)},
+    "pairwise": {"loss": "pairwise", "loss_args": {"beta": 0.1}},
+    "gae": {"advantage": "gae"},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32, vocab=260)
+
+
+def gradient_of(path, algorithm: dict, groups: list[Group], policy: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """What a step on weights that are not the initial ones reports, and its gradient."""
+    sections = {"algorithm": algorithm, "buffer": {"policy": policy, "max_lag": 1}}
+    learner = Learner(config(path, **sections), rank=0, world=1, device="cpu")
+    disturb(learner)
+    report, gradient = step_and_gradient(learner, groups)
+    return report.diagnostics, gradient
+
+
+def sampled_by(groups: list[Group], first: WeightVersion, then: WeightVersion) -> list[Group]:
+    """The same groups: `first` sampled the first 40 % of every answer, `then` the rest."""
+
+    def spans(completion: Completion) -> tuple[VersionSpan, ...]:
+        length = len(completion.token_ids)
+        cut = int(0.4 * length)
+        return tuple(s for s in (VersionSpan(first, 0, cut), VersionSpan(then, cut, length)) if s.start < s.end)
+
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(r, completion=replace(r.completion, spans=spans(r.completion))) for r in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradients_of_the_two_parts_of_every_answer_add_up_to_that_of_the_whole(path, case):
+    groups = random_groups(4, 3)
+    _, whole = gradient_of(path, CASES[case], sampled_by(groups, LONG_AGO, VERSION), "wait")
+    _, ends = gradient_of(path, CASES[case], sampled_by(groups, LONG_AGO, VERSION), "mask")
+    _, beginnings = gradient_of(path, CASES[case], sampled_by(groups, VERSION, LONG_AGO), "mask")
+    assert_same_gradient({name: ends[name] + beginnings[name] for name in whole}, whole, 1e-4)
+    size = torch.stack([gradient.double().norm() for gradient in whole.values()]).norm()
+    for part in (ends, beginnings):
+        assert torch.stack([gradient.double().norm() for gradient in part.values()]).norm() > 1e-3 * size
+
+
+def test_the_share_without_weight_is_reported_and_the_bound_itself_is_not_too_old(path):
+    groups = random_groups(4, 3)
+    lengths = np.array([len(r.completion.token_ids) for g in groups for r in g.rollouts])
+    told, _ = gradient_of(path, {}, sampled_by(groups, LONG_AGO, VERSION), "mask")
+    assert told["aged_dropped"] == pytest.approx((0.4 * lengths).astype(int).sum() / lengths.sum())
+    at_the_bound = WeightVersion(VERSION.lineage, VERSION.version - 1)
+    told, _ = gradient_of(path, {}, sampled_by(groups, at_the_bound, VERSION), "mask")
+    assert told["aged_dropped"] == 0
+    told, _ = gradient_of(path, {}, sampled_by(groups, LONG_AGO, VERSION), "train")
+    assert told["aged_dropped"] == 0
