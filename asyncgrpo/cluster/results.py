@@ -23,6 +23,8 @@ def result(reference: Any, name: str) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
+        while isinstance(cause, BaseExceptionGroup):  # of the tasks of a generator the first says why
+            cause = cause.exceptions[0]
         if isinstance(cause, AsyncGRPOError) and not isinstance(cause, (WireError, WeightsError)):
             raise cause from None
         reason = str(cause).strip() or repr(cause)

@@ -45,6 +45,9 @@ def build_engine(config: Config, *, seed: int) -> Engine:
         return TorchEngine(
             config.model.path, dtype=dtype, device=device, max_context=max_context, max_answers=max_answers
         )
+    from asyncgrpo.data.tokenizer import vocabulary_size
     from asyncgrpo.generators.fake_engine import FakeEngine
 
-    return FakeEngine(**generators.extra)
+    # A token of no time at all would leave the rest of a small machine none either.
+    own = {"vocab_size": vocabulary_size(config.model.path) or 256, "seconds_per_token": 0.005}
+    return FakeEngine(**own | generators.extra)
