@@ -29,11 +29,24 @@ class _Round:
 class Evaluations:
     """Evaluations of one fixed list of prompts, any number of them under way at once."""
 
-    def __init__(self, prompts: tuple[Prompt, ...], sampling: Sampling, seed: int, lease_timeout_s: float) -> None:
+    def __init__(
+        self,
+        prompts: tuple[Prompt, ...],
+        sampling: Sampling,
+        seed: int,
+        lease_timeout_s: float,
+        *,
+        lineage: int = 1,
+    ) -> None:
+        """
+        Args:
+            lineage: of this start; a late answer to a lease of an earlier one answers none of ours.
+        """
         self._prompts = prompts
         self._sampling = sampling
         self._seed = seed
         self._lease_timeout_s = lease_timeout_s
+        self._lineage = lineage
         self._rounds: dict[int, _Round] = {}
         self._queue: deque[Lease] = deque()
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # with holder and time, by lease id
@@ -119,7 +132,7 @@ class Evaluations:
         )
 
     def _lease(self, step: int, index: int, attempt: int) -> Lease:
-        group_id = f"eval.{step}.{index}"
+        group_id = f"eval.{self._lineage}.{step}.{index}"
         return Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -134,4 +147,4 @@ class Evaluations:
 
 
 def _step_of(lease: Lease) -> int:
-    return int(lease.group_id.split(".")[1])
+    return int(lease.group_id.split(".")[2])
