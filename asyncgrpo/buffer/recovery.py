@@ -6,15 +6,16 @@ is. Everything else is a fact of the path that led to the checkpoint, and is tra
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.history import Found, History, mend, read_history
-from asyncgrpo.buffer.journal import InMemory, Journal, Ledger
+from asyncgrpo.buffer.journal import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
 from asyncgrpo.buffer.records import Began, Delivered, Dropped, Handed
 from asyncgrpo.config import BufferConfig
 from asyncgrpo.data.prompts import PromptSource
@@ -161,12 +162,22 @@ class Reopened:
     verdicts: list[Verdict]
 
 
-def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConfig) -> Reopened:
+def reopen(
+    folder: Path,
+    began: Began,
+    prompts: PromptSource,
+    config: BufferConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    disk: Disk | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> Reopened:
     """Read, mend and go on with the journal in `folder`.
 
     Args:
         began: this start.
         prompts: restored from the checkpoint that it goes on from.
+        clock, disk, segment_bytes: of the `Journal`.
     Raises:
         JournalError: the folder cannot be read. (That it cannot be written is waited for.)
     """
@@ -184,7 +195,16 @@ def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConf
         groups_per_step=config.prompts_per_step,
     )
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
-    return Reopened(Journal(history, began, config.durability, survivors=survivors), history, verdicts)
+    journal = Journal(
+        history,
+        began,
+        config.durability,
+        survivors=survivors,
+        clock=clock,
+        disk=disk,
+        segment_bytes=segment_bytes,
+    )
+    return Reopened(journal, history, verdicts)
 
 
 def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
