@@ -89,6 +89,7 @@ class Buffer:
         self._in_state: Counter[State] = Counter()
         self._held: Counter[str] = Counter()  # leases by holder
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt order
+        self._ended: Counter[int] = Counter()  # leases that are over, failed or not: a name is granted once
         self.version: WeightVersion | None = None
         self.draining = False
         self.outcomes: Counter[str] = Counter()
@@ -106,7 +107,7 @@ class Buffer:
         if issued is None:
             return None
         order, prompt = issued
-        attempt = self._attempts[order]
+        attempt = self._ended[order]
         group_id = f"{self._lineage}.{order}"
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
@@ -143,7 +144,11 @@ class Buffer:
             self._prompts.give_back(entry.order)
 
     def release(self, holder: str) -> list[str]:
-        """`holder` is gone: its leases are free again, at no cost to their prompts. Returns the lease ids."""
+        """`holder` is gone: its prompts are issued again, under other leases, at no cost to them. Returns the lease ids.
+
+        What it was at may still arrive, older than the lease that is out by then: it would come too late for the rule
+        of lag (`staleness.py`), which counted that lease by its own version. So it answers nothing any more.
+        """
         lost = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
         for entry in lost:
             self._requeue(entry)
@@ -330,6 +335,7 @@ class Buffer:
 
     def _leave(self, entry: Entry) -> None:
         del self._entries[entry.lease.group_id]
+        self._ended[entry.order] = entry.attempt + 1
         self._in_state[entry.state] -= 1
         if entry.state is State.LEASED:
             self._held[entry.holder] -= 1
@@ -358,6 +364,7 @@ class Buffer:
     def _finish(self, entry: Entry, outcome: str) -> None:
         self.outcomes[outcome] += 1
         self._attempts.pop(entry.order, None)
+        self._ended.pop(entry.order, None)
         self._prompts.done(entry.order)
 
 

@@ -251,10 +251,13 @@ class BufferService:
             self._results.append(result)
 
     def _lose(self, name: str, why: str) -> None:
-        if self._sessions.pop(name, None) is None:
+        session = self._sessions.pop(name, None)
+        if session is None:
             return
         released = self._buffer.release(name)
         self._evaluations.release(name)
+        if released:  # perhaps it lives, and would work on what nobody wants any more
+            self._server.send(session.peer, Cancel(lease_ids=tuple(released), reason="lost"))
         log.warning("%s is lost (%s); %d of its leases are free again", name, why, len(released))
 
     # -- what time brings ----------------------------------------------------------------------------------------------
