@@ -71,6 +71,7 @@ class Buffer:
         self._deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
         self._suspects = Suspects()
         self._quarantine = quarantine or Quarantine()
+        self._ended: Counter[int] = Counter()  # leases that are over, failed or not: a name is granted once
         self.version: WeightVersion | None = None
         self.draining = False
         self.outcomes: Counter[str] = Counter()
@@ -85,16 +86,16 @@ class Buffer:
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def lease(self, holder: str, now_s: float) -> Lease | None:
-        """A lease for `holder`, or None if no slot is free, no prompt is left, nothing is published, or we drain."""
+        """A lease for `holder`, or None: no slot is free, no prompt left, nothing published, the disk refuses, or we drain."""
         if self.draining or self.version is None or len(self._entries) >= self._config.num_slots:
             return None
         issued = self._issue(holder)
         if issued is None:
             return None
         order, prompt = issued
-        attempt = self._attempts[order]
+        attempt = self._ended[order]
         group_id = f"{self._lineage}.{order}"
-        limit_s = self._deadlines.seconds(is_last=attempt + 1 >= self._config.max_attempts)
+        limit_s = self._deadlines.seconds(is_last=self._attempts[order] + 1 >= self._config.max_attempts)
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -123,7 +124,7 @@ class Buffer:
         """What `holder` may work on: a prompt like any other, or a suspect alone."""
         prompts = self._prompts
         may_join, may_be_alone = self._suspects.may_lease(holder, self._held[holder], is_waiting=prompts.has_aside)
-        while True:
+        while self.journal.is_blocked is None:  # else what would come of it could not be kept
             joins = may_join and self._policy.admit(len(self._entries), prompts.num_aside)
             issued = prompts.next_aside() if may_be_alone else prompts.next() if joins else None
             if issued is None:
@@ -131,7 +132,7 @@ class Buffer:
             order, prompt = issued
             if prompt.prompt_id in self._quarantine:
                 self.outcomes["leased"] += 1
-                lease_id = f"{self._lineage}.{order}.{self._attempts[order]}"
+                lease_id = f"{self._lineage}.{order}.{self._ended[order]}"
                 self.journal.append(Dropped(lease_id=lease_id, order=order, reason="quarantined", is_final=True))
                 self._finish(order, "dropped_quarantined")
             elif may_be_alone:
@@ -141,6 +142,7 @@ class Buffer:
                 prompts.set_aside(order)
             else:
                 return issued
+        return None
 
     def held_by(self, holder: str) -> int:
         """Leases that `holder` works on."""
@@ -170,9 +172,12 @@ class Buffer:
         self._finish(entry.order, f"dropped_{reason}")
 
     def release(self, holder: str) -> list[str]:
-        """`holder` is gone: its leases are free again. Returns their ids.
+        """`holder` is gone: its prompts are issued again, under other leases. Returns the ids of those that are over.
 
-        It costs their prompts nothing, but for one that was alone there because it is suspected of just this.
+        It costs the prompts nothing, but for one that was alone there because it is suspected of just this.
+
+        What it was at may still arrive, older than the lease that is out by then: it would come too late for the rule
+        of lag (`staleness.py`), which counted that lease by its own version. So it answers nothing any more.
         """
         lost = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
         if lost:
@@ -191,6 +196,7 @@ class Buffer:
         """What prompts have behind them from earlier starts. Before the first lease. One more is always granted."""
         for counts, ours in ((past.attempts, self._attempts), (past.blamed, self._blamed)):
             ours.update({order: min(count, self._config.max_attempts - 1) for order, count in counts.items()})
+        self._ended.update(past.attempts)  # so that they are sampled with other seeds than those that failed
         self._suspects.remember(past.interruptions)
 
     def expire(self, now_s: float) -> list[Entry]:
@@ -388,6 +394,7 @@ class Buffer:
 
     def _leave(self, entry: Entry) -> None:
         del self._entries[entry.lease.group_id]
+        self._ended[entry.order] = entry.attempt + 1
         self._in_state[entry.state] -= 1
         if entry.state is State.LEASED:
             self._end_lease(entry)
@@ -454,6 +461,7 @@ class Buffer:
         self.outcomes[outcome] += 1
         self._attempts.pop(order, None)
         self._blamed.pop(order, None)
+        self._ended.pop(order, None)
         self._suspects.clear(order)
         self._prompts.done(order)
 

@@ -32,11 +32,24 @@ class _Round:
 class Evaluations:
     """Evaluations of one fixed list of prompts, any number of them under way at once."""
 
-    def __init__(self, prompts: tuple[Prompt, ...], sampling: Sampling, seed: int, lease_timeout_s: float) -> None:
+    def __init__(
+        self,
+        prompts: tuple[Prompt, ...],
+        sampling: Sampling,
+        seed: int,
+        lease_timeout_s: float,
+        *,
+        lineage: int = 1,
+    ) -> None:
+        """
+        Args:
+            lineage: of this start; a late answer to a lease of an earlier one answers none of ours.
+        """
         self._prompts = prompts
         self._sampling = sampling
         self._seed = seed
         self._lease_timeout_s = lease_timeout_s
+        self._lineage = lineage
         self._rounds: dict[int, _Round] = {}
         self._queue: deque[Lease] = deque()
         self._losses: Counter[str] = Counter()  # generators that ended, by group id
@@ -81,13 +94,13 @@ class Evaluations:
         return [result for result in results if result is not None]
 
     def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
-        """Try again, or count the answer as failed. Returns the result if that ends an evaluation."""
+        """Try again before anything else, or count the answer as failed. Returns the result if that ends an evaluation."""
         held = self._leased.pop(lease_id, None)
         if held is None:
             return None
         lease = held[0]
         if lease.attempt + 1 < MAX_ATTEMPTS:
-            self._queue.append(self._lease(_step_of(lease), lease.order, lease.attempt + 1))
+            self._queue.appendleft(self._lease(_step_of(lease), lease.order, lease.attempt + 1))
             return None
         self._losses.pop(lease.group_id, None)
         round_ = self._rounds[_step_of(lease)]
@@ -136,7 +149,7 @@ class Evaluations:
         )
 
     def _lease(self, step: int, index: int, attempt: int) -> Lease:
-        group_id = f"eval.{step}.{index}"
+        group_id = f"eval.{self._lineage}.{step}.{index}"
         return Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -151,4 +164,4 @@ class Evaluations:
 
 
 def _step_of(lease: Lease) -> int:
-    return int(lease.group_id.split(".")[1])
+    return int(lease.group_id.split(".")[2])

@@ -160,6 +160,16 @@ def mend(history: History) -> None:
         for segment in history.segments:
             if segment.torn is not None:
                 log.warning("%s: cut a torn end of %d bytes", segment.path, segment.num_bytes - segment.torn.offset)
-                os.truncate(segment.path, segment.torn.offset)
+                cut(segment.path, segment.torn.offset)
     except OSError as error:
         raise JournalError(f"the journal {history.folder} cannot be mended: {error}") from error
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    """Leave the first `num_bytes` of a file, for good: a crash does not bring the rest back. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

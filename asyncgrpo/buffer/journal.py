@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.history import SUFFIX, History, segment_path
+from asyncgrpo.buffer.history import SUFFIX, History, cut, segment_path
 from asyncgrpo.buffer.records import Began, Committed, Delivered, Dropped, Handed, Record, Whole, delivered, pack, scan
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.messages import Deliver
@@ -64,15 +64,18 @@ class Disk:
     def sync(self, descriptor: int) -> None:
         os.fsync(descriptor)
 
-    def truncate(self, path: Path, num_bytes: int) -> None:
-        os.truncate(path, num_bytes)
-
-    def sync_folder(self, folder: Path) -> None:
-        descriptor = os.open(folder, os.O_RDONLY)
+    def sync_file(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def truncate(self, path: Path, num_bytes: int) -> None:
+        cut(path, num_bytes)
+
+    def sync_folder(self, folder: Path) -> None:
+        Disk.sync_file(self, folder)
 
 
 class Ledger(Protocol):
@@ -162,6 +165,8 @@ class Journal:
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
         self._number = max((s.number for s in history.segments), default=0) + 1
+        # The last segment of a process that may have been killed before it synced.
+        self._inherited = history.segments[-1].path if history.segments else None
         self._descriptor: int | None = None
         self._size = self._safe_size = 0  # bytes of the segment; those of durable records
         self._waiting: deque[_Waiting] = deque()  # not durable
@@ -257,6 +262,9 @@ class Journal:
 
     def _begin_segment(self) -> None:
         self._size = self._safe_size = 0
+        if self._inherited is not None:  # a group that we take over must not be lost to the end of the machine
+            self._disk.sync_file(self._inherited)
+            self._inherited = None
         self._descriptor = self._disk.create(self.path)
         self._put(pack(self._began))
 
@@ -274,15 +282,15 @@ class Journal:
             self._put(waiting.parts)
             self._num_written += 1
             self._note(waiting.record, self._number if len(waiting.parts) > 1 else None)
-            if self._durability == "written":
-                self._are_durable()
-            elif self._durability == "fsync_each":
-                self._sync()
             if self._size >= self._segment_bytes:
                 self._sync()
                 self._let_go()
                 self._number += 1
                 self._begin_segment()
+            elif self._durability == "written":
+                self._are_durable()
+            elif self._durability == "fsync_each":
+                self._sync()
             if isinstance(waiting.record, Committed) and not self._keep:
                 self._retire()
 

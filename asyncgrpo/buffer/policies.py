@@ -57,6 +57,8 @@ class Policy:
 
     counts_from: ClassVar[Literal["oldest", "newest"] | None] = "oldest"
     """Which token's lag is bounded by `max_lag`; None: no token's."""
+    is_in_order: ClassVar[bool] = False
+    """Whether a group waits for all prompts that stand before it."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._max_lag, self._per_step, self._slots = config.max_lag, config.prompts_per_step, config.num_slots
@@ -114,6 +116,8 @@ class Wait(Policy):
 
 class Window(Policy):
     """Strictly in prompt order: what makes a batch is settled before anything is generated."""
+
+    is_in_order: ClassVar[bool] = True
 
     def admit(self, held: int, aside: int) -> bool:
         # One that is set aside will be waited for: what begins meanwhile may not be further from its turn for it.

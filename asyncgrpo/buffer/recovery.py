@@ -6,15 +6,16 @@ is. Everything else is a fact of the path that led to the checkpoint, and is tra
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.history import Found, History, mend, read_history
-from asyncgrpo.buffer.journal import InMemory, Journal, Ledger
+from asyncgrpo.buffer.journal import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
 from asyncgrpo.buffer.policies import POLICIES
 from asyncgrpo.buffer.records import Began, Delivered, Dropped, Handed, Interrupted
 from asyncgrpo.buffer.suspects import BLAMED, NOTHING, Past
@@ -116,7 +117,10 @@ def judge(
                 reasons[earlier] = "superseded"
             by_order[record.order] = lease_id
     ready = [open_[i][1] for i in by_order.values()]
-    late = _cannot_be_in_time(ready, step, max_lag, groups_per_step, POLICIES[policy].counts_from)
+    if POLICIES[policy].is_in_order:
+        late = _cannot_be_in_time_in_order(ready, prompts, step, max_lag, groups_per_step)
+    else:
+        late = _cannot_be_in_time(ready, step, max_lag, groups_per_step, POLICIES[policy].counts_from)
     reasons |= dict.fromkeys(late, "stale")
     return [Verdict(found, record, reasons[lease_id]) for lease_id, (found, record) in open_.items()]
 
@@ -186,6 +190,23 @@ def _cannot_be_in_time(
     return late
 
 
+def _cannot_be_in_time_in_order(
+    records: list[Delivered], prompts: PromptSource, step: int, max_lag: int, groups_per_step: int
+) -> Collection[str]:
+    """The same where a group waits for all prompts before it, also for those that are to be generated again.
+
+    Those were filtered or dropped after the checkpoint, and others took their slots, further from their turn than the
+    slots reach. With these in them the prompts before them would find none free, and nothing would be trained any more.
+    """
+    late, place, order = [], 0, prompts.state().frontier
+    for record in sorted(records, key=lambda r: r.order):
+        place += sum(map(prompts.is_wanted, range(order, record.order)))
+        order = record.order
+        if place >= (record.versions[0].version + max_lag - step + 1) * groups_per_step:
+            late.append(record.lease_id)
+    return late
+
+
 @dataclass(frozen=True)
 class Reopened:
     """The journal of a new start, and what the earlier ones left to it."""
@@ -196,12 +217,22 @@ class Reopened:
     past: Past
 
 
-def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConfig) -> Reopened:
+def reopen(
+    folder: Path,
+    began: Began,
+    prompts: PromptSource,
+    config: BufferConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    disk: Disk | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> Reopened:
     """Read, mend and go on with the journal in `folder`.
 
     Args:
         began: this start.
         prompts: restored from the checkpoint that it goes on from.
+        clock, disk, segment_bytes: of the `Journal`.
     Raises:
         JournalError: the folder cannot be read. (That it cannot be written is waited for.)
     """
@@ -220,7 +251,16 @@ def reopen(folder: Path, began: Began, prompts: PromptSource, config: BufferConf
         policy=config.policy,
     )
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
-    journal = Journal(history, began, config.durability, survivors=survivors, keep=config.keep_journal)
+    journal = Journal(
+        history,
+        began,
+        config.durability,
+        survivors=survivors,
+        keep=config.keep_journal,
+        clock=clock,
+        disk=disk,
+        segment_bytes=segment_bytes,
+    )
     return Reopened(journal, history, verdicts, past_of(history, prompts))
 
 

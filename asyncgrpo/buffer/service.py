@@ -314,10 +314,13 @@ class BufferService:
             self._results.append(result)
 
     def _lose(self, name: str, why: str, now_s: float) -> None:
-        if self._sessions.pop(name, None) is None:
+        session = self._sessions.pop(name, None)
+        if session is None:
             return
         released = self._buffer.release(name)
         self._results += self._evaluations.release(name, now_s)
+        if released:  # perhaps it lives, and would work on what nobody wants any more
+            self._server.send(session.peer, Cancel(lease_ids=tuple(released), reason="lost"))
         log.warning("%s is lost (%s); %d of its leases are free again", name, why, len(released))
 
     # -- what time brings ----------------------------------------------------------------------------------------------
@@ -363,8 +366,6 @@ class BufferService:
         able = {n: s for n, s in self._sessions.items() if s.version is not None and s.version >= current}
         room = {n: s.window - self._buffer.held_by(n) for n, s in able.items()}
         eval_room = {n: s.window - self._evaluations.held_by(n) for n, s in able.items()}
-        if self._journal.is_blocked is not None:
-            room = {}  # what would come of them could not be kept
         for lend, free in ((self._evaluations.lease, eval_room), (self._buffer.lease, room)):
             while free and max(free.values()) > 0:
                 name = max(free, key=lambda n: (free[n], -able[n].late_s, n))

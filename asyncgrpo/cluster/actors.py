@@ -185,7 +185,11 @@ class BufferActor:
         )
         recovered = bring_back(buffer, reopened)
         evaluations = Evaluations(
-            held_out, sampling_of(config, stops, evaluation=True), config.run.seed, config.buffer.lease_timeout_s
+            held_out,
+            sampling_of(config, stops, evaluation=True),
+            config.run.seed,
+            config.buffer.lease_timeout_s,
+            lineage=self._setup.lineage,
         )
         metrics.buffer_slots.set(config.buffer.num_slots)
         metrics.max_lag_steps.set(config.buffer.max_lag)

@@ -71,7 +71,7 @@ class Inbox:
             on_eval: called with every evaluation that has ended.
             while_waiting: called about once a second with what is awaited and for how long, seconds.
         Raises:
-            StalledError: nothing came within `stall_timeout_s`; names what was awaited.
+            StalledError: no group and no evaluation came within `stall_timeout_s`; names what was awaited.
             WireError: the buffer itself is silent.
         """
         self._client.send(Take(step=step, version=version))
@@ -121,7 +121,7 @@ class Inbox:
         self._client.close()
 
     def _wait(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> Taken:
-        started = heard = said = self._clock()
+        started = heard = came = said = self._clock()
         what = "the buffer's answer"
         with metrics.waiting("batch"):
             while True:
@@ -132,6 +132,7 @@ class Inbox:
                     message, payload = received
                     for result in getattr(message, "evals", ()):
                         on_eval(result)
+                        came = now
                     if isinstance(message, Batch):
                         groups = unpack_batch(message, payload)
                         return Taken(groups, message, payload, message.counters, now - started)
@@ -145,7 +146,7 @@ class Inbox:
                     log.warning("waiting for %s, %.0f s so far", what, now - started)
                 if now - heard > ANSWER_WITHIN_S:
                     raise WireError(f"the buffer has said nothing for {now - heard:.0f} s")
-                if now - started > self._stall_timeout_s:
+                if now - came > self._stall_timeout_s:
                     raise StalledError(
                         f"nothing to train for {now - started:.0f} s (cluster.stall_timeout_s): waited for {what}"
                     )

@@ -122,6 +122,23 @@ def test_a_lost_generator_s_prompts_are_issued_again_before_new_ones():
     assert buffer.held_by("a") == 1 and buffer.held_by("b") == 0
 
 
+def test_a_group_whose_lease_was_taken_away_comes_too_late():
+    """It is older than the lease that is out, and the rule of lag has not counted on it."""
+    buffer = make_buffer(per_step=1, max_lag=1)
+    buffer.published(v(0))
+    trained, silent = lease_all(buffer)
+    buffer.release("g")
+    trained, again = lease_all(buffer, holder="other")
+    buffer.accept(deliver(trained, 0), b"")
+    buffer.release("other")
+    assert buffer.take(v(0)) is not None
+    buffer.published(v(1))
+    lease_all(buffer)
+    for late in (silent, again):
+        assert buffer.accept(deliver(late, 0), b"") == "no_such_lease"
+    assert buffer.take(v(2)) is None and buffer.outcomes["dropped_stale"] == 0
+
+
 def test_a_prompt_that_fails_every_time_is_dropped_with_a_count():
     buffer = make_buffer(per_step=1, max_lag=0, max_attempts=3)
     buffer.published(v(0))

@@ -94,3 +94,13 @@ def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_end
         assert evaluations.lease("g", now).order == 0
     _, (result,) = evaluations.expire(now + 11.0)
     assert result.failures == {"lease_timeout": 1} and result.reward_mean == 1.0
+
+
+def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():
+    before, evaluations = make(), Evaluations(PROMPTS, Sampling(temperature=0.0), 0, 10.0, lineage=2)
+    for each in (before, evaluations):
+        each.request(5, 0.0)
+    late, ours = before.lease("g", 0.0), evaluations.lease("g", 0.0)
+    assert late is not None and ours is not None
+    assert evaluations.accept(answered(late, 1.0), 1.0) is None and evaluations.held_by("g") == 1
+    assert evaluations.accept(answered(ours, 1.0), 1.0) is None and evaluations.held_by("g") == 0

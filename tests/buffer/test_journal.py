@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from asyncgrpo.buffer.history import mend, read_history
+from asyncgrpo.buffer.journal import Disk
 from asyncgrpo.buffer.records import Committed, Damage, Delivered, Dropped, Handed, Whole, delivered, pack, scan
 from asyncgrpo.types import WeightVersion
 from tests.buffer.journals import Clock, FailingDisk, began, group, groups_in, journal
@@ -155,6 +157,33 @@ def test_after_a_failed_sync_everything_since_the_last_good_one_is_written_again
     assert log.is_blocked is None and log.sync() and log.is_durable(2)
     history = read_history(tmp_path / "j")
     assert history.damage == [] and set(groups_in(history)) == {0, 1}
+
+
+def test_a_new_start_syncs_the_segment_that_a_killed_one_left(tmp_path: Path):
+    class Recording(Disk):
+        synced: ClassVar[list[Path]] = []
+
+        def sync_file(self, path):
+            super().sync_file(path)
+            self.synced.append(path)
+
+    first = journal(tmp_path / "j", durability="written")
+    first.append(*delivered(*group(0)))
+    first._let_go()
+    journal(tmp_path / "j", lineage=2, durability="written", disk=Recording())
+    assert tmp_path / "j" / "00000001.journal" in Recording.synced
+
+
+def test_a_record_whose_segment_could_not_be_finished_is_written_again(tmp_path: Path):
+    clock, disk = Clock(), FailingDisk()
+    log = journal(tmp_path / "j", durability="written", clock=clock, disk=disk, segment_bytes=1)
+    disk.syncs = False
+    log.append(*delivered(*group(0)))
+    assert log.is_blocked is not None and not log.is_durable(1)
+    disk.syncs = True
+    clock.now_s += 1.0
+    log.tick()
+    assert log.is_durable(1) and set(groups_in(read_history(tmp_path / "j"))) == {0}
 
 
 def test_a_limit_of_the_operating_system_blocks_and_its_end_frees(tmp_path: Path):

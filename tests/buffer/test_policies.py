@@ -228,7 +228,7 @@ class AnyPolicy(RuleBasedStateMachine):
     @rule()
     def lease(self):
         if (lease := self.buffer.lease("g", 0.0)) is not None:
-            assert lease.attempt < 3
+            assert self.buffer._attempts[lease.order] < 3
             self.leases[lease.lease_id] = lease, self.version
 
     @precondition(lambda self: self.leases)

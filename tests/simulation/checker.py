@@ -4,11 +4,13 @@ It follows the promises of the rollout plane (docs/simulation.md numbers them) a
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import xxhash
 
 from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.history import History
 from asyncgrpo.buffer.quarantine import Quarantine
 from asyncgrpo.buffer.seeds import group_seed
 from asyncgrpo.buffer.suspects import SUSPECT_AFTER
@@ -17,14 +19,16 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.types import Group, Lease, WeightVersion
-from asyncgrpo.wire.messages import Ack, Cancel, Message, Snapshot
-
-ISSUED_AGAIN = "dropped_stale", "dropped_cancelled"
-"""Outcomes after which the prompt is generated anew."""
+from asyncgrpo.wire.messages import Ack, Batch, Cancel, Grant, Message, Snapshot
+from tests.simulation.promises import Kept, Promises, Weights
 
 
 class Violation(Exception):
     """A promise is broken."""
+
+
+ISSUED_AGAIN = {f"dropped_{why}" for why in ("stale", "cancelled", "superseded", "resume", "terms", "ahead", "damaged")}
+"""Ends of a group that are not the end of its prompt."""
 
 
 @dataclass
@@ -39,8 +43,10 @@ class Life:
     steps: list[tuple[int, ...]] = field(default_factory=list)
     """Orders trained, step by step."""
     trained: set[int] = field(default_factory=set)
-    acknowledged: dict[str, int] = field(default_factory=dict)
-    """Groups in the buffer's keeping that are not done: order by group id."""
+    kept: dict[str, Kept] = field(default_factory=dict)
+    """Groups in the buffer's keeping that are not done, by lease id."""
+    promised: dict[str, Kept | None] = field(default_factory=dict)
+    """What an acknowledgement of a lease would promise; None: the group was dropped or filtered."""
     num_stale: int = 0
     num_told: int = 0
     """Leases that a generator was told to stop because they would be too old."""
@@ -54,6 +60,8 @@ class Life:
     """The same, as far as checkpoints hold it."""
     grants: Counter[int] = field(default_factory=Counter)
     """Leases by order."""
+    losses: Counter[int] = field(default_factory=Counter)
+    """Those of them that ended because their generator did, or fell silent."""
 
 
 class Checker:
@@ -69,6 +77,7 @@ class Checker:
         vocab_size: int,
         num_orders: int,
         windows: int,
+        promises: Promises,
     ) -> None:
         """
         Args:
@@ -90,16 +99,27 @@ class Checker:
         self._window = windows
         self._history: list[tuple[int, ...]] = []  # steps that a checkpoint holds
         self._dropped: Counter[str] = Counter()  # by reason, in checkpoints
+        self._weights = Weights()
+        self.promises = promises
         self.life: Life | None = None
         self.lags: Counter[int] = Counter()
         self.counts: Counter[str] = Counter()
 
     # -- starts and ends -----------------------------------------------------------------------------------------------
 
-    def started(self, lineage: int, step: int, buffer: Buffer, source: PromptSource) -> None:
-        """The run starts, or goes on from a checkpoint of `step`."""
+    def started(
+        self, lineage: int, step: int, buffer: Buffer, source: PromptSource, history: History | None = None
+    ) -> None:
+        """The run starts, or goes on from a checkpoint of `step`; the buffer has what the journal brought back."""
         self._require(step == len(self._history), "resume", f"goes on at step {step} of {len(self._history)}")
-        self.life = Life(lineage, step, source.num_done, buffer, source)
+        self._weights.started(WeightVersion(lineage, step))
+        self.life = life = Life(lineage, step, source.num_done, buffer, source)
+        life.num_stale = buffer.outcomes["dropped_stale"]
+        if (broken := self.promises.broken(buffer, source, self._weights, history, self._history)) is not None:
+            raise Violation(broken)
+        for entry in buffer._entries.values():
+            self._keep(entry.lease.lease_id, entry.lease.group_id)
+        self.counts["recovered"] += len(buffer._entries)
 
     def checkpointed(self, state: RunState) -> None:
         """A checkpoint is durable: what it says is done must be what its steps trained, and what was dropped."""
@@ -120,13 +140,16 @@ class Checker:
             f"the checkpoint calls {untrained} prompts done that were not trained, and {total} are counted",
         )
         self._history = [*self._history[: life.first_step], *life.steps[:so_far]]
+        self._weights.saved(state.step)
         # What a resume finds in this checkpoint; the life goes on with its own counts.
         life.first_step, life.steps = state.step, life.steps[so_far:]
         self._dropped += counts
         life.checkpointed = life.untrained
 
-    def finished(self) -> None:
+    def finished(self, history: History | None = None) -> None:
         """The run is done: every prompt of every epoch was trained once, or is counted by name."""
+        if (broken := self.promises.at_the_end(self._weights, history, self._history)) is not None:
+            raise Violation(broken)
         trained = [order for orders in self._history for order in orders]
         self._require(len(trained) == len(set(trained)), "P6 no prompt twice", "an order was trained twice")
         skipped = self._num_orders - len(trained) - sum(self._dropped.values())
@@ -142,9 +165,12 @@ class Checker:
         self._require(version.lineage == life.lineage, "lineage", f"a step at {version} in lineage {life.lineage}")
         step = life.first_step + len(life.steps)
         self._require(version.version == step, "resume", f"step {step} starts at version {version}")
+        before = {order for orders in self._history for order in orders}
         for group in groups:
             self._require(
-                group.order not in life.trained, "P2 none twice", f"order {group.order} is trained twice in {version}"
+                group.order not in life.trained and group.order not in before,
+                "P2 none twice",
+                f"order {group.order} is trained twice in {version}",
             )
             life.trained.add(group.order)
             self._answers_are_in_order_of_launch(group)
@@ -154,84 +180,113 @@ class Checker:
         if self._policy == "window":
             passed = [order for order in range(max(g.order for g in groups)) if order not in life.trained]
             passed = [order for order in passed if not life.source.is_done(order)]
-            self._require(not passed, "P17 in order", f"{version} trains {[g.order for g in groups]} before {passed}")
+            self._require(not passed, "P21 in order", f"{version} trains {[g.order for g in groups]} before {passed}")
         if len(groups) < self._per_step:
             rest = life.buffer.count(State.LEASED) + life.buffer.count(State.READY) + life.source.has_next
             self._require(not rest, "P7 full batches", f"{len(groups)} groups of {self._per_step}, and {rest} are left")
         life.steps.append(tuple(g.order for g in groups))
+        self._weights.stepped(WeightVersion(life.lineage, step + 1))
+        tokens = life.buffer.tokens
+        came, left = tokens["generated"] + tokens["recovered"], life.buffer.tokens_in_flight
+        fates = tokens.total() - came
+        self._require(came == fates + left, "P3 balance", f"{came} tokens came, {fates} and {left} are accounted for")
 
     def sent_by_buffer(self, message: Message) -> None:
         """The buffer says `message`, and has just done what it says."""
         life = self._life
+        if isinstance(message, Batch) or (isinstance(message, Grant) and message.lease.purpose == "train"):
+            blocked = life.buffer.journal.is_blocked
+            self._require(blocked is None, "P17 blocked", f"{type(message).__name__} in spite of {blocked}")
         if isinstance(message, Cancel):
             life.ended.update(message.lease_ids)
             life.num_told += len(message.lease_ids) * (message.reason == "stale")
+            if message.reason == "lost":
+                life.losses.update(int(lease_id.split(".")[1]) for lease_id in message.lease_ids)
         elif isinstance(message, Ack) and not message.group_id.startswith("eval."):
             self.counts["acknowledged"] += 1
             self._require(
                 message.lease_id not in life.ended, "P8 ended leases", f"{message.lease_id} had ended and is accepted"
             )
-            life.acknowledged[message.group_id] = int(message.group_id.split(".")[1])
+            self._keep(message.lease_id, message.group_id)
+            if (group := life.promised[message.lease_id]) is not None:
+                self.promises.acknowledged(group)
         elif isinstance(message, Snapshot):
             life.untrained = Counter({name: n for name, n in life.buffer.outcomes.items() if _is_untrained_end(name)})
-
-    def turned(self) -> None:
-        """The buffer handled one event."""
-        life, buffer = self._life, self._life.buffer
-        entries, outcomes = buffer._entries, buffer.outcomes
-        states: dict[State, int] = dict.fromkeys(State, 0)
-        held: dict[str, int] = {}
-        for entry in entries.values():
-            states[entry.state] += 1
-            if entry.state is State.LEASED:
-                held[entry.holder] = held.get(entry.holder, 0) + 1
-        finished = sum(n for name, n in outcomes.items() if name == "trained" or _is_untrained_end(name))
-        ends = finished + sum(outcomes[name] for name in ISSUED_AGAIN)
-        balance = len(entries) + ends + outcomes["requeued"]
-        self._require(
-            outcomes["leased"] == balance, "P3 balance", f"leased {outcomes['leased']}, accounted for {balance}"
-        )
-        self._require(len(entries) <= self._slots, "P9 slots", f"{len(entries)} groups in {self._slots} slots")
-        for state, count in states.items():
-            self._require(buffer.count(state) == count, "P3 balance", f"{count} groups are {state}, not as counted")
-        for holder, count in held.items():
+        for result in getattr(message, "evals", ()):
             self._require(
-                count <= self._window and count == buffer.held_by(holder), "P9 slots", f"{holder} holds {count} leases"
+                result.oldest.lineage == result.newest.lineage == life.lineage,
+                "P16 evaluations",
+                f"step {result.step} is judged by {result.oldest} to {result.newest} in lineage {life.lineage}",
             )
-        self._acknowledged_are_kept(life)
+
+    def turned(self, unacknowledged: Iterable[str] = ()) -> None:
+        """The buffer handled one event; of some groups it has not said yet that it keeps them."""
+        life = self._life
+        buffer, source = life.buffer, life.source
+        for lease_id in unacknowledged:
+            if not lease_id.startswith("eval."):
+                self._keep(lease_id, lease_id.rpartition(".")[0])
+        entries, outcomes = buffer._entries, buffer.outcomes
+        held: dict[str, int] = {}
+        leased = ready = 0
+        for entry in entries.values():
+            if entry.state is State.LEASED:
+                leased += 1
+                held[entry.holder] = held.get(entry.holder, 0) + 1
+            elif entry.state is State.READY:
+                ready += 1
+        ends = finished = 0
+        for name, n in outcomes.items():
+            if name == "trained" or name == "filtered_zero_signal" or name.startswith("dropped_"):
+                ends += n
+                finished += 0 if name in ISSUED_AGAIN else n
+        balance = len(entries) + ends + outcomes["requeued"]
+        came = outcomes["leased"] + outcomes["recovered"]
+        if came != balance:
+            raise Violation(f"P3 balance: {came} leased or recovered, accounted for {balance}")
+        if len(entries) > self._slots:
+            raise Violation(f"P9 slots: {len(entries)} groups in {self._slots} slots")
+        counted = [buffer.count(state) for state in State]
+        if counted != [leased, ready, len(entries) - leased - ready]:
+            raise Violation(f"P3 balance: {leased} leased and {ready} ready, counted {counted}")
+        for holder, count in held.items():
+            if count > self._window or count != buffer.held_by(holder):
+                raise Violation(f"P9 slots: {holder} holds {count} leases")
+        if life.kept or life.num_stale != outcomes["dropped_stale"] or outcomes["trained"] > len(life.trained):
+            self._all_are_kept(life)
         given_up = outcomes["dropped_cancelled"]
-        self._require(life.num_told >= given_up, "P19 told", f"{given_up} leases given up, {life.num_told} told")
-        done = life.source.num_done - life.done_before
-        self._require(done == finished, "P3 balance", f"{done} prompts done, {finished} counted")
-        self._require(
-            buffer.version is None or buffer.version in life.proven, "P10 proof", f"{buffer.version} counts, unproven"
-        )
+        if life.num_told < given_up:
+            raise Violation(f"P23 told: {given_up} leases given up, {life.num_told} told")
+        done = source.num_done - life.done_before
+        if done != finished:
+            raise Violation(f"P3 balance: {done} prompts done, {finished} counted")
+        if buffer.version is not None and buffer.version not in life.proven:
+            raise Violation(f"P10 proof: {buffer.version} counts, unproven")
 
     def granted(self, peer: str, lease: Lease, serves: WeightVersion | None) -> None:
         """A lease goes to a generator whose engine now samples with `serves` (None: it has ended)."""
         life, lease_id = self._life, lease.lease_id
         current = life.buffer.version
-        self._require(
-            serves is None or current is None or serves >= current,
-            "P10 proof",
-            f"{lease_id} goes to {peer}, which serves {serves}; the newest publication is {current}",
-        )
+        if serves is not None and current is not None and serves < current:
+            raise Violation(f"P10 proof: {lease_id} goes to {peer}, which serves {serves}; published is {current}")
         self._require(lease_id not in life.ended, "P8 ended leases", f"{lease_id} failed and is granted again")
         order, prompt = lease.order, lease.prompt
         life.grants[order] += 1
         self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
         self._require(
             prompt.prompt_id not in self._quarantine.cases,
-            "P13 poison",
+            "P19 poison",
             f"{prompt.prompt_id} is in quarantine and is leased",
         )
         self._require(
             prompt.token_ids not in self._killers or life.grants[order] <= self._killer_leases,
-            "P13 poison",
+            "P19 poison",
             f"{prompt.prompt_id} ends generators and is leased {life.grants[order]} times",
         )
-        attempt = lease.attempt
-        self._require(attempt < self._max_attempts, "P18 attempts", f"{lease_id} of {self._max_attempts} is granted")
+        charged = life.grants[order] - life.losses[order]
+        self._require(
+            charged <= self._max_attempts, "P22 attempts", f"{lease_id} is the {charged}th of {self._max_attempts}"
+        )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -240,20 +295,37 @@ class Checker:
         assert self.life is not None
         return self.life
 
-    def _acknowledged_are_kept(self, life: Life) -> None:
+    def _keep(self, lease_id: str, group_id: str) -> None:
+        """The buffer has taken in this group."""
+        life = self._life
+        if lease_id not in life.promised:
+            entry, versions = life.buffer._entries.get(group_id), set()
+            if entry is not None and entry.message is not None and entry.lease.lease_id == lease_id:
+                versions = {span.version for rollout in entry.message.rollouts for span in rollout.spans}
+            group = Kept(lease_id, int(group_id.split(".")[1]), tuple(versions), life.lineage)
+            life.kept[lease_id] = life.promised[lease_id] = group
+
+    def _gave_up(self, life: Life, lease_id: str) -> None:
+        life.promised[lease_id] = None
+        self.promises.gave_up(lease_id)
+
+    def _all_are_kept(self, life: Life) -> None:
         gone = 0
-        for group_id, order in list(life.acknowledged.items()):
-            entry = life.buffer._entries.get(group_id)
+        for lease_id, group in list(life.kept.items()):
+            entry = life.buffer._entries.get(lease_id.rpartition(".")[0])
             if entry is not None and entry.state is not State.LEASED:
                 continue
-            del life.acknowledged[group_id]
-            if not life.source.is_done(order):
+            del life.kept[lease_id]
+            if not life.source.is_done(group.order):
                 gone += 1
-            elif order not in life.trained:
+                self._gave_up(life, lease_id)
+            elif group.order not in life.trained:
                 self.counts["filtered_or_dropped"] += 1
+                self._gave_up(life, lease_id)
         life.num_stale += gone
         stale = life.buffer.outcomes["dropped_stale"]
-        self.counts["dropped_stale"] += gone
+        if self._policy in ("wait", "window"):
+            self._require(not gone, "P18 none for its age", f"{gone} groups were dropped as too old, and issued again")
         self._require(
             life.num_stale == stale, "P1 none lost", f"{life.num_stale} acknowledged groups gone, {stale} as stale"
         )
@@ -271,7 +343,7 @@ class Checker:
         num_greedy = len(group.rollouts) - len(sampled)
         self._require(
             fits and num_greedy == (self._algorithm.advantage == "remax"),
-            "P14 answers",
+            "P20 answers",
             f"{group.group_id} has {len(sampled)} answers and {num_greedy} greedy ones",
         )
         discarded, extra = group.discarded, self._redundancy.extra
@@ -288,7 +360,7 @@ class Checker:
                 if not extra and not discarded.censored
                 else num_tries <= discarded.retried
             ),
-            "P14 answers",
+            "P20 answers",
             f"{group.group_id} has answers of the tries {places}, and says that {discarded.retried} were tried again",
         )
         for name in ("retried", "failed", "spare", "censored"):
@@ -298,13 +370,13 @@ class Checker:
         if discarded.censored:
             self._require(
                 took_s >= self._cut_after_s.get(group.lease_id, 0.0) - 1e-6,
-                "P14 answers",
+                "P20 answers",
                 f"{group.group_id} was cut after {took_s:.1f} s, before its time",
             )
         elif not discarded.failed:
             self._require(
                 sorted(launched) == list(range(size)),
-                "P14 answers",
+                "P20 answers",
                 f"{group.group_id} has the answers {launched}, and says of none that it failed or was cut",
             )
 
@@ -327,15 +399,13 @@ class Checker:
                 for position in range(span.start, span.end):
                     key = f"{prompt.token_ids} {seed} {position} {span.version}"
                     token = xxhash.xxh3_64_intdigest(key.encode()) % self._vocab_size
-                    self._require(
-                        token == completion.token_ids[position],
-                        "P4 lag",
-                        f"token {position} of {group.group_id} was not sampled by {span.version}",
-                    )
-        self._require(
-            all(v.lineage == self._life.lineage for v in versions), "lineage", f"{group.group_id}: {versions}"
-        )
-        return sorted(versions)
+                    if token != completion.token_ids[position]:
+                        raise Violation(
+                            f"P4 lag: token {position} of {group.group_id} was not sampled by {span.version}"
+                        )
+        gone = [str(version) for version in versions if not self._weights.are_there(version)]
+        self._require(not gone, "P4 lag", f"{group.group_id} is of weights that are gone: {gone}")
+        return sorted(versions, key=lambda version: version.version)
 
     def _require(self, holds: bool, promise: str, problem: str) -> None:
         if not holds:

@@ -11,7 +11,7 @@ OF_ANSWERS = ("answer_aborts", "answer_hangs", "killer_prompt")
 KINDS = (
     "drop", "duplicate", "delay", "corrupt", "cut", "freeze", "slow_node", "generator_crash", "engine_failure",
     "generator_twice", "learner_crash", "buffer_crash", "driver_crash", "drain", "clock_jump", "bad_reward", "weights_cut",
-    "learner_line",
+    "learner_line", "generators_live_on", "power_cut", "disk_full", "disk_error", "disk_death", "bit_flip",
 )  # fmt: skip
 
 
@@ -49,7 +49,8 @@ def draw(rng: random.Random) -> Faults:
     per_second = {
         "cut": 0.03, "freeze": 0.03, "generator_crash": 0.03, "engine_failure": 0.02, "generator_twice": 0.02,
         "learner_crash": 0.02, "buffer_crash": 0.01, "driver_crash": 0.01, "drain": 0.01, "clock_jump": 0.02,
-        "weights_cut": 0.03,
+        "weights_cut": 0.03, "power_cut": 0.015, "disk_full": 0.02, "disk_error": 0.03, "disk_death": 0.02,
+        "bit_flip": 0.02,
     }  # fmt: skip
     return Faults(
         until_s=rng.uniform(20.0, 120.0),

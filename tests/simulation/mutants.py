@@ -25,10 +25,9 @@ from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import Lease, WeightVersion
 from asyncgrpo.wire.messages import Deliver, Grant, Message, Serving
+from tests.simulation.disk_mutants import DISK_MUTANTS, Change
 
-Change = tuple[Any, str, Any]
-"""Of what, which attribute, and what it becomes."""
-MUTANTS: dict[str, Callable[[], list[Change]]] = {}
+MUTANTS: dict[str, Callable[[], list[Change]]] = dict(DISK_MUTANTS)
 
 
 def mutant(make: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
@@ -154,8 +153,25 @@ def requeue_forgets_attempt() -> list[Change]:
     def forgetful(self: Buffer, lease_id: str, reason: str) -> None:
         if (entry := self._leased(lease_id)) is not None:
             self._requeue(entry)
+            self._ended[entry.order] = entry.attempt
 
     return [(Buffer, "fail", forgetful)]
+
+
+@mutant
+def released_lease_answers() -> list[Change]:
+    """A lease that was taken from a silent generator is granted to another under the same name."""
+    release = Buffer.release
+
+    def trusting(self: Buffer, holder: str) -> list[str]:
+        attempts = {
+            e.order: e.attempt for e in self._entries.values() if e.state is State.LEASED and e.holder == holder
+        }
+        released = release(self, holder)
+        self._ended.update({order: attempt - self._ended[order] for order, attempt in attempts.items()})
+        return released
+
+    return [(Buffer, "release", trusting)]
 
 
 @mutant

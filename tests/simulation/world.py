@@ -3,24 +3,22 @@
 `World(seed).run()` raises `Violation` if a promise was broken; the same seed gives the same run, event for event.
 """
 
-import logging
 import random
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncgrpo.buffer import deadlines, quarantine
-from asyncgrpo.buffer import service as buffer_service
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.history import read_history
+from asyncgrpo.buffer.journal import Journal
 from asyncgrpo.buffer.policies import POLICIES
 from asyncgrpo.buffer.quarantine import Quarantine
+from asyncgrpo.buffer.records import FORMAT, Began
+from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.buffer.suspects import NOTHING, Past
 from asyncgrpo.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -32,12 +30,9 @@ from asyncgrpo.config import (
 )
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import AsyncGRPOError, StalledError
-from asyncgrpo.generators import service as generator_service
 from asyncgrpo.generators.fake_engine import Misfortune
 from asyncgrpo.generators.requests import Answer
 from asyncgrpo.generators.rollout import Redundancy
-from asyncgrpo.learner import inbox
-from asyncgrpo.learner import service as learner_service
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.inbox import Inbox
 from asyncgrpo.learner.service import LearnerService
@@ -48,21 +43,20 @@ from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.messages import Ack, Drain, GeneratorLost, Grant, Message, Nack
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.clock import VirtualLoop
+from tests.simulation.disk import Killed, SimulatedDisk
 from tests.simulation.faults import Faults, draw, draw_of_answers
 from tests.simulation.network import BufferSocket, Frames, LearnerLine, Network
 from tests.simulation.nodes import VOCABULARY, GeneratorHost, MemoryCheckpoints, Publisher, Silent, Trainer
+from tests.simulation.promises import Promises
+from tests.simulation.surroundings import folder_in_memory, quiet, reading_checkpoints_of, scaled
 
 LAGS = 0, 1, 4
+DURABILITIES = "memory", "written", "fsync_interval", "fsync_interval", "fsync_each"
 TICK_S = 1.0
 FINISH_WITHIN_S = 2000.0
 """Virtual seconds that a run may need once the faults have stopped."""
 NO_TROUBLE_AFTER_S = 200.0
 """Virtual seconds after the last fault from which on nothing may fail any more."""
-SCALED = ((generator_service, "HEARTBEAT_S", 2.0), (generator_service, "RESEND_AFTER_S", 6.0),
-          (buffer_service, "SILENT_AFTER_S", 15.0), (buffer_service, "WAITING_EVERY_S", 5.0),
-          (deadlines, "FLOOR_S", 2.0), (deadlines, "KNOWN_AFTER", 3))  # fmt: skip
-"""The product's waits, shorter, so that a short run meets each of them many times."""
-LOGS = tuple(module.__name__ for module in (buffer_service, generator_service, inbox, learner_service, quarantine))
 
 
 class Crash(Exception):
@@ -110,6 +104,8 @@ class World:
                 policy=self.policy,  # type: ignore[arg-type]
                 lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
                 max_attempts=rng.randint(2, 5),
+                durability=rng.choice(DURABILITIES),
+                after_resume=rng.choice(("keep", "keep", "drop")),
             ),
             generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
         )
@@ -126,11 +122,9 @@ class World:
         killers = self._prompts[-1:] if "killer_prompt" in self.of_answers and count > 2 else ()
         self.killers = {prompt.token_ids for prompt in killers}
         self.killed_s = 0.0
-        """When a prompt last ended a generator, which it may do after the faults, though not for ever (P13)."""
+        """When a prompt last ended a generator, which it may do after the faults, though not for ever (P19)."""
         self.quarantine = Quarantine()
         """Outlives every end of the run, as its file does."""
-        self._past = NOTHING
-        """Outlives it as well, as in the journal."""
         self.checker = Checker(
             config=self.config,
             redundancy=self.redundancy,
@@ -139,13 +133,18 @@ class World:
             vocab_size=VOCABULARY,
             num_orders=self.num_orders,
             windows=self.window,
+            promises=Promises(
+                durability=self.config.buffer.durability, keeps=self.config.buffer.after_resume == "keep"
+            ),
         )
+        self._segment_bytes = rng.choice((300, 3000, 10**6))
+        self.disk: SimulatedDisk | None = None
         self.checkpoint: bytes | None = None
         self._lineage = 0
         self._incarnations = 0
         self._clock_jump_s = 0.0
         self._is_over = False
-        self._hosts: dict[str, GeneratorHost] = {}  # by peer, of this life
+        self._hosts: dict[str, GeneratorHost] = {}  # by peer
         self._all_hosts: list[GeneratorHost] = []
         self._service: BufferService | None = None
 
@@ -173,35 +172,40 @@ class World:
         """From the first start to the end. Raises Violation."""
         self._schedule_faults()
         self.loop.call_later(TICK_S, self._tick)
-        with _quiet(), _scaled(), _reading_checkpoints_of(self):
+        with quiet(), scaled(), reading_checkpoints_of(self), folder_in_memory() as folder:
+            self.disk = SimulatedDisk(folder, self.rng, lambda: self.now)
+            self.disk.on_loss = self.checker.promises.lost_what_was_synced
             while (status := self._one_life()) != "done":
                 self.note("ended", "driver", status)
                 if self.now > self.faults.until_s + FINISH_WITHIN_S:
                     raise Violation("P12 liveness: the run does not finish")
             self._is_over = True
             self.loop.run_until(self.now + 1.0)
-        self.checker.finished()
+            self.checker.finished(read_history(folder))
 
     # -- lives ---------------------------------------------------------------------------------------------------------
 
     def _one_life(self) -> str:
-        learner = self._start()
+        live_on = False
         try:
-            return learner.run()
-        except Crash as crash:
+            if self._hosts:  # a new learner and a new buffer for generators that saw the end of others
+                self.loop.run_until(self.now + self.rng.uniform(0.1, 5.0))
+            return self._start().run()
+        except (Crash, Killed) as crash:
+            live_on = str(crash) != "driver_crash"
             return str(crash)
         except StalledError as error:  # for so long that no fault excuses it
             raise Violation(f"P12 liveness: {error}") from error
         except AsyncGRPOError as error:
             if self.now > max(self.faults.until_s, self.killed_s) + NO_TROUBLE_AFTER_S:
                 raise Violation(f"P12 liveness: without a fault for long, the run ends by itself: {error}") from error
+            live_on = True
             return f"{type(error).__name__}: {error}"
         finally:
-            buffer = self._buffer
-            self._past = Past(buffer._attempts, buffer._blamed, buffer._suspects._ends)
             if self._service is not None and not self._service._finished:
-                self._service = None
-            self._kill_generators()
+                self._abandon_buffer()
+            if not (live_on and "generators_live_on" in self.faults.kinds and self.rng.random() < 0.7):
+                self._kill_generators()
             if isinstance(self.loop.failure, Crash):
                 self.loop.failure = None
 
@@ -219,6 +223,25 @@ class World:
         source = PromptSource(self._prompts, seed=run.seed, shuffle=True, epochs=run.epochs)
         if state is not None:
             source.restore(msgspec.convert(state.prompts, PromptState))
+        assert self.disk is not None
+        began = Began(
+            format=FORMAT,
+            lineage=self._lineage,
+            parent=None if state is None else WeightVersion(state.lineage, state.step),
+            terms={},
+            max_lag=self.max_lag,
+            prompts=source.state(),
+        )
+        with self.disk.letting_go():
+            reopened = reopen(
+                self.disk.folder,
+                began,
+                source,
+                self.config.buffer,
+                clock=lambda: self.now + self._clock_jump_s,
+                disk=self.disk,
+                segment_bytes=self._segment_bytes,
+            )
         buffer = Buffer(
             self.config.buffer,
             self.config.algorithm,
@@ -226,19 +249,32 @@ class World:
             self._sampling,
             seed=run.seed,
             lineage=self._lineage,
+            journal=reopened.journal,
             quarantine=self.quarantine,
         )
+        self._buffer = buffer
+        bring_back(buffer, reopened)
+        if self.policy != "wait":  # the only one under which a resume leaves nobody too old
+            for verdict in reopened.verdicts:
+                if verdict.reason == "stale":
+                    self.checker.promises.gave_up(verdict.record.lease_id)
         held_out = self._prompts[:2] if self.config.data.eval else ()
         held_out = tuple(msgspec.structs.replace(p, info={}) for p in held_out)
-        evaluations = Evaluations(held_out, self._sampling, run.seed, self.config.buffer.lease_timeout_s)
-        buffer.remember(self._past)
-        self._buffer = buffer
+        evaluations = Evaluations(
+            held_out, self._sampling, run.seed, self.config.buffer.lease_timeout_s, lineage=self._lineage
+        )
         self._service = BufferService(BufferSocket(self._from_buffer), buffer, evaluations)  # type: ignore[arg-type]
         self.publisher = Publisher(self, rng)
         self._line = LearnerLine(self.loop, self._from_learner)
-        self.checker.started(self._lineage, 0 if state is None else state.step, buffer, source)
+        step = 0 if state is None else state.step
+        self.checker.started(self._lineage, step, buffer, source, reopened.history)
+        there = {host.name: host for host in self._hosts.values() if host.is_alive and not host.is_orphan}
         for index in range(self.config.generators.count):
-            self._start_generator(index)
+            if (host := there.get(f"generator-{index}")) is not None:
+                self.publisher.join_later(host)
+                self.fault_counts["generator_lived_on"] += 1
+            else:
+                self._start_generator(index)
         self._learner = LearnerService(
             self.config,
             Trainer(self, rng),  # type: ignore[arg-type]
@@ -330,8 +366,27 @@ class World:
         service = self._service
         if service is None or service._finished:
             return
-        service.turn(received, self.now + self._clock_jump_s)
-        self.checker.turned()
+        try:
+            service.turn(received, self.now + self._clock_jump_s)
+        except Killed:
+            self.note("fault", "disk_killed", "buffer")
+            self._kill_buffer("disk_death", with_machine=self.rng.random() < 0.5)
+        else:
+            self.checker.turned(service._unacknowledged)
+
+    def _abandon_buffer(self) -> None:
+        """The buffer's process is gone, without a word to its journal."""
+        self._service = None
+        if isinstance(self._buffer.journal, Journal):
+            self._buffer.journal._let_go()
+
+    def _kill_buffer(self, why: str, *, with_machine: bool = False) -> None:
+        """It ends, its machine perhaps too; after a while somebody notices, and the run ends."""
+        assert self.disk is not None
+        self._abandon_buffer()
+        if with_machine:
+            self.checker.promises.power_was_cut(has_holes=self.disk.power_cut())
+        self.loop.call_later(self.rng.uniform(0.2, 6.0), self._end_life, self._lineage, why)
 
     def _tick(self) -> None:
         self._turn(None)
@@ -396,6 +451,7 @@ class World:
     def _strike(self, kind: str) -> None:
         if self._is_over:
             return
+        assert self.disk is not None
         rng = self.rng
         hosts = [host for host in self._hosts.values() if host.is_alive]
         host = rng.choice(hosts) if hosts else None
@@ -403,9 +459,17 @@ class World:
         seconds = rng.choice((1.0, 8.0, 25.0, 60.0)) * rng.random()
         if kind == "learner_crash" or kind == "driver_crash":
             self.loop.failure = self.loop.failure or Crash(kind)
-        elif kind == "buffer_crash":
-            self._service, life = None, self._lineage
-            self.loop.call_later(rng.uniform(0.2, 6.0), self._end_life, life, kind)
+        elif kind == "buffer_crash" or kind == "power_cut":
+            if self._service is not None:
+                self._kill_buffer(kind, with_machine=kind == "power_cut")
+        elif kind == "disk_full":
+            self.disk.full_until = self.now + seconds
+        elif kind == "disk_error":
+            self.disk.fails_until = self.now + seconds
+        elif kind == "disk_death":
+            self.disk.calls_to_live = rng.randint(1, 6)
+        elif kind == "bit_flip":
+            self.checker.promises.flipped(self.disk.flip(), self._lineage)
         elif kind == "drain":
             self._arrive_at_buffer("driver", Drain(reason="asked to stop"))
         elif kind == "clock_jump":
@@ -436,47 +500,6 @@ class World:
 def _token_ids(index: int) -> tuple[int, ...]:
     """Of the prompt with this index: no two are the same."""
     return index % VOCABULARY, 1, *([2] * (index // VOCABULARY))
-
-
-# -- the run's surroundings --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No log lines and no Prometheus numbers, which would cost more than what they are about."""
-    observe = BufferService._observe
-    was = [(logging.getLogger(name), logging.getLogger(name).disabled) for name in LOGS]
-    for logger, _ in was:
-        logger.disabled = True
-    BufferService._observe = lambda self, now_s: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for logger, before in was:
-            logger.disabled = before
-        BufferService._observe = observe  # type: ignore[method-assign]
-
-
-@contextmanager
-def _scaled() -> Iterator[None]:
-    before = [(module, name, getattr(module, name)) for module, name, _ in SCALED]
-    for module, name, value in SCALED:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-@contextmanager
-def _reading_checkpoints_of(world: World) -> Iterator[None]:
-    before = learner_service.read_state
-    learner_service.read_state = lambda path: msgspec.json.decode(world.checkpoint, type=RunState)  # type: ignore
-    try:
-        yield
-    finally:
-        learner_service.read_state = before
 
 
 def without_faults(seed: int, **settings: Any) -> World:

@@ -1,0 +1,237 @@
+"""The buffer and its journal through any order of events, crashes of the process and of the machine among them.
+
+More examples: `ASYNCGRPO_EXAMPLES=5000 pytest --timeout=0 tests/buffer/test_any_crash.py`.
+"""
+
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncgrpo.buffer.buffer import Buffer, Entry, State
+from asyncgrpo.buffer.history import read_history
+from asyncgrpo.buffer.records import FORMAT, Began, Committed
+from asyncgrpo.buffer.recovery import bring_back, reopen
+from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.types import Lease, Sampling, WeightVersion
+from tests.buffer.journals import Clock
+from tests.buffer.test_buffer import deliver, prompts
+from tests.simulation.disk import SimulatedDisk
+from tests.simulation.promises import Kept, Promises, Weights
+
+EXAMPLES = int(os.environ.get("ASYNCGRPO_EXAMPLES", "60"))
+PROMPTS = 14
+PER_STEP = 2
+HOLDERS = st.sampled_from(["a", "b"])
+
+
+def payload(order: int) -> bytes:
+    return bytes([order]) * 16
+
+
+class AnyCrash(RuleBasedStateMachine):
+    """One run of 14 prompts, as often as it is started again."""
+
+    @initialize(
+        seed=st.integers(0, 2**32),
+        max_lag=st.integers(0, 2),
+        rule_=st.sampled_from(["keep", "drop"]),
+        durability=st.sampled_from(["memory", "written", "fsync_interval", "fsync_each"]),
+        segment_bytes=st.sampled_from([300, 3000, 10**6]),
+    )
+    def begin(self, seed, max_lag, rule_, durability, segment_bytes):
+        self.folder, self.clock = Path(tempfile.mkdtemp(prefix="journal-")), Clock()
+        self.disk = SimulatedDisk(self.folder, random.Random(seed), self.clock)
+        self.config = {"after_resume": rule_, "durability": durability}
+        self.max_lag, self.segment_bytes = max_lag, segment_bytes
+        self.promises, self.weights = Promises(durability=durability, keeps=rule_ == "keep"), Weights()
+        self.disk.on_loss = self.promises.lost_what_was_synced
+        self.lineage, self.checkpoint = 0, None
+        self.saved: list[tuple[int, ...]] = []  # orders of the steps that the checkpoint holds
+        self.out: list[tuple[Lease, WeightVersion]] = []  # every lease that was granted, with the version then
+        self.start(max_lag)
+
+    def start(self, max_lag: int):
+        """A start of the run. A smaller bound may make groups useless, and nothing else may."""
+        self.lineage += 1
+        config = BufferConfig(prompts_per_step=PER_STEP, max_lag=max_lag, max_attempts=1000, **self.config)
+        source = PromptSource(prompts(PROMPTS), seed=0, shuffle=True, epochs=1)
+        parent: WeightVersion | None = None
+        if self.checkpoint is not None:
+            parent, state = self.checkpoint
+            source.restore(state)
+        began = Began(
+            format=FORMAT, lineage=self.lineage, parent=parent, terms={}, max_lag=max_lag, prompts=source.state()
+        )
+        reopened = reopen(
+            self.folder, began, source, config, clock=self.clock, disk=self.disk, segment_bytes=self.segment_bytes
+        )
+        self.buffer = Buffer(
+            config,
+            AlgorithmConfig(group_size=2),
+            source,
+            Sampling(),
+            seed=0,
+            lineage=self.lineage,
+            journal=reopened.journal,
+        )
+        bring_back(self.buffer, reopened)
+        self.version = WeightVersion(self.lineage, len(self.saved))
+        self.weights.started(self.version)
+        too_old = [v.record.lease_id for v in reopened.verdicts if v.reason == "stale"]
+        assert max_lag < self.max_lag or not too_old
+        for lease_id in too_old:
+            self.promises.gave_up(lease_id)
+        self.num_too_old, self.max_lag = len(too_old), max_lag
+        assert self.promises.broken(self.buffer, source, self.weights, reopened.history, self.saved) is None
+        trained = [order for orders in self.saved for order in orders]
+        assert not any(self.buffer._attempts[order] for order in trained), "what is done has nothing behind it"
+        self.steps = list(self.saved)
+        self.batch: list[Entry] | None = None
+        self.unacknowledged: dict[str, tuple[int, Kept]] = {}  # by lease, with the place in the journal
+        self.buffer.published(self.version)
+
+    # -- generators ----------------------------------------------------------------------------------------------------
+
+    @rule(holder=HOLDERS)
+    def lease(self, holder):
+        if self.buffer.journal.is_blocked is None:
+            lease = self.buffer.lease(holder, self.clock())
+            if lease is not None:
+                assert all(lease.lease_id != other.lease_id for other, _ in self.out), "a name is granted once"
+                self.out.append((lease, self.version))
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data(), newest=st.booleans())
+    def deliver(self, data, newest):
+        """The answer to any lease there ever was: the first time, again, or long after it had ended."""
+        lease, version = data.draw(st.sampled_from(self.out))
+        lineage = version.lineage
+        version = self.version if newest and lineage == self.lineage else version
+        refusal = self.buffer.accept(deliver(lease, version.version, lineage=lineage), payload(lease.order))
+        if refusal is None:
+            assert lineage == self.lineage, "a group of another start is kept"
+            kept = Kept(lease.lease_id, lease.order, (version,), lineage)
+            self.unacknowledged[lease.lease_id] = self.buffer.journal.position, kept
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def fail(self, data):
+        self.buffer.fail(data.draw(st.sampled_from(self.out))[0].lease_id, "failed")
+
+    @rule(holder=HOLDERS)
+    def release(self, holder):
+        self.buffer.release(holder)
+
+    @rule()
+    def expire(self):
+        self.clock.now_s += 1e6
+        self.buffer.expire(self.clock())
+        assert self.buffer.count(State.LEASED) == 0
+
+    # -- the learner ---------------------------------------------------------------------------------------------------
+
+    @rule()
+    def take(self):
+        if self.batch is not None or self.buffer.journal.is_blocked is not None:
+            return
+        self.batch = self.buffer.take(self.version)
+        for entry in self.batch or ():
+            assert 0 <= self.version.version - entry.oldest.version <= self.max_lag
+            assert entry.payload == payload(entry.order)
+            assert all(entry.order not in orders for orders in self.steps), "trained twice"
+
+    @rule()
+    def publish(self):
+        if self.batch is None or self.buffer.journal.is_blocked is not None:
+            return
+        self.steps.append(tuple(entry.order for entry in self.batch))
+        self.version = WeightVersion(self.lineage, self.version.version + 1)
+        self.weights.stepped(self.version)
+        self.buffer.published(self.version)
+        self.batch = None
+
+    @rule(told=st.booleans())
+    def commit(self, told):
+        """A checkpoint is renamed into place; the buffer may never hear of it."""
+        if self.batch is not None or len(self.steps) == len(self.saved) or not self.buffer.journal.sync():
+            return
+        state: PromptState = self.buffer.snapshot()
+        self.checkpoint, self.saved = (self.version, state), list(self.steps)
+        self.weights.saved(len(self.steps))
+        if told:
+            self.buffer.journal.append(Committed(step=len(self.steps), prompts=state))
+
+    # -- the disk, and the end -----------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.1, 1.0]))
+    def tick(self, seconds):
+        self.clock.now_s += seconds
+        self.buffer.journal.tick()
+
+    @rule(full=st.booleans(), seconds=st.sampled_from([0.5, 5.0]))
+    def spoil_disk(self, full, seconds):
+        if full:
+            self.disk.full_until = self.clock() + seconds
+        else:
+            self.disk.fails_until = self.clock() + seconds
+
+    @rule(with_machine=st.booleans(), max_lag=st.none() | st.integers(0, 2))
+    def crash(self, with_machine, max_lag):
+        if self.config["durability"] != "memory":
+            self.buffer.journal._let_go()
+        if with_machine:
+            self.promises.power_was_cut(has_holes=self.disk.power_cut())
+        self.start(self.max_lag if max_lag is None else max_lag)
+
+    # -- what holds ----------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def what_is_durable_is_promised(self):
+        for lease_id, (position, kept) in list(getattr(self, "unacknowledged", {}).items()):
+            if self.buffer.journal.is_durable(position):
+                del self.unacknowledged[lease_id]
+                self.promises.acknowledged(kept)
+
+    @invariant()
+    def every_group_and_token_is_accounted_for(self):
+        if not hasattr(self, "buffer"):
+            return
+        out, tokens = self.buffer.outcomes, self.buffer.tokens
+        gone = out["trained"] + out["requeued"] + sum(n for k, n in out.items() if k.startswith("dropped"))
+        assert out["leased"] + out["recovered"] == gone + sum(self.buffer.count(state) for state in State)
+        came = tokens["generated"] + tokens["recovered"]
+        assert 2 * came == tokens.total() + self.buffer.tokens_in_flight
+        assert out["dropped_stale"] == self.num_too_old, "a group was dropped for its age"
+
+    def teardown(self):
+        """From wherever we are, with a disk that works, every prompt is trained exactly once on the path."""
+        if not hasattr(self, "buffer"):
+            return
+        self.clock.now_s += 100.0
+        for _ in range(200):
+            self.tick(1.0)
+            self.publish()
+            for holder in ("a", "b"):
+                self.buffer.release(holder)
+            while (lease := self.buffer.lease("a", self.clock())) is not None:
+                message = deliver(lease, self.version.version, lineage=self.lineage)
+                assert self.buffer.accept(message, payload(lease.order)) is None
+            self.take()
+        assert sorted(order for orders in self.steps for order in orders) == list(range(PROMPTS))
+        assert self.buffer.exhausted
+        self.commit(told=True)
+        assert len(self.saved) == len(self.steps)
+        self.buffer.journal.close()
+        assert self.promises.at_the_end(self.weights, read_history(self.folder), self.steps) is None
+        shutil.rmtree(self.folder)
+
+
+TestAnyCrash = AnyCrash.TestCase
+TestAnyCrash.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)

@@ -1,0 +1,45 @@
+"""The learner's wait for the buffer, on a clock that is a number."""
+
+import pytest
+
+from asyncgrpo.errors import StalledError
+from asyncgrpo.learner.inbox import Inbox
+from asyncgrpo.types import WeightVersion
+from asyncgrpo.wire.messages import EvalResult, Message, NoMore, Waiting
+
+AT = WeightVersion(1, 3)
+RESULT = EvalResult(
+    step=3, oldest=AT, newest=AT, answers=1, reward_mean=1.0, failures={}, answer_length_mean=1.0, seconds=1.0
+)
+
+
+class Line:
+    """A buffer that says something every 40 s."""
+
+    def __init__(self, said: list[Message]) -> None:
+        self.said, self.now_s = said, 0.0
+
+    def send(self, message: Message) -> None:
+        pass
+
+    def receive(self, timeout_s: float) -> tuple[Message, memoryview]:
+        self.now_s += 40.0
+        return self.said.pop(0), memoryview(b"")
+
+
+def wait(said: list[Message]) -> list[EvalResult]:
+    line, results = Line(said), []
+    inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
+    inbox.last_evals(results.append, lambda what, seconds: None)
+    return results
+
+
+def test_words_alone_are_no_progress_and_the_error_names_what_was_awaited():
+    with pytest.raises(StalledError, match=r"nothing to train for 120 s.*the last evaluation"):
+        wait([Waiting(what="the last evaluation")] * 3)
+
+
+def test_as_long_as_evaluations_end_nothing_is_stalled():
+    waiting = Waiting(what="the last evaluation")
+    said = [waiting, Waiting(what="the last evaluation", evals=(RESULT,)), waiting, waiting]
+    assert wait([*said, NoMore(why="exhausted", counters={})]) == [RESULT]

@@ -1,0 +1,153 @@
+"""What the disk owes: which groups were promised, by what they were sampled, and which steps must have a manifest.
+
+Weights are told apart by their history, not by their name: a step makes a child of the weights that it started from. So
+"still there after a resume" is a question about ancestors, and no label of the product answers it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.history import History
+from asyncgrpo.buffer.records import Began, Delivered, Handed, Record
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.types import WeightVersion
+
+
+class Weights:
+    """The weights that the run has made, and those that the present ones come from."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._ids: dict[WeightVersion, int] = {}
+        self._path = [0]  # ids by step: the present weights are the last
+        self._saved = [0]
+
+    def started(self, version: WeightVersion) -> None:
+        """A start goes on from the newest checkpoint and calls it `version`."""
+        self._path = list(self._saved)
+        self._ids[version] = self._path[-1]
+
+    def stepped(self, version: WeightVersion) -> None:
+        """The step that makes `version`."""
+        self._made += 1
+        self._ids[version] = self._made
+        self._path.append(self._made)
+
+    def saved(self, step: int) -> None:
+        self._saved = self._path[: step + 1]
+
+    def are_there(self, version: WeightVersion) -> bool:
+        """Whether the present weights are these, or come from them."""
+        made, path = self._ids.get(version), self._path
+        return made is not None and version.version < len(path) and path[version.version] == made
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A group that the buffer took in."""
+
+    lease_id: str
+    order: int
+    versions: tuple[WeightVersion, ...]
+    lineage: int
+    """Of the start that took it in."""
+
+
+class Promises:
+    """What was acknowledged, and may not be lost."""
+
+    def __init__(self, *, durability: str, keeps: bool) -> None:
+        """
+        Args:
+            keeps: `buffer.after_resume` is `keep`.
+        """
+        self._durability = durability
+        self._keeps = keeps
+        self._kept: dict[str, Kept] = {}  # acknowledged, by lease id
+        self._altered: set[str] = set()  # leases whose record on the disk is another
+        self._distrusted = 0  # starts up to this lineage: the record that begins them was altered
+        self._has_all_manifests = durability != "memory"
+        self.may_be_damaged = False
+        self.num_recovered = 0
+
+    def acknowledged(self, group: Kept) -> None:
+        if group.lease_id not in self._altered:
+            self._kept[group.lease_id] = group
+
+    def gave_up(self, lease_id: str) -> None:
+        """A group was dropped or filtered, and counted."""
+        self._kept.pop(lease_id, None)
+
+    # -- what the disk is excused from ---------------------------------------------------------------------------------
+
+    def flipped(self, record: Record | None, lineage: int) -> None:
+        """A bit in `record` is another; `lineage` is the newest start."""
+        self.may_be_damaged = True
+        match record:
+            case Delivered(lease_id=lease_id):
+                self._kept.pop(lease_id, None)
+                self._altered.add(lease_id)
+            case Handed():
+                self._has_all_manifests = False
+            case Began():
+                self._distrusted, self._has_all_manifests = lineage, False
+
+    def power_was_cut(self, *, has_holes: bool) -> None:
+        self.may_be_damaged |= has_holes
+        if self._durability == "written":
+            self._kept.clear()
+
+    def lost_what_was_synced(self) -> None:
+        """A failed sync took what the system had been given, and it had not been on the disk."""
+        if self._durability == "written":
+            self._kept.clear()
+            self.may_be_damaged, self._has_all_manifests = True, False
+
+    # -- what must hold ------------------------------------------------------------------------------------------------
+
+    def broken(
+        self, buffer: Buffer, source: PromptSource, weights: Weights, history: History | None, steps: Iterable
+    ) -> str | None:
+        """After a resume: what is missing, by promise; None: nothing.
+
+        Args:
+            steps: the orders of each step that the checkpoint holds.
+        """
+        there = {entry.order for entry in buffer._entries.values() if entry.state is State.READY}
+        kept, self._kept = self._kept, {}
+        if self._durability == "memory":
+            return None
+        for group in kept.values():
+            if (
+                source.is_done(group.order)
+                or not self._keeps
+                or group.lineage <= self._distrusted
+                or not all(map(weights.are_there, group.versions))
+            ):
+                continue
+            if group.order not in there:
+                return f"P13 none lost in a crash: {group.lease_id} was acknowledged, and is not there"
+            self._kept[group.lease_id] = group
+            self.num_recovered += 1
+        return self._wrong_on_disk(weights, history, list(steps))
+
+    def at_the_end(self, weights: Weights, history: History | None, steps: Iterable) -> str | None:
+        return None if self._durability == "memory" else self._wrong_on_disk(weights, history, list(steps))
+
+    def _wrong_on_disk(self, weights: Weights, history: History | None, steps: list[tuple[int, ...]]) -> str | None:
+        assert history is not None
+        if history.damage and not self.may_be_damaged:
+            return f"P14 no damage: nobody altered the journal, and {history.damage[0]}"
+        if not self._has_all_manifests:
+            return None
+        manifests: dict[int, tuple[int, ...]] = {}
+        for found in history.found:
+            if isinstance(record := found.record, Handed):
+                after = WeightVersion(record.version.lineage, record.version.version + 1)
+                if weights.are_there(record.version) and weights.are_there(after):
+                    manifests[record.step] = tuple(int(lease_id.split(".")[1]) for lease_id in record.lease_ids)
+        for step, orders in enumerate(steps, start=1):
+            if manifests.get(step) != orders:
+                return f"P15 manifests: step {step} trained {orders}, and the journal says {manifests.get(step)}"
+        return None
