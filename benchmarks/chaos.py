@@ -1,6 +1,6 @@
 """Whole runs of the demo under faults, beside runs without: goodput, times to recovery, and what the audit finds.
 
-    python -m benchmarks.chaos --engine torch --max-lag 1 --per-hour 60 --minutes 10     one pair of runs
+    python -m benchmarks.chaos --engine torch --max-lag 1 --per-hour 0 60 --minutes 10   without faults and with
     python -m benchmarks.chaos --engine fake --kills 20                                  the whole run killed and resumed
 
 One JSON line each. A run is ended with SIGTERM after so many minutes from its first step; its goodput is the prompts that
@@ -32,9 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="torch", choices=["sglang", "torch", "fake"])
     parser.add_argument("--max-lag", type=int, default=1)
-    parser.add_argument("--per-hour", type=float, default=60.0, help="faults")
+    parser.add_argument("--per-hour", type=float, nargs="+", default=[0.0, 60.0], help="faults, a run each")
     parser.add_argument("--minutes", type=float, default=10.0, help="of each run, from its first step")
-    parser.add_argument("--pairs", type=int, default=1, help="of a run without faults and one with")
+    parser.add_argument("--rounds", type=int, default=1, help="of these runs, every second one in reverse order")
     parser.add_argument("--kills", type=int, help="instead: SIGKILL to the whole run, so often, resumed each time")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -42,9 +42,9 @@ def main() -> None:
         if options.kills is not None:
             show(kills(options, Path(folder)))
             return
-        for pair in range(options.pairs):
-            for per_hour in (0.0, options.per_hour) if pair % 2 == 0 else (options.per_hour, 0.0):
-                show(under_faults(options, per_hour, options.seed + pair, Path(folder) / f"{pair}-{per_hour:g}"))
+        for number in range(options.rounds):
+            for per_hour in options.per_hour if number % 2 == 0 else reversed(options.per_hour):
+                show(under_faults(options, per_hour, options.seed + number, Path(folder) / f"{number}-{per_hour:g}"))
 
 
 def under_faults(options: argparse.Namespace, per_hour: float, seed: int, run: Path) -> dict[str, Any]:

@@ -169,13 +169,15 @@ def whole_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int, ou
     )
     events = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     taken = [event for event in events if event["event"] == "step"]
-    seconds = [sum(step["seconds"].values()) for step in taken]
+    timed = taken[1:]  # the first one waits for engines to start
+    seconds = sum(sum(step["seconds"].values()) for step in timed)
     lags = [int(lag) for step in taken for lag, count in step["lags"].items() for _ in range(count)]
     dropped = sum(count for step in taken for why, count in step["dropped"].items())
     bias = taken[-1].get("bias", {})
     return {
-        "rate": len(lags) / sum(seconds),
-        "idle": sum(step["seconds"].get("wait_data", 0.0) for step in taken) / sum(seconds),
+        "rate": sum(sum(step["lags"].values()) for step in timed) / seconds,
+        "idle": (waited := sum(step["seconds"].get("wait_data", 0.0) for step in timed)) / seconds,
+        "waited_s": waited / len(timed),
         "given_up": dropped / (dropped + len(lags)),
         "masked": statistics.fmean(step["diagnostics"]["aged_dropped"] for step in taken),
         "length_mean": statistics.fmean(step["answer_length_mean"] for step in taken),

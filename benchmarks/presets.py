@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from asyncgrpo.buffer.buffer import group_seed
+from asyncgrpo.buffer.seeds import group_seed
 from asyncgrpo.cluster.actors import sampling_of
 from asyncgrpo.config import Config
 from asyncgrpo.config_files import algorithm_names, shipped

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from asyncgrpo.buffer.buffer import group_seed
+from asyncgrpo.buffer.seeds import group_seed
 from asyncgrpo.cluster.actors import sampling_of
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.run import Run

@@ -15,7 +15,6 @@ Time enters as an argument, chance not at all: the same calls give the same answ
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 from asyncgrpo.buffer.bias import BiasMonitor
 from asyncgrpo.buffer.deadlines import CUT_AT, Deadlines
@@ -24,6 +23,8 @@ from asyncgrpo.buffer.journal import InMemory, Ledger
 from asyncgrpo.buffer.policies import POLICIES
 from asyncgrpo.buffer.quarantine import Case, Quarantine
 from asyncgrpo.buffer.records import Dropped, Handed, Interrupted, delivered
+from asyncgrpo.buffer.seeds import group_seed
+from asyncgrpo.buffer.signal import zero_signal
 from asyncgrpo.buffer.suspects import BLAMED, POISON, Past, Suspects
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -467,32 +468,3 @@ class Buffer:
 
 def _is_over(entry: Entry, now_s: float) -> bool:
     return entry.leased_at_s + entry.limit_s < now_s
-
-
-def zero_signal(rewards: Sequence[float]) -> str | None:
-    """Why no answer of a group is better than another; None if one is.
-
-    Compares exactly, in float64: a standard deviation of equal rewards need not be 0.
-
-    Args:
-        rewards: of the scored answers, a greedy one included, as they were scored: the learner shapes them later.
-    Returns:
-        `all_equal_high` (above 0), `all_equal_low` or `unscored` (fewer than two rewards).
-    """
-    if len(rewards) < 2:
-        return "unscored"
-    if max(rewards) > min(rewards):
-        return None
-    return "all_equal_high" if rewards[0] > 0 else "all_equal_low"
-
-
-def group_seed(seed: int, order: int, attempt: int) -> int:
-    """The sampling seed of a group: a fixed function of the run's seed and the group's place, below 2^48.
-
-    splitmix64's finaliser, so that neighbouring groups get unrelated streams.
-    """
-    mask = 2**64 - 1
-    x = (seed * 0x9E3779B97F4A7C15 + order * 0xD1B54A32D192ED03 + attempt * 0x8CB92BA72F3D8DD7 + 1) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return (x ^ (x >> 31)) >> 16

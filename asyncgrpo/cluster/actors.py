@@ -254,7 +254,7 @@ class GeneratorActor:
             self._service.move(home.buffer_endpoint, home.weights_endpoint)
 
     def run(self) -> None:
-        from asyncgrpo.buffer.buffer import group_seed
+        from asyncgrpo.buffer.seeds import group_seed
         from asyncgrpo.data.demo import demo_rules
         from asyncgrpo.data.tokenizer import decoder, load_tokenizer
         from asyncgrpo.generators.build import build_engine

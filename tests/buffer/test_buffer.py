@@ -6,8 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.buffer import Buffer, State, group_seed, zero_signal
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.deadlines import KNOWN_AFTER
+from asyncgrpo.buffer.seeds import group_seed
+from asyncgrpo.buffer.signal import zero_signal
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Discarded, Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
@@ -335,6 +337,30 @@ def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt(
     assert again.order == lease.order and again.cut_after_s == 900.0
     assert buffer.expire(1199.0) == [] and len(buffer.expire(1201.0)) == 1
     assert buffer.outcomes["dropped_lease_timeout"] == 1 and buffer.num_quarantined == 0
+
+
+def test_leases_that_run_out_count_in_the_median():
+    buffer = make_buffer(count=60, per_step=40, max_attempts=9, lease_timeout_s=1000.0, straggler_factor=3.0)
+    buffer.published(v(0))
+    for _ in range(KNOWN_AFTER):
+        message = deliver(buffer.lease("g", 0.0), 0)
+        buffer.accept(msgspec.structs.replace(message, timings={"generate": 20.0}), b"")
+    assert buffer.deadline_s == 60.0
+    for _ in range(KNOWN_AFTER + 1):
+        assert buffer.lease("g", 0.0) is not None
+    assert len(buffer.expire(61.0)) == KNOWN_AFTER + 1
+    assert buffer.deadline_s == 180.0, "most of what is known took 60 s or more"
+
+
+def test_a_lease_that_was_given_anew_has_its_time_from_then():
+    buffer = make_buffer(per_step=1, lease_timeout_s=10.0)
+    buffer.published(v(0))
+    first = buffer.lease("a", 0.0)
+    buffer.release("a")
+    again = buffer.lease("b", 8.0)
+    assert again.group_id == first.group_id
+    assert buffer.expire(17.0) == []
+    assert [entry.lease for entry in buffer.expire(19.0)] == [again]
 
 
 def test_seeds_differ_between_groups_attempts_and_runs():

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.history import read_history
 from asyncgrpo.buffer.quarantine import FILE, Case, Quarantine
 from asyncgrpo.buffer.records import Dropped, Interrupted
+from asyncgrpo.buffer.recovery import past_of
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.buffer.suspects import SUSPECT_AFTER, Suspects
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
@@ -18,6 +20,7 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Lease, Sampling, WeightVersion
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.messages import PROTOCOL, GeneratorLost, Grant, Hello, LeaseFailed, Message, Serving
+from tests.buffer.journals import delivered, group, journal
 from tests.buffer.test_buffer import deliver, lease_all, prompts, v
 from tests.buffer.test_recovery import start
 
@@ -104,6 +107,18 @@ def test_the_end_of_a_generator_costs_a_prompt_nothing_until_it_is_a_suspect_and
     assert not buffer._suspects.is_suspect(0) and all(map(buffer._suspects.is_suspect, (1, 2, 3)))
     assert [lease.order for lease in lease_all(buffer, "a")] == [1], "a suspect, alone"
     assert [lease.order for lease in lease_all(buffer, "b")] == [4, 5], "the others go on"
+
+
+def test_an_answer_clears_a_prompt_though_it_is_leased_again():
+    buffer = make_buffer(per_step=1)
+    buffer.lease("a", 0.0)
+    buffer.release("a")
+    assert buffer.accept(deliver(buffer.lease("a", 0.0), 0), b"") is None
+    buffer.published(v(1))
+    assert buffer.take(v(1)) is None and buffer.outcomes["dropped_stale"] == 1
+    assert buffer.lease("a", 0.0).order == 0
+    buffer.release("a")
+    assert not buffer._suspects.is_suspect(0)
 
 
 def test_one_generator_is_emptied_before_it_gets_a_suspect():
@@ -221,9 +236,9 @@ def said(service: BufferService, peer: str, now_s: float, *messages: Message) ->
         service.turn((peer, encode(message, b"")), now_s)
 
 
-def hello(name: str) -> tuple[Message, Message]:
+def hello(name: str, window: int = 2) -> tuple[Message, Message]:
     return (
-        Hello(protocol=PROTOCOL, generator_id=name, incarnation="i", window=2),
+        Hello(protocol=PROTOCOL, generator_id=name, incarnation="i", window=window),
         Serving(generator_id=name, version=v(0)),
     )
 
@@ -246,6 +261,19 @@ def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
     assert line.grants() == {"a": [4, 5]}, "and then it is a generator like any other"
 
 
+def test_a_generator_with_more_room_that_may_get_nothing_does_not_keep_others_from_it():
+    line, buffer = Line(), make_buffer(per_step=8)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    for end in range(SUSPECT_AFTER):
+        said(service, f"a-{end}", 1.0, *hello("a", window=1))
+        said(service, "driver", 1.0, GeneratorLost(generator_id="a"))
+    line.sent.clear()
+    said(service, "large", 2.0, *hello("large", window=6))
+    assert line.grants() == {"large": [0]}, "a suspect"
+    said(service, "small", 2.0, *hello("small", window=2))
+    assert line.grants() == {"small": [1, 2]}
+
+
 def test_a_lease_that_was_cut_with_too_few_answers_counts_as_late():
     line, buffer = Line(), make_buffer(max_attempts=1)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
@@ -254,3 +282,17 @@ def test_a_lease_that_was_cut_with_too_few_answers_counts_as_late():
         said(service, "a", 2.0, LeaseFailed(generator_id="a", lease_id=f"1.{order}.0", reason=reason))
     assert buffer.outcomes["dropped_lease_timeout"] == buffer.outcomes["dropped_failed"] == 1
     assert list(buffer._quarantine.cases) == ["train/1"] and service._sessions["a"].late_s == 2.0
+
+
+def test_what_is_read_of_a_prompt_s_past_ends_with_its_last_answer(tmp_path: Path):
+    written = journal(tmp_path)
+    for record in (Interrupted(generator_id="a", orders=(1, 2)), Interrupted(generator_id="a", orders=(1, 3))):
+        written.append(record)
+        written.append(*delivered(*group(1)))
+    written.append(Interrupted(generator_id="a", orders=(1,)))
+    written.append(Dropped(lease_id="1.2.0", order=2, reason="lease_timeout", is_final=False))
+    written.append(Dropped(lease_id="1.3.0", order=3, reason="failed", is_final=False))
+    written.append(Dropped(lease_id="1.4.0", order=4, reason="ahead", is_final=False))
+    past = past_of(read_history(tmp_path), PromptSource(prompts(12), seed=0, shuffle=False, epochs=1))
+    assert past.interruptions == {1: 1, 2: 1, 3: 1}
+    assert past.attempts == Counter({2: 1, 3: 1}) and past.blamed == Counter({3: 1})

@@ -177,6 +177,44 @@ def test_train_takes_a_group_of_any_age():
     balance(buffer)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_own(policy):
+    buffer = make_buffer(policy=policy, per_step=2, max_lag=0)
+    buffer.published(v(0))
+    suspect, other = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
+    buffer.release("a")
+    assert buffer.lease("a", 0.0).order == suspect.order
+    buffer.release("a")
+    assert buffer.lease("b", 0.0) is None, "it is emptied for the suspect"
+    behind = buffer.lease("c", 0.0)
+    buffer.accept(spanning(other, 0), b"")
+    if policy != "window":
+        assert behind.order == 2, "nobody waits for the suspect"
+        return
+    assert behind is None
+    alone = buffer.lease("b", 0.0)
+    assert buffer.take(v(0)) is None and alone.order == suspect.order
+    buffer.accept(spanning(alone, 0), b"")
+    assert step(buffer, 0) == [suspect.order, other.order]
+    balance(buffer)
+
+
+def test_a_suspect_that_is_cancelled_for_its_age_is_alone_the_next_time_as_well():
+    buffer = make_buffer(policy="drop", per_step=1, max_lag=1)
+    buffer.published(v(0))
+    for _ in range(2):
+        suspect = buffer.lease("a", 0.0)
+        buffer.release("a")
+    alone = buffer.lease("a", 0.0)
+    assert alone.order == suspect.order
+    buffer.published(v(2))
+    assert [entry.order for entry in buffer.cancelled()] == [suspect.order]
+    again = buffer.lease("a", 0.0)
+    assert (again.order, again.attempt) == (alone.order, alone.attempt + 1)
+    assert buffer.lease("a", 0.0) is None, "alone"
+    balance(buffer)
+
+
 class AnyPolicy(RuleBasedStateMachine):
     """Leases, groups of one or two versions, failures, losses and steps in any order, under any policy."""
 

@@ -111,6 +111,7 @@ def test_what_is_set_aside_is_issued_only_to_who_asks_for_it():
     source.set_aside(0)
     source.done(1)
     assert source.next() is None and source.has_next and source.has_aside and not source.is_exhausted
+    assert (source.num_aside, source.next_order) == (2, 0)
     assert [source.next_aside()[0] for _ in range(2)] == [0, 2] and source.next_aside() is None
     source.set_aside(2)
     source.restore(source.state())

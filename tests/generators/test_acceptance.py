@@ -270,6 +270,30 @@ def test_an_answer_that_never_ends_is_cut_at_the_deadline_and_counted():
     assert (group.discarded.censored, group.discarded.spare, group.discarded.tokens) == (1, 0, 2)
 
 
+def test_a_retry_that_is_cut_has_its_tokens_counted_once():
+    def fate(answer: Answer, length: int) -> str | None:
+        if answer.seed == SEED + 1 and length == 2:
+            return "abort"
+        return "hang" if answer.seed == retry_seed(SEED, 1, 1) and length == 3 else None
+
+    lease = make_lease(cut_after_s=50.0, min_answers=2)
+    group = generated(lease, redundancy=Redundancy(retries=1), misfortune=fate)
+    assert launched(group) == [0, 2]
+    assert (group.discarded.retried, group.discarded.censored, group.discarded.tokens) == (1, 1, 2 + 3)
+
+
+def test_a_retry_that_never_begins_leaves_nothing_behind():
+    """It is given up while the engine has not sampled a token of it."""
+
+    def fate(answer: Answer, length: int) -> str | None:
+        if answer.seed == SEED + 1 and length == 2:
+            return "abort"
+        return "hang" if answer.seed == retry_seed(SEED, 1, 1) else None
+
+    group = generated(make_lease(cut_after_s=50.0, min_answers=2), redundancy=Redundancy(retries=1), misfortune=fate)
+    assert group.discarded.tokens == 2
+
+
 def test_a_smaller_group_is_delivered_at_the_deadline_if_it_is_large_enough():
     lease = make_lease(4, cut_after_s=50.0, min_answers=3)
     group = generated(lease, misfortune=once(1, "hang"))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy, generate_group
+from asyncgrpo.types import Completion, Lease, Prompt, Sampling, Score, WeightVersion
 from tests.generators.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
 
 PROMPT = (5, 77, 130, 9, 201)
@@ -164,6 +165,46 @@ def test_abort_returns_what_was_generated(rig: Rig) -> None:
         assert_spans_partition(answer)
         if rig.reference_model is not None:
             rig.assert_logprobs(PROMPT, answer)
+
+
+class Unrewarded:
+    """Every answer is as good as another, but for the first of all."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+        self.asked += 1
+        return Score(failure="timeout") if self.asked == 1 else Score(value=1.0)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_group_with_a_reserve_and_a_retry_is_whole_and_leaves_the_engine_free(rig: Rig) -> None:
+    """The reserve is aborted in the middle, and one answer is sampled again alone, whatever the engine."""
+    lease = Lease(
+        lease_id="1.0.0",
+        group_id="1.0",
+        attempt=0,
+        order=0,
+        purpose="train",
+        prompt=Prompt(prompt_id="train/0", token_ids=PROMPT),
+        num_answers=2,
+        sampling=Sampling(max_tokens=LONG, stop_token_ids=OFTEN),
+        seed=40,
+    )
+    group = rig.run(generate_group(lease, rig.engine, Unrewarded(), str, "g", Redundancy(retries=1, extra=4)))
+    assert [rollout.completion.index for rollout in group.rollouts] == [0, 1]
+    assert [(rollout.seed - 40) % SEED_STRIDE for rollout in group.rollouts] == [0, 1], "in order of launch"
+    assert [rollout.score.value for rollout in group.rollouts] == [1.0, 1.0]
+    assert (group.discarded.retried, group.discarded.spare, group.discarded.censored) == (1, 4, 0)
+    assert group.discarded.tokens > 0
+    for rollout in group.rollouts:
+        assert_spans_partition(rollout.completion)
+        if rig.reference_model is not None:
+            rig.assert_logprobs(PROMPT, rollout.completion)
+    assert len(rig.run(rig.sample(PROMPT, 12, max_tokens=3))) == 12
 
 
 def test_abort_of_an_unknown_request_does_nothing(rig: Rig) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.buffer import group_seed
+from asyncgrpo.buffer.seeds import group_seed
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.fake_engine import FakeEngine
 from asyncgrpo.generators.rollout import NONE, Redundancy

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncgrpo.buffer.buffer import Buffer, State, group_seed
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.history import History
 from asyncgrpo.buffer.quarantine import Quarantine
+from asyncgrpo.buffer.seeds import group_seed
 from asyncgrpo.buffer.suspects import SUSPECT_AFTER
 from asyncgrpo.config import Config
 from asyncgrpo.data.prompts import PromptSource

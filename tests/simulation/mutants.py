@@ -231,6 +231,12 @@ def window_by_completion() -> list[Change]:
 
 
 @mutant
+def window_forgets_suspects() -> list[Change]:
+    """The slots of a window go to prompts behind one that waits for a generator of its own."""
+    return [(Window, "admit", Policy.admit)]
+
+
+@mutant
 def mask_keeps_the_wholly_masked() -> list[Change]:
     """A group of which no token has a weight fills a place in the batch."""
     return [(Mask, "evict", lambda self, waiting, version: [])]

@@ -254,7 +254,7 @@ class Readers:
         from tests.generators.test_service import Generator
 
         self.generator = Generator()
-        self.generator._client = self.generator.line
+        self.generator._client = self.generator._connect()
         self.generator._loop = self._loop  # type: ignore[assignment]
         version, name = WeightVersion(1, 3), {"generator_id": "g", "epoch": 1}
         self._to_publisher: list[Message] = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asyncgrpo.errors import WireError
-from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, Discarded, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
 from asyncgrpo.wire.messages import Deliver, Hello, RolloutHeader
 
@@ -20,7 +20,7 @@ def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
         half = length // 2
         spans = [VersionSpan(WeightVersion(1, v), a, b) for v, a, b in ((4, 0, half), (5, half, length)) if b > a]
         score = Score(value=0.25 * index) if index != 1 else Score(failure="timeout", detail="10 s")
-        rollouts.append(Rollout(Completion(index, tokens, logprobs, tuple(spans), "stop"), score))
+        rollouts.append(Rollout(Completion(index, tokens, logprobs, tuple(spans), "stop"), score, seed=100 + index))
     prompt = Prompt(prompt_id="train/7", token_ids=(1, 2, 3), answer={"a": [1, None]}, source="gsm8k", info={"k": "v"})
     return Group(
         group_id=group_id,
@@ -32,6 +32,7 @@ def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
         rollouts=tuple(rollouts),
         generator_id="generator-0",
         timings={"generate": 0.5},
+        discarded=Discarded(tokens=70, retried=1, failed=2, spare=3, censored=4),
     )
 
 
@@ -42,7 +43,8 @@ def test_a_group_comes_back_as_it_was_sent():
     assert isinstance(arrived, Deliver)
     back = unpack_group(arrived, raw)
     assert back.prompt == group.prompt and back.timings == group.timings
-    assert [r.score for r in back.rollouts] == [r.score for r in group.rollouts]
+    assert back.discarded == group.discarded
+    assert [(r.score, r.seed) for r in back.rollouts] == [(r.score, r.seed) for r in group.rollouts]
     for mine, theirs in zip(group.rollouts, back.rollouts, strict=True):
         assert np.array_equal(mine.completion.token_ids, theirs.completion.token_ids)
         assert np.array_equal(mine.completion.logprobs, theirs.completion.logprobs)
@@ -95,6 +97,14 @@ def test_a_group_that_cannot_be_is_refused_and_named(fields, complaint):
     with pytest.raises(WireError, match=complaint) as error:
         unpack_group(change(message, **fields), payload)
     assert "1.7" in str(error.value)
+
+
+@pytest.mark.parametrize("field", Discarded.__struct_fields__)
+def test_a_negative_count_of_what_was_discarded_is_refused(field):
+    message, payload = pack_group(make_group())
+    forged = msgspec.structs.replace(message, discarded=msgspec.structs.replace(message.discarded, **{field: -1}))
+    with pytest.raises(WireError, match="negative count"):
+        unpack_group(forged, payload)
 
 
 def test_a_logprob_that_is_not_finite_is_refused():
