@@ -358,7 +358,7 @@ def test_a_lease_that_was_given_anew_has_its_time_from_then():
     first = buffer.lease("a", 0.0)
     buffer.release("a")
     again = buffer.lease("b", 8.0)
-    assert again.lease_id == first.lease_id
+    assert again.group_id == first.group_id
     assert buffer.expire(17.0) == []
     assert [entry.lease for entry in buffer.expire(19.0)] == [again]
 

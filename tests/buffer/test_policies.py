@@ -183,7 +183,7 @@ def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_o
     buffer.published(v(0))
     suspect, other = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
     buffer.release("a")
-    assert buffer.lease("a", 0.0).lease_id == suspect.lease_id
+    assert buffer.lease("a", 0.0).order == suspect.order
     buffer.release("a")
     assert buffer.lease("b", 0.0) is None, "it is emptied for the suspect"
     behind = buffer.lease("c", 0.0)
@@ -192,8 +192,9 @@ def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_o
         assert behind.order == 2, "nobody waits for the suspect"
         return
     assert behind is None
-    assert buffer.take(v(0)) is None and buffer.lease("b", 0.0).order == suspect.order
-    buffer.accept(spanning(suspect, 0), b"")
+    alone = buffer.lease("b", 0.0)
+    assert buffer.take(v(0)) is None and alone.order == suspect.order
+    buffer.accept(spanning(alone, 0), b"")
     assert step(buffer, 0) == [suspect.order, other.order]
     balance(buffer)
 
@@ -204,11 +205,12 @@ def test_a_suspect_that_is_cancelled_for_its_age_is_alone_the_next_time_as_well(
     for _ in range(2):
         suspect = buffer.lease("a", 0.0)
         buffer.release("a")
-    assert buffer.lease("a", 0.0).order == suspect.order
+    alone = buffer.lease("a", 0.0)
+    assert alone.order == suspect.order
     buffer.published(v(2))
     assert [entry.order for entry in buffer.cancelled()] == [suspect.order]
     again = buffer.lease("a", 0.0)
-    assert (again.order, again.attempt) == (suspect.order, suspect.attempt + 1)
+    assert (again.order, again.attempt) == (alone.order, alone.attempt + 1)
     assert buffer.lease("a", 0.0) is None, "alone"
     balance(buffer)
 
