@@ -120,13 +120,17 @@ def calls_of(name: str) -> Iterator[tuple[str, str]]:
 def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
     ends = [call for name in ("Server", "Client", "AsyncClient") for call in calls_of(name)]
     assert {file for file, _ in ends} == {
-        "cluster/actors.py", "cluster/run.py", "generators/service.py", "weights/publisher.py", "weights/receiver.py",
+        "cluster/actors.py", "cluster/core.py", "cluster/pulse.py",
+        "generators/service.py", "weights/publisher.py", "weights/receiver.py",
     }  # fmt: skip
     assert [call for _, call in ends if "keys" not in call] == []
     assert [call for _, call in calls_of("Publisher") if "keys=self._setup.keys" not in call] == []
     ((file, setup),) = calls_of("Setup")
     assert file == "cluster/run.py"
-    assert "None if is_loopback(config.cluster.bind) else Keys.make()" in setup
+    assert "keys=keys" in setup
+    run = (PACKAGE / "cluster" / "run.py").read_text(encoding="utf-8")
+    assert run.count("keys = None if is_loopback(config.cluster.bind) else Keys.make()") == 1
+    assert "Watch(config.cluster.bind, keys," in run
 
 
 def test_no_meeting_place_listens_everywhere():
@@ -168,7 +172,7 @@ def test_the_meeting_place_of_a_group_listens_at_its_address_alone():
 def test_no_secret_is_shown():
     keys = Keys.make()
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"))
-    setup = Setup(config, Path("run"), 1, None, keys)
+    setup = Setup(config, Path("run"), 1, None, keys, "tcp://127.0.0.1:1", 1)
     shown = f"{setup!r} {setup} {keys} {[keys]!r} {msgspec.json.encode(config)!r}"
     assert "hidden" in shown
     for secret in (keys.server_secret, keys.client_secret):

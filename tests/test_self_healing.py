@@ -1,5 +1,6 @@
 """Whole runs in which processes die or hang: each is replaced, the run ends well, and its audit finds no difference."""
 
+import contextlib
 import os
 import re
 import signal
@@ -18,7 +19,12 @@ SMALL = ["buffer.prompts_per_step=12", "algorithm.group_size=64", "cluster.silen
 
 def actors(mark: Path, role: str) -> list[psutil.Process]:
     """Living processes of a role."""
-    return [process for process in marked(mark) if f"ray::{role}" in " ".join(process.cmdline())]
+    found = []
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):  # it ends while we look
+            if f"ray::{role}" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def steps(run: Path) -> int:
@@ -66,9 +72,10 @@ def test_a_learner_that_cannot_train_a_step_ends_the_run_with_its_reason_and_sta
         for learner in actors(tmp_path, "LearnerActor"):
             if learner.pid not in killed and steps(run) == 0:
                 killed.add(learner.pid)
-                learner.kill()
+                with contextlib.suppress(psutil.Error):
+                    learner.kill()
     assert process.returncode == 1
-    assert len(killed) == 3
+    assert len([event for event in events(run, "restart") if event["actor"] == "learner-0"]) == 2
     assert events(run, "end")[-1]["status"] == "failed"
     assert "learner-0: its process died" in (tmp_path / "output.txt").read_text()
     assert_nothing_left(tmp_path)

@@ -15,6 +15,7 @@ from asyncgrpo.errors import AsyncGRPOError, ConfigError, TrainingError
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.service import follow
 from asyncgrpo.learner.team import Order, Team
+from asyncgrpo.weights.group import serve_store, visit_store
 
 PATIENCE = timedelta(minutes=10)
 """For another rank, which loads a model or computes a step; one that died before it joined is noticed only then."""
@@ -33,7 +34,7 @@ def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Lear
     """
     world = config.learner.ranks
     _device(config, world - 1)  # says it here if there are too few
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store("127.0.0.1", PATIENCE.total_seconds())
     spawn = multiprocessing.get_context("spawn")
     others = [
         spawn.Process(target=_follow, args=(config, rank, store.port, checkpoint), daemon=True)
@@ -62,7 +63,7 @@ def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Lear
 def _follow(config: Config, rank: int, port: int, checkpoint: str | None) -> None:
     """Another rank. It ends with rank 0: by its order, or because their connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    store = dist.TCPStore("127.0.0.1", port)
+    store = visit_store("127.0.0.1", port, PATIENCE.total_seconds())
     with suppress(AsyncGRPOError):  # rank 0 meets the same and says it
         follow(_join(config, rank, store, checkpoint), Team(rank, config.learner.ranks))
         dist.destroy_process_group()
