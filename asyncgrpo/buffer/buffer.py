@@ -21,13 +21,14 @@ from asyncgrpo.buffer.deadlines import CUT_AT, Deadlines
 from asyncgrpo.buffer.entries import Entry, State
 from asyncgrpo.buffer.journal import InMemory, Ledger
 from asyncgrpo.buffer.policies import POLICIES
-from asyncgrpo.buffer.quarantine import Case, Quarantine
+from asyncgrpo.buffer.quarantine import FILE, Case, Quarantine
 from asyncgrpo.buffer.records import Dropped, Handed, Interrupted, delivered
 from asyncgrpo.buffer.seeds import group_seed
 from asyncgrpo.buffer.signal import zero_signal
 from asyncgrpo.buffer.suspects import BLAMED, POISON, Past, Suspects
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.errors import DataError
 from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
 from asyncgrpo.wire.messages import Deliver
 
@@ -121,8 +122,12 @@ class Buffer:
         return entry.lease if entry is not None else None
 
     def _issue(self, holder: str) -> tuple[int, Prompt] | None:
-        """What `holder` may work on: a prompt like any other, or a suspect alone."""
-        prompts = self._prompts
+        """What `holder` may work on: a prompt like any other, or a suspect alone.
+
+        Raises:
+            DataError: no prompt is left that may be leased, in this epoch or any other.
+        """
+        prompts, passed_over = self._prompts, 0
         may_join, may_be_alone = self._suspects.may_lease(holder, self._held[holder], is_waiting=prompts.has_aside)
         while self.journal.is_blocked is None:  # else what would come of it could not be kept
             joins = may_join and self._policy.admit(len(self._entries), prompts.num_aside)
@@ -135,6 +140,11 @@ class Buffer:
                 lease_id = f"{self._lineage}.{order}.{self._ended[order]}"
                 self.journal.append(Dropped(lease_id=lease_id, order=order, reason="quarantined", is_final=True))
                 self._finish(order, "dropped_quarantined")
+                passed_over += 1
+                if passed_over > prompts.num_prompts:
+                    raise DataError(
+                        f"every prompt of data.train is in quarantine ({FILE} in the run's folder says why)"
+                    )
             elif may_be_alone:
                 self._suspects.leased(order)
                 return issued

@@ -17,6 +17,7 @@ from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.buffer.suspects import SUSPECT_AFTER, Suspects
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.errors import DataError
 from asyncgrpo.types import Lease, Sampling, WeightVersion
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.messages import PROTOCOL, GeneratorLost, Grant, Hello, LeaseFailed, Message, Serving
@@ -296,3 +297,12 @@ def test_what_is_read_of_a_prompt_s_past_ends_with_its_last_answer(tmp_path: Pat
     past = past_of(read_history(tmp_path), PromptSource(prompts(12), seed=0, shuffle=False, epochs=1))
     assert past.interruptions == {1: 1, 2: 1, 3: 1}
     assert past.attempts == Counter({2: 1, 3: 1}) and past.blamed == Counter({3: 1})
+
+
+def test_a_run_whose_every_prompt_is_in_quarantine_ends_instead_of_looking_for_ever():
+    """With `epochs: null` there is always a next epoch, and nothing in it to lease."""
+    buffer = make_buffer(count=3, epochs=None)
+    for index in range(3):
+        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=index, attempts=3))
+    with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(quarantine.jsonl"):
+        buffer.lease("g", 0.0)
