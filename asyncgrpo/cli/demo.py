@@ -12,6 +12,7 @@ from asyncgrpo.errors import ConfigError
 
 UNDER_CHAOS = [
     "cluster.silent_timeout_s=6",  # a toy is up again in seconds; a large model loads for minutes
+    "weights.timeout_s=10",  # a publication waits for a member that hangs, and it takes a moment here
     "cluster.restarts=1000000",  # many faults an hour are the point
     "generators.restarts=1000000",
     "run.checkpoint_every=5",
