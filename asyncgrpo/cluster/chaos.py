@@ -100,7 +100,7 @@ class Chaos:
         self._proxy = Proxy(home.buffer_endpoint)
         return msgspec.structs.replace(home, buffer_endpoint=self._proxy.endpoint)
 
-    def tend(self, core: Core) -> None:
+    def tend(self, core: Core, *, may_strike: bool) -> None:
         """A few times a second while a core trains: heal what is due, see what is survived, do what is next."""
         now, steps = self._clock(), core.steps_done
         self._reached = core.setup.lineage, core.first_step if steps is None else steps
@@ -113,7 +113,7 @@ class Chaos:
             self._events.write("recovered", fault=fault.kind, actor=fault.actor, seconds=now - fault.at_s)
         if self._due_s is None and self._reached[1] > core.first_step:  # before it trains nothing is to be shown
             self._due_s = now + self._interval_s()
-        if self._due_s is not None and now >= self._due_s and self._watch.pids("buffer", "learner"):
+        if may_strike and self._due_s is not None and now >= self._due_s and self._watch.pids("buffer", "learner"):
             self._due_s = now + self._interval_s()
             kind = self._rng.choices(self._kinds, [k.weight for k in self._kinds])[0]
             fault = kind.do(kind.actor)

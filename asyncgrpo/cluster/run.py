@@ -174,7 +174,7 @@ class Run:
         while (status := core.status()) is None:
             look_around()
             if chaos is not None:
-                chaos.tend(core)
+                chaos.tend(core, may_strike=not self._asked_to_stop)
             if self._asked_to_stop and not is_draining:
                 is_draining = True
                 core.drain("asked to stop")
