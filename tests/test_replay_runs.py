@@ -73,8 +73,8 @@ def test_another_correction_meets_the_same_stream(recorded: Path):
     for mine, other in zip(ours, theirs, strict=True):
         for name in ("reward_mean", "reward_std", "lags", "answers", "tokens_trained", "zero_signal_groups"):
             assert mine[name] == other[name], "the stream is the same"
-    # In step 1 every ratio is 1, so nothing is truncated; later the two objectives differ.
-    assert ours[0]["grad_norm"] == theirs[0]["grad_norm"]
+    # In step 1 every ratio is 1 but for rounding, so nothing is truncated; later the two objectives differ.
+    assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-5)
     assert all(mine["grad_norm"] != other["grad_norm"] for mine, other in zip(ours[1:], theirs[1:], strict=True))
 
 
@@ -136,9 +136,14 @@ def rewrite_model_path(segment: Path, model: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_run_killed_and_resumed_is_replayed_along_the_path_that_stands(tmp_path: Path):
-    arguments = ["demo", "--engine", "torch", "--out", "run", "--steps", "16", "run.checkpoint_every=4"]
+    arguments = ["demo", "--engine", "torch", "--out", "run", "--steps", "60", "run.checkpoint_every=4"]
     # The guard's memory is not in a checkpoint: a replay has to begin it anew where the run did.
-    arguments += ["run.eval_every=100", "learner.spike_factor=1.02", "buffer.prompts_per_step=12"]
+    arguments += [
+        "run.eval_every=100",
+        "learner.spike_factor=1.02",
+        "learner.max_skips=1000",
+        "buffer.prompts_per_step=12",
+    ]
     arguments += ["algorithm.group_size=64"]
     kill_after_checkpoint(arguments, tmp_path, 1, random.Random(2))
     killed, _ = replay(tmp_path)
@@ -147,13 +152,13 @@ def test_a_run_killed_and_resumed_is_replayed_along_the_path_that_stands(tmp_pat
     assert result.returncode == 0, result.stdout + result.stderr
 
     handed = [f.record for f in read_history(tmp_path / "run" / "journal").found if isinstance(f.record, Handed)]
-    assert len(handed) > 16, "no step was undone: the test shows nothing"
+    assert len(handed) > 60, "no step was undone: the test shows nothing"
     code, found = replay(tmp_path)
     assert code == 0 and found["equal"]
-    assert [step["step"] for step in found["steps"]] == list(range(1, 17))
+    assert [step["step"] for step in found["steps"]] == list(range(1, 61))
     assert all(step["recorded"]["loss"] is not None for step in found["steps"])
     parent = events(tmp_path / "run", "start")[1]["step"]
-    assert found["weights"]["equal"] == ["1.0", f"1.{parent}", f"2.{parent}", "2.16"]
+    assert found["weights"]["equal"] == ["1.0", f"1.{parent}", f"2.{parent}", "2.60"]
 
 
 def test_two_ranks_add_up_in_the_same_order(tmp_path: Path):
