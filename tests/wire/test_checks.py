@@ -262,12 +262,12 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     served.hear("a", Hello(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
     served.hear("learner", Published(version=v(0)))
     served.hear("a", Serving(generator_id="a", version=v(0)))
-    lease = served.service._evaluations.lease_of("eval.0.0.0")
+    lease = served.service._evaluations.lease_of("eval.1.0.0.0")
     assert lease is not None
     message = msgspec.structs.replace(deliver(lease, 9, scores=(1.0,)), purpose="eval")
     sent = hear_raw(served, "a", encode(message, bytes(8)))
     assert sent[0][1].reason == "version"
-    assert served.service._evaluations.lease_of("eval.0.0.1") is not None
+    assert served.service._evaluations.lease_of("eval.1.0.0.1") is not None
     assert served.service._evaluations.under_way
 
 
