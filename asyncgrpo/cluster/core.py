@@ -5,6 +5,7 @@ it. What the buffer had acknowledged is in its journal, so the next gang begins 
 """
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -84,14 +85,16 @@ class Core:
 
     def _check_signs_of_life(self) -> None:
         cluster, incarnation = self.setup.config.cluster, str(self.setup.lineage)
-        for name in ("buffer", *(f"learner-{rank}" for rank in range(len(self._learners)))):
-            # A step of the learner may take long; what ends that wait is the limit on the whole run's progress.
-            still_s = cluster.silent_timeout_s if name == "buffer" else cluster.stall_timeout_s
-            ailment = self._watch.ailment(name, incarnation, silent_s=cluster.silent_timeout_s, still_s=still_s)
-            if ailment is not None and "silent" not in ailment and name != "buffer":
-                raise StalledError(f"{name}: {ailment} (cluster.stall_timeout_s)")
+        silent_s, learners = cluster.silent_timeout_s, [f"learner-{rank}" for rank in range(len(self._learners))]
+        # A step of the learner may take long; what ends that wait is the limit on the whole run's progress.
+        for name, still_s in {"buffer": silent_s, **dict.fromkeys(learners, math.inf)}.items():
+            ailment = self._watch.ailment(name, incarnation, silent_s=silent_s, still_s=still_s)
             if ailment is not None:
                 raise ProcessLost(f"{name}: {ailment}")
+        for name in learners:
+            ailment = self._watch.ailment(name, incarnation, silent_s=math.inf, still_s=cluster.stall_timeout_s)
+            if ailment is not None:
+                raise StalledError(f"{name}: {ailment} (cluster.stall_timeout_s)")
 
     @property
     def steps_done(self) -> int | None:
