@@ -9,7 +9,6 @@ its newest checkpoint has done, for each second from the first step to the end.
 
 import argparse
 import json
-import math
 import random
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncgrpo.recording.events import read_events
+from asyncgrpo.recording.summary import quantile
 from benchmarks.measuring import show, where
 
 STEPS = "1000000"
@@ -142,11 +142,6 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
 def audit(run: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "asyncgrpo", "audit", str(run), "--json"]
     return json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The smallest that at least this share of all does not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 if __name__ == "__main__":

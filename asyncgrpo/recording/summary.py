@@ -89,7 +89,7 @@ def _survived(progress: Progress) -> list[tuple[str, str]]:
             rows.append(
                 (
                     "",
-                    f"{kind:<18}{len(seconds):>4}   p50 {_quantile(seconds, 0.5):5.1f}   p99 {_quantile(seconds, 0.99):5.1f}",
+                    f"{kind:<18}{len(seconds):>4}   p50 {quantile(seconds, 0.5):5.1f}   p99 {quantile(seconds, 0.99):5.1f}",
                 )
             )
     return rows
@@ -106,7 +106,7 @@ def _files(run_dir: Path) -> list[tuple[bool, str]]:
     return [(i == 0, text) for i, text in enumerate(found)]
 
 
-def _quantile(values: list[float], share: float) -> float:
+def quantile(values: list[float], share: float) -> float:
     """The smallest value that at least this share of all does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
