@@ -4,7 +4,6 @@ Neither is of use without the other: a learner that starts again goes back to a 
 it. What the buffer had acknowledged is in its journal, so the next gang begins with the groups that this one had.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,6 @@ from asyncgrpo.errors import ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.wire.messages import Drain, GeneratorLost, Moved
 from asyncgrpo.wire.sockets import Client
-
-log = logging.getLogger(__name__)
 
 
 class Core:
