@@ -41,6 +41,10 @@ class WeightsError(AsyncGRPOError):
     """A weight version did not arrive whole on every generator."""
 
 
+class GeneratorsGone(WeightsError):
+    """Nobody is left to send weights to. Others may come."""
+
+
 class EngineError(AsyncGRPOError):
     """An inference engine cannot start or refused a call."""
 

@@ -10,14 +10,14 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from asyncgrpo import metrics
 from asyncgrpo.config import Config
-from asyncgrpo.errors import CheckpointError
+from asyncgrpo.errors import CheckpointError, GeneratorsGone
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 from asyncgrpo.learner.inbox import Inbox, Taken
 from asyncgrpo.learner.learner import Learner
@@ -35,7 +35,7 @@ GENERATORS_START_S = 1800.0
 
 
 class _AskedToEnd(Exception):
-    """A signal came before the generators did."""
+    """A signal came while there is no generator, and none will come."""
 
 
 class LearnerService:
@@ -90,20 +90,25 @@ class LearnerService:
     def run(self) -> str:
         """Train until the last step, the last prompt or a drain. Returns `done` or `drained`."""
         try:
-            self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_starting)
+            self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_none_is_there)
         except _AskedToEnd:
             return self._end("drained")
+        try:
+            status = self._train()
+        except _AskedToEnd:  # weights that reached nobody do not count, nor does the step that made them
+            return self._let_go("drained")
+        return self._end(status)
+
+    def _train(self) -> str:
         self._publish()
         self._evaluate()
         self._clock.lap()  # what was spent on starting belongs to no step
-        status = "done"
         while self._last_step is None or self.step < self._last_step:
             self._turned_s = time.monotonic()
             taken = self._take()
             if taken.ended is not None:
-                status = "drained" if taken.ended == "draining" else "done"
                 self._recorder.no_more(taken.counters)
-                break
+                return "drained" if taken.ended == "draining" else "done"
             with self._clock("forward_backward"):
                 self._share(taken)
                 report = self._learner.step(taken.groups, self.version)
@@ -116,7 +121,7 @@ class LearnerService:
                 self._evaluate()
             if self.step % self._config.run.checkpoint_every == 0:
                 self._try_checkpoint()
-        return self._end(status)
+        return "done"
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
@@ -146,12 +151,19 @@ class LearnerService:
         self._inbox.published(self.version)
 
     def _bring_weights(self) -> None:
-        if not self._publisher.generators:  # every one of them died: the groups that are here wait, and so do we
-            with metrics.waiting("generators"):
-                self._publisher.wait_for(1, GENERATORS_START_S, self._tell_waiting)
-        with metrics.waiting("publish"):
-            publication = self._publisher.publish(self.version, self._gather_weights)
-        self._recorder.sync(publication)
+        """To whoever is there, at least to one; where every one of them died, to the first that comes in their place."""
+        while True:
+            try:
+                if not self._publisher.generators:
+                    with metrics.waiting("generators"):
+                        self._publisher.wait_for(1, GENERATORS_START_S, self._while_none_is_there)
+                with metrics.waiting("publish"):
+                    publication = self._publisher.publish(self.version, self._gather_weights)
+            except GeneratorsGone as error:
+                log.warning("%s", error)
+            else:
+                self._recorder.sync(publication)
+                return
 
     def _gather_weights(self) -> Iterator[tuple[TensorInfo, Tensor]]:
         self._team.tell(Order(what="gather_weights"))
@@ -202,7 +214,7 @@ class LearnerService:
         self._learner.export(str(folder), self._config.model.path)
 
     def _end(self, status: str) -> str:
-        """Final evaluation, checkpoint and export; then everyone may go."""
+        """Final evaluation, checkpoint and export."""
         latest = self._checkpoints.latest()
         if status == "done" and self._config.data.eval is not None:
             self._evaluate()
@@ -212,6 +224,9 @@ class LearnerService:
             self._checkpoint()
         if status == "done":
             self._export(self._run_dir / "final")
+        return self._let_go(status)
+
+    def _let_go(self, status: str) -> str:
         self._team.tell(Order(what="end"))
         self._recorder.end(status, self.step)
         self._recorder.close()
@@ -225,9 +240,10 @@ class LearnerService:
         """A generator that came (back) gets the current weights now: the next step may need its groups."""
         self._tell_waiting(what, seconds)
         if self._publisher.newcomers():
-            self._bring_weights()
+            with suppress(_AskedToEnd):  # this version counts already
+                self._bring_weights()
 
-    def _while_starting(self, what: str, seconds: float) -> None:
+    def _while_none_is_there(self, what: str, seconds: float) -> None:
         self._tell_waiting(what, seconds)
         if self._inbox.snapshot().draining:
             raise _AskedToEnd

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.config import WeightsConfig
-from asyncgrpo.errors import WeightsError, WireError
+from asyncgrpo.errors import GeneratorsGone, WeightsError, WireError
 from asyncgrpo.types import TensorInfo, WeightVersion
 from asyncgrpo.weights.group import BroadcastGroup, serve_store
 from asyncgrpo.weights.layout import Bucket, add_digests, digest, plan_buckets
@@ -46,6 +46,10 @@ ATTEMPTS = 3
 
 
 Answer = TypeVar("Answer", Staged, Swapped)
+
+
+class _Refused(WeightsError):
+    """A member said why it cannot hold these weights: another in its place could not either."""
 
 
 @dataclass
@@ -147,6 +151,7 @@ class Publisher:
         Args:
             tensors: gives every tensor of the layout, in its order; called once an attempt.
         Raises:
+            GeneratorsGone: they all died or fell silent.
             WeightsError: no generator holds `version` after all attempts.
         """
         started = time.monotonic()
@@ -159,6 +164,8 @@ class Publisher:
                 log.warning("publication of %s, attempt %d: %s", version, attempt, error)
                 first_failure = first_failure or error
                 self._drop_group()
+                if not self._members and not isinstance(first_failure, _Refused):
+                    raise GeneratorsGone(f"weights {version} reached nobody: every generator is gone") from error
                 continue
             self._check_engines(version, loaded, checksums)
             return Publication(
@@ -319,26 +326,27 @@ class Publisher:
         """
         deadline = time.monotonic() + self._config.timeout_s
         answers: dict[str, Answer] = {}
-        failed = ""
+        failed: WeightsError | None = None
         while expected := [n for n, m in self._members.items() if m.in_group and n not in answers]:
             message = self._receive(deadline - time.monotonic())
             if isinstance(message, kind) and message.epoch == self._epoch and message.generator_id in expected:
                 answers[message.generator_id] = message
             elif isinstance(message, SyncFailed) and message.epoch == self._epoch:
-                failed = f"{message.generator_id} could not {verb} {version}: {message.reason}"
+                failed = _Refused(f"{message.generator_id} could not {verb} {version}: {message.reason}")
                 if message.poisoned:
                     self.forget(message.generator_id)
                 break
             elif isinstance(message, Join):
-                failed = f"{message.generator_id} joined again in the middle ({message.cause})"
+                failed = WeightsError(f"{message.generator_id} joined again in the middle ({message.cause})")
                 break
             elif message is None and time.monotonic() >= deadline:
-                failed = f"{', '.join(expected)} did not {verb} {version} within {self._config.timeout_s:.0f} s"
+                late = ", ".join(expected)
+                failed = WeightsError(f"{late} did not {verb} {version} within {self._config.timeout_s:.0f} s")
                 for name in expected:
                     self._members.pop(name, None)
                 break
-        if failed:
-            raise WeightsError(failed)
+        if failed is not None:
+            raise failed
         return answers
 
     def _receive(self, timeout_s: float) -> Message | None:

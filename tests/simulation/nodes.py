@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from asyncgrpo.errors import WeightsError
+from asyncgrpo.errors import GeneratorsGone, WeightsError
 from asyncgrpo.generators.fake_engine import FakeEngine, Misfortune
 from asyncgrpo.generators.requests import Answer
 from asyncgrpo.generators.service import GeneratorService
@@ -230,7 +230,7 @@ class Publisher:
                 if host.is_alive:
                     self.join_later(host)
         if not swapped:
-            raise WeightsError(f"weights {version} reached no generator")
+            raise GeneratorsGone(f"weights {version} reached no generator")
         self._world.proven(version)
         return SimpleNamespace(version=version)
 

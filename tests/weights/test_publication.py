@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asyncgrpo.config import WeightsConfig
-from asyncgrpo.errors import WeightsError
+from asyncgrpo.errors import GeneratorsGone, WeightsError
 from asyncgrpo.types import TensorInfo, WeightVersion
 from asyncgrpo.weights.layout import add_digests, digest, digest_of, plan_buckets
 from asyncgrpo.weights.publisher import Publisher
@@ -116,6 +116,23 @@ def test_a_generator_that_is_gone_is_left_out_and_named(plane):
     assert "generator-1" in publication.dropped
     assert_holds(alive, weights(1))
     assert dying.version == WeightVersion(1, 0)
+
+
+def test_when_all_are_gone_the_next_that_comes_gets_the_version(plane):
+    publisher, add = plane
+    gone = [add("generator-0", Engine()), add("generator-1", Engine())]
+    publisher.wait_for(2, 10.0, lambda what, seconds: None)
+    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    for receiver in gone:
+        receiver.stop()
+    with pytest.raises(GeneratorsGone, match=r"1\.1 reached nobody"):
+        publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+    assert not publisher.generators
+    replacement = Engine()
+    add("generator-0", replacement, "1")
+    publisher.wait_for(1, 10.0, lambda what, seconds: None)
+    assert publisher.publish(WeightVersion(1, 1), lambda: weights(1)).generators == ("generator-0",)
+    assert_holds(replacement, weights(1))
 
 
 def test_engines_that_end_up_different_are_an_error(plane):
