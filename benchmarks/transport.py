@@ -5,18 +5,22 @@
 Two processes, one connection over loopback TCP. The ways, interleaved in each round:
 
     raw              PUSH to PULL, nothing is copied, nothing is looked at
+    wire             the same frames through the product's sockets: digest verified, header decoded, kept, acknowledged
+    wire_written     the same, and in the journal, handed to the operating system
     memory           from a `Group` to its acknowledgement: packed, digested, sent under a lease, checked, kept, acknowledged
     written          the same, and in the journal, handed to the operating system
     fsync_interval   the same, acknowledged once it is on the disk
 
-A group is 8 answers of 1,536 tokens (98 KB). Batches are taken as soon as they are complete, by a call instead of a
-message. Of each round the ratio to raw is taken before the median of rounds. `codec` is each half by itself.
+The first three say what the transport costs, the others what a generator's group costs from end to end. A group is 8
+answers of 1,536 tokens (98 KB). Batches are taken as soon as they are complete, by a call instead of a message. Of
+each round the ratio to raw is taken before the median of rounds. `codec` is each half by itself.
 """
 
 import argparse
 import multiprocessing
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,13 +33,13 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.history import History
 from asyncgrpo.buffer.journal import InMemory, Journal, Ledger
 from asyncgrpo.buffer.records import FORMAT, Began
-from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.buffer.service import BURST, BufferService
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, VersionSpan, WeightVersion
 from asyncgrpo.wire.checks import check_group
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
-from asyncgrpo.wire.messages import PROTOCOL, Ack, Grant, Hello, Serving
+from asyncgrpo.wire.messages import PROTOCOL, Ack, Deliver, Grant, Hello, Serving
 from asyncgrpo.wire.sockets import Client, Server
 from benchmarks.measuring import line, rounded, show
 from benchmarks.rollouts import Lengths, make_groups
@@ -43,7 +47,8 @@ from benchmarks.rollouts import Lengths, make_groups
 VOCABULARY = 151_936
 ANSWERS = 8
 PER_STEP, MAX_LAG = 32, 3
-WAYS = ("raw", "memory", "written", "fsync_interval")
+WINDOW = 2 * PER_STEP
+WAYS = ("raw", "wire", "wire_written", "memory", "written", "fsync_interval")
 Done = tuple[float, float]
 """Groups a second, and microseconds of CPU of the receiver a group."""
 
@@ -129,10 +134,10 @@ def measure(way: str, group: Group, count: int, folder: Path) -> Done:
     """Send `count` groups from this process to another."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    receiver = context.Process(target=receive_raw if way == "raw" else receive, args=(there, way, count, folder))
+    send, receive = ENDS.get(way, (send_groups, receive_groups))
+    receiver = context.Process(target=receive, args=(there, way, count, folder))
     receiver.start()
-    endpoint = here.recv()
-    (send_raw if way == "raw" else send)(endpoint, group, count)
+    send(here.recv(), group, count)
     done: Done = here.recv()
     receiver.join()
     return done
@@ -156,10 +161,52 @@ def receive_raw(pipe: Connection, way: str, count: int, folder: Path) -> None:
         pipe.send(watch.done(count - 1))
 
 
-def send(endpoint: str, group: Group, count: int) -> None:
+def send_frames(endpoint: str, group: Group, count: int) -> None:
+    """At most `WINDOW` of them without an acknowledgement."""
+    client = Client(endpoint, "generator-0-a")
+    frames = encode(*pack_group(group))
+    sent = acknowledged = 0
+    while acknowledged < count:
+        while sent < count and sent - acknowledged < WINDOW:
+            client._socket.send_multipart(frames, copy=False)
+            sent += 1
+        received = client.receive(10.0)
+        assert received is not None and isinstance(received[0], Ack)
+        acknowledged += 1
+    client.close()
+
+
+def receive_frames(pipe: Connection, way: str, count: int, folder: Path) -> None:
+    """As the buffer's process reads and answers, without a buffer behind it."""
+    server, kept = Server("127.0.0.1"), deque[memoryview](maxlen=PER_STEP * (MAX_LAG + 1))
+    journal = ledger(way.removeprefix("wire_"), prompts(1), folder)
+    pipe.send(server.endpoint)
+    received, done = server.receive(10.0), 0
+    watch = Watch()
+    while done < count:
+        with server.together():
+            for _ in range(BURST):
+                if received is None:
+                    break
+                peer, frames = received
+                message, payload = decode(frames)
+                assert isinstance(message, Deliver)
+                kept.append(payload)
+                journal.append_group(message, payload)
+                server.send(peer, Ack(group_id=message.group_id, lease_id=message.lease_id))
+                done += 1
+                received = server.receive(0.0)
+        if received is None and done < count:
+            received = server.receive(10.0)
+    pipe.send(watch.done(count))
+    journal.close()
+    server.close()
+
+
+def send_groups(endpoint: str, group: Group, count: int) -> None:
     """A generator whose groups are ready as soon as they are leased."""
     client = Client(endpoint, "generator-0-a")
-    client.send(Hello(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=2 * PER_STEP))
+    client.send(Hello(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=WINDOW))
     client.send(Serving(generator_id="generator-0", version=WeightVersion(1, 10**6)))
     acknowledged = 0
     while acknowledged < count:
@@ -176,10 +223,9 @@ def send(endpoint: str, group: Group, count: int) -> None:
     client.close()
 
 
-def receive(pipe: Connection, way: str, count: int, folder: Path) -> None:
+def receive_groups(pipe: Connection, way: str, count: int, folder: Path) -> None:
     """The buffer's process, and batches taken by hand."""
-    prompts = (Prompt(prompt_id="train/0", token_ids=tuple(range(200)), text="x" * 600, answer="42"),)
-    source = PromptSource(prompts * count, seed=0, shuffle=False, epochs=1)
+    source = prompts(count)
     buffer = Buffer(
         BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=1e9),
         AlgorithmConfig(group_size=ANSWERS),
@@ -207,12 +253,23 @@ def receive(pipe: Connection, way: str, count: int, folder: Path) -> None:
     server.close()
 
 
-def ledger(way: str, prompts: PromptSource, folder: Path) -> Ledger:
-    if way == "memory":
+def prompts(count: int) -> PromptSource:
+    prompt = Prompt(prompt_id="train/0", token_ids=tuple(range(200)), text="x" * 600, answer="42")
+    return PromptSource((prompt,) * count, seed=0, shuffle=False, epochs=1)
+
+
+def ledger(way: str, source: PromptSource, folder: Path) -> Ledger:
+    if way in ("wire", "memory"):
         return InMemory()
-    state = prompts.state()
-    began = Began(format=FORMAT, lineage=1, parent=None, terms={}, max_lag=MAX_LAG, prompts=state)
+    began = Began(format=FORMAT, lineage=1, parent=None, terms={}, max_lag=MAX_LAG, prompts=source.state())
     return Journal(History(folder, []), began, "written" if way == "written" else "fsync_interval")
+
+
+ENDS = {
+    "raw": (send_raw, receive_raw),
+    "wire": (send_frames, receive_frames),
+    "wire_written": (send_frames, receive_frames),
+}
 
 
 class Watch:
