@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.simulation.__main__ import failure_of
 from tests.simulation.mutants import MUTANTS, planted
+from tests.simulation.schedules import failure_of
 from tests.simulation.world import World
 
 SEEDS = 1000

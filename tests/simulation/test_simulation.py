@@ -6,7 +6,7 @@ import pytest
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.policies import POLICIES
-from tests.simulation.__main__ import _short, failure_of, report
+from tests.simulation.schedules import _short, failure_of, report
 from tests.simulation.world import World, without_faults
 
 
