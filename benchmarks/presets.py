@@ -27,10 +27,10 @@ from asyncgrpo.config_files import algorithm_names, shipped
 from asyncgrpo.config_loading import load_config
 from asyncgrpo.data.demo import demo_rules, make_demo_model, write_demo_task
 from asyncgrpo.data.prompts import PromptSource, load_prompts
-from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from asyncgrpo.errors import TrainingError
 from asyncgrpo.generators.build import build_engine
-from asyncgrpo.generators.rollout import generate_group
+from asyncgrpo.generators.rollout import GroupUnderWay
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.rewards import build_reward
 from asyncgrpo.types import Group, Lease, WeightVersion
@@ -118,9 +118,8 @@ async def train(config: Config) -> tuple[list[float], str]:
             sampling=sampling,
             seed=group_seed(config.run.seed, order, 0),
         )
-        return await generate_group(
-            lease, engine, reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), "bench"
-        )
+        decode = decoder(tokenizer, keep_special=False)
+        return await GroupUnderWay(lease, engine, reward, decode).generate("bench")
 
     await engine.start(WeightVersion(1, 0))
     try:

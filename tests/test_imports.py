@@ -29,6 +29,7 @@ FLOORS = {
     "config": 1,
     "metrics": 1,
     "logs": 1,
+    "liveness": 1,
     "types": 0,
     "errors": 0,
 }

@@ -16,9 +16,9 @@ from asyncgrpo.config_files import shipped
 from asyncgrpo.config_loading import load_config
 from asyncgrpo.data.demo import demo_rules, make_demo_model, write_demo_task
 from asyncgrpo.data.prompts import PromptSource, load_prompts
-from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from asyncgrpo.generators.build import build_engine
-from asyncgrpo.generators.rollout import generate_group
+from asyncgrpo.generators.rollout import GroupUnderWay
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.rewards import build_reward
 from asyncgrpo.types import Group, Lease, WeightVersion
@@ -94,9 +94,8 @@ async def one_group(config, source, sampling, engine, reward, tokenizer) -> Grou
         sampling=sampling,
         seed=group_seed(config.run.seed, order, 0),
     )
-    return await generate_group(
-        lease, engine, reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), "plain"
-    )
+    decode = decoder(tokenizer, keep_special=False)
+    return await GroupUnderWay(lease, engine, reward, decode).generate("plain")
 
 
 def run(config: Config) -> Path:

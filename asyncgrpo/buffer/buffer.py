@@ -270,6 +270,11 @@ class Buffer:
         self.outcomes["accepted_short"] += num_answers < self._group_size
         return None
 
+    def count_aborted(self, num_tokens: int) -> None:
+        """Sampled for a lease of which no group comes."""
+        self.tokens["generated"] += num_tokens
+        self.tokens["aborted"] += num_tokens
+
     def restore(self, message: Deliver, payload: bytes) -> None:
         """A group that an earlier start accepted and did not train is ready. Before the first lease."""
         self._prompts.claim(message.order)

@@ -21,9 +21,11 @@ import msgspec
 from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import Buffer, Entry, State
 from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.numbers import Gauges, counters
 from asyncgrpo.buffer.records import Committed
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import RefusedError
+from asyncgrpo.liveness import Turns
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.wire.checks import check_answers_lease, check_group
 from asyncgrpo.wire.codec import Buffer as Frame
@@ -110,7 +112,7 @@ class BufferService:
         self._drain_reason = ""
         self._finished = False
         self._ticked_s = 0.0
-        self._counted: dict[str, int] = {}
+        self._gauges = Gauges()
         self._journal = buffer.journal
         # Position in the journal and peer, by lease id; in the order of the journal.
         self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}
@@ -118,17 +120,12 @@ class BufferService:
         self._asked_for_snapshot: list[str] = []
         self._snapshot: PromptState | None = None  # the one that was given last
         self._filtered_before = 0  # groups filtered up to the last batch
-        self._turned_s: float | None = None
-
-    @property
-    def loop_age_s(self) -> float | None:
-        """Since the loop last came round, seconds; None before it began. From any thread."""
-        return None if self._turned_s is None else time.monotonic() - self._turned_s
+        self.turns = Turns()
 
     def run(self) -> None:
         """Serve until `Finished`."""
         while not self._finished:
-            self._turned_s = time.monotonic()
+            self.turns.again()
             self.serve(TICK_S)
 
     def serve(self, timeout_s: float) -> None:
@@ -199,13 +196,8 @@ class BufferService:
                     self._server.send(peer, SayHello())
             case Hello():
                 self._hello(peer, message, now_s)
-            case LeaseFailed(lease_id=lease_id, reason=reason):
-                log.warning("lease %s failed at %s: %s %s", lease_id, message.generator_id, reason, message.detail)
-                is_late = reason == "lease_timeout"
-                if is_late and message.generator_id in self._sessions:
-                    self._sessions[message.generator_id].late_s = now_s
-                self._buffer.fail(lease_id, "lease_timeout" if is_late else "failed")
-                self._keep(self._evaluations.fail(lease_id, reason, now_s))
+            case LeaseFailed():
+                self._lease_failed(message, now_s)
             case Take():
                 self._published(message.version)
                 self._learner, self._take, self._told_waiting_s = peer, message, now_s
@@ -248,6 +240,19 @@ class BufferService:
     def _is_replaced(self, name: str, peer: str) -> bool:
         """Whether `peer` is an incarnation of `name` that another has followed; it may live on where nobody sees it."""
         return peer in self._speaks_for and self._newest[name] != peer
+
+    def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
+        self._buffer.count_aborted(message.tokens)
+        if message.reason == "cancelled":  # as we had asked
+            return
+        log.warning(
+            "lease %s failed at %s: %s %s", message.lease_id, message.generator_id, message.reason, message.detail
+        )
+        is_late = message.reason == "lease_timeout"
+        if is_late and message.generator_id in self._sessions:
+            self._sessions[message.generator_id].late_s = now_s
+        self._buffer.fail(message.lease_id, "lease_timeout" if is_late else "failed")
+        self._keep(self._evaluations.fail(message.lease_id, message.reason, now_s))
 
     def _deliver(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> None:
         if message.lease_id in self._unacknowledged:
@@ -343,7 +348,7 @@ class BufferService:
             log.warning("lease %s expired", lease.lease_id)
             for session in self._sessions.values():
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason="lease_timeout"))
-        self._observe(now_s)
+        self._gauges.show(self._buffer, now_s)
 
     def _cancel_late(self) -> None:
         """Tell generators which leases the buffer has given up: what comes of them would be too old."""
@@ -418,7 +423,7 @@ class BufferService:
             step=take.step,
             groups=groups,
             payload_sizes=tuple(len(e.payload) for e in entries),
-            counters=self._counters(),
+            counters=counters(self._buffer),
             evals=self._take_results(),
             epoch=self._buffer.epoch,
         )
@@ -428,7 +433,7 @@ class BufferService:
 
     def _say_no_more(self, why: Literal["exhausted", "draining"]) -> None:
         assert self._learner is not None
-        self._server.send(self._learner, NoMore(why=why, counters=self._counters(), evals=self._take_results()))
+        self._server.send(self._learner, NoMore(why=why, counters=counters(self._buffer), evals=self._take_results()))
         self._take, self._last_evals = None, False
 
     def _take_results(self) -> tuple[EvalResult, ...]:
@@ -451,38 +456,3 @@ class BufferService:
         if self._last_evals or self._buffer.exhausted:
             text = "the last evaluation"
         return text
-
-    # -- numbers -------------------------------------------------------------------------------------------------------
-
-    def _counters(self) -> dict[str, float]:
-        """Totals of this process: groups by outcome, those filtered by kind, tokens by fate. And the bias of now."""
-        groups = {f"groups_{k}": float(v) for k, v in self._buffer.outcomes.items()}
-        filtered = {f"filtered_{k}": float(v) for k, v in self._buffer.filtered.items()}
-        tokens = {f"tokens_{k}": float(v) for k, v in self._buffer.tokens.items()}
-        answers = {f"answers_{k}": float(v) for k, v in self._buffer.discarded.items()}
-        bias = {f"bias_{k}": v for k, v in self._buffer.bias.distances().items()}
-        return groups | filtered | tokens | answers | bias | {"prompts_done": float(self._buffer.prompts_done)}
-
-    def _observe(self, now_s: float) -> None:
-        for sentence in self._buffer.bias.news():
-            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
-        for name, distance in self._buffer.bias.distances().items():
-            metrics.bias_distance.labels(of=name).set(distance)
-        for outcome, total in self._buffer.outcomes.items():
-            metrics.groups_total.labels(outcome=outcome).inc(total - self._counted.get(outcome, 0))
-            self._counted[outcome] = total
-        for fate, total in self._buffer.tokens.items():
-            metrics.tokens_total.labels(fate=fate).inc(total - self._counted.get(f"tokens_{fate}", 0))
-            self._counted[f"tokens_{fate}"] = total
-        for what, total in self._buffer.discarded.items():
-            metrics.answers_discarded_total.labels(why=what).inc(total - self._counted.get(f"answers_{what}", 0))
-            self._counted[f"answers_{what}"] = total
-        metrics.lease_deadline_seconds.set(self._buffer.deadline_s)
-        metrics.quarantined_prompts.set(self._buffer.num_quarantined)
-        metrics.buffer_tokens.set(self._buffer.tokens_in_flight)
-        for state in State:
-            metrics.buffer_groups.labels(state=state.value).set(self._buffer.count(state))
-        oldest = self._buffer.oldest_lease()
-        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
-        metrics.epoch.set(self._buffer.epoch)
-        metrics.prompts_done.set(self._buffer.prompts_done)

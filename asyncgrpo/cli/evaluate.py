@@ -78,7 +78,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
     from asyncgrpo.data.prompts import load_prompts
     from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
     from asyncgrpo.generators.build import build_engine
-    from asyncgrpo.generators.rollout import generate_group
+    from asyncgrpo.generators.rollout import GroupUnderWay
     from asyncgrpo.generators.service import UNPUBLISHED
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.types import Lease, Rollout, Sampling
@@ -109,7 +109,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
                 sampling=sampling,
                 seed=config.run.seed + index * rollout_n,
             )
-            group = await generate_group(lease, engine, reward, decode, "eval")
+            group = await GroupUnderWay(lease, engine, reward, decode).generate("eval")
             return group.rollouts
 
     try:

@@ -144,7 +144,7 @@ class BufferActor:
             "buffer",
             None,
             str(self._setup.lineage),
-            loop_age_s=lambda: self._service and self._service.loop_age_s,
+            loop_age_s=lambda: self._service and self._service.turns.age_s,
         )
         self._held = hold(self._setup.run_dir / "buffer.lock", HOLD_WITHIN_S)
         tokenizer = load_tokenizer(config.model.path)
@@ -245,7 +245,7 @@ class GeneratorActor:
             self._incarnation,
             on_moved=self._move,
             home=lambda: self._service.home if self._service else "",
-            loop_age_s=lambda: self._service and self._service.loop_age_s,
+            loop_age_s=lambda: self._service and self._service.turns.age_s,
         )
 
     def _move(self, home: Moved) -> None:
@@ -304,7 +304,7 @@ class LearnerActor:
             "learner",
             self._rank,
             str(self._setup.lineage),
-            loop_age_s=lambda: self._service and self._service.loop_age_s,
+            loop_age_s=lambda: self._service and self._service.turns.age_s,
             step=lambda: self._service and self._service.step,
         )
         self._device = torch.device("cuda" if uses_cuda(config) else "cpu")

@@ -46,40 +46,22 @@ class TooFewAnswers(Exception):
     """The group was cut, and what there was of it is less than its lease asks for."""
 
 
-async def generate_group(
-    lease: Lease,
-    engine: Engine,
-    reward: Reward,
-    decode: Decode,
-    generator_id: str,
-    redundancy: Redundancy = NONE,
-) -> Group:
-    """The completed group of `lease`.
-
-    Raises:
-        EngineError: the engine failed; the lease must be returned.
-        RequestError: the engine answers others, but not this prompt.
-        TooFewAnswers: the lease says when to do without missing answers, and too few were done by then.
-    """
-    return await _Group(lease, engine, reward, decode, redundancy).generate(generator_id)
+class GivenUp(Exception):
+    """Nobody wants the group any more."""
 
 
-def request_ids(lease_id: str) -> tuple[str, str]:
-    """What the engine knows a lease by: its sampled answers, and its greedy one. One that is sampled again ends with the
-    task that works on its lease."""
-    return lease_id, f"{lease_id}.greedy"
-
-
-class _Group:
+class GroupUnderWay:
     """One lease while it is worked on: requests run, scores are awaited, and after each of them the rule is asked."""
 
-    def __init__(self, lease: Lease, engine: Engine, reward: Reward, decode: Decode, redundancy: Redundancy) -> None:
+    def __init__(
+        self, lease: Lease, engine: Engine, reward: Reward, decode: Decode, redundancy: Redundancy = NONE
+    ) -> None:
         self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
         trains = lease.purpose == "train"
         self._retries = redundancy.retries if trains else 0
         count = lease.num_answers + (redundancy.extra if trains else 0)
         self._launched = [Launched(index) for index in range(count)]
-        self._greedy = Launched(count) if lease.with_greedy else None
+        self._baseline = [Launched(count)] if lease.with_greedy else []
         self._min_answers = lease.min_answers or lease.num_answers
         can_do_without = count > lease.num_answers or self._min_answers < lease.num_answers
         self._cut_after_s = lease.cut_after_s if can_do_without else None
@@ -91,20 +73,41 @@ class _Group:
         self._is_over = False
         self._retried, self._retried_tokens = 0, 0
 
+    def give_up(self) -> None:
+        """End it: `generate` raises GivenUp soon."""
+        self._failure = self._failure or GivenUp(f"nobody wants {self._lease.group_id} any more")
+        self._changed.set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled for it so far, as far as the engine has handed them over."""
+        return self._retried_tokens + sum(one.num_tokens for one in [*self._launched, *self._baseline])
+
     async def generate(self, generator_id: str) -> Group:
+        """The completed group of the lease.
+
+        Raises:
+            EngineError: the engine failed; the lease must be returned.
+            RequestError: the engine answers others, but not this prompt.
+            TooFewAnswers: the lease says when to do without missing answers, and too few were done by then.
+            GivenUp: `give_up` was called.
+        """
         lease, loop = self._lease, asyncio.get_running_loop()
         self._started_s = self._sampled_s = loop.time()
-        sampled, greedy = request_ids(lease.lease_id)
+        if self._failure is not None:  # given up before it began
+            raise self._failure
         try:
-            self._request(sampled, self._launched, lease.seed)
-            if self._greedy is not None:
-                self._request(greedy, [self._greedy], lease.seed)
+            self._request(lease.lease_id, self._launched, lease.seed)
+            if self._baseline:
+                self._request(f"{lease.lease_id}.greedy", self._baseline, lease.seed)
             chosen = await self._decided()
             discarded = await self._end_the_rest(chosen)
+        except (TooFewAnswers, GivenUp):
+            await self._end_the_rest([])
+            raise
         finally:
             await self._stop()
-        baseline = [] if self._greedy is None else [self._greedy]
-        if self._refusal is not None and not any(one.num_tokens for one in [*chosen, *baseline]):
+        if self._refusal is not None and not any(one.num_tokens for one in [*chosen, *self._baseline]):
             raise self._refusal
         return Group(
             group_id=lease.group_id,
@@ -115,7 +118,7 @@ class _Group:
             prompt=lease.prompt,
             rollouts=tuple(
                 dataclasses.replace(one.rollout, completion=dataclasses.replace(one.rollout.completion, index=index))
-                for index, one in [*enumerate(chosen), *((lease.num_answers, one) for one in baseline)]
+                for index, one in [*enumerate(chosen), *((lease.num_answers, one) for one in self._baseline)]
             ),
             generator_id=generator_id,
             timings={"generate": self._sampled_s - self._started_s, "reward": loop.time() - self._sampled_s},
@@ -132,7 +135,7 @@ class _Group:
             if self._failure is not None:
                 raise self._failure
             chosen = choose(self._launched, self._lease.num_answers, is_late=is_late)
-            has_baseline = self._greedy is None or self._greedy.score is not None
+            has_baseline = all(one.score is not None for one in self._baseline)
             if chosen is not None and has_baseline and (not is_late or len(chosen) >= self._min_answers):
                 return chosen
             if is_late:
@@ -155,7 +158,7 @@ class _Group:
         num_failed = sum(one.score is not None and not one.is_good for one in others)
         num_censored = len(censored(self._launched, self._lease.num_answers))
         running = dict(self._requests)
-        if any(one.completion is None for one in others):
+        if any(one.completion is None for one in [*others, *self._baseline]):
             for request_id in running:
                 await self._engine.abort(request_id)
         if running:
@@ -185,7 +188,7 @@ class _Group:
 
     async def _sample(self, request_id: str, launched: list[Launched], seed: int) -> None:
         """One request. Each answer goes on by itself as soon as it is sampled."""
-        sampling = _greedy(self._lease.sampling) if launched == [self._greedy] else self._lease.sampling
+        sampling = _greedy(self._lease.sampling) if launched == self._baseline else self._lease.sampling
         owed = dict(enumerate(launched))
         token_ids = self._lease.prompt.token_ids
         try:

@@ -21,7 +21,8 @@ from torch import Tensor
 from asyncgrpo import metrics
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.engine import Engine
-from asyncgrpo.generators.rollout import NONE, Decode, Redundancy, TooFewAnswers, generate_group, request_ids
+from asyncgrpo.generators.rollout import NONE, Decode, GivenUp, GroupUnderWay, Redundancy, TooFewAnswers
+from asyncgrpo.liveness import Turns
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.weights.base import AdapterMerger
@@ -65,6 +66,14 @@ class Unacknowledged:
     message: Deliver
     payload: bytes
     sent_s: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A lease that is worked on."""
+
+    group: GroupUnderWay
+    task: asyncio.Task[None]
 
 
 class GeneratorService:
@@ -111,12 +120,12 @@ class GeneratorService:
         self._redundancy = redundancy
         self._num_refused = 0  # leases in a row whose requests failed
         self._version: WeightVersion | None = None
-        self._working: dict[str, asyncio.Task[None]] = {}
+        self._working: dict[str, Work] = {}
         self._unacknowledged: dict[str, Unacknowledged] = {}
         self._wake: Callable[[], object] = lambda: None  # before the loop runs there is nobody to wake
         self._is_over = False
         self._leave_home = asyncio.Event()
-        self._turned_s: float | None = None
+        self.turns = Turns()
 
     async def run(self) -> None:
         """Serve until `Farewell`. Raises what ended the engine or a weight change."""
@@ -144,11 +153,6 @@ class GeneratorService:
         """The buffer that this generator works for."""
         return self._buffer_endpoint
 
-    @property
-    def loop_age_s(self) -> float | None:
-        """Since the event loop last came round, seconds; None before the engine has started. From any thread."""
-        return None if self._turned_s is None else time.monotonic() - self._turned_s
-
     async def _serve(self) -> None:
         """Work for one buffer and one learner, until the run is over or they are others."""
         self._leave_home.clear()
@@ -164,7 +168,7 @@ class GeneratorService:
                     self._tasks.create_task(self._probe(), name="probe"),
                 ]
                 await self._leave_home.wait()
-                for task in [*background, *self._working.values()]:
+                for task in [*background, *(work.task for work in self._working.values())]:
                     task.cancel()
         finally:
             await self._stop(receiver)
@@ -215,7 +219,9 @@ class GeneratorService:
             case Grant(lease=lease):
                 # A buffer that lost touch with us frees our leases, and may give us the same ones again.
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
-                    self._working[lease.lease_id] = self._tasks.create_task(self._work(lease), name=lease.lease_id)
+                    group = GroupUnderWay(lease, self._engine, self._reward, self._decode, self._redundancy)
+                    task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
+                    self._working[lease.lease_id] = Work(group, task)
                     metrics.groups_in_flight.set(len(self._working))
             case Ack(lease_id=lease_id):
                 self._unacknowledged.pop(lease_id, None)
@@ -224,10 +230,8 @@ class GeneratorService:
                 self._unacknowledged.pop(lease_id, None)
             case Cancel(lease_ids=lease_ids):
                 for lease_id in lease_ids:
-                    if (task := self._working.pop(lease_id, None)) is not None:
-                        task.cancel()
-                        for request_id in request_ids(lease_id):
-                            await self._engine.abort(request_id)
+                    if lease_id in self._working:
+                        self._working[lease_id].group.give_up()
             case Farewell():
                 self._is_over = True
                 self._leave_home.set()
@@ -237,22 +241,24 @@ class GeneratorService:
             case Welcome():
                 log.info("in touch with the buffer")
 
-    async def _work(self, lease: Lease) -> None:
+    async def _work(self, lease: Lease, under_way: GroupUnderWay) -> None:
         """One lease: a group delivered, or a failure reported."""
         try:
-            group = await generate_group(lease, self._engine, self._reward, self._decode, self._id, self._redundancy)
+            group = await under_way.generate(self._id)
         except RequestError as error:
             self._num_refused += 1
             if self._num_refused >= SICK_AFTER:
                 raise EngineError(f"the requests of {self._num_refused} leases in a row failed: {error}") from error
-            await self._give_up(lease, "failed", error)
+            await self._return(lease, "failed", error, under_way.num_tokens)
         except EngineError:
             raise
+        except GivenUp as error:
+            await self._return(lease, "cancelled", error, under_way.num_tokens)
         except TooFewAnswers as error:
-            await self._give_up(lease, "lease_timeout", error)
+            await self._return(lease, "lease_timeout", error, under_way.num_tokens)
         except Exception as error:
             log.exception("lease %s failed", lease.lease_id)
-            await self._give_up(lease, "failed", error)
+            await self._return(lease, "failed", error, under_way.num_tokens)
         else:
             self._num_refused = 0
             observe_group(group)
@@ -263,16 +269,24 @@ class GeneratorService:
             self._working.pop(lease.lease_id, None)
             metrics.groups_in_flight.set(len(self._working))
 
-    async def _give_up(self, lease: Lease, reason: str, error: Exception) -> None:
-        log.warning("giving lease %s of prompt %s back: %s", lease.lease_id, lease.prompt.prompt_id, error)
-        detail = f"{type(error).__name__}: {error}"[:300]
-        await self._send(LeaseFailed(generator_id=self._id, lease_id=lease.lease_id, reason=reason, detail=detail))
+    async def _return(self, lease: Lease, reason: str, error: Exception, num_tokens: int) -> None:
+        level = logging.INFO if reason == "cancelled" else logging.WARNING
+        log.log(level, "giving lease %s of prompt %s back: %s", lease.lease_id, lease.prompt.prompt_id, error)
+        metrics.tokens_generated_total.inc(num_tokens)
+        message = LeaseFailed(
+            generator_id=self._id,
+            lease_id=lease.lease_id,
+            reason=reason,
+            detail=f"{type(error).__name__}: {error}"[:300],
+            tokens=num_tokens if lease.purpose == "train" else 0,
+        )
+        await self._send(message)
 
     async def _keep_in_touch(self, receiver: Receiver) -> None:
         """Heartbeat, resend what is not acknowledged, and watch the receiver's thread."""
         while True:
             started = self._loop.time()
-            self._turned_s = time.monotonic()
+            self.turns.again()
             await asyncio.sleep(HEARTBEAT_S)
             activity = "generate" if self._working else "idle"
             metrics.generator_seconds_total.labels(activity=activity).inc(self._loop.time() - started)

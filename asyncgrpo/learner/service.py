@@ -23,6 +23,7 @@ from asyncgrpo.learner.inbox import Inbox, Taken
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.record import Recorder
 from asyncgrpo.learner.team import Order, Team
+from asyncgrpo.liveness import Turns
 from asyncgrpo.types import TensorInfo, WeightVersion
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode, unpack_batch
@@ -71,7 +72,7 @@ class LearnerService:
         self._run_dir = run_dir
         self._start_with = start_with
         self._last_step = last_step
-        self._turned_s: float | None = None
+        self.turns = Turns()
         self._clock = Stopwatch()
         self._stall_told_s = 0.0
         self._evaluated = -1
@@ -81,11 +82,6 @@ class LearnerService:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.version.version
-
-    @property
-    def loop_age_s(self) -> float | None:
-        """Since a step ended or a wait was seen to go on, seconds; None before the first. From any thread."""
-        return None if self._turned_s is None else time.monotonic() - self._turned_s
 
     def run(self) -> str:
         """Train until the last step, the last prompt or a drain. Returns `done` or `drained`."""
@@ -104,7 +100,7 @@ class LearnerService:
         self._evaluate()
         self._clock.lap()  # what was spent on starting belongs to no step
         while self._last_step is None or self.step < self._last_step:
-            self._turned_s = time.monotonic()
+            self.turns.again()
             taken = self._take()
             if taken.ended is not None:
                 self._recorder.no_more(taken.counters)
@@ -249,7 +245,7 @@ class LearnerService:
             raise _AskedToEnd
 
     def _tell_waiting(self, what: str, seconds: float) -> None:
-        self._turned_s = time.monotonic()
+        self.turns.again()
         if seconds - self._stall_told_s >= 30.0:
             self._stall_told_s = seconds
             self._recorder.events.write("stall", what=what, seconds=seconds)

@@ -49,7 +49,7 @@ Answer = TypeVar("Answer", Staged, Swapped)
 
 
 class _Refused(WeightsError):
-    """A member said why it cannot hold these weights: another in its place could not either."""
+    """A member cannot make whole weights of what was sent; another in its place could not either."""
 
 
 @dataclass
@@ -332,7 +332,8 @@ class Publisher:
             if isinstance(message, kind) and message.epoch == self._epoch and message.generator_id in expected:
                 answers[message.generator_id] = message
             elif isinstance(message, SyncFailed) and message.epoch == self._epoch:
-                failed = _Refused(f"{message.generator_id} could not {verb} {version}: {message.reason}")
+                error = _Refused if kind is Staged else WeightsError
+                failed = error(f"{message.generator_id} could not {verb} {version}: {message.reason}")
                 if message.poisoned:
                     self.forget(message.generator_id)
                 break

@@ -6,7 +6,7 @@ learner and generator (weights). Add a field only at the end and with a default,
 Each kind says how long it may be, so that nobody reads a longer one: `codec.decode` refuses it by its size.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -86,12 +86,14 @@ class Deliver(Message):
 
 
 class LeaseFailed(Message):
-    """The generator could not finish this lease; another may."""
+    """The generator could not finish this lease; another may. Or it was told to cancel it, and has."""
 
     generator_id: Name
     lease_id: Name
     reason: Name
     detail: str = ""
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Sampled for it, if its group was to be trained."""
 
 
 # -- buffer -> generator ---------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from asyncgrpo.wire.messages import (
     Grant,
     Hello,
     LastEvals,
+    LeaseFailed,
     NoMore,
     Published,
     RequestEval,
@@ -101,6 +102,24 @@ def plane() -> Iterator[Plane]:
     assert not thread.is_alive()
     for socket in (plane.generator, plane.learner, server):
         socket.close()
+
+
+def test_the_tokens_of_a_lease_of_which_nothing_came_are_in_the_ledger(plane):
+    plane.start()
+    first, second = plane.leases(2)
+    told = LeaseFailed(generator_id="generator-0", lease_id=first.lease_id, reason="failed", tokens=7)
+    plane.generator.send(told)
+    (again,) = plane.leases(1)
+    assert (again.order, again.attempt) == (first.order, 1)
+    plane.generator.send(msgspec.structs.replace(told, lease_id=first.lease_id, reason="cancelled", tokens=5))
+    plane.learner.send(Take(step=0, version=V0))
+    plane.deliver(again, 1.0, 0.0)
+    plane.deliver(second, 1.0, 0.0)
+    batch = plane.hear(plane.learner)
+    assert isinstance(batch, Batch)
+    counters = batch.counters
+    assert (counters["tokens_generated"], counters["tokens_aborted"]) == (7 + 5 + 8, 7 + 5)
+    assert counters["groups_leased"] == 3, "what was cancelled had ended before; it ends no other lease"
 
 
 def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch(plane):

@@ -13,7 +13,7 @@ from asyncgrpo.generators import rollout
 from asyncgrpo.generators.acceptance import Launched, choose
 from asyncgrpo.generators.fake_engine import FakeEngine
 from asyncgrpo.generators.requests import Answer
-from asyncgrpo.generators.rollout import NONE, Redundancy, TooFewAnswers, generate_group, retry_seed
+from asyncgrpo.generators.rollout import NONE, GroupUnderWay, Redundancy, TooFewAnswers, retry_seed
 from asyncgrpo.types import Completion, Group, Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
 from tests.simulation.clock import VirtualLoop
 
@@ -52,7 +52,7 @@ def generated(
 
     async def work() -> Group:
         await fake.start(WeightVersion(1, 0))
-        group = await generate_group(lease, fake, reward or Rewards(), str, "g", redundancy)
+        group = await GroupUnderWay(lease, fake, reward or Rewards(), str, redundancy).generate("g")
         assert not fake._requests, "a request is left behind"
         return group
 
@@ -145,7 +145,7 @@ def mean_length(num_groups: int, size: int, extra: int, cut_after_s: float | Non
     for number in range(num_groups):
         loop, lease = VirtualLoop(), make_lease(size, seed=1000 * number, cut_after_s=cut_after_s, min_answers=2)  # type: ignore[abstract]
         engine = LongTail()
-        task = loop.create_task(generate_group(lease, engine, Rewards(), str, "g", Redundancy(0, extra)))  # type: ignore[arg-type]
+        task = loop.create_task(GroupUnderWay(lease, engine, Rewards(), str, Redundancy(0, extra)).generate("g"))  # type: ignore[arg-type]
         loop.run_until(1e6)
         group = task.result()
         kept = [len(r.completion.token_ids) for r in group.rollouts]

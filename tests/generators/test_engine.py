@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy, generate_group
+from asyncgrpo.generators.rollout import SEED_STRIDE, GroupUnderWay, Redundancy
 from asyncgrpo.types import Completion, Lease, Prompt, Sampling, Score, WeightVersion
 from tests.generators.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
 
@@ -194,7 +194,7 @@ def test_a_group_with_a_reserve_and_a_retry_is_whole_and_leaves_the_engine_free(
         sampling=Sampling(max_tokens=LONG, stop_token_ids=OFTEN),
         seed=40,
     )
-    group = rig.run(generate_group(lease, rig.engine, Unrewarded(), str, "g", Redundancy(retries=1, extra=4)))
+    group = rig.run(GroupUnderWay(lease, rig.engine, Unrewarded(), str, Redundancy(retries=1, extra=4)).generate("g"))
     assert [rollout.completion.index for rollout in group.rollouts] == [0, 1]
     assert [(rollout.seed - 40) % SEED_STRIDE for rollout in group.rollouts] == [0, 1], "in order of launch"
     assert [rollout.score.value for rollout in group.rollouts] == [1.0, 1.0]

@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from asyncgrpo.generators.fake_engine import FakeEngine
-from asyncgrpo.generators.rollout import generate_group, request_ids
+from asyncgrpo.generators.rollout import GivenUp, GroupUnderWay
 from asyncgrpo.types import Lease, Prompt, Sampling, Score, WeightVersion
 
 
@@ -39,7 +41,7 @@ async def started() -> FakeEngine:
 
 async def answers(lease: Lease) -> dict[int, list[int]]:
     engine = await started()
-    group = await generate_group(lease, engine, LengthReward(), str, "g")
+    group = await GroupUnderWay(lease, engine, LengthReward(), str).generate("g")
     await engine.close()
     return {r.completion.index: r.completion.token_ids.tolist() for r in group.rollouts}
 
@@ -58,11 +60,18 @@ async def test_the_greedy_answer_does_not_depend_on_the_seed_and_the_others_do()
 async def test_a_lease_that_is_given_up_leaves_no_request_behind():
     engine = await started()
     engine.seconds_per_token = 0.01
-    task = asyncio.create_task(generate_group(make_lease(), engine, LengthReward(), str, "g"))
-    await asyncio.sleep(0.02)
-    task.cancel()
-    for request_id in request_ids("1.0.0"):
-        await engine.abort(request_id)
-    await asyncio.wait([task])
-    assert task.cancelled()
+    under_way = GroupUnderWay(make_lease(), engine, LengthReward(), str)
+    task = asyncio.create_task(under_way.generate("g"))
+    await asyncio.sleep(0.025)
+    under_way.give_up()
+    await asyncio.wait([task], timeout=1.0)
+    with pytest.raises(GivenUp):
+        task.result()
+    assert not engine._requests and not under_way._requests, "no request is left behind"
+    assert under_way.num_tokens >= 4, "two of each answer were sampled, and are counted"
+    never = GroupUnderWay(make_lease(), engine, LengthReward(), str)
+    never.give_up()
+    with pytest.raises(GivenUp):
+        await never.generate("g")
+    assert not engine._requests and never.num_tokens == 0
     await engine.close()

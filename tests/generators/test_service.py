@@ -12,7 +12,7 @@ from asyncgrpo.generators.rollout import NONE, Redundancy
 from asyncgrpo.generators.service import SICK_AFTER, GeneratorService
 from asyncgrpo.types import Lease, Prompt, Sampling, Score
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import Ack, Deliver, Farewell, Grant, Hello, LeaseFailed, Message
+from asyncgrpo.wire.messages import Ack, Cancel, Deliver, Farewell, Grant, Hello, LeaseFailed, Message
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import GeneratorLine
 from tests.simulation.nodes import Receiver
@@ -148,6 +148,22 @@ def test_an_engine_that_hangs_ends_its_generator():
 
 def failures(generator: Generator) -> list[LeaseFailed]:
     return [message for message in generator.sent if isinstance(message, LeaseFailed)]
+
+
+@pytest.mark.parametrize(("purpose", "tokens"), [("train", 4), ("eval", 0)])
+def test_a_cancelled_lease_ends_at_once_and_says_what_was_sampled_for_it(purpose, tokens):
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=msgspec.structs.replace(LEASE, purpose=purpose)))
+    loop.run_until(2.8)  # two tokens of both answers
+    generator.hear(Cancel(lease_ids=("1.0.0", "another"), reason="stale"))
+    loop.run_until(3.0)
+    assert [(f.lease_id, f.reason, f.tokens) for f in failures(generator)] == [("1.0.0", "cancelled", tokens)]
+    assert not generator._engine._requests and generator.delivered == []
+    generator.hear(Farewell())
+    loop.run_until(4.0)
+    assert task.done() and task.exception() is None
 
 
 def hear_leases(loop: VirtualLoop, generator: Generator, *leases: Lease) -> None:

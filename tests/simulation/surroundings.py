@@ -11,7 +11,7 @@ import msgspec
 
 from asyncgrpo.buffer import deadlines, history, journal, quarantine, recovery
 from asyncgrpo.buffer import service as buffer_service
-from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.buffer.numbers import Gauges
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.learner import inbox
 from asyncgrpo.learner import service as learner_service
@@ -42,17 +42,17 @@ def folder_in_memory() -> Iterator[Path]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """No log lines and no Prometheus numbers, which would cost more than what they are about."""
-    observe = BufferService._observe
+    show = Gauges.show
     was = [(logging.getLogger(name), logging.getLogger(name).disabled) for name in LOGS]
     for logger, _ in was:
         logger.disabled = True
-    BufferService._observe = lambda self, now_s: None  # type: ignore[method-assign]
+    Gauges.show = lambda self, buffer, now_s: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         for logger, before in was:
             logger.disabled = before
-        BufferService._observe = observe  # type: ignore[method-assign]
+        Gauges.show = show  # type: ignore[method-assign]
 
 
 @contextmanager
