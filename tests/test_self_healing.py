@@ -18,13 +18,13 @@ SMALL = ["buffer.prompts_per_step=12", "algorithm.group_size=64", "cluster.silen
 
 
 def actors(mark: Path, role: str) -> list[psutil.Process]:
-    """Living processes of a role."""
+    """Living processes of a role, the oldest first: one that stands by is younger than the one that works."""
     found = []
     for process in marked(mark):
         with contextlib.suppress(psutil.Error):  # it ends while we look
             if f"ray::{role}" in " ".join(process.cmdline()):
                 found.append(process)
-    return found
+    return sorted(found, key=lambda process: process.create_time())
 
 
 def steps(run: Path) -> int:
@@ -49,6 +49,22 @@ def test_learner_and_buffer_are_replaced_while_the_engines_live_on(tmp_path: Pat
     assert {e["lineage"] for e in events(run, "start")} == {1, 2, 3}
     audit = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audit.returncode == 0, audit.stdout
+    assert_nothing_left(tmp_path)
+
+
+def test_buffer_and_learner_that_stood_by_take_over(tmp_path: Path):
+    run = tmp_path / "run"
+    process = start("demo", *QUICK, *SMALL, "--steps", "60", "cluster.standby_after_s=0", cwd=tmp_path)
+    wait_until(lambda: steps(run) >= 6, "sixth step", 200.0)
+    roles = "BufferActor", "LearnerActor"
+    wait_until(lambda: all(len(actors(tmp_path, role)) == 2 for role in roles), "two that stand by", 60.0)
+    standby = [actors(tmp_path, role)[1].pid for role in roles]
+    actors(tmp_path, "BufferActor")[0].kill()
+    wait_until(lambda: len(events(run, "start")) >= 2, "second start", 120.0)
+    assert [actors(tmp_path, role)[0].pid for role in roles] == standby
+    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
+    assert [e["step"] for e in events(run, "step")] == list(range(1, 61))
+    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
     assert_nothing_left(tmp_path)
 
 

@@ -123,11 +123,14 @@ def terms_of(config: Config, sampling: Sampling, prompts: str) -> dict[str, str]
 class BufferActor:
     """Owns the prompts, the leases and the ready groups."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self) -> None:
         self._service: BufferService | None = None
 
-    def start(self) -> BufferReady:
+    def warm_up(self) -> None:
+        """Import what takes long."""
+        from transformers import AutoTokenizer  # noqa: F401
+
+    def start(self, setup: Setup) -> BufferReady:
         from asyncgrpo.buffer.buffer import Buffer
         from asyncgrpo.buffer.evaluation import Evaluations
         from asyncgrpo.buffer.quarantine import FILE, Quarantine
@@ -138,7 +141,7 @@ class BufferActor:
         from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
         from asyncgrpo.learner.checkpoints import read_state
 
-        config = self._setup.config
+        self._setup, config = setup, setup.config
         address = _begin(
             self._setup,
             "buffer",
@@ -289,16 +292,19 @@ class GeneratorActor:
 class LearnerActor:
     """One rank of the learner."""
 
-    def __init__(self, setup: Setup, rank: int) -> None:
-        self._setup = setup
+    def __init__(self, rank: int) -> None:
         self._rank = rank
         self._service: LearnerService | None = None
 
-    def start(self) -> LearnerReady:
+    def warm_up(self) -> None:
+        """Import what takes long."""
+        import asyncgrpo.learner.service  # noqa: F401
+
+    def start(self, setup: Setup) -> LearnerReady:
         """Bind what others connect to, before the model is loaded, so that everyone can start at once."""
         import torch
 
-        config = self._setup.config
+        self._setup, config = setup, setup.config
         address = _begin(
             self._setup,
             "learner",

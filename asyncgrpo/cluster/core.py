@@ -1,19 +1,22 @@
 """The buffer and the ranks of the learner: one gang, started together from the last checkpoint, and ended together.
 
 Neither is of use without the other: a learner that starts again goes back to a checkpoint, and the buffer's prompts with
-it. What the buffer had acknowledged is in its journal, so the next gang begins with the groups that this one had.
+it. What the buffer had acknowledged is in its journal, so the next gang begins with the groups that this one had. A gang
+may stand by: its processes are there and have imported everything before they are told for whom they work.
 """
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from asyncgrpo.cluster.actors import BufferActor, BufferReady, LearnerActor, LearnerReady, Setup
+from asyncgrpo.cluster.actors import BufferActor, BufferReady, LearnerActor, LearnerReady, Setup, uses_cuda
 from asyncgrpo.cluster.placement import Placement
 from asyncgrpo.cluster.pulse import Watch
 from asyncgrpo.cluster.results import has_ended, result, results
+from asyncgrpo.config import Config
 from asyncgrpo.errors import ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.wire.messages import Drain, GeneratorLost, Moved
@@ -21,19 +24,20 @@ from asyncgrpo.wire.sockets import Client
 
 
 class Core:
-    """One gang, of one lineage."""
+    """One gang. It works once it knows for which lineage."""
 
-    def __init__(self, setup: Setup, placement: Placement, watch: Watch) -> None:
-        self.setup = setup
+    setup: Setup
+    first_step: int
+    """Of the checkpoint that it starts from."""
+
+    def __init__(self, ranks: int, placement: Placement, watch: Watch) -> None:
         self._watch = watch
-        self._buffer = ray.remote(BufferActor).options(**placement.anywhere()).remote(setup)
+        self._buffer = ray.remote(BufferActor).options(**placement.anywhere()).remote()
         self._learners = [
-            ray.remote(LearnerActor).options(**placement.learner(rank)).remote(setup, rank)
-            for rank in range(setup.config.learner.ranks)
+            ray.remote(LearnerActor).options(**placement.learner(rank)).remote(rank) for rank in range(ranks)
         ]
-        # Read now: newer checkpoints replace this one while the core trains.
-        self.first_step = read_state(setup.checkpoint).step if setup.checkpoint is not None else 0
         self._training: list[Any] = []
+        self._began_s = math.inf
         self._serving: Any = None
         self._control: Client | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
@@ -41,10 +45,22 @@ class Core:
         self.home = Moved(buffer_endpoint="", weights_endpoint="")
         """What a generator must know to work for it, once it has started."""
 
+    def warm_up(self) -> None:
+        """Import now what takes seconds later."""
+        for actor in (self._buffer, *self._learners):
+            actor.warm_up.remote()
+
+    def assign(self, setup: Setup) -> None:
+        """This is what it works on."""
+        self.setup = setup
+        # Read now: newer checkpoints replace this one while the core trains.
+        self.first_step = read_state(setup.checkpoint).step if setup.checkpoint is not None else 0
+
     def start(self, while_waiting: Callable[[], None]) -> tuple[BufferReady, list[LearnerReady]]:
         """Bind everything that others connect to. Raises AsyncGRPOError."""
-        references = {"buffer": self._buffer.start.remote()}
-        references |= {f"learner-{rank}": learner.start.remote() for rank, learner in enumerate(self._learners)}
+        setup = self.setup
+        references = {"buffer": self._buffer.start.remote(setup)}
+        references |= {f"learner-{rank}": learner.start.remote(setup) for rank, learner in enumerate(self._learners)}
         ready, *leaders = results(references, while_waiting)
         self.addresses = {f"learner-{i}": leader.metrics_address for i, leader in enumerate(leaders)}
         self.addresses["buffer"] = ready.metrics_address
@@ -58,6 +74,7 @@ class Core:
         Args:
             about: the run in numbers, for its first event.
         """
+        self._began_s = time.monotonic()
         self._serving = self._buffer.run.remote()
         self._training = [learner.run.remote(leader, self.home.buffer_endpoint, about) for learner in self._learners]
 
@@ -94,6 +111,11 @@ class Core:
                 raise StalledError(f"{name}: {ailment} (cluster.stall_timeout_s)")
 
     @property
+    def seconds(self) -> float:
+        """Since it began to train."""
+        return max(0.0, time.monotonic() - self._began_s)
+
+    @property
     def steps_done(self) -> int | None:
         """Optimizer steps that the learner has said it has done."""
         return self._watch.step("learner-0", str(self.setup.lineage))
@@ -119,3 +141,35 @@ class Core:
             self._control = None
         for actor in (self._buffer, *self._learners):
             ray.kill(actor)
+
+
+class Cores:
+    """Makes one core after another. While one trains the next may stand by, where it needs no GPU for that."""
+
+    def __init__(self, config: Config, placement: Placement, watch: Watch) -> None:
+        self._placement = placement
+        self._watch = watch
+        self._ranks = config.learner.ranks
+        self._after_s = None if uses_cuda(config) else config.cluster.standby_after_s
+        self._standby: Core | None = None
+
+    def next(self, setup: Setup) -> Core:
+        """For a new lineage: the one that stands by, or else a new one."""
+        core, self._standby = self._standby or self._make(), None
+        core.assign(setup)
+        return core
+
+    def tend(self, core: Core) -> None:
+        """While `core` trains."""
+        if self._standby is None and self._after_s is not None and core.seconds >= self._after_s:
+            self._standby = self._make()
+            self._standby.warm_up()
+
+    def end(self) -> None:
+        """None is wanted any more."""
+        if self._standby is not None:
+            self._standby.end()
+            self._standby = None
+
+    def _make(self) -> Core:
+        return Core(self._ranks, self._placement, self._watch)

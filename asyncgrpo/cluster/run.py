@@ -21,7 +21,7 @@ from asyncgrpo import logs, metrics
 from asyncgrpo.cluster.actors import BufferReady, Setup, host_of, uses_cuda
 from asyncgrpo.cluster.budget import Budget
 from asyncgrpo.cluster.chaos import Chaos, Plan
-from asyncgrpo.cluster.core import Core
+from asyncgrpo.cluster.core import Core, Cores
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.placement import Placement
@@ -117,13 +117,14 @@ class Run:
         )
         fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
         chaos = Chaos(self._plan, watch, fleet, self._events) if self._plan is not None else None
+        cores = Cores(config, placement, watch)
         budget, losses_in_a_row = Budget("buffer and learner", config.cluster.restarts), 0
         tell("the buffer, the learner and the engines are starting")
         try:
             while True:
-                core = Core(setup, placement, watch)
+                core = cores.next(setup)
                 try:
-                    return self._train(core, fleet, watch, chaos, tell)
+                    return self._train(core, cores, fleet, watch, chaos, tell)
                 except ProcessLost as loss:
                     has_trained = (core.steps_done or 0) > core.first_step
                     losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
@@ -148,11 +149,14 @@ class Run:
             time.sleep(STACKS_S)
             raise
         finally:
+            cores.end()
             if chaos is not None:
                 chaos.end()
             watch.close()
 
-    def _train(self, core: Core, fleet: Fleet, watch: Watch, chaos: Chaos | None, tell: Callable[[str], None]) -> str:
+    def _train(
+        self, core: Core, cores: Cores, fleet: Fleet, watch: Watch, chaos: Chaos | None, tell: Callable[[str], None]
+    ) -> str:
         """With one core, to the end. Raises ProcessLost when another may go on, another AsyncGRPOError when none can."""
 
         def look_around() -> None:
@@ -175,7 +179,9 @@ class Run:
             look_around()
             if chaos is not None:
                 chaos.tend(core, may_strike=not self._asked_to_stop)
-            if self._asked_to_stop and not is_draining:
+            if not self._asked_to_stop:
+                cores.tend(core)
+            elif not is_draining:
                 is_draining = True
                 core.drain("asked to stop")
                 self._events.write("drain", reason="asked to stop")
