@@ -135,16 +135,14 @@ class Evaluations:
         if round_.missing:
             return None
         del self._rounds[round_.step]
-        if not round_.versions:  # not one prompt was answered
-            return None
         return EvalResult(
             step=round_.step,
-            oldest=min(round_.versions),
-            newest=max(round_.versions),
+            oldest=min(round_.versions, default=None),
+            newest=max(round_.versions, default=None),
             answers=len(round_.lengths),
             reward_mean=sum(round_.values) / len(round_.values) if round_.values else None,
             failures=dict(round_.failures),
-            answer_length_mean=sum(round_.lengths) / len(round_.lengths),
+            answer_length_mean=sum(round_.lengths) / len(round_.lengths) if round_.lengths else None,
             seconds=now_s - round_.started_s,
         )
 

@@ -106,8 +106,8 @@ class Recorder:
         """An evaluation that ended."""
         fields: dict[str, Any] = {
             "step": result.step,
-            "version": str(result.newest),
-            "versions_answered": sorted({str(result.oldest), str(result.newest)}),
+            "version": None if result.newest is None else str(result.newest),
+            "versions_answered": sorted({str(v) for v in (result.oldest, result.newest) if v is not None}),
             "reward_mean": result.reward_mean,
             "answers": result.answers,
             "failures": result.failures,

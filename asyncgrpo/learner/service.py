@@ -10,7 +10,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -149,17 +149,18 @@ class LearnerService:
     def _bring_weights(self) -> None:
         """To whoever is there, at least to one; where every one of them died, to the first that comes in their place."""
         while True:
+            if not self._publisher.generators:
+                with metrics.waiting("generators"):
+                    self._publisher.wait_for(1, GENERATORS_START_S, self._while_none_is_there)
             try:
-                if not self._publisher.generators:
-                    with metrics.waiting("generators"):
-                        self._publisher.wait_for(1, GENERATORS_START_S, self._while_none_is_there)
-                with metrics.waiting("publish"):
-                    publication = self._publisher.publish(self.version, self._gather_weights)
+                return self._offer_weights()
             except GeneratorsGone as error:
                 log.warning("%s", error)
-            else:
-                self._recorder.sync(publication)
-                return
+
+    def _offer_weights(self) -> None:
+        with metrics.waiting("publish"):
+            publication = self._publisher.publish(self.version, self._gather_weights)
+        self._recorder.sync(publication)
 
     def _gather_weights(self) -> Iterator[tuple[TensorInfo, Tensor]]:
         self._team.tell(Order(what="gather_weights"))
@@ -236,8 +237,10 @@ class LearnerService:
         """A generator that came (back) gets the current weights now: the next step may need its groups."""
         self._tell_waiting(what, seconds)
         if self._publisher.newcomers():
-            with suppress(_AskedToEnd):  # this version counts already
-                self._bring_weights()
+            try:
+                self._offer_weights()
+            except GeneratorsGone as error:  # who comes in their place is another newcomer
+                log.warning("%s", error)
 
     def _while_none_is_there(self, what: str, seconds: float) -> None:
         self._tell_waiting(what, seconds)

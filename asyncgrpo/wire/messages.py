@@ -190,16 +190,16 @@ class Finished(Message):
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A finished evaluation, tagged with the versions that answered."""
+    """A finished evaluation, tagged with the versions that answered: none, if every prompt failed."""
 
     step: int
-    oldest: WeightVersion
-    newest: WeightVersion
+    oldest: WeightVersion | None
+    newest: WeightVersion | None
     answers: int
     reward_mean: float | None
     """Over scored answers; None when none was scored."""
     failures: dict[str, int]
-    answer_length_mean: float
+    answer_length_mean: float | None
     seconds: float
 
 

@@ -96,6 +96,18 @@ def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_end
     assert result.failures == {"lease_timeout": 1} and result.reward_mean == 1.0
 
 
+def test_an_evaluation_of_which_nothing_was_answered_is_a_result_too():
+    evaluations = make()
+    evaluations.request(0, 0.0)
+    results = []
+    while not results:
+        lease = evaluations.lease("g", 0.0)
+        results += filter(None, [evaluations.fail(lease.lease_id, "failed", 5.0)])
+    (result,) = results
+    assert (result.answers, result.failures, result.seconds) == (0, {"failed": len(PROMPTS)}, 5.0)
+    assert result.reward_mean is result.newest is result.answer_length_mean is None and not evaluations.under_way
+
+
 def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():
     before, evaluations = make(), Evaluations(PROMPTS, Sampling(temperature=0.0), 0, 10.0, lineage=2)
     for each in (before, evaluations):

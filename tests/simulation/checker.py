@@ -214,7 +214,7 @@ class Checker:
             life.untrained = Counter({name: n for name, n in life.buffer.outcomes.items() if _is_untrained_end(name)})
         for result in getattr(message, "evals", ()):
             self._require(
-                result.oldest.lineage == result.newest.lineage == life.lineage,
+                all(v is None or v.lineage == life.lineage for v in (result.oldest, result.newest)),
                 "P16 evaluations",
                 f"step {result.step} is judged by {result.oldest} to {result.newest} in lineage {life.lineage}",
             )
