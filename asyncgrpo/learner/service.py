@@ -243,6 +243,7 @@ class LearnerService:
                 log.warning("%s", error)
 
     def _while_none_is_there(self, what: str, seconds: float) -> None:
+        """Only where no answer of the buffer is awaited: it asks the buffer itself."""
         self._tell_waiting(what, seconds)
         if self._inbox.snapshot().draining:
             raise _AskedToEnd

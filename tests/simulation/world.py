@@ -253,11 +253,12 @@ class World:
             quarantine=self.quarantine,
         )
         self._buffer = buffer
-        bring_back(buffer, reopened)
+        # Before it is written down, which may be the last that this process does.
         if self.policy != "wait":  # the only one under which a resume leaves nobody too old
             for verdict in reopened.verdicts:
                 if verdict.reason == "stale":
                     self.checker.promises.gave_up(verdict.record.lease_id)
+        bring_back(buffer, reopened)
         held_out = self._prompts[:2] if self.config.data.eval else ()
         held_out = tuple(msgspec.structs.replace(p, info={}) for p in held_out)
         evaluations = Evaluations(
