@@ -96,7 +96,8 @@ class Plane:
         self.net = Net()
         prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1, 7), answer=[1]) for i in range(50))
         self.buffer = Buffer(
-            BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=4.0),
+            # Spoilt answers count against their prompts, which would all be in quarantine after some 100,000 frames.
+            BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=4.0, max_attempts=10**6),
             AlgorithmConfig(group_size=GROUP_SIZE),
             PromptSource(prompts, seed=seed, shuffle=True, epochs=None),
             Sampling(),
