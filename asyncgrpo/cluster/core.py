@@ -37,7 +37,7 @@ class Core:
             ray.remote(LearnerActor).options(**placement.learner(rank)).remote(rank) for rank in range(ranks)
         ]
         self._training: list[Any] = []
-        self._began_s = math.inf
+        self._began_s: float | None = None
         self._serving: Any = None
         self._control: Client | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
@@ -64,7 +64,7 @@ class Core:
         ready, *leaders = results(references, while_waiting)
         self.addresses = {f"learner-{i}": leader.metrics_address for i, leader in enumerate(leaders)}
         self.addresses["buffer"] = ready.metrics_address
-        self._control = Client(ready.endpoint, "driver", self.setup.keys)
+        self._control = Client(ready.endpoint, "driver", setup.keys)
         self.home = Moved(buffer_endpoint=ready.endpoint, weights_endpoint=leaders[0].weights_endpoint)
         return ready, leaders
 
@@ -113,7 +113,7 @@ class Core:
     @property
     def seconds(self) -> float:
         """Since it began to train."""
-        return max(0.0, time.monotonic() - self._began_s)
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     @property
     def steps_done(self) -> int | None:

@@ -3,7 +3,7 @@
     buffer ──groups──▶ [step] ──weights──▶ generators
                           └──▶ metrics.jsonl, samples, checkpoints
 
-`LearnerService.run` is the loop of the whole system on one screen. With several ranks, rank 0 runs it and the others
+`LearnerService._train` is the loop of the whole system on one screen. With several ranks, rank 0 runs it and the others
 `follow`: they join every step, gather and save that rank 0 orders.
 """
 

@@ -57,6 +57,17 @@ async def test_the_greedy_answer_does_not_depend_on_the_seed_and_the_others_do()
     assert first[0] != second[0]
 
 
+async def test_a_lease_whose_task_is_cancelled_leaves_no_request_behind():
+    engine = await started()
+    engine.seconds_per_token = 0.01
+    task = asyncio.create_task(GroupUnderWay(make_lease(), engine, LengthReward(), str).generate("g"))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and not engine._requests
+    await engine.close()
+
+
 async def test_a_lease_that_is_given_up_leaves_no_request_behind():
     engine = await started()
     engine.seconds_per_token = 0.01
