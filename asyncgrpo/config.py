@@ -320,6 +320,15 @@ class LearnerConfig(Section, frozen=True):
         Meta(description="a gradient norm above this multiple of the recent median skips the update; none: never"),
     ] = None
     max_skips: Annotated[int, Meta(ge=1, description="skipped updates in a row that end the run with an error")] = 20
+    full_lr_signal: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="share of a step's groups with signal from which its learning rate is whole; below, the rate "
+            "falls with the root of the share; 0: always whole (docs/stability.md)",
+        ),
+    ] = 1.0
     ess_lr: Annotated[
         bool, Meta(description="scale the learning rate by the root of the effective sample share (VCPO)")
     ] = False

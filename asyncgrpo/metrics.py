@@ -168,6 +168,9 @@ answer_length_mean = _gauge("answer_length_mean", "Mean sampled tokens of an ans
 loss = _gauge("loss", "Loss of the last step.", "learner")
 grad_norm = _gauge("grad_norm", "Norm of the gradient in the last step, before clipping.", "learner")
 learning_rate = _gauge("learning_rate", "Learning rate of the last step.", "learner")
+signal_ratio = _gauge(
+    "signal_ratio", "Share of the trained groups with an advantage other than 0; the learning rate follows it.", "learner"
+)
 entropy = _gauge("entropy", "Mean entropy of the policy on trained tokens, nats.", "learner")
 clip_ratio = _gauge("clip_ratio", "Share of trained tokens whose ratio was clipped, 0 to 1.", "learner")
 kl_reference = _gauge("kl_reference", "Mean KL to the reference on trained tokens, nats; 0 without one.", "learner")
@@ -257,6 +260,7 @@ _STEP_GAUGES: dict[str, prometheus.Gauge] = {
     "loss": loss,
     "grad_norm": grad_norm,
     "lr": learning_rate,
+    "signal_share": signal_ratio,
     "entropy": entropy,
     "clip_ratio": clip_ratio,
     "kl_reference": kl_reference,

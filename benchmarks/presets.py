@@ -2,9 +2,7 @@
 
 python -m benchmarks.presets --algorithms grpo gspo --lags 0 4 8 --seeds 0
 
-One process instead of a run: the same model, task, torch engine, rewards and learner as `asyncgrpo demo --algorithm`,
-but step k trains exactly the groups that the weights of step k - lag sampled. So every group has the largest lag that
-is allowed, nothing depends on who is faster, and a run is the same for the same seed.
+The same model and task as `asyncgrpo demo --algorithm`, in one process (`one_process.py`).
 """
 
 import argparse
@@ -15,25 +13,17 @@ import platform
 import statistics
 import tempfile
 import time
-from collections import deque
+from contextlib import aclosing
 from pathlib import Path
 
 import torch
 
-from asyncgrpo.buffer.seeds import group_seed
-from asyncgrpo.cluster.actors import sampling_of
 from asyncgrpo.config import Config
 from asyncgrpo.config_files import algorithm_names, shipped
 from asyncgrpo.config_loading import load_config
-from asyncgrpo.data.demo import demo_rules, make_demo_model, write_demo_task
-from asyncgrpo.data.prompts import PromptSource, load_prompts
-from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
+from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.errors import TrainingError
-from asyncgrpo.generators.build import build_engine
-from asyncgrpo.generators.rollout import GroupUnderWay
-from asyncgrpo.learner.learner import Learner
-from asyncgrpo.rewards import build_reward
-from asyncgrpo.types import Group, Lease, WeightVersion
+from benchmarks import one_process
 
 WINDOW = 5
 GOAL = 0.9
@@ -95,50 +85,15 @@ def measure(algorithm: str, lag: int, seed: int, steps: int, overrides: list[str
 
 async def train(config: Config) -> tuple[list[float], str]:
     """Mean reward of the groups that each step trained, and how it ended; over as soon as the goal is held."""
-    tokenizer = load_tokenizer(config.model.path)
-    sampling = sampling_of(config, tuple(stop_token_ids(tokenizer, config.model.path, ())), evaluation=False)
-    prompts = load_prompts(config.data.train, "train", tokenizer, config.data).prompts
-    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None)
-    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
-    learner = Learner(config, rank=0, world=1, device="cpu")
-    waiting: deque[list[Group]] = deque()
     rewards: list[float] = []
-
-    async def sample() -> Group:
-        order, prompt = source.next() or (0, prompts[0])
-        lease = Lease(
-            lease_id=f"1.{order}.0",
-            group_id=f"1.{order}",
-            attempt=0,
-            order=order,
-            purpose="train",
-            prompt=prompt,
-            num_answers=config.algorithm.group_size,
-            with_greedy=config.algorithm.advantage == "remax",
-            sampling=sampling,
-            seed=group_seed(config.run.seed, order, 0),
-        )
-        decode = decoder(tokenizer, keep_special=False)
-        return await GroupUnderWay(lease, engine, reward, decode).generate("bench")
-
-    await engine.start(WeightVersion(1, 0))
     try:
-        for step in range(config.run.steps or 0):
-            version = WeightVersion(1, step)
-            await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
-            for _ in range(config.buffer.max_lag + 1 if step == 0 else 1):
-                waiting.append(list(await asyncio.gather(*(sample() for _ in range(config.buffer.prompts_per_step)))))
-            groups = waiting.popleft()
-            learner.step(groups, version)
-            values = [r.score.value for g in groups for r in g.rollouts if r.score.value is not None]
-            rewards.append(statistics.fmean(values))
-            if len(rewards) >= WINDOW and statistics.fmean(rewards[-WINDOW:]) >= GOAL:
-                return rewards, "goal"
+        async with aclosing(one_process.train(config)) as steps:
+            async for step in steps:
+                rewards.append(step.reward_mean)
+                if len(rewards) >= WINDOW and statistics.fmean(rewards[-WINDOW:]) >= GOAL:
+                    return rewards, "goal"
     except TrainingError as error:
         return rewards, str(error)
-    finally:
-        await engine.close()
-        await reward.close()
     return rewards, "steps"
 
 

@@ -5,6 +5,7 @@ its share, and shares add up to what one process would have done, whatever the n
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -91,7 +92,8 @@ class Learner:
             with clock("report"):
                 totals.append(self._reduce(sums))
             with clock("optimizer"):
-                updates.append(self._update(learning_rate(self.steps, self.config.learner), totals[-1]))
+                lr = learning_rate(self.steps, self.config.learner, signal_share=batch.signal_share)
+                updates.append(self._update(lr, totals[-1]))
         self._steer_kl(totals, sum(batch.num_answers for batch in batches))
         return build_report(
             totals,
@@ -259,9 +261,25 @@ class Learner:
         return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone)
 
 
-def learning_rate(steps: int, config: LearnerConfig) -> float:
-    """Of the step after `steps` steps: a linear warm-up that ends at `lr`, then constant."""
-    return config.lr * min(1.0, (steps + 1) / (config.warmup_steps + 1))
+def learning_rate(steps: int, config: LearnerConfig, *, signal_share: float = 1.0) -> float:
+    """Of the step after `steps` steps: a linear warm-up that ends at `lr`, then constant, by what the step knows.
+
+        lr = learner.lr  min(1, (steps + 1) / (warmup_steps + 1))  min(1, sqrt(signal_share / full_lr_signal))
+
+    AdamW divides a gradient by its own recent size. Where nearly all prompts are solved (or nearly none is), the one
+    odd group that is left, or an entropy bonus alone, would be scaled up to a step as long as any: a run that has
+    learnt unlearns. So the rate falls with the root of the number of groups that the step was made of.
+
+    Args:
+        signal_share: of the groups that are trained, those with an advantage other than 0.
+    Source:
+        The root is the scaling rule of adaptive methods by batch size: Malladi et al. 2022, arXiv:2205.10287. What
+        happens without it, and the alternatives: docs/stability.md.
+    """
+    lr = config.lr * min(1.0, (steps + 1) / (config.warmup_steps + 1))
+    if config.full_lr_signal:
+        lr *= min(1.0, math.sqrt(signal_share / config.full_lr_signal))
+    return lr
 
 
 def has_only_policy_gradient(config: Config) -> bool:

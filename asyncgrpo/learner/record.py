@@ -12,9 +12,10 @@ import numpy as np
 from asyncgrpo import metrics
 from asyncgrpo.config import Config
 from asyncgrpo.learner.learner import StepReport
-from asyncgrpo.recording.events import EventLog
+from asyncgrpo.recording.events import Event, EventLog, read_events
 from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
+from asyncgrpo.recording.training_watch import TrainingWatch
 from asyncgrpo.types import Group, Rollout, WeightVersion
 from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.wire.messages import EvalResult
@@ -44,6 +45,7 @@ class Recorder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
         self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
+        self._watch = TrainingWatch()
         self.totals: dict[str, float] = {}
         """Counters of the run, those before a resume included."""
         self._before: dict[str, float] = {}
@@ -52,6 +54,8 @@ class Recorder:
     def resume(self, step: int, totals: dict[str, float]) -> None:
         """Go on after `step`: later events are forgotten, counters go on from `totals`."""
         self.events.resume_at(step)
+        for event in read_events(self.events.path):
+            self._watch.see(event)
         self._before = dict(totals)
         self.totals = dict(totals)
 
@@ -68,7 +72,9 @@ class Recorder:
         event = step_fields(groups, version, report) | self._count(counters)
         event |= {"step": step, "version": f"{version.lineage}.{step}", "seconds": seconds}
         metrics.observe_step(event)
-        self._loggers.log(step, self.events.write("step", **event))
+        written = self.events.write("step", **event)
+        self._loggers.log(step, written)
+        self._warn_of(written)
         if step % self._every == 0:
             self.flush()
             self._writing = self._writer.submit(self._write_samples, step, version, groups, report)
@@ -117,7 +123,14 @@ class Recorder:
         if result.reward_mean is not None:
             metrics.eval_reward_mean.set(result.reward_mean)
             self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean}})
-        self.events.write("eval", **fields)
+        self._warn_of(self.events.write("eval", **fields))
+
+    def _warn_of(self, event: Event) -> None:
+        warning = self._watch.see(event)
+        if warning is not None:
+            about, text = warning
+            log.warning("%s", text)
+            self.events.write("warning", about=about, text=text)
 
     def flush(self) -> None:
         """Wait until the samples of every step so far are on disk, or the disk has refused them, which is only said."""
@@ -188,6 +201,7 @@ def step_fields(groups: list[Group], version: WeightVersion, report: StepReport)
         "lags": {str(lag): count for lag, count in sorted(lags.items())},
         "answers": len(rollouts),
         "zero_signal_groups": report.zero_signal_groups,
+        "signal_share": report.signal_share,
         "value_loss": report.value_loss,
         "diagnostics": report.diagnostics,
         "skipped": report.skipped,

@@ -68,6 +68,8 @@ class StepReport:
     """Answers left out: no score, aborted, or a log-prob that is not a number."""
     zero_signal_groups: int
     """Groups whose advantages are all exactly 0."""
+    signal_share: float
+    """Of the trained groups, how many have an advantage other than 0; mean over the updates."""
     advantages: dict[AnswerKey, float]
     """Of every usable answer, by (group_id, index of the answer)."""
     seconds: dict[str, float]
@@ -119,6 +121,7 @@ def build_report(
         answers=sum(batch.num_answers for batch in batches),
         answers_unusable=sum(batch.answers.num_unusable for batch in batches),
         zero_signal_groups=sum(batch.zero_signal_groups for batch in batches),
+        signal_share=sum(batch.signal_share for batch in batches) / len(batches),
         advantages={
             key: advantage
             for batch in batches

@@ -18,6 +18,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | fault | fault: "kill"; actor: whom `--chaos` did it to |
 | recovered | fault, actor; seconds: from the fault until every process was up and a step was trained |
 | drain | reason: why no new groups are leased |
+| warning | about: "signal" or "evaluation" (`recording/training_watch.py`); text |
 | stall | what: is awaited; seconds: for how long so far |
 | end | status: "done", "drained" or "failed"; step; [reason]; [dropped], [filtered], [discarded]: since the last step |
 
@@ -33,6 +34,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | [logprob_gap_mean], [logprob_gap_max] | abs(learner - engine) log-prob, nats, on answers wholly by the current version |
 | lags | {"0": groups, "1": groups, ...}: trained groups by lag in optimizer steps |
 | answers, zero_signal_groups | trained; groups whose answers all have one reward |
+| signal_share | of the trained groups, how many have an advantage other than 0; the learning rate depends on it |
 | answer_length_mean, truncated_share | tokens; share of answers that ended by length |
 | tokens_trained | of this step |
 | tokens_generated, [tokens_dropped], [tokens_filtered], [prompts_done] | of the run so far, as the buffer counted |
@@ -70,6 +72,7 @@ REQUIRED: dict[str, frozenset[str]] = {
     "fault": frozenset({"fault", "actor"}),
     "recovered": frozenset({"fault", "actor", "seconds"}),
     "drain": frozenset({"reason"}),
+    "warning": frozenset({"about", "text"}),
     "stall": frozenset({"what", "seconds"}),
     "end": frozenset({"status", "step"}),
 }

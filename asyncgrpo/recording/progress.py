@@ -112,6 +112,9 @@ class Progress:
     def _on_drain(self, event: Event) -> None:
         self.warnings.append(f"draining: {event.get('reason', '')}")
 
+    def _on_warning(self, event: Event) -> None:
+        self.warnings.append(event["text"])
+
     def _on_stall(self, event: Event) -> None:
         self.warnings.append(f"waiting for {event.get('what', '?')} for {event.get('seconds') or 0:.0f} s")
 

@@ -180,11 +180,15 @@ ROWS: dict[str, list[Panel]] = {
             width=6,
         ),
         Panel(
-            "Clipped tokens and learning rate",
-            "Share of trained tokens whose ratio was clipped, and the learning rate. Above 0.2 the steps are too "
-            "large.",
+            "Clipped tokens, signal and learning rate",
+            "Share of trained tokens whose ratio was clipped (above 0.2 the steps are too large), share of trained "
+            "groups with an advantage, and the learning rate, which falls with it (learner.full_lr_signal).",
             "none",
-            {"clipped": "asyncgrpo_clip_ratio", "learning rate": "asyncgrpo_learning_rate"},
+            {
+                "clipped": "asyncgrpo_clip_ratio",
+                "signal": "asyncgrpo_signal_ratio",
+                "learning rate": "asyncgrpo_learning_rate",
+            },
             width=6,
         ),
     ],

@@ -56,6 +56,7 @@ def one_step(rng: random.Random, step: int) -> None:
             "grad_norm": 0.5,
             "lr": 1e-3,
             "entropy": 2.0,
+            "signal_share": 0.8,
             "clip_ratio": 0.01,
             "importance_mean": 1.0,
             "importance_capped": 0.001,

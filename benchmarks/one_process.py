@@ -1,0 +1,103 @@
+"""Training in one process: the model, task, torch engine, rewards and learner of a run, without buffer, wire and Ray.
+
+Step k trains exactly the groups that the weights of step k - lag sampled. So every group has the largest lag that is
+allowed, nothing depends on who is faster, and a training is the same for the same seed.
+"""
+
+import asyncio
+import statistics
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from asyncgrpo.buffer.seeds import group_seed
+from asyncgrpo.cluster.actors import sampling_of
+from asyncgrpo.config import Config
+from asyncgrpo.data.demo import demo_rules
+from asyncgrpo.data.prompts import PromptSource, load_prompts
+from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
+from asyncgrpo.generators.build import build_engine
+from asyncgrpo.generators.rollout import GroupUnderWay
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.report import StepReport
+from asyncgrpo.rewards import build_reward
+from asyncgrpo.types import Group, Lease, Prompt, Sampling, WeightVersion
+
+
+class Step(NamedTuple):
+    """One optimizer step."""
+
+    number: int
+    """From 0."""
+    evaluation: list[float] | None
+    """Reward of each held-out prompt under the weights before the step, where they were asked for."""
+    reward_mean: float
+    report: StepReport
+
+
+def mean_reward(groups: Sequence[Group]) -> float:
+    """Over all answers that have one."""
+    return statistics.fmean(r.score.value for g in groups for r in g.rollouts if r.score.value is not None)
+
+
+async def train(config: Config, *, eval_every: int | None = None, adam_eps: float | None = None) -> AsyncIterator[Step]:
+    """Yields each of `run.steps` steps.
+
+    Args:
+        eval_every: steps between evaluations of `data.eval`; None: never.
+        adam_eps: instead of AdamW's own epsilon.
+    Raises:
+        TrainingError: as `Learner.step`.
+    """
+    tokenizer = load_tokenizer(config.model.path)
+    stops = tuple(stop_token_ids(tokenizer, config.model.path, ()))
+    prompts = load_prompts(config.data.train, "train", tokenizer, config.data).prompts
+    held_out = load_prompts(config.data.eval, "eval", tokenizer, config.data).prompts if config.data.eval else ()
+    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None)
+    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
+    learner = Learner(config, rank=0, world=1, device="cpu")
+    for group in learner.optimizer.param_groups:
+        group["eps"] = group["eps"] if adam_eps is None else adam_eps
+    decode = decoder(tokenizer, keep_special=False)
+    sampling, greedy = (sampling_of(config, stops, evaluation=evaluation) for evaluation in (False, True))
+
+    async def sample(purpose: str, number: int, prompt: Prompt, answers: int, how: Sampling) -> Group:
+        lease = Lease(
+            lease_id=f"{purpose}.{number}.0",
+            group_id=f"{purpose}.{number}",
+            attempt=0,
+            order=number,
+            purpose=purpose,
+            prompt=prompt,
+            num_answers=answers,
+            with_greedy=purpose == "train" and config.algorithm.advantage == "remax",
+            sampling=how,
+            seed=group_seed(config.run.seed, number, 0),
+        )
+        return await GroupUnderWay(lease, engine, reward, decode).generate("bench")
+
+    async def sample_step() -> list[Group]:
+        wanted = [source.next() or (0, prompts[0]) for _ in range(config.buffer.prompts_per_step)]
+        return list(
+            await asyncio.gather(*(sample("train", n, p, config.algorithm.group_size, sampling) for n, p in wanted))
+        )
+
+    async def evaluate() -> list[float]:
+        groups = await asyncio.gather(*(sample("eval", n, p, 1, greedy) for n, p in enumerate(held_out)))
+        return [mean_reward([group]) for group in groups]
+
+    waiting: deque[list[Group]] = deque()
+    await engine.start(WeightVersion(1, 0))
+    try:
+        for step in range(config.run.steps or 0):
+            version = WeightVersion(1, step)
+            await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
+            evaluation = await evaluate() if eval_every and step % eval_every == 0 else None
+            for _ in range(config.buffer.max_lag + 1 if step == 0 else 1):
+                waiting.append(await sample_step())
+            groups = waiting.popleft()
+            report = learner.step(groups, version)
+            yield Step(step, evaluation, mean_reward(groups), report)
+    finally:
+        await engine.close()
+        await reward.close()
