@@ -188,6 +188,7 @@ def step_fields(groups: list[Group], version: WeightVersion, report: StepReport)
         "lags": {str(lag): count for lag, count in sorted(lags.items())},
         "answers": len(rollouts),
         "zero_signal_groups": report.zero_signal_groups,
+        "malformed_logprobs": report.malformed_logprobs,
         "value_loss": report.value_loss,
         "diagnostics": report.diagnostics,
         "skipped": report.skipped,

@@ -7,7 +7,6 @@ most 1, so a bound of the slopes is a bound of the gradient.
 import math
 from dataclasses import asdict
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
