@@ -317,8 +317,11 @@ class LearnerConfig(Section, frozen=True):
     ] = 1
     spike_factor: Annotated[
         float | None,
-        Meta(description="a gradient norm above this multiple of the recent median skips the update; none: never"),
-    ] = None
+        Meta(
+            description="a gradient norm above this multiple of both the recent median and grad_clip skips the update; "
+            "none: only one that is not finite does"
+        ),
+    ] = 1000.0
     max_skips: Annotated[int, Meta(ge=1, description="skipped updates in a row that end the run with an error")] = 20
     full_lr_signal: Annotated[
         float,

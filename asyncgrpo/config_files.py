@@ -25,6 +25,8 @@ class Layer(NamedTuple):
     """File or `command line`, for messages."""
     values: dict[str, Any]
     """Nested, interpolations not resolved."""
+    is_preset: bool = False
+    """A preset of `configs/algorithms/`: it sets the whole objective, also by what it does not name."""
 
 
 def shipped(name: str) -> Path:
@@ -103,7 +105,8 @@ def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
     layers: list[Layer] = []
     for parent in named:
         layers += read(_extended(file, str(parent)), (*below, file.resolve()))
-    return [*layers, Layer(str(file), values)]
+    is_preset = file.resolve().parent == (_shipped_folder() / ALGORITHMS).resolve()
+    return [*layers, Layer(str(file), values, is_preset)]
 
 
 def _extended(file: Path, parent: str) -> Path:

@@ -6,7 +6,7 @@ it was written, the key, the value and what to change.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ _REASONS = {"algorithm.group_size": "GRPO compares the answers to one prompt"}
 # Which keys of `algorithm` are the arguments of which other one.
 _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
 
+# The keys of `learner` that are part of a recipe; of `algorithm` all are, but for the sizes of a run.
+_RECIPE_IN_LEARNER = ("learner.minibatches", "learner.ess_lr")
+_SIZES = ("algorithm.group_size", "algorithm.min_answers")
+
 
 def load_config(
     path: str | Path | None,
@@ -38,6 +42,7 @@ def load_config(
     *,
     base: dict[str, Any] | None = None,
     algorithm: str | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Config:
     """The configuration of a run.
 
@@ -45,7 +50,8 @@ def load_config(
         path: a YAML file, or the bare name of one that comes with the package (`quickstart`); none: only the rest.
         overrides: `key.sub=value`, the value read as YAML; later ones win, and all win over the file.
         base: nested values that everything else wins over.
-        algorithm: name of a preset in `configs/algorithms/`, which wins over the file.
+        algorithm: name of a preset in `configs/algorithms/`; the objective is the preset's alone, whatever the file says.
+        tell: gets a sentence about what the file sets and the preset replaced, where there is any.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
@@ -53,13 +59,22 @@ def load_config(
     written += read(find(path)) if path is not None else []
     written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
-    layers = [Layer(layer.name, _known_only(layer.name, layer.values)) for layer in written]
-    where = str(path) if path is not None else COMMAND_LINE
+    given = [layer._replace(values=_known_only(layer.name, layer.values)) for layer in written]
+    layers, where = _under_presets(given), str(path) if path is not None else COMMAND_LINE
     config = _convert(_merge(layers, where), layers, where)
     try:
         check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    if tell is not None and algorithm is not None and path is not None:
+        *files, _, command_line = given
+        without = _under_presets([*files, command_line])
+        replaced = _replaced(files, _convert(_merge(without, where), without, where), config)
+        said = ", ".join(f"{key}={value_in_words(value)}" for key, value in replaced.items())
+        if said:
+            tell(
+                f"--algorithm {algorithm} replaces what {where} sets: {said}; a key=value on the command line keeps one"
+            )
     return config
 
 
@@ -148,6 +163,37 @@ def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def is_part_of_a_preset(key: str) -> bool:
+    """Whether a preset decides this key, if only by leaving it at its default."""
+    return key in _RECIPE_IN_LEARNER or (key.startswith("algorithm.") and key not in _SIZES)
+
+
+def _under_presets(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, those below a preset without the keys that it decides: a preset is the same over any file."""
+    last = max((number for number, layer in enumerate(layers) if layer.is_preset), default=0)
+    return [
+        layer._replace(values=_without_recipe(layer.values)) if number < last else layer
+        for number, layer in enumerate(layers)
+    ]
+
+
+def _without_recipe(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    kept = {name: value for name, value in values.items() if not is_part_of_a_preset(f"{prefix}{name}")}
+    nested = ("algorithm", "learner")
+    return {n: _without_recipe(v, f"{n}.") if not prefix and n in nested else v for n, v in kept.items()}
+
+
+def _replaced(files: Sequence[Layer], before: Config, after: Config) -> dict[str, Any]:
+    """What the files set, by key, as they wrote it, where a preset made something else of it."""
+    there, here = msgspec.to_builtins(before), msgspec.to_builtins(after)
+    written = {key: [value for f in files if (value := _look_up(f.values, key)) is not None] for key in knobs()}
+    return {
+        key: values[-1]
+        for key, values in written.items()
+        if values and is_part_of_a_preset(key) and _look_up(there, key) != _look_up(here, key)
+    }
 
 
 def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:

@@ -67,10 +67,34 @@ class TestReading:
 
     def test_an_algorithm_wins_over_the_file_and_the_command_line_over_the_algorithm(self):
         config = load_config("one_node_8gpu", ["algorithm.loss_args.high=0.001"], algorithm="gspo")
-        assert (config.algorithm.group_size, config.algorithm.kl_coef) == (5, 0.001)
+        assert (config.algorithm.group_size, config.algorithm.kl_coef) == (5, 0.0)
         assert (config.algorithm.aggregation, config.learner.minibatches) == ("seq-mean-token-mean", 4)
         assert config.algorithm.loss_args == {"low": 3e-4, "high": 0.001}
         assert load_config("one_node_8gpu", algorithm="algorithms/gspo").algorithm.loss == "gspo"
+
+    def test_keys_beside_the_preset_that_a_file_extends_are_the_files(self, file):
+        (file.parent / "below.yaml").write_text("algorithm: {kl_coef: 0.5, entropy_coef: 0.5}\n")
+        file.write_text(file.read_text() + "extends: [below.yaml, algorithms/opsm]\nalgorithm: {entropy_coef: 0.1}\n")
+        algorithm = load_config(file).algorithm
+        assert (algorithm.kl_coef, algorithm.entropy_coef) == (0.001, 0.1)
+
+    def test_what_an_algorithm_replaces_of_a_file_is_said(self, file):
+        said: list[str] = []
+        assert load_config("quickstart", algorithm="grpo", tell=said.append).algorithm.entropy_coef == 0
+        assert said == [
+            "--algorithm grpo replaces what quickstart sets: algorithm.entropy_coef=0.02; a key=value on the command line "
+            "keeps one"
+        ]
+        file.write_text(
+            file.read_text() + "algorithm: {loss: gspo, kl_coef: 0.1}\nlearner: {minibatches: 2, lr: 1e-5}\n"
+        )
+        load_config(file, ["algorithm.kl_coef=0.2"], algorithm="gspo", tell=said.append)
+        assert said[1:] == [
+            f"--algorithm gspo replaces what {file} sets: learner.minibatches=2; a key=value on the command line keeps one"
+        ]
+        load_config(file, ["learner.minibatches=2"], algorithm="gspo", tell=said.append)
+        load_config(file, tell=said.append)
+        assert len(said) == 3 and "algorithm.kl_coef=0.1" in said[2] and "minibatches" not in said[2]
 
     def test_text_needs_no_quotes_on_the_command_line(self):
         config = load_config(None, [*NEEDED, "run.out=2024", "data.train=set #1.json", "data.system_prompt=A: b=[1"])

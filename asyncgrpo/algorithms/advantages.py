@@ -11,7 +11,7 @@ and the same for all:
 Only `remax` has no group in its formula: there, a missing baseline takes the place of the last two.
 
 Arguments, everywhere:
-    rewards: [S] one reward per answer, finite, or NaN where the answer has none.
+    rewards: [S] one reward per answer, finite, or NaN where the answer has none. Up to 1e300 nothing overflows.
     group_ids: [S] integers; answers to one prompt have the same. Any order, any values.
     lengths: [S] trained tokens of each answer; may be 0.
 Returns, everywhere: [S] float64, no gradient. In formulas, `mean`, `std` (n - 1 in the denominator) and `n` are over
@@ -108,14 +108,16 @@ def _scale(kind: Scale, scores: _Scores, eps: float) -> Tensor:
     batch_size = scores.scored.sum().to(torch.float64)
     if kind == "batch_std":
         deviations = torch.where(scores.scored, scores.rewards - scores.rewards.sum() / batch_size, 0.0)
-        return (deviations.square().sum() / (batch_size - 1)).sqrt() + eps
+        peak = _peak(deviations)
+        return peak * ((deviations / peak).square().sum() / (batch_size - 1)).sqrt() + eps
     assert kind == "nonzero_share", kind
     return (scores.rewards != 0).sum() / batch_size
 
 
 def _group_std(scores: _Scores) -> Tensor:
     deviations = torch.where(scores.scored, scores.rewards - scores.mean, 0.0)
-    return (scores.groups.sum(deviations.square()) / (scores.num_scored - 1)).sqrt()
+    peak = scores.groups.max(deviations.abs()).clamp(min=1.0)  # as `_peak`, of each group
+    return peak * (scores.groups.sum((deviations / peak).square()) / (scores.num_scored - 1)).sqrt()
 
 
 @torch.no_grad()
@@ -244,8 +246,15 @@ def standardised(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
     counted = torch.where(weights > 0, values, 0.0)
     total = weights.sum()
     mean = (weights * counted).sum() / total
-    variance = (weights * (counted - mean).square()).sum() / (total - 1)
-    return torch.where(total >= 2, (values - mean) * torch.rsqrt(variance + eps), 0.0)
+    deviations = torch.where(weights > 0, counted - mean, 0.0)
+    peak = _peak(deviations)
+    variance = (weights * (deviations / peak).square()).sum() / (total - 1)
+    return torch.where(total >= 2, (values - mean) / peak * torch.rsqrt(variance + eps / peak.square()), 0.0)
+
+
+def _peak(deviations: Tensor) -> Tensor:
+    """[] what to divide by before squaring, lest the square of a huge number overflow: the largest, at least 1."""
+    return torch.cat([deviations.abs().flatten(), deviations.new_ones(1)]).max()
 
 
 class Estimator(Protocol):

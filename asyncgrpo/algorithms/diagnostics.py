@@ -69,7 +69,7 @@ def gap_sums(policy_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) 
 
 @torch.no_grad()
 def ratio_sums(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
-    """What `ratio_report` needs of ρ = π_num/μ: names that begin with `rho_`. log ρ is cut to ±20 before exp.
+    """What `ratio_report` needs of ρ = π_num/μ: names that begin with `rho_`. log ρ is cut to ±20 in exp alone.
 
     Args:
         log_rho: [T] log π_num - log μ of the sampled tokens, nats.
@@ -79,7 +79,7 @@ def ratio_sums(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
     x = log_rho.to(torch.float64)
     bounded = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     rho = bounded.exp()
-    half = torch.nn.functional.softplus(bounded) - math.log(2)  # log of the mixture over μ
+    half = torch.nn.functional.softplus(x) - math.log(2)  # log of the mixture over μ
     length = trained_sum(mask, mask, cu_seqlens)
     present, total = length > 0, trained_sum(x, mask, cu_seqlens)
     rho_of_sequence, gap = _ratio(total), -total / length
@@ -87,9 +87,9 @@ def ratio_sums(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
         "rho_tokens": _count(mask),
         "rho_sequences": _count(present),
         "rho_log": _total(x, mask),
-        "rho_k3": _total(_k3(bounded), mask),
-        "rho_k3_reverse": _total(_k3(-bounded), mask),
-        "rho_js": _total((_k3(bounded - half) + _k3(-half)) / 2, mask),
+        "rho_k3": _total(_k3(x), mask),
+        "rho_k3_reverse": _total(_k3(-x), mask),
+        "rho_js": _total((_k3(x - half) + _k3(-half)) / 2, mask),
         "rho_mult": _total(bounded.abs().exp(), mask),
         "rho_abs": _total(x.abs(), mask),
         "rho_abs_max": _largest(x.abs(), mask, 0.0),
@@ -300,7 +300,8 @@ def _ratio(x: Tensor) -> Tensor:
 
 
 def _k3(x: Tensor) -> Tensor:
-    return torch.expm1(x) - x
+    """e^x - 1 - x, x cut to ±20 in the exponential: the linear term is exact, and all there is of a large -x."""
+    return torch.expm1(x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - x
 
 
 def _total(values: Tensor, mask: Tensor) -> Tensor:

@@ -47,10 +47,10 @@ def kl_penalty(
         k1, kl           d                  derivative 1, which is 0 in expectation: as a loss it only adds noise
         abs              |d|                derivative sign d
         k2, mse          d² / 2             derivative d, the right gradient
-        k3               exp(-d) - 1 + d    derivative 1 - exp(-d); never negative
+        k3               exp(-d) - 1 + d    derivative 1 - exp(-d); d is cut to ±20 in the exponential alone
         low_var_kl       k3 with d cut to ±20 and the value to at most 10, as in verl
         ...+             the value of any of these, with k2's derivative d
-        k3_reweighted    r k3               derivative r d
+        k3_reweighted    r k3               derivative r d; log r is cut to ±20, and beyond that the derivative is 0
 
     Beyond either cut of `low_var_kl` the coefficient is 0: a token that is very unlikely under the policy but not under
     the reference (d < -2.6) is no longer pulled back. `k3_reweighted` is for tokens that another policy sampled: with
@@ -66,8 +66,9 @@ def kl_penalty(
     d = upcast(policy_logprobs) - upcast(reference_logprobs)
     if kind == "k3_reweighted":
         assert log_ratio is not None, "k3_reweighted needs log_ratio"
-        ratio = upcast(log_ratio).exp()
-        return Penalty(ratio * (torch.expm1(-d) + d), ratio * d)
+        x = upcast(log_ratio)
+        ratio = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return Penalty(ratio * _estimate(d, "k3").value, (ratio * d).masked_fill(x.abs() > MAX_LOG_RATIO, 0.0))
     penalty = _estimate(d, kind.removesuffix("+"))
     return Penalty(penalty.value, d) if kind.endswith("+") else penalty
 
@@ -116,10 +117,10 @@ def _estimate(d: Tensor, kind: str) -> Penalty:
         return Penalty(d.abs(), d.sign())
     if kind in ("k2", "mse"):
         return Penalty(d.square() / 2, d)
-    if kind == "k3":
-        return Penalty(torch.expm1(-d) + d, -torch.expm1(-d))
-    assert kind == "low_var_kl", kind
     bounded = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if kind == "k3":
+        return Penalty(torch.expm1(-bounded) + d, -torch.expm1(-bounded))
+    assert kind == "low_var_kl", kind
     value = torch.expm1(-bounded) + bounded
     is_cut = value > MAX_LOW_VAR_KL  # so is it where d was
     return Penalty(value.clamp(max=MAX_LOW_VAR_KL), (-torch.expm1(-bounded)).masked_fill(is_cut, 0.0))

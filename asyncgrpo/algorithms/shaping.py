@@ -3,6 +3,7 @@
 A missing reward (NaN) stays missing through all of it.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def reward_with_kl(rewards: Tensor, kl_per_token: Tensor, mask: Tensor, cu_seqle
 def adaptive_kl_coefficient(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
     """The next coefficient of a KL that is to stay near its target.
 
-        coef (1 + clip(kl / target - 1, ±0.2) count / horizon)
+        coef (1 + clip(kl / target - 1, ±0.2) count / horizon)        at least coef / 2; coef where kl is not finite
 
     Args:
         coef: the coefficient so far.
@@ -69,8 +70,10 @@ def adaptive_kl_coefficient(coef: float, kl: float, *, target: float, horizon: f
     Source:
         arXiv:1909.08593; target 0.1 and horizon 10000 answers in verl.
     """
+    if not math.isfinite(kl):
+        return coef
     error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return coef * (1 + error * count / horizon)
+    return coef * max(1 + error * count / horizon, 0.5)
 
 
 class Truncation(NamedTuple):

@@ -123,6 +123,8 @@ def gmpo(
         value = s A
         c     = s where x' = x, else 0
 
+    On the other side x is cut at 20, which takes a token's gradient away too.
+
     The mean is within the sequence only; how sequences are averaged is the aggregation's business, as for every other
     surrogate (the paper's is `seq-mean-token-mean`).
 
@@ -134,6 +136,7 @@ def gmpo(
     policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     x = policy - anchor
     bounded = torch.where(advantages > 0, x.clamp(max=high), torch.where(advantages < 0, x.clamp(min=-low), x))
+    bounded = bounded.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     clipped = bounded != x
     value = _mean_in_sequence(bounded, mask, cu_seqlens).exp() * advantages
     return Surrogate(value.masked_fill(clipped, 0.0), value, clipped)

@@ -1,5 +1,6 @@
 """`asyncgrpo config`: what a knob means, what a file comes to, and which algorithms there are."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -65,7 +66,7 @@ def show(
     from asyncgrpo.config_loading import load_config, to_yaml
     from asyncgrpo.learner.settings import check_algorithm
 
-    config = load_config(file, overrides or (), algorithm=algorithm)
+    config = load_config(file, overrides or (), algorithm=algorithm, tell=partial(typer.echo, err=True))
     check_algorithm(config)
     if as_json:
         print_json(msgspec.to_builtins(config))

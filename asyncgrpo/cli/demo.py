@@ -1,6 +1,7 @@
 """`asyncgrpo demo`: the whole system on this machine, with a model and a task that it makes itself."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +53,7 @@ def demo(
     from asyncgrpo.cli.audit import report
     from asyncgrpo.cli.running import choose_folder, execute
     from asyncgrpo.cluster.chaos import Plan
-    from asyncgrpo.config_files import algorithm_file, shipped
+    from asyncgrpo.config_files import algorithm_file
     from asyncgrpo.config_loading import load_config
 
     console = Console()
@@ -81,7 +82,12 @@ def demo(
         if chaos <= 0:
             raise ConfigError(f"--chaos {chaos:g}: faults per hour must be above 0")
         settings += UNDER_CHAOS
-    config = load_config(shipped("quickstart"), [*settings, *(overrides or [])], algorithm=algorithm)
+    config = load_config(
+        "quickstart",
+        [*settings, *(overrides or [])],
+        algorithm=algorithm,
+        tell=partial(console.print, highlight=False),
+    )
     plan = Plan(per_hour=chaos, seed=seed) if chaos is not None else None
     finished = execute(config, console, algorithm=algorithm, chaos=plan)
     if chaos is not None:

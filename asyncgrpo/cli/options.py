@@ -36,7 +36,11 @@ MaxLagOption = Annotated[
 ]
 AlgorithmOption = Annotated[
     str | None,
-    typer.Option("--algorithm", help="A preset of configs/algorithms, over the file; `config algorithms` lists them."),
+    typer.Option(
+        "--algorithm",
+        help="A preset of configs/algorithms: the whole objective, whatever the file says; key=value wins over it. "
+        "`config algorithms` lists them.",
+    ),
 ]
 
 # Above this share of the GPUs the learner gets no more. Half: full training keeps 16 bytes a parameter on the learner's

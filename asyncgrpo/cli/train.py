@@ -1,5 +1,6 @@
 """`asyncgrpo train` and `asyncgrpo serve`: a run from flags, and a run from a file."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -63,8 +64,9 @@ def train(
         out=str(choose_folder("runs/train", out)),
         explicit=overrides or (),
     )
-    resolved = load_config(config, settings, algorithm=algorithm)
-    finished = execute(resolved, Console(), algorithm=algorithm)
+    console = Console()
+    resolved = load_config(config, settings, algorithm=algorithm, tell=partial(console.print, highlight=False))
+    finished = execute(resolved, console, algorithm=algorithm)
     next_ = (
         f"asyncgrpo samples {finished.run_dir}" if finished.status == "done" else "the same command goes on from here"
     )
@@ -83,6 +85,8 @@ def serve(
     from asyncgrpo.cli.running import execute
     from asyncgrpo.config_loading import load_config
 
-    resolved = load_config(config, ["run.steps=null", "run.epochs=null", *(overrides or [])], algorithm=algorithm)
-    finished = execute(resolved, Console(), algorithm=algorithm)
+    console = Console()
+    settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
+    resolved = load_config(config, settings, algorithm=algorithm, tell=partial(console.print, highlight=False))
+    finished = execute(resolved, console, algorithm=algorithm)
     typer.echo(f"{finished.status}: {Path(finished.run_dir)}")

@@ -38,6 +38,8 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
     Raises:
         ConfigError: it is not valid, or a key is set that would have changed what was generated.
     """
+    if algorithm is not None:  # a preset sets this key too, and what it decides was decided when the groups were made
+        overrides = [f"algorithm.filter_zero_signal={recorded.algorithm.filter_zero_signal}", *overrides]
     config = with_overrides(recorded, overrides, algorithm=algorithm)
     before, after = _by_key(recorded), _by_key(config)
     for key in (key for key in after if after[key] != before[key]):

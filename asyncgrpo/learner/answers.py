@@ -4,6 +4,7 @@ All ranks hold all of them, so advantages need no communication unless the rewar
 critic).
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,12 @@ from asyncgrpo.types import Completion, Group, Rollout
 
 CRITIC = "gae"
 """The advantage that a critic makes; the others are functions of rewards."""
+
+
+LEAST_LOGPROB = -1e4
+"""Nats. No sampler in float32 draws a token that is less likely."""
+ROUNDING = 1e-2
+"""Nats that the log-prob of a certain token may be above 0."""
 
 
 class Shaping(NamedTuple):
@@ -52,7 +59,9 @@ class Answers(NamedTuple):
     is_trained: Tensor
     """[A] bool; the others are only compared with."""
     num_unusable: int
-    """Answers left out: without a score, aborted, or with a behaviour log-prob that is not a number."""
+    """Answers left out: without a finite score, aborted, or malformed."""
+    num_malformed: int
+    """Of these, answers with a behaviour log-prob that cannot be one."""
 
     def advantages(self, estimator: str, rewards: Tensor | None = None) -> Tensor:
         """[A] float64 by the estimator of that name, of these rewards or of others; 0 where a critic is to say."""
@@ -96,12 +105,18 @@ def read_answers(groups: Sequence[Group], *, group_size: int, shaping: Shaping) 
         lengths=lengths,
         is_trained=is_trained,
         num_unusable=len(sampled) - len(usable),
+        num_malformed=sum(_is_malformed(rollout.completion) for _, _, rollout, _ in sampled),
     )
 
 
 def _reward(rollout: Rollout) -> float:
     """NaN where the answer takes no part in training."""
     completion, value = rollout.completion, rollout.score.value
-    if value is None or completion.finish_reason == "abort" or np.isnan(completion.logprobs).any():
-        return float("nan")
+    if value is None or not math.isfinite(value) or completion.finish_reason == "abort" or _is_malformed(completion):
+        return math.nan
     return value
+
+
+def _is_malformed(completion: Completion) -> bool:
+    """Whether a number that came as a behaviour log-prob is none: not finite, above 0, or of what is never sampled."""
+    return not bool(((completion.logprobs >= LEAST_LOGPROB) & (completion.logprobs <= ROUNDING)).all())

@@ -7,6 +7,9 @@ import math
 from collections import deque
 from statistics import median
 
+import torch
+from torch import Tensor
+
 from asyncgrpo.errors import TrainingError
 
 WINDOW = 50
@@ -16,15 +19,18 @@ ENOUGH = 10
 
 
 class GradientGuard:
-    """Judges gradient norms in the order in which they come; the same on every rank. Not part of a checkpoint."""
+    """Judges gradient norms in the order in which they come; the same on every rank."""
 
-    def __init__(self, spike_factor: float | None, max_skips: int) -> None:
+    def __init__(self, spike_factor: float | None, max_skips: int, grad_clip: float) -> None:
         """
         Args:
-            spike_factor: a norm above this multiple of the recent median is a spike; none: nothing is.
+            spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; none: nothing
+                is.
             max_skips: skipped updates in a row that end the run.
+            grad_clip: norm to which gradients are clipped. Norms near it are harmless, however small the median has
+                become: a run that has learnt has next to no gradient until it meets a group with signal.
         """
-        self._factor, self._max_skips = spike_factor, max_skips
+        self._factor, self._max_skips, self._clip = spike_factor, max_skips, grad_clip
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self.skips = 0
         """Updates skipped in a row."""
@@ -38,7 +44,8 @@ class GradientGuard:
         reason = self._objection(norm)
         if reason is None:
             self.skips = 0
-            self._norms.append(norm)
+            if norm > 0:  # a step without signal says nothing of the others
+                self._norms.append(norm)
             return None
         self.skips += 1
         if self.skips >= self._max_skips:
@@ -48,12 +55,24 @@ class GradientGuard:
             )
         return reason
 
+    def memory(self) -> Tensor:
+        """[1 + WINDOW] float64: updates skipped in a row, then the norms, NaN where there are fewer; for a checkpoint."""
+        unknown = [math.nan] * (WINDOW - len(self._norms))
+        return torch.tensor([self.skips, *self._norms, *unknown], dtype=torch.float64)
+
+    def recall(self, memory: Tensor) -> None:
+        """Go on from the `memory` of another one."""
+        skips, *norms = memory.tolist()
+        self.skips = int(skips)
+        self._norms = deque((norm for norm in norms if not math.isnan(norm)), maxlen=WINDOW)
+
     def _objection(self, norm: float) -> str | None:
         if not math.isfinite(norm):
             return f"the gradient norm is {norm}"
         if self._factor is None or len(self._norms) < ENOUGH:
             return None
         usual = median(self._norms)
-        if norm <= self._factor * usual:
+        if norm <= self._factor * max(usual, self._clip):
             return None
-        return f"the gradient norm, {norm:.3g}, is above learner.spike_factor x the recent median, {usual:.3g}"
+        measure = f"the recent median, {usual:.3g}" if usual > self._clip else f"learner.grad_clip, {self._clip:g}"
+        return f"the gradient norm, {norm:.3g}, is above learner.spike_factor ({self._factor:g}) x {measure}"

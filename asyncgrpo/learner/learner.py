@@ -63,7 +63,7 @@ class Learner:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _optimizer(self.model, config)
         self._offload = OptimizerOffload(self.optimizer, is_on=config.learner.offload_optimizer)
-        self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips)
+        self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
         self.layout, self.weights = self._published.layout, self._published.weights
         only_adapters = config.model.lora.rank and config.weights.adapters_only
@@ -107,12 +107,14 @@ class Learner:
     def save(self, folder: str) -> None:
         """Write what `load` needs to go on exactly here. Collective. Raises CheckpointError."""
         with self._offload.at_hand():
-            checkpoint.save(folder, self.model, self.optimizer, self.steps, self.kl_coef)
+            checkpoint.save(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
         with self._offload.at_hand():
-            self.steps, self.kl_coef = checkpoint.load(folder, self.model, self.optimizer)
+            loaded = checkpoint.load(folder, self.model, self.optimizer, self._guard.memory())
+        self.steps, self.kl_coef, memory = loaded
+        self._guard.recall(memory)
 
     def export(self, folder: str, tokenizer_path: str | None = None) -> None:
         """Write a Hugging Face model folder, with the tokenizer of `tokenizer_path` (a folder or hub id). Collective.

@@ -202,6 +202,7 @@ def step_fields(groups: list[Group], version: WeightVersion, report: StepReport)
         "answers": len(rollouts),
         "zero_signal_groups": report.zero_signal_groups,
         "signal_share": report.signal_share,
+        "malformed_logprobs": report.malformed_logprobs,
         "value_loss": report.value_loss,
         "diagnostics": report.diagnostics,
         "skipped": report.skipped,

@@ -65,7 +65,9 @@ class StepReport:
     answers: int
     """Answers trained."""
     answers_unusable: int
-    """Answers left out: no score, aborted, or a log-prob that is not a number."""
+    """Answers left out: no finite score, aborted, or malformed."""
+    malformed_logprobs: int
+    """Of these, answers with a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
     zero_signal_groups: int
     """Groups whose advantages are all exactly 0."""
     signal_share: float
@@ -120,6 +122,7 @@ def build_report(
         tokens_trained=sum(batch.num_tokens for batch in batches),
         answers=sum(batch.num_answers for batch in batches),
         answers_unusable=sum(batch.answers.num_unusable for batch in batches),
+        malformed_logprobs=sum(batch.answers.num_malformed for batch in batches),
         zero_signal_groups=sum(batch.zero_signal_groups for batch in batches),
         signal_share=sum(batch.signal_share for batch in batches) / len(batches),
         advantages={

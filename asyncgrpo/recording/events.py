@@ -36,7 +36,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | answers, zero_signal_groups | trained; groups whose answers all have one reward |
 | signal_share | of the trained groups, how many have an advantage other than 0; the learning rate depends on it |
 | answer_length_mean, truncated_share | tokens; share of answers that ended by length |
-| tokens_trained | of this step |
+| tokens_trained, malformed_logprobs | of this step; answers left out for a behaviour log-prob that cannot be one |
 | tokens_generated, [tokens_dropped], [tokens_filtered], [prompts_done] | of the run so far, as the buffer counted |
 | failures, dropped | {name: answers} and {reason: groups}, both since the step before |
 | [filtered] | {kind: groups} that `algorithm.filter_zero_signal` replaced since the step before; kinds: all_equal_high |

@@ -99,7 +99,7 @@ def gmpo(logp: Floats, anchor: Floats, a: Floats, *, low=0.4, high=0.4) -> list[
     bounded = []
     for p, q, advantage in zip(logp, anchor, a, strict=True):
         x = p - q
-        bounded.append(min(x, high) if advantage > 0 else max(x, -low))
+        bounded.append(clip(min(x, high) if advantage > 0 else max(x, -low), -20, 20))
     s = math.exp(math.fsum(bounded) / len(bounded))
     points = []
     for p, q, advantage, b in zip(logp, anchor, a, bounded, strict=True):
@@ -246,7 +246,7 @@ def token_weights(mode: str, mask, sequences, groups, *, num_sequences: int, max
 
 
 def kl(kind: str, logp: float, reference: float, log_ratio: float = 0.0) -> tuple[float, float]:
-    d, r = logp - reference, math.exp(log_ratio)
+    d, r = logp - reference, exp(log_ratio)
     if kind.endswith("+"):
         return kl(kind[:-1], logp, reference)[0], d
     if kind in ("k1", "kl"):
@@ -256,9 +256,9 @@ def kl(kind: str, logp: float, reference: float, log_ratio: float = 0.0) -> tupl
     if kind in ("k2", "mse"):
         return d * d / 2, d
     if kind == "k3":
-        return math.exp(-d) - 1 + d, 1 - math.exp(-d)
+        return exp(-d) - 1 + d, 1 - exp(-d)
     if kind == "k3_reweighted":
-        return r * (math.exp(-d) - 1 + d), r * d
+        return r * (exp(-d) - 1 + d), r * d if abs(log_ratio) <= 20 else 0.0
     assert kind == "low_var_kl", kind
     value = exp(-d) - 1 + clip(d, -20, 20)
     return min(value, 10.0), (1 - math.exp(-d) if value <= 10 and abs(d) <= 20 else 0.0)
@@ -276,10 +276,10 @@ def ratio_report(log_rho, mask, sequences) -> dict[str, float]:
         return math.fsum(values) / len(values)
 
     def k3(z: float) -> float:
-        return math.exp(z) - 1 - z
+        return exp(z) - 1 - z
 
     def js(z: float) -> float:
-        mixture = math.log(0.5 * math.exp(z) + 0.5)
+        mixture = max(z, 0.0) + math.log(0.5 + 0.5 * math.exp(-abs(z)))
         return 0.5 * k3(z - mixture) + 0.5 * k3(-mixture)
 
     cut = [clip(v, -20, 20) for v in x]
@@ -287,9 +287,9 @@ def ratio_report(log_rho, mask, sequences) -> dict[str, float]:
     gaps = [-mean(s) for s in by_sequence]
     return {
         "kl_k1": mean(-v for v in x),
-        "kl_k3": mean(map(k3, cut)),
-        "kl_k3_reverse": mean(k3(-v) for v in cut),
-        "js": mean(map(js, cut)),
+        "kl_k3": mean(map(k3, x)),
+        "kl_k3_reverse": mean(k3(-v) for v in x),
+        "js": mean(map(js, x)),
         "mult_prob_error": mean(math.exp(abs(v)) for v in cut),
         "abs_mean": mean(map(abs, x)),
         "abs_max": max(map(abs, x)),

@@ -198,3 +198,36 @@ def test_signal_is_two_different_rewards():
     rewards, groups, *_ = tensors(batch)
     with_signal = {batch.groups[winner] for winner, _ in oracle.pairs(batch.rewards, batch.groups)}
     assert groups_with_signal(rewards, groups).tolist() == [g in with_signal for g in batch.groups]
+
+
+# --- numbers whose squares do not fit
+
+
+SCALE_FREE = ("grpo", "lite", "pass_at_k", "reinforce_plus_plus_baseline")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1e200, 1e300])
+def test_huge_rewards_are_compared_like_others(name, size):
+    """Their squares overflow; advantages would be 0 without a word, or no numbers."""
+    rewards, groups, lengths, greedy = tensors(oracle.batch(0))
+    usual = estimate(name, 1e8 * rewards, groups, lengths, 1e8 * greedy)
+    huge = estimate(name, size * rewards, groups, lengths, size * greedy)
+    assert (usual != 0).any() and huge.isfinite().all()
+    scale = 1.0 if name in (*SCALE_FREE, "max_rl") else size / 1e8
+    torch.testing.assert_close(huge / scale, usual, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1e-300, 1e-320])
+def test_tiny_rewards_give_numbers(name, size):
+    rewards, groups, lengths, greedy = tensors(oracle.batch(0))
+    assert estimate(name, size * rewards, groups, lengths, size * greedy).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "pass_at_k"])
+def test_a_huge_group_beside_a_usual_one_changes_nothing_of_it(name):
+    rewards, groups = torch.tensor([1e200, 0.0, 1.0, 0.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    lengths = torch.ones_like(groups)
+    ours = estimate(name, rewards, groups, lengths, rewards)
+    assert ours[2:].equal(estimate(name, rewards[2:], groups[2:], lengths[2:], rewards[2:]))

@@ -93,6 +93,16 @@ def test_the_ratio_report_follows_the_formulas(seed):
     assert ours == pytest.approx(oracle.ratio_report(b.log_rho, b.mask, b.sequences), rel=1e-9)
 
 
+@pytest.mark.parametrize("x", [-700.0, -50.0, 50.0, 700.0])
+def test_a_large_gap_is_cut_in_the_exponential_alone(x):
+    report = ratio_report(numbers(ratio_sums(torch.tensor([x, 0.0]), torch.tensor([True, True]), torch.tensor([0, 2]))))
+    assert report["kl_k3"] == pytest.approx((math.exp(max(min(x, 20), -20)) - 1 - x) / 2, rel=1e-12)
+    assert report["kl_k3_reverse"] == pytest.approx((math.exp(max(min(-x, 20), -20)) - 1 + x) / 2, rel=1e-12)
+    if x < 0:  # where the exponential is next to nothing, the estimate is the distance itself, as k1
+        assert report["kl_k3"] == pytest.approx(report["kl_k1"], rel=0.03)
+    assert report["js"] == pytest.approx((abs(x) - 1) / 4, rel=0.03), "in each half one exponential is next to nothing"
+
+
 def test_sequences_without_trained_tokens_are_in_no_mean():
     """Counted as perplexity 1, they would hide a gap."""
     log_rho, mask = torch.tensor([-0.5, -0.5, math.nan]), torch.tensor([True, True, False])

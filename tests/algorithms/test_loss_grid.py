@@ -116,7 +116,7 @@ def objective(name: str, logp: Tensor, anchor: Tensor, a: Tensor) -> Tensor:
         s = (x.mean().detach() + logp - logp.detach()).clamp(max=10).exp()
         return torch.minimum(s * a, s.clamp(1 - p["low"], 1 + p["high"]) * a)
     if name == "gmpo":
-        bounded = torch.where(a > 0, x.clamp(max=p["high"]), x.clamp(min=-p["low"]))
+        bounded = torch.where(a > 0, x.clamp(-20, p["high"]), x.clamp(-p["low"], 20))
         return (bounded.mean().detach() + bounded - bounded.detach()).exp() * a
     if name == "sapo":
         tau = torch.where(a > 0, tensor([p["tau_positive"]]), tensor([p["tau_negative"]]))

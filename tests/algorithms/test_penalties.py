@@ -57,6 +57,18 @@ def test_low_var_kl_is_cut_where_it_explodes():
     assert ours.value.tolist() == [10.0, 10.0] and ours.coefficient.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("log_ratio", [-700.0, -50.0, 50.0, 700.0])
+def test_a_penalty_is_bounded_under_any_gap(kind, log_ratio):
+    """In float32, where e^89 is infinite: at most e^20 by each of the two ratios in the value, by one in the gradient."""
+    policy, reference = torch.tensor([-700.5, -50.5, -0.5, -0.5]), torch.tensor([-0.5, -0.5, -50.5, -700.5])
+    ours = kl_penalty(policy, reference, kind=kind, log_ratio=torch.full_like(policy, log_ratio))
+    assert ours.value.isfinite().all() and (ours.value.abs() <= 2 * math.exp(40)).all()
+    assert (ours.coefficient.abs() <= math.exp(20)).all()
+    if kind == "k3_reweighted":
+        assert (ours.coefficient == 0).all(), "beyond the cut the ratio is a constant of the broken token"
+
+
 @pytest.mark.parametrize("kind", ["k2", "k1+", "abs+", "k3+", "low_var_kl+"])
 def test_averaged_over_the_policy_it_has_the_gradient_of_the_true_kl(kind):
     z = logits(0, 6).requires_grad_()

@@ -64,6 +64,16 @@ def test_the_coefficient_follows_the_kl_by_at_most_a_fifth_of_the_horizon(kl, ex
     assert ours == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_kl_that_is_not_finite_says_nothing_of_the_coefficient(kl):
+    """It comes with a gradient that is skipped; a coefficient that is no number would stay one for ever."""
+    assert adaptive_kl_coefficient(0.2, kl, target=0.1, horizon=1000, count=100) == 0.2
+
+
+def test_a_step_of_many_horizons_does_not_turn_the_coefficient_negative():
+    assert adaptive_kl_coefficient(0.2, 0.0, target=0.1, horizon=1000, count=50_000) == 0.1
+
+
 TRUNCATED = torch.tensor([False, True, True, False])
 REWARDS = torch.tensor([1.0, 0.5, math.nan, 0.0])
 

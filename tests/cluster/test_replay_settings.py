@@ -4,7 +4,7 @@ import pytest
 
 from asyncgrpo.cluster.replay_settings import replay_config
 from asyncgrpo.config import Config
-from asyncgrpo.config_loading import load_config
+from asyncgrpo.config_loading import load_config, with_overrides
 from asyncgrpo.errors import ConfigError
 
 
@@ -27,6 +27,13 @@ def test_objective_and_learner_can_be_changed(recorded: Config):
 
 def test_a_preset_can_be_chosen(recorded: Config):
     assert replay_config(recorded, (), algorithm="gspo").algorithm.loss == "gspo"
+
+
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_a_preset_leaves_alone_which_groups_were_trained(recorded: Config, is_filtered: bool):
+    recorded = with_overrides(recorded, [f"algorithm.filter_zero_signal={is_filtered}"])
+    for name in ("grpo", "dapo"):
+        assert replay_config(recorded, (), algorithm=name).algorithm.filter_zero_signal == is_filtered
 
 
 @pytest.mark.parametrize(

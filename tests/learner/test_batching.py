@@ -159,6 +159,7 @@ def test_answers_without_score_or_aborted_or_without_logprobs_are_left_out_and_c
     group = changed(changed(group, 3, finish_reason="abort"), 4, logprobs=np.float32([math.nan]))
     step = packed([group])
     assert (step.num_answers, step.answers.num_unusable, step.num_tokens) == (2, 3, 2)
+    assert step.answers.num_malformed == 1
     assert by_key(step).keys() == {("g0", 0), ("g0", 2)}
     assert by_key(step)["g0", 0] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
     assert sorted(t for batch in step.trained for t in batch.targets.tolist()) == [1, 3]
@@ -239,6 +240,27 @@ def test_long_answers_lose_reward_over_the_overlong_buffer():
     expected = oracle_advantages.estimate("grpo", [1.0, 0.9, 0.7, 0.5], [0] * 4, [4, 6, 8, 11], [math.nan] * 4)
     assert step.advantages.tolist() == pytest.approx(expected)
     assert packed([group]).zero_signal_groups == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf, 0.1, 9.9, -3.4e38])
+def test_an_answer_with_a_number_that_is_no_logprob_is_left_out_and_counted_by_name(bad):
+    group = changed(make_group(0, [1.0, 0.0, 1.0], [[1], [2], [3, 3]]), 2, logprobs=np.float32([-1.0, bad]))
+    step = packed([group])
+    assert (step.num_answers, step.answers.num_unusable, step.answers.num_malformed) == (2, 1, 1)
+    assert step.advantages.tolist() == packed([make_group(0, [1.0, 0.0], [[1], [2]])]).advantages.tolist()
+
+
+@pytest.mark.parametrize("good", [0.0, 1e-3, -700.0])
+def test_a_logprob_that_rounding_or_chance_made_odd_is_one(good):
+    step = packed([changed(make_group(0, [1.0, 0.0], [[1], [2]]), 1, logprobs=np.float32([good]))])
+    assert (step.num_answers, step.answers.num_malformed) == (2, 0)
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
+def test_an_answer_with_a_reward_that_is_not_finite_is_left_out_and_counted(reward):
+    step = packed([make_group(0, [1.0, 0.0, reward], [[1], [2], [3]])])
+    assert (step.num_answers, step.answers.num_unusable, step.answers.num_malformed) == (2, 1, 0)
+    assert step.advantages.isfinite().all()
 
 
 def test_greedy_answers_are_baselines_and_nothing_else():

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.learner import exporting
+from asyncgrpo.learner import exporting, guard
 from tests.learner.helpers import VERSION, learner, load, plain_logprobs, random_groups, weights, with_true_logprobs
 from tests.models import make_tiny_llama, make_tiny_qwen3
 
@@ -32,6 +33,33 @@ def test_a_resumed_learner_takes_the_same_next_step_bit_for_bit(path, tmp_path):
         assert (ours.loss, ours.grad_norm, ours.lr) == (theirs.loss, theirs.grad_norm, theirs.lr)
     expected = weights(first)
     assert all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
+
+
+def test_a_resumed_learner_knows_which_gradients_are_usual(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "ENOUGH", 2)
+    settings = {"learner": {"spike_factor": 1.001, "grad_clip": 1e-6, "warmup_steps": 10}}
+    first = learner(path, **settings)
+    reports = [first.step(groups, VERSION) for groups in (GROUPS, MORE, GROUPS)]
+    first.save(str(tmp_path / "checkpoint"))
+    resumed = learner(path, **settings)
+    resumed.load(str(tmp_path / "checkpoint"))
+    ours, theirs = ([one.step(g, VERSION).skipped for g in (MORE, GROUPS, MORE)] for one in (resumed, first))
+    assert ours == theirs and any("spike_factor" in (reason or "") for reason in ours), reports
+
+
+def test_a_checkpoint_of_an_earlier_release_knows_of_no_gradients_and_is_read(path, tmp_path, monkeypatch):
+    first = learner(path)
+    first.step(GROUPS, VERSION)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(dcp, "save", lambda state, save=dcp.save, **where: save(without_guard(state), **where))
+        first.save(str(tmp_path / "checkpoint"))
+    resumed = learner(path)
+    resumed.load(str(tmp_path / "checkpoint"))
+    assert resumed.steps == 1 and resumed.step(MORE, VERSION).grad_norm == first.step(MORE, VERSION).grad_norm
+
+
+def without_guard(state: dict) -> dict:
+    return {name: value for name, value in state.items() if name != "guard"}
 
 
 def test_a_checkpoint_before_the_first_step_is_the_beginning(path, tmp_path):

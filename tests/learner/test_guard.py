@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from asyncgrpo.config import LearnerConfig
 from asyncgrpo.errors import TrainingError
 from asyncgrpo.learner import guard
 from asyncgrpo.learner.guard import ENOUGH, WINDOW, GradientGuard
@@ -19,9 +20,9 @@ def path(tmp_path_factory):
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32)
 
 
-def used_to(norm: float, *, factor: float | None = 3.0, max_skips: int = 5) -> GradientGuard:
+def used_to(norm: float, *, factor: float | None = 3.0, max_skips: int = 5, clip: float = 1e-3) -> GradientGuard:
     """A guard that has seen enough updates of that norm."""
-    one = GradientGuard(factor, max_skips)
+    one = GradientGuard(factor, max_skips, clip)
     assert [one.judge(norm) for _ in range(ENOUGH)] == [None] * ENOUGH
     return one
 
@@ -29,20 +30,66 @@ def used_to(norm: float, *, factor: float | None = 3.0, max_skips: int = 5) -> G
 def test_a_spike_is_a_multiple_of_the_recent_median():
     one = used_to(2.0)
     assert one.judge(6.0) is None, "just not above"
-    assert one.judge(6.01) == "the gradient norm, 6.01, is above learner.spike_factor x the recent median, 2"
+    assert one.judge(6.01) == "the gradient norm, 6.01, is above learner.spike_factor (3) x the recent median, 2"
+    clipped = used_to(2.0, clip=10.0)
+    assert clipped.judge(30.0) is None, "what is clipped a little does no harm"
+    assert clipped.judge(31.0) == "the gradient norm, 31, is above learner.spike_factor (3) x learner.grad_clip, 10"
     assert one.judge(0.0) is None, "a small gradient does no harm"
 
 
 def test_nothing_is_a_spike_before_enough_is_known_or_without_a_factor():
-    early = GradientGuard(3.0, 5)
+    early = GradientGuard(3.0, 5, 1e-3)
     assert [early.judge(10.0**i) for i in range(ENOUGH)] == [None] * ENOUGH
     assert all(used_to(1.0, factor=None).judge(norm) is None for norm in (1e6, 1e12))
+
+
+DEFAULTS = LearnerConfig()
+
+
+@pytest.mark.parametrize("usual", [0.0003, 0.1, 1.0])
+@pytest.mark.parametrize("norm", [6e14, 3e8, 1.2e5])
+def test_the_defaults_catch_what_one_broken_token_makes(usual, norm):
+    """The norms of the presets opsm, dppo and gmpo where one token was 50 nats off, before they were bounded."""
+    one = used_to(usual, factor=DEFAULTS.spike_factor, clip=DEFAULTS.grad_clip)
+    assert "learner.spike_factor" in one.judge(norm) and one.judge(usual) is None
+
+
+def test_the_defaults_let_a_run_that_has_learnt_meet_a_group_with_signal():
+    """Norms fall from 1 to next to nothing, or to nothing; then a group that is not solved is 1000 times the median."""
+    falling = [10 ** (-3.5 * i / 60) for i in range(60)]
+    for quiet in (3e-4, 0.0):
+        one = GradientGuard(DEFAULTS.spike_factor, DEFAULTS.max_skips, DEFAULTS.grad_clip)
+        norms = [*falling, *[quiet] * WINDOW, 0.3, quiet, 1.0, quiet, 20.0, *reversed(falling)]
+        assert [one.judge(norm) for norm in norms] == [None] * len(norms)
+
+
+def test_a_run_of_large_rewards_is_measured_by_its_own_median():
+    one = used_to(2e4, factor=DEFAULTS.spike_factor, clip=DEFAULTS.grad_clip)
+    assert one.judge(2e6) is None and one.judge(3e7)
+
+
+def test_steps_without_signal_do_not_make_the_first_one_with_signal_a_spike():
+    one = GradientGuard(3.0, 5, 1e-3)
+    assert [one.judge(norm) for norm in [0.0] * WINDOW + [5.0] * ENOUGH] == [None] * (WINDOW + ENOUGH)
+    assert one.judge(100.0)
+
+
+def test_a_guard_goes_on_from_what_another_one_knew():
+    first = used_to(2.0, max_skips=4)
+    assert first.judge(100.0)
+    resumed = GradientGuard(3.0, 4, 1e-3)
+    resumed.recall(first.memory())
+    assert resumed.skips == 1 and resumed.memory().nan_to_num().equal(first.memory().nan_to_num())
+    assert first.judge(7.0) == resumed.judge(7.0) is not None and resumed.judge(6.0) is None
+    fresh = GradientGuard(3.0, 4, 1e-3)
+    fresh.recall(GradientGuard(3.0, 4, 1e-3).memory())
+    assert fresh.judge(1e9) is None, "nothing was known"
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 @pytest.mark.parametrize("factor", [None, 3.0])
 def test_a_norm_that_is_not_finite_is_never_made(norm, factor):
-    one = GradientGuard(factor, 5)
+    one = GradientGuard(factor, 5, 1e-3)
     assert one.judge(norm) == f"the gradient norm is {norm}"
     assert one.judge(1.0) is None
 
@@ -86,7 +133,10 @@ def loud(groups, factor: float) -> list:
 
 def test_the_learner_skips_a_spike_and_goes_on_as_if_it_had_not_been(path, monkeypatch):
     monkeypatch.setattr(guard, "ENOUGH", 2)
-    settings = {"algorithm": {"advantage": "dr_grpo"}, "learner": {"spike_factor": 5.0, "lr": 1e-3, "warmup_steps": 9}}
+    settings = {
+        "algorithm": {"advantage": "dr_grpo"},
+        "learner": {"spike_factor": 5.0, "lr": 1e-3, "warmup_steps": 9, "grad_clip": 0.1},
+    }
     ours, undisturbed = learner(path, **settings), learner(path, **settings)
     for one in (ours, undisturbed):
         for _ in range(2):
@@ -104,15 +154,18 @@ def test_the_learner_skips_a_spike_and_goes_on_as_if_it_had_not_been(path, monke
 
 def test_one_skipped_update_of_several_is_reported(path, monkeypatch):
     monkeypatch.setattr(guard, "ENOUGH", 1)
-    settings = {"algorithm": {"advantage": "dr_grpo"}, "learner": {"spike_factor": 20.0, "minibatches": 3}}
+    settings = {
+        "algorithm": {"advantage": "dr_grpo"},
+        "learner": {"spike_factor": 20.0, "minibatches": 3, "grad_clip": 0.1},
+    }
     ours = learner(path, **settings)
     report = ours.step([GROUPS[0], *loud(GROUPS[1:2], 1000.0), GROUPS[2]], VERSION)
     assert report.skipped is not None and ours.steps == 2
 
 
 def test_a_run_that_only_skips_ends(path):
-    poisoned = [make_group(0, [float("inf"), 0.0, 1.0], [[1], [2], [3]])]
-    ours = learner(path, learner={"max_skips": 2})
+    poisoned = [make_group(0, [1e200, 0.0, 1.0], [[1], [2], [3]])]
+    ours = learner(path, algorithm={"advantage": "dr_grpo"}, learner={"max_skips": 2})
     before = weights(ours)
     assert ours.step(poisoned, VERSION).skipped
     with pytest.raises(TrainingError, match="2 updates in a row"):

@@ -148,12 +148,12 @@ def test_the_split_into_microbatches_changes_nothing(path, groups, case):
         assert report.advantages == pytest.approx(expected.advantages, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", [{"corrections": ({"kind": "veto", "low": 1e-3},)}, {"advantage": "dr_grpo"}])
+@pytest.mark.parametrize("algorithm", [{"corrections": ({"kind": "veto", "low": 0.1},)}, {"advantage": "dr_grpo"}])
 def test_what_is_rejected_makes_the_rest_no_larger(path, algorithm):
     """Half of the tokens are rejected: those that stay weigh what they weighed (finding 4 of the survey)."""
     broken = "corrections" in algorithm
     kept = make_group(0, [1.0, 0.0], [[1, 2, 3], [4, 5]], logprobs=[[-3.0] * 3, [-3.0] * 2])
-    other = make_group(1, [1.0, 0.0] if broken else [1.0, 1.0], [[6, 7], [8, 9, 10]], logprobs=[[9.9] * 2, [9.9] * 3])
+    other = make_group(1, [1.0, 0.0] if broken else [1.0, 1.0], [[6, 7], [8, 9, 10]], logprobs=[[0.0] * 2, [0.0] * 3])
     algorithm = {"corrections": ()} | algorithm
     _, alone = step_and_gradient(learner(path, algorithm), [kept])
     report, both = step_and_gradient(learner(path, algorithm), [kept, other])

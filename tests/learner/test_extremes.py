@@ -1,0 +1,148 @@
+"""Every preset under numbers that are extreme and finite: slopes and report are numbers, and nothing is without bound.
+
+The objective is given log-probs by hand, without a model: the gradient by the logits of a token is its slope times at
+most 1, so a bound of the slopes is a bound of the gradient.
+"""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncgrpo.config import Config
+from asyncgrpo.config_files import algorithm_names
+from asyncgrpo.config_loading import load_config
+from asyncgrpo.learner import foresight
+from asyncgrpo.learner.answers import Shaping
+from asyncgrpo.learner.batching import PackedBatch, StepBatch, pack
+from asyncgrpo.learner.head import TokenScores
+from asyncgrpo.learner.objective import Known, MicrobatchObjective
+from asyncgrpo.learner.report import StepReport, Update, build_report
+from asyncgrpo.types import Group
+from tests.learner.helpers import OLDER, VERSION, make_group
+
+LENGTHS = ((5, 2, 1), (1, 1, 1), (3, 4))
+LIKELY = -0.5
+GAPS = {
+    "none": (0.0,),
+    "+50": (50.0,),
+    "-50": (-50.0,),
+    "+700": (700.0,),
+    "-700": (-700.0,),
+    "both": (50.0, -700.0, 700.0, 0.0, -50.0),
+}
+"""log π - log μ of the tokens, in turn."""
+REWARDS = {"zero": (0.0, 0.0, 0.0), "one": (1.0, 0.0, 0.0), "tiny": (1e-300, 0.0, 0.0), "huge": (1e6, -1e6, 0.0)}
+LARGEST_WEIGHT = math.exp(20)
+"""Of a token, by any ratio: log-ratios are cut there."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def settings_of(name: str, *overrides: str) -> Config:
+    needed = ["model.path=m", "data.train=t", "algorithm.group_size=3", "sampling.max_tokens=8"]
+    return load_config(None, [*needed, *overrides], algorithm=name)
+
+
+def made_groups(gaps: tuple[float, ...], rewards: tuple[float, ...], finish_reason: str = "stop") -> list[Group]:
+    """Behaviour log-probs for `gaps`; token n has token id n, so that the policy's can be told."""
+    made, token = [], 0
+    for number, sizes in enumerate(LENGTHS):
+        answers = [list(range(token := token + 10, token + size)) for size in sizes]
+        behaviour = [[LIKELY + min(-gaps[t % len(gaps)], 0.0) for t in answer] for answer in answers]
+        group = make_group(
+            number,
+            rewards[: len(sizes)],
+            answers,
+            logprobs=behaviour,
+            version=(VERSION, OLDER)[number % 2],
+        )
+        for rollout in group.rollouts:
+            object.__setattr__(rollout.completion, "finish_reason", finish_reason)
+        made.append(group)
+    return made
+
+
+def policy_of(batch: PackedBatch, gaps: tuple[float, ...]) -> torch.Tensor:
+    gap = torch.tensor([gaps[t % len(gaps)] for t in batch.targets.tolist()], dtype=torch.float32)
+    return LIKELY + gap.clamp(max=0.0)
+
+
+def one_step(
+    config: Config, gaps: tuple[float, ...], rewards: tuple[float, ...], **others
+) -> tuple[torch.Tensor, StepReport]:
+    """Slopes of all tokens, and the report; the step began with the behaviour policy's weights."""
+    settings = config.algorithm
+    step: StepBatch = pack(
+        made_groups(gaps, rewards, **others),
+        VERSION,
+        rank=0,
+        world=1,
+        tokens_per_microbatch=1000,
+        advantage=settings.advantage,
+        group_size=3,
+        shaping=Shaping(settings.truncated, 8, settings.overlong_buffer, settings.overlong_factor),
+    )
+    if settings.advantage == "remax":
+        baseline = torch.zeros_like(step.answers.rewards)
+        advantages = step.answers._replace(baseline_rewards=baseline).advantages("remax")
+        step = step.with_advantages(
+            advantages, [advantages[b.answers].repeat_interleave(b.cu_seqlens.diff()) for b in step.trained]
+        )
+
+    def before(batch: PackedBatch) -> foresight.Scored:
+        return foresight.Scored(
+            batch.behaviour_logprobs, batch.behaviour_logprobs, torch.zeros_like(batch.behaviour_logprobs)
+        )
+
+    known = [Known(reference=batch.behaviour_logprobs) for batch in step.trained]
+    if foresight.is_needed(settings, config.learner.minibatches):
+        step, known = foresight.look_ahead(step, before, settings, kl_coef=settings.kl_coef)
+    (batch,), (told,) = step.trained, known
+    policy = policy_of(batch, gaps)
+    scores = TokenScores(policy, torch.ones_like(policy))
+    objective = MicrobatchObjective(
+        settings, batch, step, told, version=VERSION.version, max_length=8, kl_coef=settings.kl_coef
+    )
+    objective.know(scores)
+    slopes = objective(slice(0, len(policy)), scores).logprobs
+    update = Update(grad_norm=slopes.double().norm().item(), lr=1.0, skipped=None)
+    report = build_report(
+        [objective.report(scores)], [step], [update], kl_coef=settings.kl_coef, group_size=3, seconds={}
+    )
+    return slopes, report
+
+
+def numbers_of(report: StepReport) -> dict[str, float]:
+    """All of them, those of `diagnostics` and `advantages` too."""
+    plain = asdict(report)
+    nested = plain.pop("diagnostics") | {str(key): value for key, value in plain.pop("advantages").items()}
+    return {name: value for name, value in (plain | nested).items() if isinstance(value, float)}
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_preset_is_finite_and_bounded_under_extreme_numbers(name):
+    config = settings_of(name)
+    for gap, gaps in GAPS.items():
+        for reward, rewards in REWARDS.items():
+            slopes, report = one_step(config, gaps, rewards)
+            assert slopes.isfinite().all(), (gap, reward)
+            assert [n for n, value in numbers_of(report).items() if not math.isfinite(value)] == [], (gap, reward)
+            largest = max((abs(a) for a in report.advantages.values()), default=0.0)
+            penalties = 1e3 * (config.algorithm.behaviour_kl_coef + config.algorithm.kl_coef * LARGEST_WEIGHT + 0.1)
+            assert slopes.abs().sum() <= LARGEST_WEIGHT * largest + penalties, (gap, reward)
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_preset_of_nothing_to_train_is_zero(name):
+    slopes, report = one_step(
+        settings_of(name, "algorithm.truncated=mask"), GAPS["both"], REWARDS["huge"], finish_reason="length"
+    )
+    assert (slopes == 0).all() and report.answers == 0
+    assert [n for n, value in numbers_of(report).items() if not math.isfinite(value)] == []
