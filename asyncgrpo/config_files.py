@@ -99,7 +99,7 @@ def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
     """
     if file.resolve() in below:
         raise ConfigError(f"{file}: `extends` leads back to this file; remove one of the two")
-    values = _load(file)
+    values = load_values(file)
     parents = values.pop("extends", None)
     named = parents if isinstance(parents, list) else [] if parents is None else [parents]
     layers: list[Layer] = []
@@ -121,7 +121,8 @@ def _extended(file: Path, parent: str) -> Path:
     raise ConfigError(f"{file}: extends names {parent}, but there is no file {beside}")
 
 
-def _load(file: Path) -> dict[str, Any]:
+def load_values(file: Path) -> dict[str, Any]:
+    """What one YAML file says, nested, interpolations not resolved. Raises ConfigError with the line of a mistake."""
     try:
         values = OmegaConf.load(file)
     except YAMLError as error:

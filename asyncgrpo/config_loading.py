@@ -19,7 +19,9 @@ from asyncgrpo.config import AlgorithmConfig, Config
 from asyncgrpo.config_checks import check
 from asyncgrpo.config_files import Layer, algorithm_file, find, read
 from asyncgrpo.config_help import bounds_in_words, knobs, sections, type_in_words, value_in_words
-from asyncgrpo.config_names import near, suggest
+from asyncgrpo.config_names import near
+from asyncgrpo.config_unknown import Unknown, refusal
+from asyncgrpo.config_verl_source import flat, yaml_value
 from asyncgrpo.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -59,6 +61,9 @@ def load_config(
     written += read(find(path)) if path is not None else []
     written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
+    named = {"--config": path, "--algorithm": algorithm}
+    options = [word for flag, value in named.items() if value is not None for word in (flag, str(value))]
+    _refuse_unknown(written, options, overrides)
     given = [layer._replace(values=_known_only(layer.name, layer.values)) for layer in written]
     layers, where = _under_presets(given), str(path) if path is not None else COMMAND_LINE
     config = _convert(_merge(layers, where), layers, where)
@@ -122,35 +127,42 @@ def _parse_value(key: str, text: str) -> Any:
     if key in knobs() and knobs()[key].takes_text and text[:1] not in ("'", '"'):
         return None if text in ("", "~", "null") else text
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        return yaml_value(text)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{COMMAND_LINE}: the value of {key}, `{text}`, is not valid YAML") from error
-    assert isinstance(value, dict)
-    return value["value"]
+
+
+def _refuse_unknown(layers: Sequence[Layer], options: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise ConfigError that tells of every key that does not exist, in files and on the command line."""
+    unknown = [
+        Unknown(layer.name, key, value)
+        for layer in layers
+        for key, value in flat(layer.values).items()
+        if not _is_known(key)
+    ]
+    if unknown:
+        right = [override for override in overrides if _is_known(override.partition("=")[0].strip())]
+        raise refusal(unknown, options, right)
+
+
+def _is_known(key: str) -> bool:
+    """A key, an empty section, or a name below a mapping (`generators.extra.x`)."""
+    above = key.split(".")
+    return key in sections() or any(".".join(above[:length]) in knobs() for length in range(1, len(above) + 1))
 
 
 def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` without its empty sections (`reward:` and nothing below it). Raises ConfigError for unknown keys."""
+    """`values` without its empty sections (`reward:` and nothing below it). Raises ConfigError for a section's value."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if key in knobs():
             kept[name] = value
-        elif key not in sections():
-            raise _unknown(origin, key, value)
         elif isinstance(value, dict):
             kept[name] = _known_only(origin, value, f"{key}.")
         elif value is not None:
             raise ConfigError(f"{origin}: `{key}` is a section and must be a mapping; it is {value_in_words(value)}")
     return kept
-
-
-def _unknown(origin: str, key: str, value: Any) -> ConfigError:
-    while isinstance(value, dict) and value:  # name the leaf: `actor_rollout_ref.rollout.n`, not its first word
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all of them"
-    return ConfigError(f"{origin}: there is no configuration key `{key}` (value {value_in_words(value)}): {hint}")
 
 
 def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 
 from asyncgrpo.cli import app
 from asyncgrpo.config_help import knobs, sections, type_in_words, value_in_words
-from asyncgrpo.config_names import VERL
+from asyncgrpo.config_verl import verl_keys
 from asyncgrpo.wire import messages
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ LAST = "<!-- END OF KEYS -->"
 _TOP = r"(?:asyncgrpo|benchmarks|configs|docs|ops|packaging|requirements|tests|\.ci)/"
 _PATH = re.compile(rf"(?<![\w./-])({_TOP}[\w./*-]*)")
 _LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
-_COMMAND = re.compile(r"(?<![\w/-])(?:\.venv/bin/)?asyncgrpo ([a-z]+)(?: ([a-z]+)\b(?![./_-]))?")
+_COMMAND = re.compile(r"(?<![\w/-])(?:\.venv/bin/)?asyncgrpo ([a-z]+)(?: ([a-z]+(?:-[a-z]+)*)\b(?![./_-]))?")
 _BLOCK = re.compile(r"```.*?```", re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _ASSIGNED = re.compile(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)+)=")
@@ -103,13 +103,18 @@ def unknown_settings(text: str) -> list[str]:
 def is_setting(key: str) -> bool:
     """A key of ours, a section, a key below a mapping (`generators.extra.x`), or a name of verl's."""
     free = any(knob.is_mapping and key.startswith(f"{knob.key}.") for knob in knobs().values())
-    return key in knobs() or key in sections() or free or key in VERL
+    return key in knobs() or key in sections() or free or key in verl_keys()
 
 
 def wrong_translations(text: str) -> list[str]:
-    """Rows `| verl's key | ours |` that the code translates otherwise."""
-    rows = [(verls, ours) for verls, ours in _ROW.findall(text) if verls in VERL and verls not in knobs()]
-    return [verls for verls, ours in rows if " " not in VERL[verls] and f"`{VERL[verls]}`" not in ours]
+    """Rows `| verl's key | ours |` that `verl_keys.yaml` translates otherwise, or has not."""
+    _, heading, table = text.partition("| verl |")
+    rows = _ROW.findall(table.partition("\n\n")[0]) if heading else []
+    return [verls for verls, ours in rows if verls not in verl_keys() or not names_all(verl_keys()[verls].ours, ours)]
+
+
+def names_all(meant: str, said: str) -> bool:
+    return meant != "" and all(f"`{key}`" in said for key in meant.split(" and "))
 
 
 def test_the_table_of_settings_is_todays():
@@ -135,7 +140,10 @@ def test_what_does_not_exist_is_found():
     lost = missing_files("`asyncgrpo/buffers/buffer.py`, [here](nowhere.md#top), `configs/*.toml`", ROOT)
     assert lost == ["asyncgrpo/buffers/buffer.py", "configs/*.toml", "nowhere.md"]
     assert unknown_settings("`buffer.max_lags`, `learner.lr=1`, run.steeps=3") == ["buffer.max_lags", "run.steeps"]
-    assert wrong_translations("| `data.train_files` | `data.eval` |") == ["data.train_files"]
+    rows = (
+        "| `data.train_files` | `data.eval` |\n| `data.no_such` | `data.eval` |\n| `data.val_files` | `data.eval` |\n\n"
+    )
+    assert wrong_translations(f"| verl | here |\n|---|---|\n{rows}") == ["data.train_files", "data.no_such"]
 
 
 def test_the_architecture_shows_every_message():

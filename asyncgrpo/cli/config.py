@@ -1,5 +1,6 @@
-"""`asyncgrpo config`: what a knob means, what a file comes to, and which algorithms there are."""
+"""`asyncgrpo config`: what a knob means, what a file comes to, which algorithms there are, and verl's keys in ours."""
 
+import sys
 from functools import partial
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from asyncgrpo.cli.output import JsonOption, print_json
 
 
 def register(app: typer.Typer) -> None:
-    """Add `config explain`, `config show` and `config algorithms`."""
+    """Add `config explain`, `config show`, `config algorithms` and `config from-verl`."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(
         group, name="config", help="Explain and show configurations.", epilog="Example: asyncgrpo config explain"
@@ -18,6 +19,7 @@ def register(app: typer.Typer) -> None:
     group.command("explain", epilog="Example: asyncgrpo config explain buffer.max_lag")(explain)
     group.command("show", epilog="Example: asyncgrpo config show one_node_8gpu learner.lr=2e-6")(show)
     group.command("algorithms", epilog="Example: asyncgrpo config algorithms")(algorithms)
+    group.command("from-verl", epilog="Example: asyncgrpo config from-verl run_qwen3_8b.sh --yaml")(from_verl)
 
 
 def explain(
@@ -87,3 +89,27 @@ def algorithms(as_json: JsonOption = False) -> None:
     width = max(map(len, found))
     for name, what in found.items():
         typer.echo(f"{name:<{width}}  {what}")
+
+
+def from_verl(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|KEY=VALUE", help="YAML files, shell scripts, - for a script on stdin, or single keys."
+        ),
+    ],
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """A verl configuration in the keys of asyncgrpo.
+
+    Prints a command, or with --yaml a file. What has no counterpart follows as comments, so that the output can be used
+    as it is. A script is read and not run; what stands in its branches and loops is left out and named.
+    """
+    from asyncgrpo.config_verl_report import read, report, to_json
+
+    translation = read(sources, sys.stdin.read() if "-" in sources else "")
+    if as_json:
+        print_json(to_json(translation))
+    else:
+        typer.echo(report(translation, as_yaml=as_yaml))

@@ -1,6 +1,8 @@
 """`asyncgrpo config`."""
 
+import io
 import json
+import shlex
 
 from asyncgrpo.config_files import algorithm_names
 from asyncgrpo.config_help import knobs
@@ -73,3 +75,43 @@ def test_explain_tells_the_fields_of_a_list_of_mappings(asyncgrpo):
     knob = json.loads(asyncgrpo("config", "explain", "algorithm.corrections", "--json").out)[0]
     assert list(knob["fields"]) == ["kind", "level", "action", "low", "high", "threshold", "estimator"]
     assert knob["default"][0]["high"] == 2.0
+
+
+VERL = [
+    "data.train_files=t.jsonl",
+    "actor_rollout_ref.model.path=m",
+    "actor_rollout_ref.rollout.n=4",
+    "data.truncation=left",
+]
+
+
+def test_from_verl_prints_a_command_that_a_shell_takes_as_it_is(asyncgrpo):
+    ended = asyncgrpo("config", "from-verl", *VERL, "trainer.logger=[wandb]")
+    assert ended.code == 0
+    words = shlex.split(ended.out.replace("\\\n", ""), comments=True)
+    assert words[:2] == ["asyncgrpo", "train"]
+    config = load_config(None, words[2:])
+    assert (config.data.train, config.algorithm.group_size, config.run.loggers) == ("t.jsonl", 4, ("wandb",))
+    assert "# No counterpart:\n#   data.truncation=left: longer prompts are dropped, never cut\n" in ended.out
+
+
+def test_from_verl_prints_a_file_that_load_config_reads(asyncgrpo, tmp_path):
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo \\\n  " + " \\\n  ".join(VERL) + " $@\n")
+    ended = asyncgrpo("config", "from-verl", tmp_path / "run.sh", "--yaml")
+    (tmp_path / "ours.yaml").write_text(ended.out)
+    assert load_config(tmp_path / "ours.yaml").algorithm.group_size == 4
+
+
+def test_from_verl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("python3 -m x \\\n data.seed=3 data.truncation=left no.such_key=1"))
+    found = json.loads(asyncgrpo("config", "from-verl", "-", "--json").out)
+    assert found["ours"] == {"run.seed": 3}
+    assert [left["key"] for left in found["without_counterpart"]] == ["data.truncation"]
+    assert found["not_understood"] == ["no.such_key: this is no key of verl's that is known here"]
+    assert "model.path is missing" in found["problem"]
+
+
+def test_from_verl_without_a_key_is_refused(asyncgrpo, tmp_path):
+    (tmp_path / "run.sh").write_text("echo hello\n")
+    ended = asyncgrpo("config", "from-verl", tmp_path / "run.sh")
+    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: there is no key of verl's in it\n")
