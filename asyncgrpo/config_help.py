@@ -138,6 +138,14 @@ def type_in_words(kind: inspect.Type) -> str:
     return type(kind).__name__
 
 
+def choices(key: str) -> list[str]:
+    """The values of a key that takes one of a few; empty for any other, or for none of ours."""
+    kind = knobs()[key].type if key in knobs() else None
+    if isinstance(kind, inspect.BoolType):
+        return ["true", "false"]
+    return [str(value) for value in kind.values] if isinstance(kind, inspect.LiteralType) else []
+
+
 def value_in_words(value: Any) -> str:
     """A value as it would be written in YAML or on the command line. Of a struct, what differs from its defaults."""
     if isinstance(value, str):

@@ -68,7 +68,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 value = node[name]
             except OmegaConfBaseException:  # it leads nowhere, or is `???`
-                value = dict(OmegaConf.to_container(node))[name]
+                value = _plain(node)[name]
             if isinstance(value, DictConfig) and value:
                 walk(value, f"{prefix}{name}.")
             else:

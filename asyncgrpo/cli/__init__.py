@@ -23,7 +23,6 @@ app = typer.Typer(
     help="Asynchronous GRPO: generators stream completed groups into a buffer, an FSDP learner trains on them.",
     epilog="Example: asyncgrpo doctor",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: `[key=value ...]` is no markup
     # `--rollout_n` is `--rollout-n`: scripts of this field write either.
@@ -65,7 +64,7 @@ _keep_examples_whole(app)
 def main() -> None:
     """Entry point of the `asyncgrpo` script. Exits with 0 only for success, 130 after Ctrl-C."""
     try:
-        app()
+        app(prog_name="asyncgrpo")
     except AsyncGRPOError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)

@@ -17,7 +17,10 @@ def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Check that every group of a run has one fate: none lost, none trained twice, no prompt skipped, none too old."""
+    """Check that no group of a run was lost or trained twice.
+
+    And that no prompt was skipped and no group was trained too late. Exits with 1 if there is a difference.
+    """
     report(run, as_json)
 
 

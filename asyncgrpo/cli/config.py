@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from asyncgrpo.cli.options import AlgorithmOption
-from asyncgrpo.cli.output import JsonOption, print_json
+from asyncgrpo.cli import completion
+from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
+from asyncgrpo.cli.output import JsonOption, print_json, wrapped
 
 
 def register(app: typer.Typer) -> None:
@@ -24,18 +25,24 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     key: Annotated[
-        str | None, typer.Argument(help="A key, a section, or nothing for all keys.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="KEY",
+            help="A key, a section, or nothing for all keys.",
+            show_default=False,
+            autocompletion=completion.keys,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a configuration key means, what it takes and what it is when nobody sets it."""
+    """What a configuration key means and takes, and its default."""
     import msgspec
 
     from asyncgrpo import config_help
 
     text = config_help.explain(key)
     if not as_json:
-        typer.echo(text)
+        typer.echo("\n".join(wrapped(line, indent=36) for line in text.splitlines()))
         return
     chosen = [knob for name, knob in config_help.knobs().items() if key is None or f"{name}.".startswith(f"{key}.")]
     print_json(
@@ -54,14 +61,15 @@ def explain(
 
 
 def show(
-    file: Annotated[str, typer.Argument(help="YAML file, or the name of one that comes with the package.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Win over the file.", show_default=False)
-    ] = None,
+    file: ConfigArgument,
+    overrides: SettingsArgument = None,
     algorithm: AlgorithmOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The whole configuration that a file and overrides come to, checked, with its sizes in words."""
+    """The whole configuration that a file comes to, checked.
+
+    With what a step, the objective, a run and the machines come to in words, and a preset and settings over the file.
+    """
     import msgspec
 
     from asyncgrpo.config_help import sizes_in_words
@@ -88,7 +96,7 @@ def algorithms(as_json: JsonOption = False) -> None:
         return
     width = max(map(len, found))
     for name, what in found.items():
-        typer.echo(f"{name:<{width}}  {what}")
+        typer.echo(wrapped(f"{name:<{width}}  {what}", indent=width + 2))
 
 
 def from_verl(

@@ -32,8 +32,9 @@ def check(
     reward_func: RewardFuncOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Which schema a file has, one prompt as the model will see it, prompt lengths, and a right answer scored.
+    """Check that a file can be read and scored, and show a prompt of it.
 
+    It tells the schema, one prompt as the model will see it, the lengths of prompts, and what a right answer scores.
     Without a model, lengths are in characters. Exits with 1 when rows have no schema or the reward cannot score.
     """
     import msgspec

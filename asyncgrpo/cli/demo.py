@@ -42,13 +42,12 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any further knob.", show_default=False)
-    ] = None,
+    overrides: options.SettingsArgument = None,
 ) -> None:
-    """Train a small model from nothing, with everything real: Ray, SGLang, ZeroMQ, FSDP2, weight broadcast.
+    """Train a small model from nothing, without a GPU or a download.
 
-    No GPU, no download, nothing to configure. It makes its own random Qwen3 and its own task in the run folder.
+    Everything is real: Ray, SGLang, ZeroMQ, FSDP2, weight broadcast. There is nothing to configure: it makes its own
+    random Qwen3 and its own task in the run folder.
     """
     from asyncgrpo.cli.audit import report
     from asyncgrpo.cli.running import choose_folder, execute

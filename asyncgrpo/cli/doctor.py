@@ -21,7 +21,7 @@ def doctor(
     out: Annotated[Path, typer.Option("--out", help="Folder that is to hold the runs.")] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """Try out what training needs: packages, engines, GPUs, memory, sockets, folders.
+    """Try out what training needs: packages, engines, GPUs, memory.
 
     Exits with 0 when training is possible with at least one engine.
     """

@@ -9,6 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from asyncgrpo.cli import completion
+from asyncgrpo.cli.options import RewardFuncOption, SettingsArgument
+from asyncgrpo.cli.output import JsonOption, print_json
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -19,15 +23,19 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="run folder, checkpoint, or folder of a Hugging Face model")],
-    data: Annotated[str, typer.Option(help="prompts: Parquet, JSONL or JSON")],
-    reward_func: Annotated[str | None, typer.Option("--reward-func", help="file with compute_score")] = None,
-    engine: Annotated[str, typer.Option(help="sglang or torch")] = "torch",
-    rollout_n: Annotated[int, typer.Option("--rollout-n", help="answers to each prompt")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="longest answer, tokens")] = 1024,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="any knob")] = None,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Run folder, checkpoint, or folder of a Hugging Face model.")
+    ],
+    data: Annotated[str, typer.Option(help="Prompts: Parquet, JSONL or JSON.")],
+    reward_func: RewardFuncOption = None,
+    engine: Annotated[
+        str, typer.Option(help="Inference engine: sglang or torch.", autocompletion=completion.engines)
+    ] = "torch",
+    rollout_n: Annotated[int, typer.Option("--rollout-n", help="Answers to each prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest answer, tokens.")] = 1024,
+    as_json: JsonOption = False,
+    overrides: SettingsArgument = None,
 ) -> None:
     """Score the answers of a checkpoint to a held-out file."""
     from asyncgrpo.cli.preflight import check_run
@@ -49,7 +57,7 @@ def evaluate(
     check_run(config)
     report = asyncio.run(_evaluate(config, rollout_n))
     if as_json:
-        typer.echo(json.dumps(report))
+        print_json(report)
         return
     typer.echo(f"{report['answers']} answers to {report['prompts']} prompts, mean reward {report['reward_mean']:.4f}")
     for source, mean in report["by_source"].items():

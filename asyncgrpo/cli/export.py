@@ -24,9 +24,10 @@ def export(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a trained model, as transformers and SGLang load it, out of a run.
+    """Copy a trained model out of a run.
 
-    Of a run that is the final model, or the newest checkpoint while there is none.
+    The folder is one that transformers and SGLang load. Of a run it is the final model, or the newest checkpoint while
+    there is none.
     """
     model = find_model(source, step)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from asyncgrpo.cli import completion
 from asyncgrpo.config_gpus import split_gpus
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="Folder of a Hugging Face model, or its hub id.")]
@@ -29,7 +30,10 @@ LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate
 KlCoefOption = Annotated[
     float | None, typer.Option("--kl-coef", help="Weight of the KL to the initial model; 0 is off.")
 ]
-EngineOption = Annotated[str | None, typer.Option("--engine", help="Inference engine: sglang, torch or fake.")]
+EngineOption = Annotated[
+    str | None,
+    typer.Option("--engine", help="Inference engine: sglang, torch or fake.", autocompletion=completion.engines),
+]
 OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
 MaxLagOption = Annotated[
     int | None, typer.Option("--max-lag", help="Optimizer steps that generators may run ahead; 0 is synchronous.")
@@ -38,8 +42,33 @@ AlgorithmOption = Annotated[
     str | None,
     typer.Option(
         "--algorithm",
-        help="A preset of configs/algorithms: the whole objective, whatever the file says; key=value wins over it. "
-        "`config algorithms` lists them.",
+        help="A preset: the whole objective, whatever the file says. `asyncgrpo config algorithms` lists them.",
+        autocompletion=completion.algorithms,
+    ),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        help="YAML file, or the name of one that comes with the package.",
+        autocompletion=completion.configurations,
+    ),
+]
+ConfigArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="YAML file, or the name of one that comes with the package.",
+        autocompletion=completion.configurations,
+    ),
+]
+SettingsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Any setting; wins over files and flags.",
+        show_default=False,
+        autocompletion=completion.settings,
     ),
 ]
 

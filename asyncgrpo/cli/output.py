@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import sys
+import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +17,14 @@ _CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
 def print_json(value: Any, *, indent: int | None = 2) -> None:
     """One JSON value; `indent=None` puts it on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False, indent=indent, default=str))
+
+
+def wrapped(line: str, *, indent: int) -> str:
+    """`line` in as many lines as the terminal needs, from the second on indented; one line where it goes to a file."""
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def visible(text: str) -> str:

@@ -35,7 +35,7 @@ def replay(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a run again from the groups in its journal, without generators, and compare every step.
+    """Train a run again from its journal, and compare every step.
 
     Nothing changed, every number must be equal to the bit (on a CPU), and the command ends with 1 if one is not. With
     --with or --algorithm both trainings are shown side by side: the same groups in the same order, another objective.

@@ -1,6 +1,8 @@
 """`asyncgrpo samples`: what the model answered, what the reward made of it and how old the answer was."""
 
 import random
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,19 +29,23 @@ def samples(
     full: Annotated[bool, typer.Option("--full", help="Whole texts, however long.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Prompts, answers, rewards and lag of one training step. With --json one object a line, texts whole."""
+    """Prompts, answers, rewards and lag of one training step.
+
+    The same answer to the same prompt is shown once, with how often it was given. With --json one object a line, texts
+    whole.
+    """
     if best + worst + at_random > 1:
         raise typer.BadParameter("give one of --best, --worst and --random")
     rows = read_step(run, step)
     order: Literal["best", "worst", "random"] | None = (
         "best" if best else "worst" if worst else "random" if at_random else None
     )
-    chosen = choose(rows, order)[:limit]
+    chosen = distinct(choose(rows, order))[:limit]
     if as_json:
         for row in chosen:
             print_json(row, indent=None)
         return
-    _print(chosen, len(rows), length=None if full else 600)
+    _print(chosen, rows, length=None if full else 600)
 
 
 def read_step(run: Path, step: int | None = None) -> list[Row]:
@@ -71,7 +77,18 @@ def choose(rows: list[Row], order: Literal["best", "worst", "random"] | None) ->
     return sorted(rows, key=lambda row: (row["reward"] is None, sign * (row["reward"] or 0.0)))
 
 
-def _print(rows: list[Row], total: int, length: int | None) -> None:
+def distinct(rows: list[Row]) -> list[Row]:
+    """The first of the rows that are alike in prompt, answer and reward, each with its `count` of them."""
+    counts = Counter(map(_alike, rows))
+    first = {_alike(row): row for row in reversed(rows)}
+    return [row | {"count": counts[_alike(row)]} for row in rows if row is first[_alike(row)]]
+
+
+def _alike(row: Row) -> tuple[str, str, float | None]:
+    return row["prompt"], row["answer"], row["reward"]
+
+
+def _print(rows: list[Row], of: list[Row], length: int | None) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -87,7 +104,18 @@ def _print(rows: list[Row], total: int, length: int | None) -> None:
             grid.add_row(f"  {name.replace('_', ' ')}", Text(text if length is None else shorten(text, length)))
         console.print(grid)
         console.print()
-    console.print(Text(f"{len(rows)} of the {total} answers of step {rows[0]['step'] if rows else '?'}", style="dim"))
+    for line in _last_lines(rows, of):
+        console.print(Text(line, style="dim"))
+
+
+def _last_lines(rows: list[Row], of: list[Row]) -> Iterator[str]:
+    """How much of the step was shown, and whether there was anything to learn from it."""
+    shown = sum(row["count"] for row in rows)
+    different = f" ({len(rows)} different)" if shown > len(rows) else ""
+    yield f"{shown} of the {len(of)} answers of step {of[0]['step'] if of else '?'}{different}"
+    rewards = {row["reward"] for row in of if row["reward"] is not None}
+    if len(rewards) == 1:
+        yield f"every answer of this step has reward {rewards.pop():g}: none is better or worse"
 
 
 def _headline(row: Row) -> str:
@@ -96,7 +124,8 @@ def _headline(row: Row) -> str:
     oldest, newest = row["version_oldest"], row["version_newest"]
     weights = f"weights {oldest}" if oldest == newest else f"weights {oldest} to {newest}"
     ended = f"{row['num_tokens']} tokens, {row['finish_reason']}"
-    return f"{row['prompt_id']}  {reward}  {advantage}  lag {row['lag']} ({weights})  {ended}"
+    times = f"  x{row['count']}" if row["count"] > 1 else ""
+    return f"{row['prompt_id']}{times}  {reward}  {advantage}  lag {row['lag']} ({weights})  {ended}"
 
 
 def _style(row: Row) -> str:

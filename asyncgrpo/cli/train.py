@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,11 +16,6 @@ def register(app: typer.Typer) -> None:
         epilog="Example: asyncgrpo train --model Qwen/Qwen3-8B --data gsm8k.parquet --reward-func my_reward.py --n-gpus 8",
     )(train)
     app.command("serve", epilog="Example: asyncgrpo serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k")(serve)
-
-
-OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any knob; wins over flags.", show_default=False)
-]
 
 
 def train(
@@ -39,10 +33,8 @@ def train(
     algorithm: options.AlgorithmOption = None,
     engine: options.EngineOption = None,
     out: options.OutOption = None,
-    config: Annotated[
-        str | None, typer.Option("--config", help="YAML file, or the name of one that comes with the package.")
-    ] = None,
-    overrides: OverridesArgument = None,
+    config: options.ConfigOption = None,
+    overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a model on a file of prompts. The same command goes on after an interruption."""
     from asyncgrpo.cli.running import choose_folder, execute
@@ -74,13 +66,14 @@ def train(
 
 
 def serve(
-    config: Annotated[str, typer.Argument(help="YAML file, or the name of one that comes with the package.")],
-    overrides: OverridesArgument = None,
+    config: options.ConfigArgument,
+    overrides: options.SettingsArgument = None,
     algorithm: options.AlgorithmOption = None,
 ) -> None:
-    """Run without an end: until SIGTERM or Ctrl-C, which drain, write a checkpoint and exit with 0.
+    """Train without an end, until SIGTERM or Ctrl-C.
 
-    Started again, it goes on from its newest checkpoint. `run.steps` and `run.epochs` count only on the command line.
+    Either lets what is under way finish, writes a checkpoint and exits with 0. Started again, it goes on from its newest
+    checkpoint. `run.steps` and `run.epochs` count only on the command line.
     """
     from asyncgrpo.cli.running import execute
     from asyncgrpo.config_loading import load_config

@@ -75,6 +75,29 @@ def test_what_a_model_wrote_cannot_move_the_cursor_and_is_no_markup(asyncgrpo, r
     assert "characters left out" not in shown(asyncgrpo, run, "--best", "--limit", 1, "--full")
 
 
+@pytest.fixture
+def without_signal(tmp_path: Path) -> Path:
+    """Two prompts, the same four answers to the first and a last one to the second, all rewarded with 0."""
+    same = {"reward": 0.0, "advantage": 0.0, "prompt": "question", "prompt_id": "train/0", "answer": "the same"}
+    rows = [row(index, 1, **same) for index in range(4)]
+    rows.append(row(4, 1, **(same | {"prompt": "another question", "prompt_id": "train/1"})))
+    (tmp_path / "samples").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples" / "step_000001.parquet")
+    return tmp_path
+
+
+def test_the_same_answer_is_shown_once_with_its_count(asyncgrpo, without_signal):
+    out = shown(asyncgrpo, without_signal, "--best", "--limit", 1)
+    assert out.count("the same") == 1
+    assert "train/0 x4 reward 0" in out
+    assert "4 of the 5 answers of step 1 (1 different)" in out
+    assert "every answer of this step has reward 0: none is better or worse" in out
+    assert [(r["prompt_id"], r["count"]) for r in listed(asyncgrpo, without_signal, "--best")] == [
+        ("train/0", 4),
+        ("train/1", 1),
+    ]
+
+
 def test_two_orders_at_once_are_a_usage_error(asyncgrpo, run):
     assert asyncgrpo("samples", run, "--best", "--worst").code == 2
 
