@@ -62,7 +62,7 @@ def load_config(
     written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
     named = {"--config": path, "--algorithm": algorithm}
-    options = [word for flag, value in named.items() if value is not None for word in (flag, str(value))]
+    options = {flag: str(value) for flag, value in named.items() if value is not None}
     _refuse_unknown(written, options, overrides)
     given = [layer._replace(values=_known_only(layer.name, layer.values)) for layer in written]
     layers, where = _under_presets(given), str(path) if path is not None else COMMAND_LINE
@@ -132,7 +132,7 @@ def _parse_value(key: str, text: str) -> Any:
         raise ConfigError(f"{COMMAND_LINE}: the value of {key}, `{text}`, is not valid YAML") from error
 
 
-def _refuse_unknown(layers: Sequence[Layer], options: Sequence[str], overrides: Sequence[str]) -> None:
+def _refuse_unknown(layers: Sequence[Layer], options: dict[str, str], overrides: Sequence[str]) -> None:
     """Raise ConfigError that tells of every key that does not exist, in files and on the command line."""
     unknown = [
         Unknown(layer.name, key, value)

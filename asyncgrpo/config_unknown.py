@@ -2,8 +2,9 @@
 
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from asyncgrpo.config_help import knobs, value_in_words
@@ -23,12 +24,14 @@ class Unknown(NamedTuple):
     value: Any
 
 
-def refusal(unknown: Sequence[Unknown], options: Sequence[str] = (), right: Sequence[str] = ()) -> ConfigError:
+def refusal(
+    unknown: Sequence[Unknown], options: Mapping[str, str] = MappingProxyType({}), right: Sequence[str] = ()
+) -> ConfigError:
     """The error for `unknown`: a sentence for one key; for several a table and what to write instead.
 
     Args:
-        options, right: the flags and the `key=value` of the command line that are right, to be said again beside the
-            translated ones.
+        options, right: flags with their values, and the `key=value` of the command line that are right, to be said again
+            beside the translated ones.
     """
     named = {one.key: verls_name(one.key) for one in unknown}
     rows = translate({full: one.value for one in unknown if (full := named[one.key]) is not None})
@@ -38,7 +41,8 @@ def refusal(unknown: Sequence[Unknown], options: Sequence[str] = (), right: Sequ
     origins = " and ".join(dict.fromkeys(one.origin for one in unknown))
     parts = [f"{origins}: {len(unknown)} configuration keys do not exist"]
     if rows:
-        parts += [verl_table(rows), _instead(unknown, command(merged(rows), options, right))]
+        parts += [verl_table(rows)]
+        parts += [_instead(unknown, command(merged(rows), options, right))] if merged(rows) else []
     parts += ["\n".join(f"{_written(one)}: {_guess(one)}" for one in guessed)] if guessed else []
     return ConfigError("\n\n".join(parts))
 
@@ -58,6 +62,8 @@ def _translated(row: Row) -> str:
         return f"that is verl's name for {' '.join(assignments(row.ours))}{note}"
     if row.by_hand:
         return f"that is verl's: {row.words}"
+    if row.name:
+        return f"that is verl's name for {row.name}: {row.words}"
     return f"that is verl's, and has no counterpart here: {row.words}"
 
 
@@ -72,10 +78,10 @@ def _instead(unknown: Sequence[Unknown], typed: str) -> str:
     return f"Type instead:\n\n{typed}"
 
 
-def command(ours: dict[str, Any], options: Sequence[str] = (), right: Sequence[str] = ()) -> str:
+def command(ours: dict[str, Any], options: Mapping[str, str] = MappingProxyType({}), right: Sequence[str] = ()) -> str:
     """The `asyncgrpo train` command of these keys, over several lines, to be copied into a shell."""
-    words = ["asyncgrpo train", *map(shlex.quote, [*options, *assignments(ours), *right])]
-    return " \\\n    ".join(words)
+    flags = [f"{flag} {shlex.quote(value)}" for flag, value in options.items()]
+    return " \\\n    ".join(["asyncgrpo train", *flags, *map(shlex.quote, [*assignments(ours), *right])])
 
 
 def assignments(ours: dict[str, Any]) -> list[str]:
@@ -99,7 +105,7 @@ def _cells(rows: list[Row]) -> list[str]:
     if row.ours:
         note = f"\n({row.words})" if row.words else ""
         return [theirs, "\n".join(assignments(row.ours)) + note, "\n".join(map(default_in_words, row.ours))]
-    return [theirs, f"by hand: {row.words}" if row.by_hand else f"no counterpart: {row.words}", ""]
+    return [theirs, f"{'by hand' if row.by_hand else row.name or 'no counterpart'}: {row.words}", ""]
 
 
 def _short(value: Any) -> str:

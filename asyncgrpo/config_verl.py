@@ -13,6 +13,9 @@ import msgspec
 
 from asyncgrpo.config_verl_rules import RULES
 
+_READS_NULL = {"corrections"}
+"""Rules to which null says something."""
+
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What becomes of one key of verl's; the head of each section of `verl_keys.yaml` says what the fields mean."""
@@ -52,8 +55,10 @@ class Row(NamedTuple):
     key: str
     """verl's, without Hydra's plus."""
     value: Any
+    name: str
+    """Our key that the map names; empty where there is none."""
     ours: dict[str, Any]
-    """Our keys and their values; empty where there is no counterpart."""
+    """Our keys and their values; empty where this value has no counterpart."""
     words: str
     """Why there is none or what to do by hand; beside a counterpart, what else to know."""
     pattern: str
@@ -129,7 +134,7 @@ def _row(key: str, value: Any, given: dict[str, Any]) -> Row:
     assert pattern is not None
     entry = verl_keys()[pattern]
     ours, words = _applied(entry, key, pattern, value, given)
-    return Row(key, value, ours, words, pattern, by_hand=bool(entry.by_hand))
+    return Row(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand))
 
 
 def _applied(entry: Entry, key: str, pattern: str, value: Any, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -142,6 +147,8 @@ def _applied(entry: Entry, key: str, pattern: str, value: Any, given: dict[str, 
             return {}, f"{other} is not {needed}, so it does nothing"
     if said in entry.without:
         return {}, entry.without[said]
+    if value is None and entry.rule not in _READS_NULL and said not in (entry.values or {}) | entry.special:
+        return {}, "null leaves the default"
     if entry.rule:
         found = RULES[entry.rule](value, given, entry.ours)
         return ({}, found) if isinstance(found, str) else (found, entry.note)
@@ -152,8 +159,6 @@ def _applied(entry: Entry, key: str, pattern: str, value: Any, given: dict[str, 
         return {entry.ours: ours}, "" if as_text(ours) == said else entry.note
     if said in entry.special:
         return {entry.ours: entry.special[said]}, entry.note
-    if value is None:
-        return {}, "null leaves the default"
     if pattern.endswith("*"):
         return {entry.ours[:-1] + key.removeprefix(pattern[:-1]): value}, entry.note
     return {entry.ours: value}, entry.note

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncgrpo.config_help import value_in_words
-from asyncgrpo.config_loading import load_config
 from asyncgrpo.config_unknown import assignments, command, default_in_words
 from asyncgrpo.config_verl import Row, merged, pattern_of, translate, unwritten
 from asyncgrpo.config_verl_source import read_words
@@ -24,8 +23,6 @@ class Translation(NamedTuple):
     """Sentences about keys that were not understood."""
     unwritten: dict[str, Any]
     """What verl does where nothing is written and our default is another."""
-    problem: str
-    """Why `ours` alone does not run yet; empty where it does."""
 
 
 def read(words: Sequence[str], stdin: str = "") -> Translation:
@@ -37,19 +34,15 @@ def read(words: Sequence[str], stdin: str = "") -> Translation:
     unread += [f"{key}: this is no key of verl's that is known here" for key in given if pattern_of(key) is None]
     ours = merged(rows)
     defaults = {key: value for key, value in unwritten(given).items() if value_in_words(value) != default_in_words(key)}
-    return Translation(ours, [row for row in rows if not row.ours], unread, defaults, _problem(ours))
+    return Translation(ours, [row for row in rows if not row.ours], unread, defaults)
 
 
-def _problem(ours: dict[str, Any]) -> str:
-    try:
-        load_config(None, assignments(ours))
-    except ConfigError as error:
-        return str(error).removeprefix("command line: ")
-    return ""
+def report(found: Translation, problem: str, *, as_yaml: bool) -> str:
+    """A command, or a file, with the rest as comments after it.
 
-
-def report(found: Translation, *, as_yaml: bool) -> str:
-    """A command, or a file, with the rest as comments after it."""
+    Args:
+        problem: why the command alone does not run yet; empty where it does.
+    """
     parts = [_to_yaml(found.ours) if as_yaml else command(found.ours)]
     by_hand = [row for row in found.left if row.by_hand]
     absent = [row for row in found.left if not row.by_hand]
@@ -60,7 +53,7 @@ def report(found: Translation, *, as_yaml: bool) -> str:
         "Where nothing is written verl does the following, and asyncgrpo what is in brackets:",
         [f"{text} ({_default(text.partition('=')[0])})" for text in assignments(found.unwritten)],
     )
-    parts += _comment("It does not run yet:", [found.problem] if found.problem else [])
+    parts += _comment("It does not run yet:", [problem] if problem else [])
     return "\n\n".join(parts)
 
 
@@ -95,7 +88,7 @@ def _to_yaml(ours: dict[str, Any]) -> str:
     return msgspec.yaml.encode(nested).decode().rstrip()
 
 
-def to_json(found: Translation) -> dict[str, Any]:
+def to_json(found: Translation, problem: str) -> dict[str, Any]:
     """The same for scripts."""
     return {
         "ours": found.ours,
@@ -103,5 +96,5 @@ def to_json(found: Translation) -> dict[str, Any]:
         "without_counterpart": [{"key": row.key, "value": row.value, "why": row.words} for row in found.left],
         "not_understood": found.unread,
         "verl_defaults": found.unwritten,
-        "problem": found.problem or None,
+        "problem": problem or None,
     }

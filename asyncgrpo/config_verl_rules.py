@@ -4,6 +4,7 @@ A rule takes the value, all of verl's keys that were given, and the key of ours 
 with their values, or words saying why there are none.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ _ACTOR, _ROLLOUT, _CORRECTION = (
 )
 
 # verl's defaults, where a rule needs a key that was not given.
-_TRAIN_BATCH, _MINI_BATCH, _KL_COEF, _THRESHOLD, _GPUS_PER_NODE = 1024, 256, 0.001, 2.0, 8
+_MINI_BATCH, _KL_COEF, _THRESHOLD = 256, 0.001, 2.0
 
 _CLIPPED = {"vanilla", "ppo_clip", "gspo", "cispo", "geo_mean", "dppo_tv", "dppo_kl"}
 """Losses with a lower and an upper bound."""
@@ -34,7 +35,7 @@ def _one_file(value: Any, _: Given, ours: str) -> Translated:
     files = value if isinstance(value, list) else [value]
     if len(files) != 1:
         return f"{ours} takes one file; these are {len(files)}, to be put together"
-    return {ours: files[0]}
+    return {ours: os.path.expanduser(str(files[0]))}
 
 
 def _prompts_per_step(value: Any, given: Given, ours: str) -> Translated:
@@ -44,9 +45,9 @@ def _prompts_per_step(value: Any, given: Given, ours: str) -> Translated:
 
 
 def _minibatches(value: Any, given: Given, ours: str) -> Translated:
-    batch = given.get("data.train_batch_size", _TRAIN_BATCH)
+    batch = given.get("data.train_batch_size")
     if not _is_count(value) or not isinstance(batch, int):
-        return "learner.minibatches is data.train_batch_size / ppo_mini_batch_size, both whole numbers"
+        return "the number of updates of a step, data.train_batch_size / ppo_mini_batch_size"
     updates = max(1, round(batch / value)) if batch else given.get("async_training.require_batches", 1)
     return {ours: updates}
 
@@ -80,26 +81,28 @@ def _reward_function(_: Any, given: Given, ours: str) -> Translated:
 def _gpus(_: Any, given: Given, __: str) -> Translated:
     """verl's GPUs do both jobs in turn, or each its own where the rollout has some of its own (fully asynchronous)."""
     each = given.get(f"{_ROLLOUT}tensor_model_parallel_size", 1)
-    gpus = _nodes_times_gpus("trainer", given)
+    gpus, of_rollout = _nodes_times_gpus("trainer", given), _nodes_times_gpus("rollout", given)
+    if gpus is None or not _is_count(each):
+        return "generators.count x generators.gpus_each + learner.ranks are the GPUs, nnodes x n_gpus_per_node"
+    if of_rollout is not None:
+        return {"generators.count": max(1, of_rollout // each), "learner.ranks": gpus}
     try:
-        if "rollout.n_gpus_per_node" in given:
-            count, ranks = _nodes_times_gpus("rollout", given) // each, gpus
-        else:
-            count, ranks = split_gpus(gpus, each)
-    except (ConfigError, TypeError):
+        count, ranks = split_gpus(gpus, each)
+    except ConfigError:
         return f"{gpus} GPUs cannot be shared by engines of {each} and a learner"
     return {"generators.count": count, "learner.ranks": ranks}
 
 
-def _nodes_times_gpus(section: str, given: Given) -> int:
-    return given.get(f"{section}.nnodes", 1) * given.get(f"{section}.n_gpus_per_node", _GPUS_PER_NODE)
+def _nodes_times_gpus(section: str, given: Given) -> int | None:
+    nodes, gpus = given.get(f"{section}.nnodes", 1), given.get(f"{section}.n_gpus_per_node")
+    return nodes * gpus if _is_count(nodes) and _is_count(gpus) else None
 
 
 # -- the objective -----------------------------------------------------------------------------------------------------
 
 
 def _advantage(_: Any, given: Given, ours: str) -> Translated:
-    named = given.get("algorithm.adv_estimator", "grpo")
+    named = str(given.get("algorithm.adv_estimator", "grpo"))
     if named not in _ADVANTAGES:
         return f"{named} is not here"
     centred = named.startswith("grpo") and given.get("algorithm.norm_adv_by_std_in_grpo", True) is False
@@ -123,7 +126,7 @@ def _clip(value: Any, given: Given, _: str) -> Translated:
 def _clip_side(value: Any, given: Given, ours: str) -> Translated:
     if _loss(given) not in _CLIPPED:
         return f"the loss {_loss(given)} has no such bound"
-    return "null: clip_ratio holds" if value is None else {ours: value}
+    return {ours: value}
 
 
 def _clip_dual(value: Any, given: Given, ours: str) -> Translated:
@@ -149,7 +152,9 @@ def _kl_in_reward(value: Any, given: Given, ours: str) -> Translated:
 
 
 def _truncation_cap(value: Any, _: Given, ours: str) -> Translated:
-    return {ours: [{"high": value}] if value and value > 0 else []}
+    if isinstance(value, str | list | dict):
+        return "a number, the largest weight"
+    return {ours: [{"high": value}] if value > 0 else []}
 
 
 def _anchor(value: Any, given: Given, ours: str) -> Translated:

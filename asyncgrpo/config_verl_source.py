@@ -47,7 +47,7 @@ def read_words(words: Sequence[str], stdin: str = "") -> tuple[dict[str, Any], l
     problems: list[str] = []
     for word in words:
         if word.endswith((".yaml", ".yml")) and "=" not in word:
-            given |= {key: value for key, value in flat(load_values(Path(word))).items() if value != "???"}
+            given |= flat(load_values(Path(word)))
         elif word == "-" or Path(word).is_file():
             found, unread = read_script(stdin if word == "-" else _text(Path(word)), os.environ)
             given |= found
@@ -60,7 +60,7 @@ def read_words(words: Sequence[str], stdin: str = "") -> tuple[dict[str, Any], l
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values by dotted key, interpolations worked out where they lead somewhere."""
+    """Nested values by dotted key, interpolations worked out where they lead somewhere; null for `???`."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:
@@ -68,7 +68,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 value = node[name]
             except OmegaConfBaseException:  # it leads nowhere, or is `???`
-                value = _plain(node)[name]
+                value = None if OmegaConf.is_missing(node, name) else _plain(node)[name]
             if isinstance(value, DictConfig) and value:
                 walk(value, f"{prefix}{name}.")
             else:

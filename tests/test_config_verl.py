@@ -1,7 +1,12 @@
 """verl's keys in ours: the map, the translation of values, and what is said about keys that do not exist."""
 
+import random
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from asyncgrpo.config import Config
 from asyncgrpo.config_files import load_values
 from asyncgrpo.config_help import knobs
 from asyncgrpo.config_loading import load_config
@@ -81,10 +86,13 @@ class TestTheMap:
         assert [other for entry in verl_keys().values() for other in entry.when if other not in verl_keys()] == []
 
     def test_translated_values_fit_the_keys_they_are_for(self):
-        for key, entry in verl_keys().items():
+        for entry in verl_keys().values():
             for value in [*(entry.values or {}).values(), *entry.special.values()]:
+                section, _, name = entry.ours.rpartition(".")
                 if entry.ours in knobs():  # raises where the key does not take the value
-                    load_config("one_node_8gpu", assignments({entry.ours: value, "algorithm.kl_coef": 0})), key
+                    nested = {"model": {"path": "m"}, "data": {"train": "t"}}
+                    nested[section] = nested.get(section, {}) | {name: value}
+                    msgspec.convert(nested, Config)
 
     def test_a_starred_entry_comes_after_the_keys_that_it_would_cover(self):
         assert pattern_of(f"{ROLLOUT}.engine_kwargs.sglang.dtype") == f"{ROLLOUT}.engine_kwargs.sglang.*"
@@ -134,16 +142,29 @@ class TestTranslation:
         [
             ({"+trainer.nnodes": 1, "++trainer.n_gpus_per_node": 2}, {"generators.count": 1, "learner.ranks": 1}),
             ({"trainer.n_gpus_per_node": 1}, {}),
+            ({"trainer.nnodes": 1}, {}),
+            ({"trainer.n_gpus_per_node": "many"}, {}),
             (
                 {"trainer.n_gpus_per_node": 4, "rollout.n_gpus_per_node": 8, "rollout.nnodes": 2},
                 {"generators.count": 16, "learner.ranks": 4},
             ),
             ({"trainer.total_training_steps": None}, {"run.steps": None}),
             ({"trainer.max_actor_ckpt_to_keep": None}, {}),
+            ({f"{ROLLOUT}.name": None, "data.train_files": None, f"{ACTOR}.clip_ratio_low": None}, {}),
             ({"trainer.save_freq": -1}, {}),
+            ({"algorithm.lam": 1.0}, {}),
+            (
+                {"algorithm.lam": 1.0, "algorithm.adv_estimator": "gae"},
+                {"algorithm.critic.lam": 1.0, "algorithm.advantage": "gae"},
+            ),
             ({"data.val_max_samples": -1}, {"data.eval_rows": None}),
             ({"data.train_files": ["a", "b"]}, {}),
-            ({f"{ACTOR}.ppo_mini_batch_size": 1024}, {"learner.minibatches": 1}),
+            ({"data.val_files": ["~/a"]}, {"data.eval": f"{Path.home()}/a"}),
+            ({f"{ACTOR}.ppo_mini_batch_size": 256}, {}),
+            (
+                {f"{ACTOR}.ppo_mini_batch_size": 64, "data.train_batch_size": 64},
+                {"learner.minibatches": 1, "buffer.prompts_per_step": 64},
+            ),
             (
                 {"data.train_batch_size": 0, f"{ACTOR}.ppo_mini_batch_size": 32, "async_training.require_batches": 4},
                 {"buffer.prompts_per_step": 128, "learner.minibatches": 4},
@@ -217,6 +238,15 @@ class TestTranslation:
         assert ours(given) == expected
         assert all(row.ours or row.words for row in translate(given))
 
+    def test_no_value_however_odd_breaks_the_translation(self):
+        odd = [None, True, 0, -1, 0.1, "x", "", "0.5_5", [], ["a", "b"], {}, "${a}", "token_k1"]
+        keys = [key for key in verl_keys() if not key.endswith("*")]
+        rng = random.Random(0)
+        for _ in range(500):
+            given = {key: rng.choice(odd) for key in rng.sample(keys, rng.randint(1, 25))}
+            assert all(row.ours or row.words for row in translate(given)), given
+            unwritten(given)
+
     def test_what_verl_does_unasked_is_told_where_ours_is_another(self):
         unasked = unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
         assert unasked["algorithm.corrections"] == []
@@ -269,7 +299,7 @@ class TestSources:
         read_script(f"x=$(touch {tmp_path}/x)\ntouch {tmp_path}/y\ndata.seed=`touch {tmp_path}/z`", {})
         assert list(tmp_path.iterdir()) == []
 
-    def test_interpolations_of_a_file_are_worked_out_and_missing_values_left_out(self, tmp_path):
+    def test_interpolations_of_a_file_are_worked_out_and_missing_values_are_null(self, tmp_path):
         (tmp_path / "v.yaml").write_text(
             "data: {max_prompt_length: 64, custom_cls: {path: null}}\n"
             "actor_rollout_ref: {rollout: {name: '???', prompt_length: '${data.max_prompt_length}', n: '${oc.no:x}'}}\n"
@@ -279,7 +309,7 @@ class TestSources:
         assert given[f"{ROLLOUT}.prompt_length"] == 64
         assert given["data.custom_cls.path"] is None
         assert given["data.seed"] == 3
-        assert f"{ROLLOUT}.name" not in given
+        assert given[f"{ROLLOUT}.name"] is None
 
     @pytest.mark.parametrize("word", ["nowhere.sh", "nowhere.yaml", "--flag"])
     def test_what_is_no_source_is_refused(self, word):

@@ -2,13 +2,14 @@
 
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from asyncgrpo.cli import completion
 from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
 from asyncgrpo.cli.output import JsonOption, print_json, wrapped
+from asyncgrpo.errors import ConfigError
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +43,8 @@ def explain(
 
     text = config_help.explain(key)
     if not as_json:
-        typer.echo("\n".join(wrapped(line, indent=36) for line in text.splitlines()))
+        indent = 35 if key is None or key in config_help.sections() else 11
+        typer.echo("\n".join(wrapped(line, indent=indent) for line in text.splitlines()))
         return
     chosen = [knob for name, knob in config_help.knobs().items() if key is None or f"{name}.".startswith(f"{key}.")]
     print_json(
@@ -117,7 +119,21 @@ def from_verl(
     from asyncgrpo.config_verl_report import read, report, to_json
 
     translation = read(sources, sys.stdin.read() if "-" in sources else "")
+    problem = _problem(translation.ours)
     if as_json:
-        print_json(to_json(translation))
+        print_json(to_json(translation, problem))
     else:
-        typer.echo(report(translation, as_yaml=as_yaml))
+        typer.echo(report(translation, problem, as_yaml=as_yaml))
+
+
+def _problem(ours: dict[str, Any]) -> str:
+    """Why a run with these keys alone would be refused; empty where it would not."""
+    from asyncgrpo.config_loading import load_config
+    from asyncgrpo.config_unknown import assignments
+    from asyncgrpo.learner.settings import check_algorithm
+
+    try:
+        check_algorithm(load_config(None, assignments(ours)))
+    except ConfigError as error:
+        return str(error).removeprefix("command line: ")
+    return ""

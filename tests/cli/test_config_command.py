@@ -111,6 +111,11 @@ def test_from_verl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypat
     assert "model.path is missing" in found["problem"]
 
 
+def test_from_verl_says_what_a_run_would_refuse(asyncgrpo):
+    ended = asyncgrpo("config", "from-verl", *VERL, "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full")
+    assert "# It does not run yet:\n#   algorithm.kl_kind=full has no value for one sampled token" in ended.out
+
+
 def test_from_verl_without_a_key_is_refused(asyncgrpo, tmp_path):
     (tmp_path / "run.sh").write_text("echo hello\n")
     ended = asyncgrpo("config", "from-verl", tmp_path / "run.sh")
