@@ -98,15 +98,16 @@ def _plain(value: Any) -> Any:
 
 
 def read_script(text: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """verl's keys in a shell script, and a sentence for each that was left out."""
-    variables = dict(environment)
+    """verl's keys in a shell script, and a sentence for each key, and each variable in use, that was left out."""
+    variables, assigned = dict(environment), set[str]()
     given: dict[str, Any] = {}
     problems: list[str] = []
     depth = 0
     for line in re.sub(r"\\\n", " ", text).splitlines():
         opened, closed = len(_OPENS.findall(line)), len(_CLOSES.findall(line))
         if depth or opened:
-            problems += [f"{key}: in an `if`, a `case` or a loop of the script" for key in _keys_in(line)]
+            left_out = dict.fromkeys(name for name in _names_in(line) if "." in name or name in assigned)
+            problems += [f"{name}: in an `if`, a `case` or a loop of the script" for name in left_out]
         depth = max(0, depth + opened - closed)
         if depth or opened or closed:
             continue
@@ -119,11 +120,14 @@ def read_script(text: str, environment: Mapping[str, str]) -> tuple[dict[str, An
                     given[key[1]] = parse(key[2] if "(" in key[2] else key[2].rstrip(")"))
             elif variable := _VARIABLE.fullmatch(word):
                 variables[variable[1]] = variable[2]
+                assigned.add(variable[1])
     return given, problems
 
 
-def _keys_in(line: str) -> list[str]:
-    return [key[1] for word in line.split() if (key := _KEY.fullmatch(word))]
+def _names_in(line: str) -> list[str]:
+    """The keys and variables that are set in a line."""
+    found = [_KEY.fullmatch(word) or _VARIABLE.fullmatch(word) for word in line.split()]
+    return [name[1] for name in found if name]
 
 
 def _words(line: str) -> list[str]:

@@ -291,6 +291,7 @@ class TestSources:
             "trainer.total_training_steps": None,
         }
         assert left_out == [
+            "GPUS: in an `if`, a `case` or a loop of the script",
             "actor_rollout_ref.rollout.mode: in an `if`, a `case` or a loop of the script",
             "actor_rollout_ref.model.path: `$NOWHERE` is not set in the script",
         ]
