@@ -7,7 +7,7 @@ none. What verl's keys are here is in `config_verl.py`.
 import difflib
 from collections.abc import Collection
 
-from asyncgrpo.config_verl import bare, ending_in, pattern_of, verl_keys
+from asyncgrpo.config_verl import bare, ending_in, misspelt, pattern_of, verl_keys
 
 # Keys that were ours, and what says it now.
 _RENAMED: dict[str, str] = {
@@ -26,7 +26,7 @@ def suggest(key: str, known: Collection[str]) -> str:
     """A hint of one clause for a key that is not in `known`; empty when nothing comes near.
 
     Looked for in this order: our old name, verl's name (or the end of it: `rollout.n`), a slip within the section, our
-    key in another section or without one (`lr`), a slip elsewhere.
+    key in another section or without one (`lr`), a slip elsewhere, a slip in verl's name.
     """
     key = bare(key)
     renamed = _RENAMED.get(key) or _RENAMED.get(f"algorithm.{key}")
@@ -37,18 +37,19 @@ def suggest(key: str, known: Collection[str]) -> str:
     verls = verls_name(key, known)
     if verls is not None:
         return _from_verl(verls)
-    meant = _slip(key, known)
-    return f"did you mean `{meant}`?" if meant else ""
+    if meant := _slip(key, known):
+        return f"did you mean `{meant}`?"
+    return f"did you mean verl's `{theirs}`?" if (theirs := misspelt(key)) else ""
 
 
 def verls_name(key: str, known: Collection[str] = ()) -> str | None:
-    """verl's full name, if `key` is one or the end of one, and not the end of one in `known`."""
+    """verl's full name, if `key` is one or the end of one, without a slip, and not the end of one in `known`."""
     key = bare(key)
     if key in verl_keys():
         return key
     if any(other.endswith(f".{key}") for other in known):
         return None
-    return ending_in(key) or (key if pattern_of(key) else None)
+    return ending_in(key) or (key if pattern_of(key) and not misspelt(key) else None)
 
 
 def _slip(key: str, known: Collection[str]) -> str | None:

@@ -4,6 +4,7 @@ A key of verl's is renamed, translated (by a table, under a condition, or by a r
 to do by hand, or has no counterpart, with the reason. Hydra's `+key` and `++key` are the same key.
 """
 
+import difflib
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -104,6 +105,13 @@ def ending_in(tail: str) -> str | None:
     return found[0] if len(meanings) == 1 else None
 
 
+def misspelt(key: str) -> str | None:
+    """verl's key that `key` is with a slip in its last part."""
+    section, _, last = bare(key).rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in verl_keys() if name.rpartition(".")[0] == section}
+    return next((beside[name] for name in difflib.get_close_matches(last, beside, n=1, cutoff=0.9)), None)
+
+
 def translate(given: dict[str, Any]) -> list[Row]:
     """Each key of `given` that the map has, with what says the same here; other keys are left out.
 
@@ -140,6 +148,8 @@ def _row(key: str, value: Any, given: dict[str, Any]) -> Row:
 def _applied(entry: Entry, key: str, pattern: str, value: Any, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Our keys, and words."""
     said = as_text(value)
+    if entry.absent and pattern != key and (meant := misspelt(key)):
+        return {}, f"did you mean verl's `{meant}`?"
     if entry.by_hand or entry.absent:
         return {}, entry.by_hand or entry.absent
     for other, needed in entry.when.items():
