@@ -2,14 +2,30 @@
 
 Everything goes to `<folder>/logs/<role>-<rank>.log`; warnings and worse also to stderr, where a person may be looking.
 Lines look like `2026-11-20T17:15:03.250Z INFO learner-0 asyncgrpo.learner.learner: step 17 done`.
+
+What a line quotes may come from anywhere, a model's answer or a stranger's name: it is made visible, so that a log stays
+text and moves no cursor.
 """
 
+import contextlib
 import logging
+import re
 import sys
 import time
 from pathlib import Path
 
 _OURS = "asyncgrpo setup"
+# All but tabs, line ends and what is printed: control characters, halves of surrogate pairs, and what turns text around.
+_INVISIBLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
+
+
+def visible(text: str) -> str:
+    """`text` with control characters (an escape sequence could rewrite the terminal) shown as `\\x1b`."""
+    return _INVISIBLE.sub(lambda match: _escaped(ord(match[0])), text)
+
+
+def _escaped(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 class _Format(logging.Formatter):
@@ -23,7 +39,25 @@ class _Format(logging.Formatter):
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).rstrip("\n").replace("\n", "\n    ")
+        return visible(super().format(record)).rstrip("\n").replace("\n", "\n    ")
+
+
+class _File(logging.FileHandler):
+    """Says once that the disk takes no more, where logging would print a traceback for each record."""
+
+    _has_said_so = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # a mistake in the call
+            super().handleError(record)
+        elif not self._has_said_so:
+            self._has_said_so = True
+            print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it writes once more what could not be written
+            super().close()
 
 
 def setup(
@@ -45,7 +79,7 @@ def setup(
     if folder is not None:
         path = folder / "logs" / f"{who}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+        handlers.append(_File(path, encoding="utf-8"))
         stderr.setLevel(logging.WARNING)
 
     root = logging.getLogger()

@@ -8,11 +8,15 @@ import pytest
 from asyncgrpo import logs
 
 
+def ours() -> list[logging.Handler]:
+    return [handler for handler in logging.getLogger().handlers if handler.name == logs._OURS]
+
+
 @pytest.fixture(autouse=True)
 def leave_no_handlers():
     before = logging.getLogger().level, logging.getLogger("asyncgrpo").level
     yield
-    for handler in [h for h in logging.getLogger().handlers if h.name == logs._OURS]:
+    for handler in ours():
         logging.getLogger().removeHandler(handler)
         handler.close()
     logging.getLogger().setLevel(before[0])
@@ -74,3 +78,32 @@ def test_a_restarted_process_adds_to_its_log(tmp_path):
     path = logs.setup("learner", 0, tmp_path)
     logging.getLogger("asyncgrpo").info("after")
     assert [line.rsplit(" ", 1)[1] for line in path.read_text().splitlines()] == ["before", "after"]
+
+
+def test_a_full_disk_is_said_once_and_without_a_traceback(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "driver.log").symlink_to("/dev/full")
+    logs.setup("driver", None, tmp_path)
+    for number in range(3):
+        logging.getLogger("asyncgrpo.x").warning("trouble %d", number)
+    said = capsys.readouterr().err.splitlines()
+    (complaint,) = [line for line in said if "trouble" not in line]
+    assert complaint == f"{tmp_path}/logs/driver.log cannot be written: No space left on device"
+    assert len(said) == 4, "and stderr still has every warning"
+
+
+def test_a_mistake_in_a_call_of_ours_keeps_its_traceback(tmp_path, capsys):
+    logs.setup("learner", 0, tmp_path)
+    record = logging.LogRecord("asyncgrpo.x", logging.INFO, "x.py", 1, "step %d", ("one",), None)
+    for handler in ours():
+        handler.handle(record)
+    assert "TypeError" in capsys.readouterr().err
+
+
+def test_what_came_from_outside_stays_text(tmp_path):
+    path = logs.setup("buffer", None, tmp_path)
+    identity = b"\x00\x1b[2J\xff\x7f".decode(errors="replace")
+    logging.getLogger("asyncgrpo.x").info("refused %s of %s\rgone", identity, "file-\udcff\u202e")
+    line = path.read_text(encoding="utf-8")
+    assert "refused \\x00\\x1b[2J\ufffd\\x7f of file-\\udcff\\u202e\\x0dgone" in line
+    assert logs.visible("plain\ttext 漢字 é\n") == "plain\ttext 漢字 é\n"

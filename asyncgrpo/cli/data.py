@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption
-from asyncgrpo.cli.output import JsonOption, print_json, shorten, visible
+from asyncgrpo.cli.output import JsonOption, print_json, shorten
 from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.logs import visible
 
 if TYPE_CHECKING:
     from asyncgrpo.config import Config

@@ -1,7 +1,6 @@
 """How commands print: JSON for scripts, text for people, and nothing a model wrote may move the cursor."""
 
 import json
-import re
 import shutil
 import sys
 import textwrap
@@ -10,8 +9,6 @@ from typing import Annotated, Any
 import typer
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-
-_CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
@@ -25,11 +22,6 @@ def wrapped(line: str, *, indent: int) -> str:
         return line
     width = shutil.get_terminal_size().columns
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
-
-
-def visible(text: str) -> str:
-    """`text` with control characters (an escape sequence could rewrite the terminal) shown as `\\x1b`."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def shorten(text: str, length: int) -> str:

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import JsonOption, print_json, shorten, visible
+from asyncgrpo.cli.output import JsonOption, print_json, shorten
 from asyncgrpo.errors import DataError
+from asyncgrpo.logs import visible
 
 Row = dict[str, Any]
 
