@@ -12,6 +12,7 @@ import typer
 from asyncgrpo import __version__
 from asyncgrpo.cli import audit, config, data, demo, doctor, evaluate, export, replay, samples, train
 from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.logs import visible
 
 
 def _dashes(name: str) -> str:
@@ -66,5 +67,5 @@ def main() -> None:
     try:
         app(prog_name="asyncgrpo")
     except AsyncGRPOError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {visible(str(error))}", err=True)
         sys.exit(1)

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncgrpo.logs import visible
 from asyncgrpo.recording.events import Event, follow
 from asyncgrpo.recording.lines import line_of, number, position, thousands
 from asyncgrpo.recording.progress import RECENT, Progress, sync_line
@@ -166,7 +167,7 @@ def _notes(progress: Progress) -> RenderableType:
         style = "" if sync.get("checksum") == "ok" else "bold red"
         notes.add_row("weights" if i == 0 else "", Text(sync_line(sync), style=style))
     for i, warning in enumerate(list(progress.warnings)[-_NUM_WARNINGS:]):
-        notes.add_row("warnings" if i == 0 else "", Text(warning, style="yellow"))
+        notes.add_row("warnings" if i == 0 else "", Text(visible(warning), style="yellow"))
     return notes
 
 
@@ -196,6 +197,7 @@ def watch(
     try:
         if live:
             live.start()
+            console.show_cursor(True)  # a run that is killed could not bring it back
         while True:
             stopping = stop.is_set()
             for event in (events := follower.poll()):
@@ -205,7 +207,7 @@ def watch(
                 at = event.get("time", 0.0)
                 newest = max(newest, at)
                 if live is None and at > skip_until and (line := line_of(event, screen.progress)) is not None:
-                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+                    console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
             if live and (events or clock() >= drawn + 1):
                 live.update(screen.render(drawn := clock()), refresh=True)
             end = screen.progress.end

@@ -142,6 +142,31 @@ def test_a_terminal_gets_the_live_page(tmp_path):
     assert "failed" in console.file.getvalue()
 
 
+def test_the_cursor_stays_in_sight_as_a_killed_run_could_not_bring_it_back(tmp_path):
+    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
+
+    class Stop(threading.Event):
+        def wait(self, timeout=None):
+            shown.append(console.file.getvalue())
+            self.set()
+            return True
+
+    shown: list[str] = []
+    watch(tmp_path / "metrics.jsonl", console=console, stop=Stop())
+    assert shown and all(text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") for text in shown)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_reason_from_outside_moves_no_cursor(tmp_path, is_terminal):
+    log = EventLog(tmp_path / "metrics.jsonl")
+    log.write("restart", actor="generator-0", reason="said \x1b[2Jgone", count=1)
+    log.write("end", status="failed", step=0, reason="\x1b[2J")
+    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=is_terminal)
+    watch(tmp_path / "metrics.jsonl", console=console)
+    assert "\x1b[2J" not in console.file.getvalue()
+    assert "said" in console.file.getvalue()
+
+
 def test_watching_ends_when_told_and_still_shows_what_was_written(tmp_path):
     path, stop = tmp_path / "metrics.jsonl", threading.Event()
     log = EventLog(path)
