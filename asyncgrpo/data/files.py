@@ -64,7 +64,7 @@ def _read_parquet(path: Path) -> list[Row]:
 
     try:
         rows = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {_one_line(error)}") from error
     return [{name: _plain(value) for name, value in row.items()} for row in rows]
 
@@ -78,6 +78,8 @@ def _read_jsonl(path: Path) -> list[Row]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {number}, column {error.colno}: broken JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {number}: broken JSON: {_unreadable(error)}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: expected a JSON object, got {_kind(row)}")
         rows.append(row)
@@ -90,6 +92,8 @@ def _read_json(path: Path) -> list[Row]:
     except json.JSONDecodeError as error:
         hint = " (one object a line? then name the file .jsonl)" if error.msg == "Extra data" else ""
         raise DataError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}{hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: broken JSON: {_unreadable(error)}") from error
     if isinstance(content, dict) and isinstance(content.get("data"), list):
         content = content["data"]
     if not isinstance(content, list):
@@ -112,6 +116,13 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _unreadable(error: ValueError | RecursionError) -> str:
+    """Of JSON that may be well formed, but has numbers without end or lists in lists."""
+    return "nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
 
 
 def _plain(value: Any) -> Any:

@@ -11,13 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from asyncgrpo.errors import ConfigError, DataError
+from asyncgrpo.wire.messages import PROMPT_BYTES
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 PROMPT_SPELLINGS = ("prompt", "question")
 ANSWER_SPELLINGS = ("reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "answer", "solution")
+
+
+_MOST_BYTES = PROMPT_BYTES - 2**16
+"""Of what a row holds beside its prompt; the rest is for the prompt."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +52,33 @@ class Schema:
     def to_record(self, row: Row, index: int) -> Record:
         """Row `index` (from 0) of the file. Raises DataError, which names file, row and the spellings accepted."""
         try:
-            return self.convert(row)
+            record = self.convert(row)
+            _check_travels(record)
+            return record
         except _Misfit as misfit:
             raise DataError(f"{self.file}, row {index}: {misfit} (schema {self.name}, from row 0)") from None
 
 
 class _Misfit(Exception):
     """A row does not fit; its message lacks file and row."""
+
+
+def _check_travels(record: Record) -> None:
+    """Raise _Misfit for what no message could carry from here to a generator."""
+    fields = {"prompt": record.messages, "answer": record.answer, "source": record.source, "info": record.info}
+    sizes = {name: _encoded_bytes(name, value) for name, value in fields.items()}
+    if (beside := sizes["answer"] + sizes["info"]) > _MOST_BYTES:
+        raise _Misfit(f"its answer and info have {beside:,} bytes; a message holds {_MOST_BYTES:,} of them")
+
+
+def _encoded_bytes(name: str, value: Any) -> int:
+    try:
+        return len(msgspec.msgpack.encode(value))
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise _Misfit(f"its {name} holds {half!r}, half of a surrogate pair, which is no text") from None
+    except OverflowError:
+        raise _Misfit(f"its {name} holds a whole number of more than 64 bits; write it as text") from None
 
 
 def recognise(rows: Sequence[Row], columns: Mapping[str, str], file: str = "data") -> Schema:
@@ -210,8 +237,8 @@ def _info(row: Row, key: str) -> dict[str, Any]:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise _Misfit(f"{key} is text but not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise _Misfit(f"{key} is text but not JSON: {error}") from error
     if not value:
         return {}
     if not isinstance(value, dict):

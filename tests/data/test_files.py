@@ -83,6 +83,14 @@ def test_parquet_values_become_what_json_can_hold(tmp_path):
         ("a.jsonl", "\n\n", "holds no rows"),
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", b'{"prompt": "\xff"}', "is not UTF-8 text"),
+        ("a.jsonl", '{"prompt": ' + "[" * 99999, "line 1: broken JSON: nested too deeply"),
+        ("a.json", "[" * 99999, "broken JSON: nested too deeply"),
+        (
+            "a.jsonl",
+            '{"prompt": "a"}\n{"prompt": ' + "1" * 5000 + "}",
+            "line 2: broken JSON: Exceeds the limit (4300 digits)",
+        ),
+        ("a.json", '[{"prompt": ' + "1" * 5000 + "}]", "broken JSON: Exceeds the limit (4300 digits)"),
         ("a.parquet", "not parquet", "not a readable Parquet file"),
         ("a.csv", "prompt\na", "unknown extension '.csv'; expected .parquet, .jsonl, .json"),
     ],
@@ -94,6 +102,26 @@ def test_a_broken_file_is_named_with_the_place_and_what_was_expected(file, name,
     assert path in str(caught.value)
     assert said in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_text_that_is_none_is_found_in_parquet(tmp_path):
+    array = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
+    pq.write_table(pa.table({"prompt": array}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet is not a readable Parquet file: .*utf-8"):
+        read_rows(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_a_file_that_may_not_be_read_is_named(file, name, monkeypatch):
+    path = file(name, "{}")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr(pq, "read_table", refuse)
+    with pytest.raises(DataError, match=rf"{name}.*Permission denied"):
+        read_rows(path)
 
 
 def test_a_missing_file_names_files_of_nearly_its_name(file, tmp_path):

@@ -91,6 +91,7 @@ def test_a_file_that_fits_nothing_is_told_what_would_do(columns, error, said):
         recognise([{"input": "2+2?", "label": "4"}], columns, "rows.jsonl")
 
 
+PLAIN = {"prompt": "a", "ground_truth": "b"}
 VERL = {"prompt": TURN, "reward_model": {"ground_truth": "4"}}
 
 
@@ -107,6 +108,16 @@ VERL = {"prompt": TURN, "reward_model": {"ground_truth": "4"}}
         (VERL, {**VERL, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 0 of prompt is not text"),
         ({"question": "a", "answer": "b"}, {"question": "a"}, "no answer; an answer is spelt"),
         ({"prompt": "a", "ground_truth": "b"}, {"prompt": "a", "answer": "b"}, "no ground_truth; an answer is spelt"),
+        (PLAIN, {**PLAIN, "prompt": "a\ud800"}, r"its prompt holds '\ud800', half of a surrogate pair"),
+        (PLAIN, {**PLAIN, "ground_truth": ["\udfff"]}, r"its answer holds '\udfff', half of a surrogate pair"),
+        (PLAIN, {**PLAIN, "extra_info": '{"\\ud83d": 1}'}, r"its info holds '\ud83d', half of a surrogate pair"),
+        (PLAIN, {**PLAIN, "data_source": "\ud800"}, r"its source holds '\ud800', half of a surrogate pair"),
+        (PLAIN, {**PLAIN, "ground_truth": 10**30}, "its answer holds a whole number of more than 64 bits"),
+        (
+            PLAIN,
+            {**PLAIN, "tests": "x" * 2**22},
+            "its answer and info have 4,194,318 bytes; a message holds 4,128,768 of them",
+        ),
     ],
 )
 def test_a_later_row_that_does_not_fit_is_named(first, later, said):
