@@ -18,7 +18,7 @@ from asyncgrpo.types import Frozen, Prompt, Score
 
 
 class Lengths(Frozen):
-    """How long the prompts are, in `CheckReport.unit`."""
+    """How long the prompts are, in `CheckReport.unit`. One far over the limit may count with its first tokens only."""
 
     p50: int
     p90: int
@@ -80,7 +80,13 @@ def check_file(
     else:
         tokenizer = load_tokenizer(model_path)
         rendered = [
-            render(tokenizer, record.messages, config.system_prompt, where=f"{path}, row {index}")
+            render(
+                tokenizer,
+                record.messages,
+                config.system_prompt,
+                where=f"{path}, row {index}",
+                longest=config.max_prompt_tokens,
+            )
             for index, record in enumerate(records)
         ]
         lengths = [len(token_ids) for _, token_ids in rendered]

@@ -34,7 +34,7 @@ class Loaded:
     schema_name: str
     dropped_too_long: int
     longest: int
-    """Tokens of the longest prompt of the file, dropped ones included."""
+    """Tokens of the longest prompt of the file, dropped ones included; of one far too long at least as many."""
 
 
 def load_prompts(
@@ -55,7 +55,10 @@ def load_prompts(
     for index, row in enumerate(rows):
         record = schema.to_record(row, index)
         where = f"{path}, row {index}"
-        token_ids = render(tokenizer, record.messages, config.system_prompt, where=where).token_ids
+        rendered = render(
+            tokenizer, record.messages, config.system_prompt, where=where, longest=config.max_prompt_tokens
+        )
+        token_ids = rendered.token_ids
         longest = max(longest, len(token_ids))
         if len(token_ids) <= config.max_prompt_tokens:
             prompts.append(
@@ -71,7 +74,7 @@ def load_prompts(
     if not prompts:
         raise DataError(
             f"{path}: all {len(rows)} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
-            f"the longest has {longest} tokens"
+            f"the longest has at least {longest}"
         )
     return Loaded(tuple(prompts), schema.name, len(rows) - len(prompts), longest)
 

@@ -75,6 +75,7 @@ def render(
     system_prompt: str | None = None,
     *,
     where: str = "prompt",
+    longest: int | None = None,
 ) -> Rendered:
     """The prompt up to where the answer begins.
 
@@ -85,6 +86,7 @@ def render(
         messages: turns with `role` and `content`.
         system_prompt: put first, unless there is a system turn already.
         where: names the prompt in an error, for example `train.jsonl, row 3`.
+        longest: tokens. A longer prompt may come back with only its first token ids, which are more than this.
     Raises:
         DataError: the chat template refuses these turns.
     """
@@ -93,7 +95,7 @@ def render(
         turns.insert(0, {"role": "system", "content": system_prompt})
     if not tokenizer.chat_template:
         text = "".join(turn["content"] for turn in turns)
-        return Rendered(text, tuple(tokenizer.encode(text)))
+        return Rendered(text, _encode(tokenizer, text, longest))
     from jinja2 import TemplateError
 
     try:
@@ -103,7 +105,26 @@ def render(
         raise DataError(f"{where}: the model's chat template refuses the turns {roles}: {_one_line(error)}") from error
     assert isinstance(templated, str)
     # The template has written the special tokens already.
-    return Rendered(templated, tuple(tokenizer.encode(templated, add_special_tokens=False)))
+    return Rendered(templated, _encode(tokenizer, templated, longest, add_special_tokens=False))
+
+
+_CERTAINLY = 256
+"""Tokens in which a text and its beginning may differ where the text was cut, in the middle of a word."""
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int | None, **how: bool) -> tuple[int, ...]:
+    """The token ids of a text; of one that certainly has more than `longest`, perhaps those of its beginning only.
+
+    To tokenise megabytes takes longer than to read a whole file. How many characters a token may stand for is each
+    tokenizer's own affair, so a growing beginning is tokenised, until its tokens are more than twice too many.
+    """
+    size = 16 * (longest + _CERTAINLY) if longest is not None else len(text)
+    while longest is not None and size < len(text):
+        token_ids = tokenizer.encode(text[:size], **how)
+        if len(token_ids) > 2 * longest + _CERTAINLY:
+            return tuple(token_ids)
+        size *= 4
+    return tuple(tokenizer.encode(text, **how))
 
 
 def vocabulary_size(model_path: str) -> int | None:

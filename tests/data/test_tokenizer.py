@@ -36,6 +36,34 @@ def test_without_a_template_the_contents_are_joined(demo_model):
     assert render(tokenizer, QUESTION, "Copy: ") == ("Copy: 735", tuple(b"Copy: 735"))
 
 
+def test_a_prompt_beyond_the_longest_is_cut_before_it_is_tokenised(tokenizer, monkeypatch):
+    seen = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: seen.append(len(text)) or encode(text, **more))
+    giant = [{"role": "user", "content": "7" * 10_000_000}]
+    text, token_ids = render(tokenizer, giant, longest=512)
+    assert len(text) > 10_000_000 and len(token_ids) > 512
+    assert sum(seen) < 100_000
+
+
+@pytest.mark.parametrize("size", [1, 500, 511, 512, 513, 2_000, 70_000])
+def test_a_prompt_that_fits_is_tokenised_whole(tokenizer, size):
+    turns = [{"role": "user", "content": "7" * (size - 2)}]
+    whole = render(tokenizer, turns).token_ids
+    cut = render(tokenizer, turns, longest=512).token_ids
+    assert cut == whole if len(whole) <= 512 else 512 < len(cut) <= len(whole)
+
+
+def test_a_long_text_of_few_tokens_fits(demo_model):
+    """Where a token may stand for any number of characters, as where white space is dropped."""
+    from tokenizers import normalizers
+
+    tokenizer = load_tokenizer(str(demo_model))
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
+    turns = [{"role": "user", "content": "1" + " " * 1_000_000 + "2"}]
+    assert len(render(tokenizer, turns, longest=512).token_ids) == 4
+
+
 def test_a_template_that_refuses_says_which_prompt(demo_model):
     tokenizer = load_tokenizer(str(demo_model))
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
