@@ -24,17 +24,6 @@ def check(config: Config) -> None:
         raise ConfigError(problem)
 
 
-def _rank_shares(config: Config) -> str | None:
-    prompts, answers, ranks = config.buffer.prompts_per_step, config.algorithm.group_size, config.learner.ranks
-    if prompts * answers % ranks == 0:
-        return None
-    return (
-        f"buffer.prompts_per_step ({prompts}) x algorithm.group_size ({answers}) = {prompts * answers} sequences "
-        f"cannot be shared equally by learner.ranks ({ranks}); change one of them, for example "
-        f"buffer.prompts_per_step={-(-prompts // ranks) * ranks}"
-    )
-
-
 def _microbatch_holds_one(config: Config) -> str | None:
     room, prompt, answer = (
         config.learner.tokens_per_microbatch,
@@ -110,7 +99,6 @@ def _gpu_for_flash(config: Config) -> str | None:
 
 
 _RULES = (
-    _rank_shares,
     _microbatch_holds_one,
     _min_answers,
     _straggler_factor,

@@ -35,11 +35,6 @@ def write(name: str, text: str):
 
 CASES = {
     "a group of one": (None, ["algorithm.group_size=1"], ["algorithm.group_size", "at least 2"]),
-    "ranks that do not divide the step": (
-        None,
-        ["learner.ranks=7", "buffer.prompts_per_step=4", "--rollout-n", "4"],
-        ["learner.ranks", "7"],
-    ),
     "a context longer than the model's": (
         None,
         ["data.max_prompt_tokens=100000", "learner.tokens_per_microbatch=200000"],

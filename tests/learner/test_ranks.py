@@ -26,8 +26,11 @@ from tests.models import make_tiny_qwen3
 GROUPS = [*random_groups(5, 4), make_group(9, [1.0, 1.0], [[1, 2], [3]])]
 FEW = [make_group(0, [1.0, 0.0], [[1, 2, 3], []])]
 """One trainable sequence: the other ranks have nothing to do but must keep step."""
+UNEVEN = [make_group(n, [1.0, 0.5, 0.0], [[1, 2, 3 + n], [4], [5, 6] * (n + 1)]) for n in range(3)]
+"""Nine sequences, an odd number for two ranks, and of unlike lengths for three."""
 SCENARIOS = {
     "plain": ({}, GROUPS),
+    "uneven shares": ({"learner": {"tokens_per_microbatch": 30}}, UNEVEN),
     "small microbatches": ({"learner": {"tokens_per_microbatch": 40}}, GROUPS),
     "less work than ranks": ({}, FEW),
     "less work than ranks, with foresight": ({"algorithm": {"advantage": "gae", "kl_coef": 0.1}}, FEW),
@@ -43,7 +46,7 @@ BASIC = [name for name in SCENARIOS if name not in objectives.STEP_WIDE]
 WORLDS = {
     2: [*BASIC, "several", "pairwise, penalties", "prompt-mean, masked", "gae, kl in the reward"],
     3: [
-        *("small microbatches", "less work than ranks, with foresight"),
+        *("small microbatches", "uneven shares", "less work than ranks, with foresight"),
         *("several", "pairwise, all, per token", "pairwise, penalties", "prompt-mean, masked"),
         *("kl k3 in the reward, rloo", "kl full, seq-mean-token-mean", "gae, kl in the reward"),
     ],
