@@ -55,12 +55,13 @@ def check(
 
 
 def _check(file: str, model: str | None, config: "Config") -> "CheckReport":
+    from asyncgrpo.cli.preflight import REWARD_IMPORT_S
     from asyncgrpo.data.check import check_file
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.types import Prompt, Score
 
-    reward = build_reward(config.reward, extra_rules=demo_rules())
+    reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
     with asyncio.Runner() as runner:  # one loop for all calls: the workers of a reward belong to it
 
         def score(prompt: Prompt, answer: str) -> Score:

@@ -38,7 +38,7 @@ def evaluate(
     overrides: SettingsArgument = None,
 ) -> None:
     """Score the answers of a checkpoint to a held-out file."""
-    from asyncgrpo.cli.preflight import check_run
+    from asyncgrpo.cli.preflight import check_inputs
     from asyncgrpo.config_loading import load_config
     from asyncgrpo.learner.checkpoints import model_folder
 
@@ -54,7 +54,7 @@ def evaluate(
     if reward_func is not None:
         settings.append(f"reward.function={reward_func}")
     config = load_config(None, [*settings, *(overrides or [])])
-    check_run(config)
+    check_inputs(config)
     report = asyncio.run(_evaluate(config, rollout_n))
     if as_json:
         print_json(report)

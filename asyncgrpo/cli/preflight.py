@@ -1,30 +1,113 @@
-"""What can be found wrong with a run before anything is started for it: algorithm, model, files, columns, rewards.
+"""What can be found wrong with a run before anything is started for it: settings, machine, model, files, rewards.
 
-Reading the files once more costs seconds; finding out after the engines are up costs minutes of many GPUs.
+Reading the files once more costs seconds; finding out after the engines are up costs minutes of many GPUs. What is
+checked here is checked by the same functions again where it is used.
 """
 
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config import Config
 from asyncgrpo.errors import ConfigError
 
+if TYPE_CHECKING:
+    from asyncgrpo.rewards import Reward
+
+REWARD_IMPORT_S = 10.0
+"""For a user's reward file to be imported, while nothing else runs here."""
+_ROOM_BESIDE = 2**26
+"""Bytes of a run folder for what is no checkpoint."""
+
 
 def check_run(config: Config) -> None:
-    """Raises ConfigError, DataError or RewardError, in one sentence."""
-    from asyncgrpo.config_checks import check_model
-    from asyncgrpo.data.demo import demo_rules
-    from asyncgrpo.data.files import read_rows
-    from asyncgrpo.data.schemas import recognise
-    from asyncgrpo.generators.availability import why_sglang_cannot_run
+    """Everything about a run that can be known before it is started.
+
+    Raises ConfigError, DataError or RewardError, in one sentence.
+    """
+    from asyncgrpo.cluster.actors import uses_cuda
     from asyncgrpo.learner.settings import check_algorithm
-    from asyncgrpo.rewards import RuleReward, build_reward
+    from asyncgrpo.recording.loggers import check_loggers
+    from asyncgrpo.wire.sockets import check_bind
 
     check_algorithm(config)
+    check_bind(config.cluster.bind)
+    check_loggers(config.run.loggers)
+    _check_gpus(config, learner_on_gpu=uses_cuda(config))
+    check_inputs(config)
+    _check_training(config, learner_on_gpu=uses_cuda(config))
+
+
+def check_inputs(config: Config) -> None:
+    """The part of it that answering prompts needs too: engine, model, tokenizer, reward and prompts.
+
+    Raises ConfigError, DataError or RewardError, in one sentence.
+    """
+    from asyncgrpo.config_checks import check_model, model_folder
+    from asyncgrpo.data.demo import demo_rules
+    from asyncgrpo.generators.availability import why_sglang_cannot_run
+    from asyncgrpo.rewards import build_reward
+    from asyncgrpo.weights.files import check_weight_files
+
     check_model(config)
+    if (folder := model_folder(config.model.path)) is not None:
+        check_weight_files(folder, is_complete=Path(config.model.path).expanduser().is_dir())
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
-    reward = build_reward(config.reward, extra_rules=demo_rules())
-    for file in filter(None, (config.data.train, config.data.eval)):
-        rows = read_rows(file)
-        schema = recognise(rows, config.data.columns, file)
-        sources = {schema.to_record(row, index).source for index, row in enumerate(rows)}
+    reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
+    _check_prompts(config, reward)
+
+
+def _check_prompts(config: Config, reward: "Reward") -> None:
+    from asyncgrpo.data.prompts import check_prompts
+    from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
+    from asyncgrpo.rewards import RuleReward
+
+    tokenizer = load_tokenizer(config.model.path)
+    stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
+    vocabulary = vocabulary_size(config.model.path)
+    for file, limit in ((config.data.train, None), (config.data.eval, config.data.eval_rows)):
+        if file is None:
+            continue
+        sources = check_prompts(file, tokenizer, config.data, vocabulary=vocabulary, limit=limit)
         if isinstance(reward, RuleReward):
             reward.check_sources(sources)
+
+
+def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
+    """Of this machine; those of a cluster are counted when it is reached."""
+    if config.cluster.ray_address is not None:
+        return
+    import torch
+
+    from asyncgrpo.cluster.placement import check_gpus
+
+    check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
+
+
+def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
+    """The model as the learner sees it, and room for a checkpoint of it. One that is still to be downloaded passes."""
+    import torch
+
+    from asyncgrpo.config_checks import model_folder
+    from asyncgrpo.learner.model import check_language_model
+
+    if (folder := model_folder(config.model.path)) is None:
+        return
+    model = check_language_model(str(folder), config, torch.device("cuda" if learner_on_gpu else "cpu"))
+    exported = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize
+    resumed = 3 * sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # weights and AdamW's two moments
+    _check_room(config.run.out, exported + resumed)
+
+
+def _check_room(out: str, checkpoint_bytes: int) -> None:
+    there = Path(out).absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if free < checkpoint_bytes + _ROOM_BESIDE:
+        raise ConfigError(
+            f"run.out {out}: a checkpoint takes about {size_in_words(checkpoint_bytes)}, and the disk has "
+            f"{size_in_words(free)} left; make room, or choose a folder on another disk"
+        )

@@ -12,6 +12,26 @@ from asyncgrpo.errors import ConfigError
 RESERVE_TIMEOUT_S = 60.0
 
 
+def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
+    """GPUs of a whole run."""
+    generators = config.generators
+    return config.learner.ranks * learner_on_gpu + generators.gpus_each * generators.count
+
+
+def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
+    """Raise ConfigError if a run needs more GPUs than there are."""
+    wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
+    if there >= wanted:
+        return
+    hint = "lower one of them" if there else "without a GPU use --n-gpus 0 (generators.gpus_each=0)"
+    generators = config.generators
+    raise ConfigError(
+        f"this run needs {wanted} GPUs (learner.ranks {config.learner.ranks}{'' if learner_on_gpu else ' on the CPU'}, "
+        f"generators.count {generators.count} x generators.gpus_each {generators.gpus_each}), the cluster has {there}; "
+        f"{hint}"
+    )
+
+
 class Placement:
     """The places of one run: bundle 0..ranks-1 for the learner, then one bundle a generator."""
 
@@ -21,16 +41,10 @@ class Placement:
         self._generator_gpus = config.generators.gpus_each
         self._ranks = config.learner.ranks
         self._group: PlacementGroup | None = None
-        wanted = self._learner_gpus * self._ranks + self._generator_gpus * config.generators.count
+        wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
         if not wanted:
             return
-        there = int(ray.cluster_resources().get("GPU", 0))
-        if there < wanted:
-            hint = "lower one of them" if there else "without a GPU use --n-gpus 0 (generators.gpus_each=0)"
-            raise ConfigError(
-                f"this run needs {wanted} GPUs (learner.ranks {self._ranks}, generators.count "
-                f"{config.generators.count} x generators.gpus_each {self._generator_gpus}), the cluster has {there}; {hint}"
-            )
+        check_gpus(config, int(ray.cluster_resources().get("GPU", 0)), learner_on_gpu=learner_on_gpu)
         bundles = [self._bundle(self._learner_gpus)] * self._ranks
         bundles += [self._bundle(self._generator_gpus)] * config.generators.count
         self._group = placement_group(bundles, strategy="PACK")

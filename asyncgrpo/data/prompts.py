@@ -16,9 +16,9 @@ import xxhash
 
 from asyncgrpo.config import DataConfig
 from asyncgrpo.data.files import read_rows
-from asyncgrpo.data.schemas import recognise
+from asyncgrpo.data.schemas import Record, recognise
 from asyncgrpo.data.tokenizer import render
-from asyncgrpo.errors import CheckpointError, DataError
+from asyncgrpo.errors import CheckpointError, ConfigError, DataError
 from asyncgrpo.types import Frozen, Prompt
 
 if TYPE_CHECKING:
@@ -48,17 +48,11 @@ def load_prompts(
     Raises:
         DataError: the file cannot be used, or every prompt is longer than `config.max_prompt_tokens`.
     """
-    rows = read_rows(path)[:limit]
-    schema = recognise(rows, config.columns, str(path))
+    schema_name, records = _records(path, config, limit)
     prompts: list[Prompt] = []
     longest = 0
-    for index, row in enumerate(rows):
-        record = schema.to_record(row, index)
-        where = f"{path}, row {index}"
-        rendered = render(
-            tokenizer, record.messages, config.system_prompt, where=where, longest=config.max_prompt_tokens
-        )
-        token_ids = rendered.token_ids
+    for index, record in enumerate(records):
+        token_ids = _token_ids(path, index, record, tokenizer, config)
         longest = max(longest, len(token_ids))
         if len(token_ids) <= config.max_prompt_tokens:
             prompts.append(
@@ -72,11 +66,73 @@ def load_prompts(
                 )
             )
     if not prompts:
-        raise DataError(
-            f"{path}: all {len(rows)} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
-            f"the longest has at least {longest}"
-        )
-    return Loaded(tuple(prompts), schema.name, len(rows) - len(prompts), longest)
+        raise _all_too_long(path, len(records), longest, config)
+    return Loaded(tuple(prompts), schema_name, len(records) - len(prompts), longest)
+
+
+def check_prompts(
+    path: str | Path,
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    *,
+    vocabulary: int | None,
+    limit: int | None = None,
+) -> set[str]:
+    """What `load_prompts` would refuse, sooner: every row is read, but few are tokenised.
+
+    One prompt of each sequence of roles is rendered, because that is what a template may refuse, and as many more as it
+    takes to find one that fits.
+
+    Args:
+        vocabulary: size of the model's, if it is known.
+        limit: rows of the file to use, from its start; None: all.
+    Returns:
+        Every `data_source` of the file.
+    Raises:
+        DataError: as `load_prompts`.
+        ConfigError: the tokenizer gives tokens that the model does not have.
+    """
+    _, records = _records(path, config, limit)
+    rendered: set[tuple[str, ...]] = set()
+    longest, fits = 0, False
+    for index, record in enumerate(records):
+        roles = tuple(turn["role"] for turn in record.messages)
+        if fits and roles in rendered:
+            continue
+        rendered.add(roles)
+        token_ids = _token_ids(path, index, record, tokenizer, config)
+        if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
+            raise ConfigError(
+                f"{path}, row {index}: the tokenizer of model.path gives token {max(token_ids)}, but the vocabulary of "
+                f"the model has {vocabulary} tokens; give the model its own tokenizer"
+            )
+        longest = max(longest, len(token_ids))
+        fits = fits or len(token_ids) <= config.max_prompt_tokens
+    if not fits:
+        raise _all_too_long(path, len(records), longest, config)
+    return {record.source for record in records}
+
+
+def _records(path: str | Path, config: DataConfig, limit: int | None) -> tuple[str, list[Record]]:
+    """The name of the file's schema, and what its rows hold."""
+    rows = read_rows(path)[:limit]
+    schema = recognise(rows, config.columns, str(path))
+    return schema.name, [schema.to_record(row, index) for index, row in enumerate(rows)]
+
+
+def _token_ids(
+    path: str | Path, index: int, record: Record, tokenizer: "PreTrainedTokenizerBase", config: DataConfig
+) -> tuple[int, ...]:
+    where = f"{path}, row {index}"
+    longest = config.max_prompt_tokens
+    return render(tokenizer, record.messages, config.system_prompt, where=where, longest=longest).token_ids
+
+
+def _all_too_long(path: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
+    return DataError(
+        f"{path}: all {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
+        f"the longest has at least {longest}"
+    )
 
 
 class PromptState(Frozen):

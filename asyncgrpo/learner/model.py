@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncgrpo.config import Config, LoraConfig
 from asyncgrpo.errors import ConfigError
@@ -89,25 +89,43 @@ def load_language_model(path: str, *, longest: int) -> PreTrainedModel:
 
     Raises ConfigError.
     """
-    try:
+    with _loading(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"model.path ({path}) cannot be loaded as a causal language model: {error}") from error
     _refuse_what_differs(model, path, longest)
-    for field in LOGIT_TRANSFORMS:
-        if getattr(model.config, field, None) not in (None, 1, 1.0):
-            raise ConfigError(f"model.path ({path}) sets {field}, which the learner's log-probs do not apply")
-    try:
-        disk_tensors(model)
-    except ValueError as error:
-        raise ConfigError(
-            f"model.path ({path}) is a {model.config.model_type}, which can be trained but not published: {error}"
-        ) from error
     return model.eval()
 
 
+def check_language_model(path: str, config: Config, device: torch.device) -> PreTrainedModel:
+    """Everything that `build_model` would refuse, but for the weights themselves, which are not read.
+
+    Args:
+        path: folder of the model; the hub is not asked.
+        device: that the learner will run on.
+    Returns:
+        The model without memory, with its adapters.
+    Raises:
+        ConfigError: the model cannot be trained as configured.
+    """
+    choose_kernel(config.learner.attention, device, getattr(torch, config.model.dtype))
+    with torch.device("meta"):
+        with _loading(path):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        _refuse_what_differs(model, path, config.data.max_prompt_tokens + config.sampling.max_tokens)
+        _layers(model, path)
+        return add_adapters(model, config.model.lora, seed=config.run.seed) if config.model.lora.rank else model
+
+
+@contextlib.contextmanager
+def _loading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # transformers raises whatever a broken file leads to
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"model.path ({path}) cannot be loaded as a causal language model: {reason}") from error
+
+
 def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> None:
-    """Raise ConfigError for a model whose attention or head is not what ours computes."""
+    """Raise ConfigError for a model whose attention or head is not what ours computes, or that cannot be published."""
     settings = model.config
     window = getattr(settings, "sliding_window", None)
     kinds = getattr(settings, "layer_types", None) or ["sliding_attention"]
@@ -125,6 +143,15 @@ def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> Non
         )
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"model.path ({path}) has a head with a bias, which the learner does not compute")
+    for field in LOGIT_TRANSFORMS:
+        if getattr(settings, field, None) not in (None, 1, 1.0):
+            raise ConfigError(f"model.path ({path}) sets {field}, which the learner's log-probs do not apply")
+    try:
+        disk_tensors(model)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path ({path}) is a {settings.model_type}, which can be trained but not published: {error}"
+        ) from error
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreTrainedModel:

@@ -30,7 +30,7 @@ class _Logger(Protocol):
 def _load(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # whatever a broken installation raises
         raise ConfigError(
             f"run.loggers names {extra!r}, which cannot be imported ({error}); pip install 'asyncgrpo[{extra}]'"
         ) from error
@@ -129,6 +129,12 @@ _KINDS: dict[str, Callable[[Path, str, Nested], _Logger]] = {
     "trackio": _Trackio,
     "mlflow": _Mlflow,
 }
+
+
+def check_loggers(names: Iterable[str]) -> None:
+    """Raise ConfigError for a package that is not installed, or does not import."""
+    for name in names:
+        _load(name, name)
 
 
 class Loggers:

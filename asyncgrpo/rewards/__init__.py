@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from asyncgrpo.rewards.base import Reward
+from asyncgrpo.rewards.pool import START_TIMEOUT_S
 from asyncgrpo.rewards.rules import RuleReward
 from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function
 
@@ -18,7 +19,10 @@ __all__ = ["Reward", "RuleReward", "UserReward", "build_reward", "check_user_fun
 
 
 def build_reward(
-    config: "RewardConfig", *, extra_rules: dict[str, Callable[[str, Any], float]] | None = None
+    config: "RewardConfig",
+    *,
+    extra_rules: dict[str, Callable[[str, Any], float]] | None = None,
+    import_timeout_s: float = START_TIMEOUT_S,
 ) -> Reward:
     """The reward that `config` asks for. Blocks while a user's function is checked, about as long as its imports take.
 
@@ -26,10 +30,11 @@ def build_reward(
         config: with `function`, answers are scored by that function; without, by the rule of their `data_source`.
         extra_rules: rules by exact `data_source`, beside the built-in ones: `rule(answer_text, ground_truth)` gives
             the score. They run in this process, so they must be quick and unable to hang. No effect with `function`.
+        import_timeout_s: for the user's file to be imported, or `reward.timeout_s` if that is longer.
     Raises:
         RewardError: the user's function cannot be loaded; the message says why in one sentence.
     """
     if config.function is None:
         return RuleReward(timeout_s=config.timeout_s, workers=config.workers, extra_rules=extra_rules)
-    check_user_function(config.function)
+    check_user_function(config.function, timeout_s=max(import_timeout_s, config.timeout_s))
     return UserReward(config.function, timeout_s=config.timeout_s, workers=config.workers)

@@ -77,9 +77,15 @@ def check_user_function(spec: str, *, timeout_s: float = START_TIMEOUT_S) -> Non
     problems: list[BaseException] = []
 
     async def load() -> None:
-        pool = Pool(_TARGET, spec, workers=1, timeout_s=timeout_s, start_timeout_s=timeout_s)
+        pool = Pool(_TARGET, spec, workers=1, timeout_s=timeout_s)
         try:
-            await pool.start()
+            async with asyncio.timeout(timeout_s):
+                await pool.start()
+        except TimeoutError:
+            raise RewardError(
+                f"{spec} was not imported within {timeout_s:g} s; does its import wait for something? If it only takes "
+                "that long, raise reward.timeout_s"
+            ) from None
         finally:
             await pool.close()
 

@@ -78,6 +78,30 @@ def _common_options(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
+def check_bind(bind: str) -> None:
+    """Raise ConfigError if no socket can be bound to `bind` on this machine."""
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    try:
+        _bind(socket, bind)
+    finally:
+        socket.close()
+        context.term()
+
+
+def _bind(socket: zmq.Socket, bind: str) -> tuple[str, int]:
+    """To a free port. Returns the address, which `bind` may have called by a name, and the port."""
+    try:
+        socket.bind_to_random_port(f"tcp://{bind}")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cluster.bind is {bind}, where no socket can be bound ({error.strerror}); give an address or an interface "
+            "of this machine, or 0.0.0.0 for all of them"
+        ) from error
+    host, _, port = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
 class Server:
     """A bound ROUTER: many named peers, one owner thread."""
 
@@ -85,9 +109,9 @@ class Server:
         """Bind to a free port of `bind`.
 
         Args:
-            advertise: host that peers use to reach us; `bind` itself if not given.
+            advertise: host that peers use to reach us where we are bound to every address.
         Raises:
-            ConfigError: `bind` is reachable from other machines and there are no keys.
+            ConfigError: `bind` is reachable from other machines and there are no keys, or is no address of this one.
         """
         if not is_loopback(bind) and keys is None:
             raise ConfigError(f"cluster.bind is {bind}, which other machines can reach, and there are no CURVE keys")
@@ -105,8 +129,14 @@ class Server:
             self._socket.curve_publickey = keys.server_public
             self._socket.curve_secretkey = keys.server_secret
         self._held: dict[str, list[Buffer]] | None = None
-        port = self._socket.bind_to_random_port(f"tcp://{bind}")
-        self.endpoint = f"tcp://{advertise or bind}:{port}"
+        try:
+            host, port = _bind(self._socket, bind)
+        except ConfigError:
+            self.close()
+            raise
+        if advertise is not None and host == "0.0.0.0":
+            host = advertise
+        self.endpoint = f"tcp://{host}:{port}"
         _open.add(self)
 
     def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:

@@ -1,24 +1,32 @@
 """Whatever a person gets wrong ends in one clear sentence and exit code 1, before anything is started."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from asyncgrpo.cli import main
+from asyncgrpo.cli import main, preflight
 from asyncgrpo.cluster.folder import RunFolder
+from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.recording.events import EventLog
-from tests.models import make_tiny_qwen3
-from tests.runs import asyncgrpo
 
 ROW = {"prompt": "2 + 2 = ?", "ground_truth": "4", "data_source": "math_reasoning"}
 
 
+@pytest.fixture(scope="module")
+def demo_model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    make_demo_model(folder, seed=0, hidden=16)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, demo_model: Path) -> Path:
     """A model, a data file and a reward that are all right."""
-    make_tiny_qwen3(tmp_path / "model", layers=1, hidden=32)
+    shutil.copytree(demo_model, tmp_path / "model")
     (tmp_path / "train.json").write_text(json.dumps([ROW] * 4))
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.0\n"
@@ -26,32 +34,97 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-GOOD = ["--model", "model", "--data", "train.json", "--n-gpus", "0", "--engine", "torch", "--out", "run"]
+GOOD = [
+    *("--model", "model", "--data", "train.json", "--n-gpus", "0", "--engine", "torch", "--out", "run"),
+    *("data.max_prompt_tokens=32", "sampling.max_tokens=32"),
+]
 
 
 def write(name: str, text: str):
     return lambda folder: (folder / name).write_text(text)
 
 
+def row(**values: object):
+    return write("train.json", json.dumps([{**ROW, **values}]))
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def point_to_a_shard_that_is_not_there(folder: Path) -> None:
+    (folder / "model" / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def lose_the_tokenizer(folder: Path) -> None:
+    for file in (folder / "model").glob("tokenizer*"):
+        file.unlink()
+
+
+def hold(path: Path) -> None:
+    run = RunFolder(path)
+    run.claim()
+    _held.append(run)
+
+
+_held = []
+
 CASES = {
     "a group of one": (None, ["algorithm.group_size=1"], ["algorithm.group_size", "at least 2"]),
     "a context longer than the model's": (
         None,
         ["data.max_prompt_tokens=100000", "learner.tokens_per_microbatch=200000"],
-        ["data.max_prompt_tokens", "100000", "2048"],
+        ["data.max_prompt_tokens", "100000", "512"],
     ),
     "a key that does not exist": (None, ["algorithm.group_sise=8"], ["algorithm.group_sise", "algorithm.group_size"]),
     "a key of verl's": (None, ["actor_rollout_ref.rollout.n=5"], ["algorithm.group_size"]),
     "a value of the wrong type": (None, ["learner.lr=fast"], ["learner.lr", "fast"]),
     "a model folder that is not there": (None, ["model.path=./modle"], ["./modle", "model"]),
+    "a model without a tokenizer": (lose_the_tokenizer, [], ["model.path", "'model'", "tokenizer.json"]),
+    "a model without weights": (
+        lambda folder: (folder / "model" / "model.safetensors").unlink(),
+        [],
+        ["model.path", "the folder model holds no weights"],
+    ),
+    "weights that are cut short": (cut_weights, [], ["model/model.safetensors", "bytes", "download it again"]),
+    "weights that are none": (
+        write("model/model.safetensors", "<html>not found</html>"),
+        [],
+        ["model/model.safetensors", "download it again"],
+    ),
+    "weights that Git left out": (
+        write("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n"),
+        [],
+        ["model/model.safetensors", "git lfs pull"],
+    ),
+    "a shard that is not there": (
+        point_to_a_shard_that_is_not_there,
+        [],
+        ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "not there"],
+    ),
+    "a model of no known kind": (
+        write("model/config.json", '{"model_type": "perceptron"}'),
+        [],
+        ["model.path", "model", "perceptron"],
+    ),
+    "adapters for layers that there are not": (
+        None,
+        ["model.lora.rank=4", "model.lora.targets=[qproj]"],
+        ["model.lora.targets", "qproj"],
+    ),
+    "a kernel that the device has not": (None, ["learner.attention=varlen"], ["learner.attention", "varlen"]),
+    "a stop of several tokens": (None, ["sampling.stop=[end]"], ["sampling.stop", "'end'", "3 tokens"]),
     "a data file that is not there": (None, ["data.train=trian.json"], ["trian.json", "train.json"]),
+    "an evaluation file that is not there": (None, ["--eval-data", "eval.json"], ["eval.json", "no such file"]),
     "broken JSON": (write("train.json", '[{"prompt": "a",]'), [], ["train.json", "line 1"]),
     "rows of no known schema": (write("train.json", '[{"question_text": "a"}]'), [], ["train.json", "row 0", "prompt"]),
-    "a data source without a rule": (
-        write("train.json", json.dumps([{**ROW, "data_source": "poetry"}])),
-        [],
-        ["poetry", "--reward-func"],
-    ),
+    "half of a surrogate pair": (row(prompt="\ud800"), [], ["train.json", "row 0", r"\ud800"]),
+    "prompts that are all too long": (row(prompt="2" * 99), [], ["train.json", "data.max_prompt_tokens", "32"]),
+    "a data source without a rule": (row(data_source="poetry"), [], ["poetry", "--reward-func"]),
+    "a control character": (row(data_source="poe\x1b[2Jtry"), [], [r"poe\x1b[2Jtry"]),
     "a reward file without compute_score": (
         write("reward.py", "def score(x): return 1\n"),
         ["--reward-func", "reward.py"],
@@ -62,46 +135,87 @@ CASES = {
         ["--reward-func", "reward.py"],
         ["reward.py", "line 1"],
     ),
+    "a reward file whose import hangs": (
+        write("reward.py", "import time\ntime.sleep(1000)\n"),
+        ["--reward-func", "reward.py", "reward.timeout_s=0.2"],
+        ["reward.py", "0.5 s", "reward.timeout_s"],
+    ),
     "one GPU": (None, ["--n-gpus", "1"], ["--n-gpus", "1"]),
+    "more GPUs than there are": (None, ["--n-gpus", "3"], ["needs 3 GPUs", "has 0", "--n-gpus 0"]),
+    "a logger that is not installed": (None, ["run.loggers=[wandb]"], ["run.loggers", "wandb", "pip install"]),
+    "an address of another machine": (None, ["cluster.bind=203.0.113.7"], ["cluster.bind", "203.0.113.7"]),
     "a configuration file that is not there": (None, ["--config", "nothing.yaml"], ["nothing.yaml"]),
     "an engine that does not exist": (None, ["--engine", "vllm"], ["generators.engine", "vllm"]),
+    "a run folder below a file": (None, ["run.out=train.json/run"], ["run.out", "train.json/run"]),
     "a run folder that is busy": (lambda folder: hold(folder / "run"), [], ["run", "still going"]),
 }
-_held = []
 
 
-def hold(path: Path) -> None:
-    run = RunFolder(path)
-    run.claim()
-    _held.append(run)
+class Started(Exception):
+    """It was not refused before it was started."""
+
+
+@pytest.fixture
+def train(folder: Path, monkeypatch, capsys):
+    """`train("--out", "run")` -> (exit code, lines of stderr), of a machine without a GPU and without wandb."""
+
+    def start(*args: object) -> None:
+        raise Started
+
+    monkeypatch.setattr("asyncgrpo.cluster.run.Run", start)
+    monkeypatch.setattr(preflight, "REWARD_IMPORT_S", 0.5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["asyncgrpo", "train", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return exit_.value.code, capsys.readouterr().err.strip().splitlines()
+
+    return run
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_sentence_and_exit_code_1(folder: Path, case: str, monkeypatch, capsys):
+def test_one_sentence_and_exit_code_1(folder: Path, train, case: str):
     prepare, arguments, words = CASES[case]
+    if any("lora" in argument for argument in arguments):
+        pytest.importorskip("peft")
     if prepare is not None:
         prepare(folder)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["asyncgrpo", "train", *GOOD, *arguments])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit_:
-        main()
+    was_there = set(folder.iterdir())
+    code, said = train(*GOOD, *arguments)
     while _held:
         _held.pop().release()
-    said = capsys.readouterr().err.strip().splitlines()
-    assert exit_.value.code == 1
+    assert code == 1
     assert len(said) == 1 and said[0].startswith("error: "), said
     for word in words:
         assert word in said[0], f"{word!r} not in {said[0]!r}"
+    assert set(folder.iterdir()) == was_there, "nothing is left behind"
 
 
-def test_a_finished_run_is_not_begun_again_by_mistake(folder: Path):
+def test_a_disk_with_too_little_room_for_a_checkpoint(folder: Path, train, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    code, (said,) = train(*GOOD)
+    assert code == 1
+    assert "run.out run: a checkpoint takes about" in said and "1000 B" in said
+
+
+def test_what_is_all_right_is_started(folder: Path, train):
+    with pytest.raises(Started):
+        train(*GOOD, "--reward-func", "reward.py", "--eval-data", "train.json")
+
+
+def test_a_finished_run_is_not_begun_again_by_mistake(folder: Path, train):
     log = EventLog(folder / "run" / "metrics.jsonl")
     log.write("start", run="run", lineage=1, version="1.0", step=0, sizes="")
     log.write("end", status="done", step=3)
     state = folder / "run" / "checkpoints" / "step_000003"
     state.mkdir(parents=True)
     (state / "state.json").write_text('{"step": 3, "lineage": 1, "prompts": {}}')
-    result = asyncgrpo("train", *GOOD, "--steps", "3", cwd=folder, timeout_s=120)
-    assert result.returncode == 1
-    assert "3 steps done" in result.stderr and "run.steps" in result.stderr
+    code, (said,) = train(*GOOD, "--steps", "3")
+    assert code == 1
+    assert "3 steps done" in said and "run.steps" in said

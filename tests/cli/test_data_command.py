@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncgrpo.cli import preflight
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -53,6 +55,15 @@ def test_a_reward_that_cannot_score_is_an_error_after_the_report(asyncgrpo, file
     assert ended.code == 1
     assert "rows             8" in ended.out
     assert "could not be scored (exception: " in ended.err
+
+
+def test_a_reward_whose_import_hangs_is_one_sentence(asyncgrpo, file, reward, monkeypatch):
+    monkeypatch.setattr(preflight, "REWARD_IMPORT_S", 0.5)
+    reward.write_text("import time\ntime.sleep(1000)\n")
+    ended = asyncgrpo("data", "check", file, "--reward-func", reward, "reward.timeout_s=0.1")
+    assert ended.code == 1
+    assert ended.err.startswith(f"error: {reward} was not imported within 0.5 s; ")
+    assert ended.err.count("\n") == 1
 
 
 def test_a_file_that_is_not_there_is_one_sentence(asyncgrpo, file):

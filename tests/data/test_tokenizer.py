@@ -60,7 +60,7 @@ def test_a_long_text_of_few_tokens_fits(demo_model):
 
     tokenizer = load_tokenizer(str(demo_model))
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
-    turns = [{"role": "user", "content": "1" + " " * 1_000_000 + "2"}]
+    turns = [{"role": "user", "content": "1" + " " * 100_000 + "2"}]
     assert len(render(tokenizer, turns, longest=512).token_ids) == 4
 
 

@@ -47,6 +47,23 @@ def test_waits_end(server):
     client.close()
 
 
+def test_peers_are_told_the_address_that_was_bound():
+    """Another than the host is known by: what is bound to one address does not hear what is sent to another."""
+    server = Server("127.0.0.2", advertise="127.0.0.1")
+    client = Client(server.endpoint, "g")
+    client.send(HELLO)
+    assert server.receive(5.0) is not None
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("bind", ["203.0.113.7", "no-such-host", ""])
+def test_an_address_of_another_machine_is_refused(bind):
+    for refuse in (lambda: sockets.check_bind(bind), lambda: Server(bind, Keys.make())):
+        with pytest.raises(ConfigError, match=rf"cluster\.bind is {bind}, where no socket can be bound"):
+            refuse()
+
+
 def test_a_peer_that_is_not_there_is_said_so(server):
     assert not server.send("nobody", Welcome(protocol=1))
 
