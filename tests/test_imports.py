@@ -30,6 +30,7 @@ FLOORS = {
     "metrics": 1,
     "logs": 1,
     "liveness": 1,
+    "scratch": 1,
     "types": 0,
     "errors": 0,
 }

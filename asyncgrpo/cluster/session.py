@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from asyncgrpo import scratch
 from asyncgrpo.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ _QUIET = {
 _MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Nothing of ours travels through Ray's object store but addresses."""
+_LONGEST_FOLDER = 41
+"""Characters: the sockets of a session, 66 more below its folder, must stay below the 108 that the kernel takes."""
 
 
 @contextmanager
@@ -56,7 +59,11 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
         else:
             os.environ.pop(_MODE, None)  # whatever it says: left to choose, Ray asks for a token and says so here
             ray.init(
-                include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, _node_ip_address="127.0.0.1", **common
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=_temporary(),
+                **common,
             )
             _hold_back_token()
     except ConnectionError as error:
@@ -64,10 +71,19 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
     session = _session_folder() if address is None else None
     try:
         yield
+    except Exception:
+        scratch.keep()  # Ray's logs may say why
+        raise
     finally:
         ray.shutdown()
-    if session is not None:  # after a failure Ray's logs stay: they may say why
+    if session is not None:
         shutil.rmtree(session, ignore_errors=True)
+
+
+def _temporary() -> str | None:
+    """Where Ray keeps its session, which a later start removes if this process is killed. None: Ray's usual place."""
+    folder = str(scratch.folder())
+    return folder if len(folder) <= _LONGEST_FOLDER else None
 
 
 def _hold_back_token() -> None:

@@ -13,18 +13,22 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Collection
 from typing import Any
 
 import psutil
 import torch
+from sglang.srt.entrypoints import engine
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.load_snapshot import shm_path_for
+from sglang.srt.server_args import PortArgs
 from sglang.srt.utils.hf_transformers_utils import get_context_length
 from transformers import AutoConfig, PretrainedConfig
 
+from asyncgrpo import scratch
 from asyncgrpo.errors import EngineError
 
 CONTEXT_RESERVE = 7
@@ -68,6 +72,20 @@ def raise_launch_failure(signum: int, frame: object) -> None:
     raise EngineError("one of its processes could not start; the reason is in its output above")
 
 
+class OurPortArgs:
+    """SGLang's choice of names, so that what a killed engine leaves is known to be ours, and is removed."""
+
+    @staticmethod
+    def init_new(*args: Any, **kwargs: Any) -> PortArgs:
+        temporary, tempfile.tempdir = tempfile.tempdir, str(scratch.folder())
+        try:
+            names = PortArgs.init_new(*args, **kwargs)
+        finally:
+            tempfile.tempdir = temporary
+        names.instance_id = f"{scratch.mark()}-{names.instance_id}"
+        return names
+
+
 class OurEngine(Engine):
     """SGLang's engine, without a detokenizer, and ending only the processes that it started."""
 
@@ -103,6 +121,8 @@ def launch(**arguments: Any) -> OurEngine:
     """Start one engine; blocks until its model is loaded. Raises whatever stops it, and leaves nothing."""
     before = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGQUIT)
+    engine.PortArgs = OurPortArgs
+    multiprocessing.current_process()._config["semprefix"] = f"/{scratch.mark()}"  # type: ignore[attr-defined]
     logging.getLogger(Engine.__module__).setLevel(logging.CRITICAL)  # it logs our handler of SIGQUIT as an error
     try:
         return OurEngine(**arguments, custom_sigquit_handler=raise_launch_failure)

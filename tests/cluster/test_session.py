@@ -1,11 +1,18 @@
 """The Ray that we start is ours: it asks for a token, whatever the environment says, and nobody else can read that."""
 
 import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+
+from asyncgrpo import scratch
+from tests.runs import assert_nothing_left, environment
 
 PROGRAM = """
 import os, pathlib, stat
@@ -42,3 +49,39 @@ def test_a_request_without_the_token_is_refused(tmp_path, mode):
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["UNAUTHENTICATED", "UNAUTHENTICATED", "True"]
+
+
+HOLD = """
+import time
+from asyncgrpo.cluster.session import ray_session
+
+with ray_session(None, True):
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def short_temporary(monkeypatch):
+    """Of a length that the sockets of Ray can do with."""
+    folder = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(scratch, "_own", None)
+    yield Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_the_session_of_a_killed_driver_is_removed_by_the_next_start(tmp_path, short_temporary):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], env=environment(tmp_path), stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout.readline() == "up\n"
+        sessions = list(short_temporary.glob("asyncgrpo-*/*/session_*"))
+        driver.send_signal(signal.SIGKILL)
+    assert sessions, "it was below our folder"
+    assert_nothing_left(tmp_path)
+    own = scratch.folder()
+    assert [path for path in own.parent.iterdir() if path.is_dir()] == [own]
+    assert [path for path in short_temporary.iterdir() if path != own.parent] == []

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncgrpo import scratch
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.sglang_engine import SGLangEngine
 from asyncgrpo.types import Completion, Sampling, WeightVersion
@@ -85,6 +86,18 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_process(folder:
         asyncio.run(engine.start(WeightVersion(0, 0)))
     assert set(multiprocessing.active_children()) == before
     assert signal.getsignal(signal.SIGQUIT) == handler
+
+
+def test_what_a_killed_engine_would_leave_bears_our_mark(rig: Rig) -> None:
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in psutil.Process().children(recursive=True)]
+    shared = {
+        line.split("/dev/shm/", 1)[1]
+        for line in "".join(maps).splitlines()
+        if "/dev/shm/" in line and "(deleted)" not in line
+    }
+    assert any(name.startswith("sem.") for name in shared) and any(name.startswith("sglang_") for name in shared)
+    assert [name for name in shared if scratch.mark() not in name] == []
+    assert any(path.is_socket() for path in scratch.folder().iterdir())
 
 
 def test_a_context_longer_than_the_model_can_attend_to_is_refused(folder: Path) -> None:

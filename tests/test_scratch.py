@@ -1,0 +1,108 @@
+"""What a killed process left is removed by the next, and nothing of a process that lives, whoever's it is."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo import scratch
+from asyncgrpo.errors import ConfigError
+from tests.runs import environment
+
+PROCESS = """
+import sys, time
+from asyncgrpo import scratch
+
+folder = scratch.folder()
+(folder / "session").mkdir()
+(folder / "session" / "log").write_text("x")
+(scratch.SHARED_MEMORY / f"sem.{scratch.mark()}-x1").touch()
+if "keep" in sys.argv:
+    scratch.keep()
+print(folder, flush=True)
+time.sleep(0 if "end" in sys.argv else 1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(scratch, "_own", None)
+    monkeypatch.setattr(scratch.atexit, "register", lambda *args: None)
+    return tmp_path
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts another process with a folder; gives both."""
+    processes = []
+
+    def run(*arguments: str) -> tuple[subprocess.Popen, Path]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, *arguments],
+            env=environment() | {"TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process, Path(process.stdout.readline().strip())
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    scratch._remove_dead(scratch._root())
+
+
+def memory(folder: Path) -> list[Path]:
+    return list(scratch.SHARED_MEMORY.glob(f"*{folder.name}*"))
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(start, temporary):
+    dead, left = start()
+    _, living = start()
+    (stranger := temporary / "asyncgrpo-elsewhere").mkdir()
+    dead.kill()
+    dead.wait()
+    assert left.is_dir() and memory(left)
+    own = scratch.folder()
+    assert not left.exists() and not memory(left)
+    assert (living / "session" / "log").exists() and memory(living)
+    assert stranger.exists() and own.is_dir() and own == scratch.folder()
+
+
+def test_a_process_that_ends_removes_what_it_has(start):
+    process, folder = start("end")
+    process.wait()
+    assert not folder.exists() and not memory(folder)
+
+
+def test_what_a_person_is_to_look_into_stays(start):
+    process, folder = start("keep")
+    process.kill()
+    process.wait()
+    scratch.folder()
+    assert (folder / "session" / "log").exists()
+    (folder / "keep").unlink()
+
+
+def test_a_folder_without_a_lock_was_never_anybody_s(temporary):
+    half_made = scratch._root() / "abcdefgh"
+    half_made.mkdir()
+    scratch.folder()
+    assert not half_made.exists()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.touch(), lambda path: path.symlink_to("/"), lambda path: (path.mkdir(), path.chmod(0o777))],
+)
+def test_a_place_that_others_have_taken_is_refused(temporary, make):
+    scratch._root().rmdir()
+    make(temporary / f"asyncgrpo-{scratch.os.getuid()}")
+    with pytest.raises(ConfigError, match="set TMPDIR to another place"):
+        scratch.folder()
