@@ -65,6 +65,22 @@ class RunFolder:
             self._lock = None
 
 
+def is_abandoned(path: Path) -> bool:
+    """Whether this is a run folder that no driver holds."""
+    try:
+        descriptor = os.open(path / ".lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
 def hold(path: Path, within_s: float) -> int:
     """Lock the file `path` until this process ends; returns its descriptor.
 

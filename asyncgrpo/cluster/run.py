@@ -23,7 +23,7 @@ from asyncgrpo.cluster.budget import Budget
 from asyncgrpo.cluster.chaos import Chaos, Plan
 from asyncgrpo.cluster.core import Core, Cores
 from asyncgrpo.cluster.fleet import Fleet
-from asyncgrpo.cluster.folder import RunFolder
+from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.placement import Placement
 from asyncgrpo.cluster.pulse import Watch
 from asyncgrpo.cluster.results import POLL_S
@@ -32,7 +32,7 @@ from asyncgrpo.config import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.recording.targets import write_targets
+from asyncgrpo.recording.targets import remove_targets_beside, write_targets
 from asyncgrpo.wire.sockets import Keys, is_loopback
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Run:
             AsyncGRPOError: what ended the run, in a sentence.
         """
         logs.setup("driver", None, self._folder.path)
+        remove_targets_beside(self._folder.path, is_abandoned)
         self._targets["driver"] = "127.0.0.1", metrics.serve("driver")
         config = self._config
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.

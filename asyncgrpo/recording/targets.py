@@ -2,12 +2,13 @@
 
 The file is `<parent of the run folder>/prometheus/<run>.json`, for example `runs/prometheus/demo.json`: Prometheus
 allows a wildcard in the last part of a path only, so one watched folder has to serve every run. An entry lives as long
-as the run does; `write_targets(run_dir, {})` removes it, or TargetDown would fire for every run that ended well.
+as the run does; `write_targets(run_dir, {})` removes it, or TargetDown would fire for every run that ended well. That of a
+run whose driver was killed is removed by the next run beside it.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
@@ -40,3 +41,15 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
     temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
     return path
+
+
+def remove_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> None:
+    """Remove the targets of other runs in the same parent folder.
+
+    Args:
+        is_over: of a run folder, whether that is certain.
+    """
+    own = targets_path(run_dir)
+    for path in own.parent.glob("*.json"):
+        if path != own and is_over(own.parent.parent / path.stem):
+            path.unlink(missing_ok=True)

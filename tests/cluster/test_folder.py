@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.cluster.folder import RunFolder, hold, unused
+from asyncgrpo.cluster.folder import RunFolder, hold, is_abandoned, unused
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.recording.events import EventLog
+from asyncgrpo.recording.targets import remove_targets_beside, targets_path, write_targets
 
 
 def test_one_owner_at_a_time(tmp_path: Path):
@@ -20,6 +21,41 @@ def test_one_owner_at_a_time(tmp_path: Path):
     first.release()
     second.claim()
     second.release()
+
+
+CLAIM = """
+import pathlib, sys, time
+from asyncgrpo.cluster.folder import RunFolder
+from asyncgrpo.recording.targets import write_targets
+
+folder = RunFolder(pathlib.Path(sys.argv[1]))
+folder.claim()
+write_targets(folder.path, {"driver": ("127.0.0.1", 1)})
+print("claimed", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_targets_of_a_killed_run_are_removed_and_no_others(tmp_path: Path):
+    processes = {}
+    for name in ("killed", "living"):
+        process = processes[name] = subprocess.Popen(
+            [sys.executable, "-c", CLAIM, str(tmp_path / name)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "claimed\n"
+    try:
+        processes["killed"].kill()
+        processes["killed"].wait()
+        elsewhere = write_targets(tmp_path / "folder-is-not-here", {"driver": ("127.0.0.1", 1)})
+        remove_targets_beside(tmp_path / "new", is_abandoned)
+        assert not targets_path(tmp_path / "killed").exists()
+        assert targets_path(tmp_path / "living").exists() and elsewhere.exists()
+        with pytest.raises(CheckpointError):
+            RunFolder(tmp_path / "living").claim()
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
