@@ -138,6 +138,13 @@ def check_model(config: Config) -> None:
         )
     text = settings.get("text_config") or settings
     context = text.get("max_position_embeddings") or text.get("n_positions")
+    heads, gpus = text.get("num_attention_heads"), config.generators.gpus_each
+    if config.generators.engine == "sglang" and gpus > 1 and isinstance(heads, int) and heads % gpus:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ConfigError(
+            f"generators.gpus_each is {gpus}, but the {heads} attention heads of {config.model.path} cannot be shared by "
+            f"so many GPUs; use one of {fitting}"
+        )
     prompt, answer = config.data.max_prompt_tokens, config.sampling.max_tokens
     if isinstance(context, int) and prompt + answer > context:
         raise ConfigError(

@@ -351,6 +351,14 @@ class TestModelCheck:
         (model / "model.safetensors").touch()
         self.check(model, "model.lora.rank=4")
 
+    def test_the_gpus_of_an_engine_share_the_heads(self, model):
+        (model / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
+        self.check(model, "generators.gpus_each=4")
+        message = self.message(model, "generators.gpus_each=8")
+        assert "generators.gpus_each is 8, but the 12 attention heads of" in message and message.endswith(
+            "use one of 1, 2, 3, 4, 6, 12"
+        )
+
     def test_the_context_of_a_nested_text_model_counts(self, model):
         (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
         assert "is 64 tokens" in self.message(model)
