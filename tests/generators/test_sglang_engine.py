@@ -90,11 +90,9 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_process(folder:
 
 def test_what_a_killed_engine_would_leave_bears_our_mark(rig: Rig) -> None:
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in psutil.Process().children(recursive=True)]
-    shared = {
-        line.split("/dev/shm/", 1)[1]
-        for line in "".join(maps).splitlines()
-        if "/dev/shm/" in line and "(deleted)" not in line
-    }
+    # By their inodes: a semaphore is mapped before it has its name.
+    inodes = {int(line.split()[4]) for line in "".join(maps).splitlines() if "/dev/shm/" in line}
+    shared = [path.name for path in scratch.SHARED_MEMORY.iterdir() if path.stat().st_ino in inodes]
     assert any(name.startswith("sem.") for name in shared) and any(name.startswith("sglang_") for name in shared)
     assert [name for name in shared if scratch.mark() not in name] == []
     assert any(path.is_socket() for path in scratch.folder().iterdir())
