@@ -144,7 +144,7 @@ generate_seconds = _histogram(
 reward_seconds = _histogram("reward_seconds", "Time to score one answer.", "generator", buckets=SECONDS)
 reward_failures_total = _counter(
     "reward_failures_total", "Answers without a score, by what went wrong.", "generator",
-    failure=("timeout", "crash", "exception", "not_finite", "bad_type", "unknown_source", "aborted"))
+    failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source", "aborted"))
 
 # ------------------------------------------------------------------------------------------------------------- learner
 

@@ -106,7 +106,7 @@ class Score(Frozen):
     value: float | None = None
     """None exactly when `failure` is given."""
     failure: Name | None = None
-    """`timeout`, `crash`, `exception`, `not_finite`, `bad_type`, `unknown_source` or `aborted`."""
+    """`timeout`, `crash`, `exception`, `not_finite`, `too_large`, `bad_type`, `unknown_source` or `aborted`."""
     parts: dict[str, float] = {}
     """Named parts of a dict reward; their means are in every step event and go to the loggers."""
     detail: str = ""

@@ -50,8 +50,10 @@ def position(progress: Progress) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure with so many digits after the point; "-" for none."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    """A figure with so many digits after the point, a large one with four in all; "-" for none."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def thousands(value: float) -> str:

@@ -101,7 +101,7 @@ class _RewardPlot:
         margin = 8
         width = max(4, options.max_width - margin)
         lines = line_plot(rewards, width, _PLOT_HEIGHT)
-        labels = {0: f"{max(rewards):7.3f}", _PLOT_HEIGHT - 1: f"{min(rewards):7.3f}"}
+        labels = {0: number(max(rewards)), _PLOT_HEIGHT - 1: number(min(rewards))}
         for row, line in enumerate(lines):
             yield Text.assemble((f"{labels.get(row, ''):>7}│", "dim"), (line, "green"), no_wrap=True)
         first, last = str(self.progress.steps[0]["step"]), f"step {self.progress.step}"

@@ -1,6 +1,7 @@
 """What a person sees of a run: the live page, one line a step, the summary, the curves."""
 
 import io
+import json
 import threading
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_the_page_fits_a_small_terminal(width):
     ]
     lines = page([*RUN[:-1], *trouble, step(21, lags={str(lag): 1 for lag in range(12)})], width).splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= width
+
+
+def test_large_numbers_are_printed_shortly(tmp_path):
+    """Digits of a mean of 1e308 would fill the page, and say nothing."""
+    events = [START, step(1, reward_mean=-2.5e300, loss=1e12), EVAL | {"reward_mean": 1e308}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    lines = io.StringIO()
+    stop = threading.Event()
+    stop.set()
+    watch(tmp_path / "metrics.jsonl", console=Console(file=lines, width=200), stop=stop)
+    for text in (page(events), summary(events), lines.getvalue()):
+        assert "-2.5e+300" in text and "1e+308" in text
+        assert "00000" not in text
 
 
 def test_a_page_without_a_step_waits():
