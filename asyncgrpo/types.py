@@ -114,6 +114,20 @@ class Score(Frozen):
     seconds: float = 0.0
 
 
+class RewardHealth(Frozen):
+    """How the reward calls of one generator went since its process began."""
+
+    worked: Count = 0
+    """Calls that gave a score."""
+    failed: Count = 0
+    failing_s: float = 0.0
+    """Since the first failure after the last call that worked; 0: the last one did."""
+    probe_in_s: float | None = None
+    """Until the next probe while no other call is made; None: all are."""
+    last: str = ""
+    """What the last failure said."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One answer as the engine gave it."""

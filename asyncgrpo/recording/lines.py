@@ -3,6 +3,11 @@
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.progress import Progress, mean_lag, short_version
 
+_WARNINGS = frozenset(
+    {"restart", "drain", "stall", "fault", "reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
+    | {"no_signal", "warning"}
+)
+
 
 def line_of(event: Event, progress: Progress) -> str | None:
     """One line for an event that a person wants in a log, or None. `progress` has taken the event in already."""
@@ -17,7 +22,7 @@ def line_of(event: Event, progress: Progress) -> str | None:
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
     if kind == "recovered":
         return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
-    if kind in ("restart", "drain", "stall", "fault", "warning") or (kind == "sync" and event.get("checksum") != "ok"):
+    if kind in _WARNINGS or (kind == "sync" and event.get("checksum") != "ok"):
         return f"warning: {progress.warnings[-1]}"
     if kind == "end":
         return f"end   {event.get('status')} at step {event.get('step')}"

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ LARGEST = 1e6
 """Bound on the size of a reward. Advantages square rewards and sum the squares: far above it they overflow, and the group,
 or the whole batch, silently teaches nothing."""
 
+_ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
+"""Of a detail that `describe` made: place and type."""
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {os.path.dirname(os.path.abspath(__file__)) + os.sep, "<"}
@@ -105,6 +108,12 @@ def describe(error: BaseException) -> str:
     name = type(error).__name__
     # The place goes first: a long text must not push it over the end.
     return f"{place}: {name}: {text}" if place else f"{name}: {text}"
+
+
+def kind_of(score: Score) -> str:
+    """What kind of failure this is: its name, and of an exception its type and place, but never its text."""
+    origin = _ORIGIN.match(score.detail) if score.failure == "exception" else None
+    return f"{score.failure} {origin[0]}" if origin else str(score.failure)
 
 
 def place_of(frames: list[tuple[str, int]]) -> str:
