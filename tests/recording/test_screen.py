@@ -76,6 +76,45 @@ def test_the_page_fits_a_small_terminal(width):
     assert len(lines) <= 24 and max(map(len, lines)) <= width
 
 
+def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
+    failed = {
+        "event": "reward_failed",
+        "time": 1.0,
+        "actor": "generator-0",
+        "failure": "exception my_reward.py:12: OSError",
+    }
+    failed |= {"detail": "my_reward.py:12: OSError: no", "count": 1}
+    paused = {
+        "event": "rewards_paused",
+        "time": 100.0,
+        "actor": "generator-0",
+        "reason": "OSError: no",
+        "probe_in_s": 2.0,
+    }
+    again = paused | {"time": 103.0, "probe_in_s": 8.0}
+    resumed = {"event": "rewards_resumed", "time": 111.0, "actor": "generator-0", "seconds": 11.0}
+    assert "reward failed at generator-0 (exception my_reward.py:12: OSError): my_re" in page([START, failed], 120)
+    assert "(exception my_reward.py:12: OSError), 10 so far" in page([START, failed | {"count": 10}], 120)
+    line = "paused at generator-0 for 5 s, probing again in 6 s: OSError: no"
+    assert line in page([START, step(1), sync(1), sync(2), sync(3), paused, again], now=105.0)
+    text = page([START, paused, again, resumed], now=112.0)
+    assert "probing again" in text and line[:6] not in text.splitlines()[-1]
+    assert "rewards work again at generator-0, after 11 s" in text
+    assert Progress.of([START, paused, again, resumed]).paused == {}
+    no_signal = {"event": "no_signal", "time": 1.0, "what": "all of the last 32 groups were filtered"}
+    lease = {
+        "event": "lease_failed",
+        "time": 1.0,
+        "actor": "generator-1",
+        "reason": "failed",
+        "detail": "too long",
+        "count": 10,
+    }
+    text = page([START, no_signal, lease])
+    assert "all of the last 32 groups were filtered" in text
+    assert "group failed at generator-1 (failed), 10 so far: too long" in text
+
+
 def test_large_numbers_are_printed_shortly(tmp_path):
     """Digits of a mean of 1e308 would fill the page, and say nothing."""
     events = [START, step(1, reward_mean=-2.5e300, loss=1e12), EVAL | {"reward_mean": 1e308}]
