@@ -1,7 +1,7 @@
 """A run as text, for a file or a pipe: one tidy line for each event that a person wants in a log."""
 
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.progress import Progress, mean_lag, short_version
+from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag, short_version
 
 _WARNINGS = frozenset(
     {"restart", "drain", "stall", "fault", "reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
@@ -17,7 +17,8 @@ def line_of(event: Event, progress: Progress) -> str | None:
     if kind == "step":
         return _step_line(event, progress)
     if kind == "eval":
-        return f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
+        line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
+        return line + (f"  failures: {counts_in_words(failures)}" if (failures := event.get("failures")) else "")
     if kind == "checkpoint":
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
     if kind == "recovered":

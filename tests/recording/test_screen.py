@@ -10,6 +10,7 @@ from rich.console import Console
 
 from asyncgrpo.recording.curves import plot
 from asyncgrpo.recording.events import Event, EventLog
+from asyncgrpo.recording.lines import line_of
 from asyncgrpo.recording.progress import Progress, mean_lag, sync_line
 from asyncgrpo.recording.screen import Screen, watch
 from asyncgrpo.recording.summary import summary
@@ -113,6 +114,12 @@ def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
     text = page([START, no_signal, lease])
     assert "all of the last 32 groups were filtered" in text
     assert "group failed at generator-1 (failed), 10 so far: too long" in text
+
+
+def test_an_evaluation_without_scores_says_why():
+    event = EVAL | {"reward_mean": None, "failures": {"timeout": 30, "crash": 2}}
+    assert line_of(event, Progress.of([event])) == "eval  10  reward -  answers 32  failures: crash 2, timeout 30"
+    assert line_of(EVAL, Progress.of([EVAL])) == "eval  10  reward 0.450  answers 32"
 
 
 def test_large_numbers_are_printed_shortly(tmp_path):
