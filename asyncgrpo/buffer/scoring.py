@@ -15,6 +15,9 @@ NEVER_WORKED_S = 30.0
 NEVER_WORKED_CALLS = 3
 """That must have failed by then."""
 
+MAX_COUNTED = 1024
+"""Kinds of failures by generator. What is beyond it is not counted: whatever is said, this does not grow."""
+
 Tell = Callable[..., object]
 """Writes an event: its kind, then its fields."""
 
@@ -50,14 +53,15 @@ class Scoring:
     def failed(self, message: RewardFailed) -> None:
         """A generator has news of a kind of failure."""
         key = message.generator_id, message.failure
+        if key not in self._counted and len(self._counted) >= MAX_COUNTED:
+            return
         new = message.count - self._counted.get(key, 0)
         self._counted[key] = message.count
         # A generator that started again counts from the beginning.
         count = self._tally.add(message.failure, new if new > 0 else message.count)
         if count is not None:
-            self._tell(
-                "reward_failed", actor=message.generator_id, failure=message.failure, detail=message.detail, count=count
-            )
+            detail = message.detail[:500]
+            self._tell("reward_failed", actor=message.generator_id, failure=message.failure, detail=detail, count=count)
 
     def forget(self, generator: str, now_s: float) -> None:
         """It is gone."""

@@ -221,8 +221,9 @@ class BufferService:
                 self._hello(peer, message, now_s)
             case LeaseFailed():
                 self._lease_failed(message, now_s)
-            case RewardFailed():
-                self._scoring.failed(message)
+            case RewardFailed(generator_id=name):
+                if name in self._sessions:
+                    self._scoring.failed(message)
             case Take():
                 self._published(message.version)
                 self._learner, self._take, self._told_waiting_s = peer, message, now_s
@@ -278,9 +279,8 @@ class BufferService:
             "lease %s failed at %s: %s %s", message.lease_id, message.generator_id, message.reason, message.detail
         )
         if (count := self._failures.add(message.reason)) is not None:
-            self._tell(
-                "lease_failed", actor=message.generator_id, reason=message.reason, detail=message.detail, count=count
-            )
+            detail = message.detail[:500]
+            self._tell("lease_failed", actor=message.generator_id, reason=message.reason, detail=detail, count=count)
         is_late = message.reason == "lease_timeout"
         if is_late and message.generator_id in self._sessions:
             self._sessions[message.generator_id].late_s = now_s

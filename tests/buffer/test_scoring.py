@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncgrpo.buffer.scoring import NEVER_WORKED_CALLS, NEVER_WORKED_S, Scoring
+from asyncgrpo.buffer.scoring import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, Scoring
 from asyncgrpo.buffer.signal import LEAST
 from asyncgrpo.types import Prompt, RewardHealth
 from asyncgrpo.wire.messages import (
@@ -221,3 +221,15 @@ def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: 
     for _ in range(LEAST - 1):
         answer(scores)
     assert len(served.told) == 2
+
+
+def test_whatever_a_generator_says_of_its_failures_the_buffer_does_not_grow():
+    told: list[int] = []
+    scoring = Scoring("f", has_worked=True, tell=lambda event, **fields: told.append(len(fields["detail"])))
+    for number in range(3 * MAX_COUNTED):
+        scoring.failed(RewardFailed(generator_id="g", failure=f"kind {number}", detail="x" * 60_000, count=1))
+    assert len(scoring._counted) == MAX_COUNTED and len(told) < 40 and max(told) == 500
+    served = at_work()
+    served.hear("learner", Take(step=0, version=v(0)))
+    served.hear("stranger", RewardFailed(generator_id="stranger", failure="timeout", detail="", count=1))
+    assert served.told == []
