@@ -278,9 +278,7 @@ class BufferService:
         log.warning(
             "lease %s failed at %s: %s %s", message.lease_id, message.generator_id, message.reason, message.detail
         )
-        if (count := self._failures.add(message.reason)) is not None:
-            detail = message.detail[:500]
-            self._tell("lease_failed", actor=message.generator_id, reason=message.reason, detail=detail, count=count)
+        self._tell_of_failure(message.generator_id, message.reason, message.detail[:500])
         is_late = message.reason == "lease_timeout"
         if is_late and message.generator_id in self._sessions:
             self._sessions[message.generator_id].late_s = now_s
@@ -382,6 +380,8 @@ class BufferService:
             self._may_take = True
             log.warning("lease %s expired", lease.lease_id)
             reason = REWARDS_PAUSED if is_paused(holder) else "lease_timeout"
+            if reason == "lease_timeout":
+                self._tell_of_failure(holder, reason, f"prompt {lease.prompt.prompt_id} was not answered in time")
             for session in self._sessions.values():
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason=reason))
         self._gauges.show(self._buffer, now_s)
@@ -427,6 +427,11 @@ class BufferService:
     def _tell(self, event: str, **fields: Any) -> None:
         """Write an event once the learner is heard: before that it may be rewriting the file, as a resume does."""
         self._untold.append((event, fields))
+
+    def _tell_of_failure(self, generator: str, reason: str, detail: str) -> None:
+        """A lease failed: said the first time for each reason, the tenth, and so on."""
+        if (count := self._failures.add(reason)) is not None:
+            self._tell("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
 
     def _tell_all(self) -> None:
         for event, fields in self._untold:

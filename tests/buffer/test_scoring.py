@@ -197,6 +197,19 @@ def test_events_wait_for_the_learner_which_may_be_rewriting_their_file():
     assert served.told == [("lease_failed", {"actor": "g", "reason": "failed", "detail": "too long", "count": 1})]
 
 
+def test_leases_that_run_out_of_time_are_told_of_the_first_time_and_the_tenth():
+    served = at_work("g", count=400, window=1, lease_timeout_s=10.0, max_attempts=1)
+    served.hear("learner", Take(step=0, version=v(0)))
+    for _ in range(12):
+        served.now_s += 11.0
+        say(served, "g", WELL)
+    assert [(event, fields["reason"], fields["count"]) for event, fields in served.told] == [
+        ("lease_failed", "lease_timeout", 1),
+        ("lease_failed", "lease_timeout", 10),
+    ]
+    assert "was not answered in time" in served.told[0][1]["detail"]
+
+
 @pytest.mark.parametrize(
     ("scores", "words"),
     [
