@@ -109,7 +109,7 @@ class GeneratorHost:
             generator_id=self.name,
             incarnation=str(incarnation),
             engine=self.engine,
-            reward=Breaker(Reward(world, self.name), at_once=4),
+            reward=Breaker(Reward(world, self.name), at_once=10**6),
             decode=lambda ids: "x" * sum(ids),
             window=world.window,
             keep_kv=True,
