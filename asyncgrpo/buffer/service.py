@@ -387,7 +387,7 @@ class BufferService:
         self._gauges.show(self._buffer, now_s)
         if (sentence := self._buffer.without_signal.news()) is not None:
             log.warning("%s (algorithm.filter_zero_signal)", sentence)
-            self._tell("no_signal", what=sentence)
+            self._tell("warning", about="filter", text=sentence)
 
     def _cancel_late(self) -> None:
         """Tell generators which leases the buffer has given up: what comes of them would be too old."""

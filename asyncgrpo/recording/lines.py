@@ -4,8 +4,8 @@ from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag, short_version
 
 _WARNINGS = frozenset(
-    {"restart", "drain", "stall", "fault", "reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
-    | {"no_signal", "warning"}
+    {"restart", "drain", "stall", "fault", "warning"}
+    | {"reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
 )
 
 

@@ -127,9 +127,6 @@ class Progress:
     def _on_lease_failed(self, event: Event) -> None:
         self.warnings.append(f"{_counted('group', event, event.get('reason'))}: {event.get('detail')}")
 
-    def _on_no_signal(self, event: Event) -> None:
-        self.warnings.append(event.get("what", ""))
-
     def _on_rewards_paused(self, event: Event) -> None:
         actor = event.get("actor", "?")
         since = self.paused[actor]["since"] if actor in self.paused else event["time"]

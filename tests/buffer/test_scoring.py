@@ -229,7 +229,7 @@ def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: 
     for _ in range(10 * LEAST):
         answer(scores)
     sentence = "all of the last {} groups were filtered as without signal: " + words
-    assert served.told == [("no_signal", {"what": sentence.format(n)}) for n in (LEAST, 10 * LEAST)]
+    assert served.told == [("warning", {"about": "filter", "text": sentence.format(n)}) for n in (LEAST, 10 * LEAST)]
     answer((0.0, 1.0))
     for _ in range(LEAST - 1):
         answer(scores)
