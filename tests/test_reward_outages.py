@@ -50,7 +50,7 @@ def test_an_outage_pauses_the_run_and_drops_no_prompt(tmp_path: Path):
     wait_until(lambda: len(events(run, "step")) >= 2, "second step", 120.0)
     down.touch()
     wait_until(lambda: bool(events(run, "rewards_paused")), "pause", 30.0)
-    time.sleep(10.0)
+    time.sleep(3.0)
     down.unlink()
     wait_until(lambda: process.poll() is not None, "end of the run", 120.0)
     assert process.returncode == 0, (tmp_path / "output.txt").read_text()
