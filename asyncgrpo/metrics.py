@@ -142,9 +142,13 @@ answer_length_tokens = _histogram("answer_length_tokens", "Sampled tokens of an 
 generate_seconds = _histogram(
     "generate_seconds", "Time from a group's lease to its last answer.", "generator", buckets=SECONDS)
 reward_seconds = _histogram("reward_seconds", "Time to score one answer.", "generator", buckets=SECONDS)
+rewards_paused = _gauge(
+    "rewards_paused", "Whether every reward call fails (1), so that only probes are made and no lease is granted.",
+    "generator")
 reward_failures_total = _counter(
-    "reward_failures_total", "Answers without a score, by what went wrong.", "generator",
-    failure=("timeout", "crash", "exception", "not_finite", "bad_type", "unknown_source", "aborted"))
+    "reward_failures_total", "Reward calls that gave no score, and answers that were aborted, by what went wrong.",
+    "generator",
+    failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source", "aborted"))
 
 # ------------------------------------------------------------------------------------------------------------- learner
 

@@ -106,12 +106,26 @@ class Score(Frozen):
     value: float | None = None
     """None exactly when `failure` is given."""
     failure: Name | None = None
-    """`timeout`, `crash`, `exception`, `not_finite`, `bad_type`, `unknown_source` or `aborted`."""
+    """`timeout`, `crash`, `exception`, `not_finite`, `too_large`, `bad_type`, `unknown_source` or `aborted`."""
     parts: dict[str, float] = {}
     """Named parts of a dict reward; their means are in every step event and go to the loggers."""
     detail: str = ""
     """For a person: the exception's text, for example. At most 500 characters."""
     seconds: float = 0.0
+
+
+class RewardHealth(Frozen):
+    """How the reward calls of one generator went since its process began."""
+
+    worked: Count = 0
+    """Calls that gave a score."""
+    failed: Count = 0
+    failing_s: float = 0.0
+    """Since the first failure after the last call that worked; 0: the last one did."""
+    probe_in_s: float | None = None
+    """Until the next probe while no other call is made; None: all are."""
+    last: str = ""
+    """What the last failure said."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.inbox import Inbox
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.learner.team import Team
+from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score, WeightVersion
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.messages import Message
@@ -323,7 +324,7 @@ class Product:
             Evaluations((), Sampling(), 0, 1e9),
         )
         self._lines: dict[str, Any] = {}
-        self._reward = _Reward(case)
+        self._reward = Breaker(_Reward(case), at_once=10**6)
         self._generators = [self._generator(index) for index in range(case.generators)]
         self._lines["learner"] = line_ = LearnerLine(self._loop, lambda m, p: self._to_buffer("learner", m, p))
         self._learner = LearnerService(

@@ -15,6 +15,7 @@ Time enters as an argument, chance not at all: the same calls give the same answ
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 from asyncgrpo.buffer.bias import BiasMonitor
 from asyncgrpo.buffer.deadlines import CUT_AT, Deadlines
@@ -24,7 +25,7 @@ from asyncgrpo.buffer.policies import POLICIES
 from asyncgrpo.buffer.quarantine import FILE, Case, Quarantine
 from asyncgrpo.buffer.records import Dropped, Handed, Interrupted, delivered
 from asyncgrpo.buffer.seeds import group_seed
-from asyncgrpo.buffer.signal import zero_signal
+from asyncgrpo.buffer.signal import WithoutSignal, zero_signal
 from asyncgrpo.buffer.suspects import BLAMED, POISON, Past, Suspects
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -78,6 +79,7 @@ class Buffer:
         self.outcomes: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         """What `filtered_zero_signal` is made of, by the names of `zero_signal`."""
+        self.without_signal = WithoutSignal()
         self.tokens: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
         """Answers that are in no group, by the names of `types.Discarded`."""
@@ -181,6 +183,12 @@ class Buffer:
         self._leave(entry)
         self._finish(entry.order, f"dropped_{reason}")
 
+    def give_back(self, lease_id: str) -> None:
+        """A lease came to nothing through no fault of its prompt, which is issued again at no cost."""
+        entry = self._leased(lease_id)
+        if entry is not None:
+            self._requeue(entry)
+
     def release(self, holder: str) -> list[str]:
         """`holder` is gone: its prompts are issued again, under other leases. Returns the ids of those that are over.
 
@@ -209,11 +217,18 @@ class Buffer:
         self._ended.update(past.attempts)  # so that they are sampled with other seeds than those that failed
         self._suspects.remember(past.interruptions)
 
-    def expire(self, now_s: float) -> list[Entry]:
-        """Leases older than their deadline fail with `lease_timeout`. Returns them, so that they can be cancelled."""
+    def expire(self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False) -> list[Entry]:
+        """Leases older than their deadline fail with `lease_timeout`. Returns them, so that they can be cancelled.
+
+        Args:
+            is_excused: whether a holder is late for no fault of its prompts, which are then given back.
+        """
         late = [e for e in map(self._leased, self._deadlines.passed(now_s)) if e is not None and _is_over(e, now_s)]
         for entry in late:
-            self.fail(entry.lease.lease_id, "lease_timeout")
+            if is_excused(entry.holder):
+                self.give_back(entry.lease.lease_id)
+            else:
+                self.fail(entry.lease.lease_id, "lease_timeout")
         return late
 
     def cancelled(self) -> list[Entry]:
@@ -258,11 +273,13 @@ class Buffer:
         rewards = [r.score.value for r in message.rollouts if r.score.value is not None]
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind)
+            self.without_signal.add(rewards)
             return None
         if len(rewards) < 2:
             self._refuse(message, "unscored")
             return "unscored"
         self._turn(entry, State.READY)
+        self.without_signal.end()
         entry.message, entry.payload = message, payload
         entry.oldest, entry.newest = min(versions), max(versions)
         self.outcomes["accepted"] += 1

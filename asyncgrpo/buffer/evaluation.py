@@ -5,6 +5,7 @@ to which. No sockets, no clock of its own.
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
@@ -107,11 +108,28 @@ class Evaluations:
         round_.failures[reason] += 1
         return self._count_down(round_, now_s)
 
-    def expire(self, now_s: float) -> tuple[list[Lease], list[EvalResult]]:
-        """Leases older than their deadline fail. Returns them, and the evaluations that ended with them."""
+    def give_back(self, lease_id: str) -> None:
+        """A lease came to nothing through no fault of its prompt, which is issued again at no cost."""
+        held = self._leased.pop(lease_id, None)
+        if held is not None:
+            self._queue.appendleft(held[0])
+
+    def expire(
+        self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False
+    ) -> tuple[list[tuple[Lease, str]], list[EvalResult]]:
+        """Leases older than their deadline fail. Returns them with their holders, and the evaluations that ended so.
+
+        Args:
+            is_excused: whether a holder is late for no fault of its prompts, which are then given back.
+        """
         limit = now_s - self._lease_timeout_s
-        late = [lease for lease, _, since in self._leased.values() if since < limit]
-        results = [self.fail(lease.lease_id, "lease_timeout", now_s) for lease in late]
+        late = [(lease, holder) for lease, holder, since in self._leased.values() if since < limit]
+        results = []
+        for lease, holder in late:
+            if is_excused(holder):
+                self.give_back(lease.lease_id)
+            else:
+                results.append(self.fail(lease.lease_id, "lease_timeout", now_s))
         return late, [result for result in results if result is not None]
 
     def accept(self, message: Deliver, now_s: float) -> EvalResult | None:

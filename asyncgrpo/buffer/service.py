@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,15 +23,18 @@ from asyncgrpo.buffer.buffer import Buffer, Entry, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.numbers import Gauges, counters
 from asyncgrpo.buffer.records import Committed
+from asyncgrpo.buffer.scoring import Scoring, Tell
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import RefusedError
 from asyncgrpo.liveness import Turns
+from asyncgrpo.rewards.tally import Tally
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.wire.checks import check_answers_lease, check_group
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import Kinds, decode
 from asyncgrpo.wire.messages import (
     PROTOCOL,
+    REWARDS_PAUSED,
     Ack,
     Batch,
     Cancel,
@@ -51,6 +54,7 @@ from asyncgrpo.wire.messages import (
     OfLearnerOrDriver,
     Published,
     RequestEval,
+    RewardFailed,
     Saved,
     SayHello,
     Serving,
@@ -91,11 +95,27 @@ class Session:
 class BufferService:
     """Runs a `Buffer` and its `Evaluations` behind a socket until the learner has finished."""
 
-    def __init__(self, server: Server, buffer: Buffer, evaluations: Evaluations, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        buffer: Buffer,
+        evaluations: Evaluations,
+        vocabulary: int | None = None,
+        *,
+        reward_name: str = "the reward",
+        reward_has_worked: bool = False,
+        tell: Tell = lambda event, **fields: None,
+    ) -> None:
         """
         Args:
             vocabulary: token ids of the model are below it; None: not known, and not checked.
+            reward_has_worked: in an earlier start under the same command.
+            tell: writes an event of the run.
         """
+        self._write_event = tell
+        self._untold: list[tuple[str, dict[str, Any]]] = []
+        self._scoring = Scoring(reward_name, has_worked=reward_has_worked, tell=self._tell)
+        self._failures = Tally()  # of leases, by reason
         self._vocabulary = 2**31 if vocabulary is None else vocabulary
         self._server = server
         self._buffer = buffer
@@ -144,6 +164,8 @@ class BufferService:
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s
             self._tick(now_s)
+        if self._untold and self._learner is not None:
+            self._tell_all()
         self._answer_take(now_s)
         self._cancel_late()
         self._grant(now_s)
@@ -175,7 +197,7 @@ class BufferService:
         kind = type(message).__name__
         if isinstance(message, OfLearnerOrDriver):
             raise RefusedError("sender", f"{kind} is not for a generator to say")
-        if isinstance(message, Hello | Serving | LeaseFailed) and message.generator_id != speaks_for:
+        if isinstance(message, Hello | Serving | LeaseFailed | RewardFailed) and message.generator_id != speaks_for:
             raise RefusedError("sender", f"{kind} of {message.generator_id[:100]!r} from {speaks_for}")
 
     def _count_refusal(self, peer: str, error: RefusedError) -> None:
@@ -190,6 +212,7 @@ class BufferService:
                 session = self._sessions.get(name)
                 if session is not None and session.peer == peer:
                     session.version = version
+                    self._scoring.hear(name, message.rewards, now_s)
                 elif self._is_replaced(name, peer):
                     self._server.send(peer, Farewell())
                 else:  # its Hello was lost, or it was silent for too long and taken for dead
@@ -198,6 +221,9 @@ class BufferService:
                 self._hello(peer, message, now_s)
             case LeaseFailed():
                 self._lease_failed(message, now_s)
+            case RewardFailed(generator_id=name):
+                if name in self._sessions:
+                    self._scoring.failed(message)
             case Take():
                 self._published(message.version)
                 self._learner, self._take, self._told_waiting_s = peer, message, now_s
@@ -245,9 +271,14 @@ class BufferService:
         self._buffer.count_aborted(message.tokens)
         if message.reason == "cancelled":  # as we had asked
             return
+        if message.reason == REWARDS_PAUSED:
+            self._buffer.give_back(message.lease_id)
+            self._evaluations.give_back(message.lease_id)
+            return
         log.warning(
             "lease %s failed at %s: %s %s", message.lease_id, message.generator_id, message.reason, message.detail
         )
+        self._tell_of_failure(message.generator_id, message.reason, message.detail[:500])
         is_late = message.reason == "lease_timeout"
         if is_late and message.generator_id in self._sessions:
             self._sessions[message.generator_id].late_s = now_s
@@ -322,6 +353,7 @@ class BufferService:
         session = self._sessions.pop(name, None)
         if session is None:
             return
+        self._scoring.forget(name, now_s)
         released = self._buffer.release(name)
         self._results += self._evaluations.release(name, now_s)
         if released:  # perhaps it lives, and would work on what nobody wants any more
@@ -337,18 +369,25 @@ class BufferService:
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
                 self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
-        late, results = self._evaluations.expire(now_s)
+        is_paused = self._scoring.is_paused
+        late, results = self._evaluations.expire(now_s, is_paused)
         self._results += results
-        expired = self._buffer.expire(now_s)
+        expired = self._buffer.expire(now_s, is_paused)
         for entry in expired:
-            if entry.holder in self._sessions:
+            if entry.holder in self._sessions and not is_paused(entry.holder):
                 self._sessions[entry.holder].late_s = now_s
-        for lease in [*(entry.lease for entry in expired), *late]:
+        for lease, holder in [*((entry.lease, entry.holder) for entry in expired), *late]:
             self._may_take = True
             log.warning("lease %s expired", lease.lease_id)
+            reason = REWARDS_PAUSED if is_paused(holder) else "lease_timeout"
+            if reason == "lease_timeout":
+                self._tell_of_failure(holder, reason, f"prompt {lease.prompt.prompt_id} was not answered in time")
             for session in self._sessions.values():
-                self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason="lease_timeout"))
+                self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason=reason))
         self._gauges.show(self._buffer, now_s)
+        if (sentence := self._buffer.without_signal.news()) is not None:
+            log.warning("%s (algorithm.filter_zero_signal)", sentence)
+            self._tell("warning", about="filter", text=sentence)
 
     def _cancel_late(self) -> None:
         """Tell generators which leases the buffer has given up: what comes of them would be too old."""
@@ -368,7 +407,11 @@ class BufferService:
         current = self._buffer.version
         if current is None:
             return
-        able = {n: s for n, s in self._sessions.items() if s.version is not None and s.version >= current}
+        able = {
+            name: session
+            for name, session in self._sessions.items()
+            if session.version is not None and session.version >= current and not self._scoring.is_paused(name)
+        }
         room = {n: s.window - self._buffer.held_by(n) for n, s in able.items()}
         eval_room = {n: s.window - self._evaluations.held_by(n) for n, s in able.items()}
         for lend, free in ((self._evaluations.lease, eval_room), (self._buffer.lease, room)):
@@ -380,6 +423,20 @@ class BufferService:
                     continue
                 free[name] -= 1
                 self._server.send(able[name].peer, Grant(lease=lease))
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        """Write an event once the learner is heard: before that it may be rewriting the file, as a resume does."""
+        self._untold.append((event, fields))
+
+    def _tell_of_failure(self, generator: str, reason: str, detail: str) -> None:
+        """A lease failed: said the first time for each reason, the tenth, and so on."""
+        if (count := self._failures.add(reason)) is not None:
+            self._tell("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
+
+    def _tell_all(self) -> None:
+        for event, fields in self._untold:
+            self._write_event(event, **fields)
+        self._untold.clear()
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
@@ -412,7 +469,10 @@ class BufferService:
         """Now and then, so that the learner knows that the buffer lives and what it waits for."""
         if now_s - self._told_waiting_s >= WAITING_EVERY_S:
             self._told_waiting_s = now_s
-            self._server.send(learner, Waiting(what=self._what_is_awaited(now_s), evals=self._take_results()))
+            self._server.send(
+                learner,
+                Waiting(what=self._what_is_awaited(now_s), evals=self._take_results(), hopeless=self._scoring.verdict),
+            )
 
     def _send_batch(self, take: Take, entries: list[Entry]) -> None:
         assert self._learner is not None
@@ -443,6 +503,8 @@ class BufferService:
     def _what_is_awaited(self, now_s: float) -> str:
         if self._journal.is_blocked is not None:
             return f"the journal: {self._journal.is_blocked}"
+        if (paused := self._scoring.in_words()) is not None:
+            return paused
         ready, leased = self._buffer.count(State.READY), self._buffer.count(State.LEASED)
         text = f"groups: {ready} ready, {leased} under way"
         oldest = self._buffer.oldest_lease()

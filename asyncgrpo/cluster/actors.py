@@ -47,6 +47,8 @@ class Setup:
     """Of the driver's `Watch`."""
     start_with: int
     """Generators that the learner waits for before its first publication."""
+    reward_has_worked: bool = False
+    """Under an earlier core of the same command, which trained a step."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class BufferActor:
         from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
         from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
         from asyncgrpo.learner.checkpoints import read_state
+        from asyncgrpo.recording.events import EventLog
 
         self._setup, config = setup, setup.config
         address = _begin(
@@ -198,7 +201,17 @@ class BufferActor:
         metrics.max_lag_steps.set(config.buffer.max_lag)
         metrics.bias_threshold.set(config.buffer.bias_threshold)
         server = Server(config.cluster.bind, self._setup.keys, advertise=host_of(config))
-        self._service = BufferService(server, buffer, evaluations, vocabulary_size(config.model.path))
+        self._service = BufferService(
+            server,
+            buffer,
+            evaluations,
+            vocabulary_size(config.model.path),
+            reward_name=f"reward function {config.reward.function}"
+            if config.reward.function
+            else "the rules of rewards",
+            reward_has_worked=self._setup.reward_has_worked,
+            tell=EventLog(self._setup.run_dir / "metrics.jsonl").write,
+        )
         per_step = config.buffer.prompts_per_step
         total = None if config.run.epochs is None else -(-len(loaded.prompts) * config.run.epochs // per_step)
         return BufferReady(
@@ -264,6 +277,7 @@ class GeneratorActor:
         from asyncgrpo.generators.rollout import Redundancy
         from asyncgrpo.generators.service import GeneratorService
         from asyncgrpo.rewards import build_reward
+        from asyncgrpo.rewards.breaker import Breaker
 
         config = self._setup.config
         tokenizer = load_tokenizer(config.model.path)
@@ -273,7 +287,7 @@ class GeneratorActor:
             build_engine(
                 config, seed=group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
             ),
-            build_reward(config.reward, extra_rules=demo_rules()),
+            Breaker(build_reward(config.reward, extra_rules=demo_rules()), at_once=config.reward.workers),
             decoder(tokenizer, keep_special=False),
             window=config.generators.groups_in_flight,
             keep_kv=config.generators.keep_kv,

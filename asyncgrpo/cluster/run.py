@@ -143,6 +143,7 @@ class Run:
                     lineage=self._folder.next_lineage(),
                     checkpoint=self._folder.checkpoint(),
                     start_with=start_with,
+                    reward_has_worked=setup.reward_has_worked or (core.steps_done or 0) > core.first_step,
                 )
         except AsyncGRPOError as error:
             log.error("the run ends: %s", error, exc_info=error.__cause__)

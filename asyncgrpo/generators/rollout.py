@@ -7,7 +7,7 @@ else part of the group, by name. A misfortune of the engine is an exception.
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from asyncgrpo.errors import RequestError
 from asyncgrpo.generators.acceptance import Launched, censored, choose
 from asyncgrpo.generators.engine import Engine
 from asyncgrpo.rewards.base import Reward
+from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.types import Completion, Discarded, Group, Lease, Sampling, Score
 
 Decode = Callable[[Sequence[int]], str]
@@ -28,6 +29,10 @@ ABORT_WITHIN_S = 5.0
 """For an engine to hand over what it had sampled of answers that are not wanted any more. Later, nobody counts them."""
 HOPELESS = frozenset({"unknown_source"})
 """What a reward says of the prompt, whatever the answer: no other answer would fare better."""
+
+
+FOR_GOOD = HOPELESS | {"aborted"}
+"""Failures that no other call of the reward would mend."""
 
 
 class Redundancy(NamedTuple):
@@ -54,8 +59,21 @@ class GroupUnderWay:
     """One lease while it is worked on: requests run, scores are awaited, and after each of them the rule is asked."""
 
     def __init__(
-        self, lease: Lease, engine: Engine, reward: Reward, decode: Decode, redundancy: Redundancy = NONE
+        self,
+        lease: Lease,
+        engine: Engine,
+        reward: Reward,
+        decode: Decode,
+        redundancy: Redundancy = NONE,
+        reward_works: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """
+        Args:
+            reward_works: returns once the reward is known to work. It is awaited where too few completions have a
+                score for the group to be kept, and those that failed are scored once more. None: they are not.
+        """
+        self._reward_works = reward_works
+        self._may_score_again = reward_works is not None
         self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
         trains = lease.purpose == "train"
         self._retries = redundancy.retries if trains else 0
@@ -91,6 +109,7 @@ class GroupUnderWay:
             RequestError: the engine answers others, but not this prompt.
             TooFewAnswers: the lease says when to do without missing answers, and too few were done by then.
             GivenUp: `give_up` was called.
+            RewardsPaused: no completion can be scored at present.
         """
         lease, loop = self._lease, asyncio.get_running_loop()
         self._started_s = self._sampled_s = loop.time()
@@ -102,7 +121,7 @@ class GroupUnderWay:
                 self._request(f"{lease.lease_id}.greedy", self._baseline, lease.seed)
             chosen = await self._decided()
             discarded = await self._end_the_rest(chosen)
-        except (TooFewAnswers, GivenUp):
+        except (TooFewAnswers, GivenUp, RewardsPaused):
             await self._end_the_rest([])
             raise
         finally:
@@ -136,6 +155,9 @@ class GroupUnderWay:
                 raise self._failure
             chosen = choose(self._launched, self._lease.num_answers, is_late=is_late)
             has_baseline = all(one.score is not None for one in self._baseline)
+            if chosen is not None and has_baseline and self._is_unscored([*chosen, *self._baseline]):
+                self._begin_to_score_again([*chosen, *self._baseline])
+                continue
             if chosen is not None and has_baseline and (not is_late or len(chosen) >= self._min_answers):
                 return chosen
             if is_late:
@@ -150,6 +172,34 @@ class GroupUnderWay:
                     await self._changed.wait()
             except TimeoutError:
                 is_late, self._sampled_s = True, asyncio.get_running_loop().time()
+
+    def _is_unscored(self, some: list[Launched]) -> bool:
+        """Too few have a score for the group to be kept, and perhaps that is not for good."""
+        scored = sum(one.is_good for one in some)
+        return self._may_score_again and scored < min(2, len(some)) and any(map(_may_yet_be_scored, some))
+
+    def _begin_to_score_again(self, some: list[Launched]) -> None:
+        self._may_score_again = False
+        failed = [(one, one.score) for one in some if _may_yet_be_scored(one) and one.score is not None]
+        for one, _ in failed:
+            one.score = None
+        task = asyncio.create_task(self._score_again(failed))
+        self._scorings.add(task)
+        task.add_done_callback(self._scored)
+
+    async def _score_again(self, failed: list[tuple[Launched, Score]]) -> None:
+        """Now that the reward is known to work. Another failure is the prompt's: then the others stand too."""
+        assert self._reward_works is not None
+        await self._reward_works()
+        scores = [score for _, score in failed]
+        for place, (one, _) in enumerate(failed):
+            assert one.completion is not None
+            scores[place] = await self._reward_of(one.completion)
+            if scores[place].failure is not None:
+                break
+        for (one, _), score in zip(failed, scores, strict=True):
+            one.score = score
+        self._changed.set()
 
     async def _end_the_rest(self, chosen: list[Launched]) -> Discarded:
         """Abort what still runs, and hear from the engine how much of it there was."""
@@ -212,7 +262,7 @@ class GroupUnderWay:
         if completion.finish_reason == "abort":
             score = Score(failure="aborted", detail=why[:500])
         else:
-            score = await self._reward.score(self._lease.prompt, self._decode(completion.token_ids.tolist()))
+            score = await self._reward_of(completion)
         if score.failure is None or score.failure in HOPELESS or one.num_retries >= self._retries or self._is_over:
             one.score = score
             self._changed.set()
@@ -223,6 +273,9 @@ class GroupUnderWay:
         one.completion = None
         request_id = f"{self._lease.lease_id}.{one.index}.{one.num_retries}"
         self._request(request_id, [one], retry_seed(self._lease.seed, one.index, one.num_retries))
+
+    async def _reward_of(self, completion: Completion) -> Score:
+        return await self._reward.score(self._lease.prompt, self._decode(completion.token_ids.tolist()))
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._requests[request_id]
@@ -241,6 +294,11 @@ class GroupUnderWay:
 def retry_seed(seed: int, index: int, num_retries: int) -> int:
     """The seed with which answer `index` of a lease with this seed is sampled; a stream of its own for each try."""
     return seed + index + num_retries * SEED_STRIDE
+
+
+def _may_yet_be_scored(one: Launched) -> bool:
+    """It is there, and its reward failed in a way that may have nothing to do with it."""
+    return one.score is not None and one.score.failure is not None and one.score.failure not in FOR_GOOD
 
 
 def _greedy(sampling: Sampling) -> Sampling:

@@ -23,13 +23,14 @@ from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.engine import Engine
 from asyncgrpo.generators.rollout import NONE, Decode, GivenUp, GroupUnderWay, Redundancy, TooFewAnswers
 from asyncgrpo.liveness import Turns
-from asyncgrpo.rewards.base import Reward
+from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.weights.base import AdapterMerger
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire.codec import pack_group
 from asyncgrpo.wire.messages import (
     PROTOCOL,
+    REWARDS_PAUSED,
     Ack,
     Cancel,
     Deliver,
@@ -39,6 +40,7 @@ from asyncgrpo.wire.messages import (
     LeaseFailed,
     Message,
     Nack,
+    RewardFailed,
     SayHello,
     Serving,
     Welcome,
@@ -84,7 +86,7 @@ class GeneratorService:
         generator_id: str,
         incarnation: str,
         engine: Engine,
-        reward: Reward,
+        reward: Breaker,
         decode: Decode,
         *,
         window: int,
@@ -166,6 +168,7 @@ class GeneratorService:
                     self._tasks.create_task(self._listen(), name="listen"),
                     self._tasks.create_task(self._keep_in_touch(receiver), name="heartbeat"),
                     self._tasks.create_task(self._probe(), name="probe"),
+                    self._tasks.create_task(self._tell_of_rewards(), name="rewards"),
                 ]
                 await self._leave_home.wait()
                 for task in [*background, *(work.task for work in self._working.values())]:
@@ -219,7 +222,9 @@ class GeneratorService:
             case Grant(lease=lease):
                 # A buffer that lost touch with us frees our leases, and may give us the same ones again.
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
-                    group = GroupUnderWay(lease, self._engine, self._reward, self._decode, self._redundancy)
+                    group = GroupUnderWay(
+                        lease, self._engine, self._reward, self._decode, self._redundancy, self._reward.works
+                    )
                     task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
                     self._working[lease.lease_id] = Work(group, task)
                     metrics.groups_in_flight.set(len(self._working))
@@ -254,8 +259,11 @@ class GeneratorService:
             raise
         except GivenUp as error:
             await self._return(lease, "cancelled", error, under_way.num_tokens)
+        except RewardsPaused as error:
+            await self._return(lease, REWARDS_PAUSED, error, under_way.num_tokens)
         except TooFewAnswers as error:
-            await self._return(lease, "lease_timeout", error, under_way.num_tokens)
+            reason = REWARDS_PAUSED if self._reward.is_paused else "lease_timeout"
+            await self._return(lease, reason, error, under_way.num_tokens)
         except Exception as error:
             log.exception("lease %s failed", lease.lease_id)
             await self._return(lease, "failed", error, under_way.num_tokens)
@@ -270,7 +278,7 @@ class GeneratorService:
             metrics.groups_in_flight.set(len(self._working))
 
     async def _return(self, lease: Lease, reason: str, error: Exception, num_tokens: int) -> None:
-        level = logging.INFO if reason == "cancelled" else logging.WARNING
+        level = logging.INFO if reason in ("cancelled", REWARDS_PAUSED) else logging.WARNING
         log.log(level, "giving lease %s of prompt %s back: %s", lease.lease_id, lease.prompt.prompt_id, error)
         metrics.tokens_generated_total.inc(num_tokens)
         message = LeaseFailed(
@@ -292,12 +300,24 @@ class GeneratorService:
             metrics.generator_seconds_total.labels(activity=activity).inc(self._loop.time() - started)
             if receiver.failure is not None:
                 raise WeightsError(f"{self._id} cannot take weights any more") from receiver.failure
-            await self._send(Serving(generator_id=self._id, version=self._version))
+            await self._say_serving()
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > RESEND_AFTER_S:
                     log.warning("no word of %s for %.0f s: sending it again", held.message.lease_id, RESEND_AFTER_S)
                     held.sent_s = self._loop.time()
                     await self._client.send(held.message, held.payload)
+
+    async def _tell_of_rewards(self) -> None:
+        """At once what the heartbeat would say within a second, and what failed for the first time."""
+        while True:
+            await self._reward.changed.wait()
+            self._reward.changed.clear()
+            for news in self._reward.news():
+                message = RewardFailed(
+                    generator_id=self._id, failure=news.kind[:256], detail=news.detail, count=news.count
+                )
+                await self._send(message)
+            await self._say_serving()
 
     async def _probe(self) -> None:
         """Ask the engine for a sign of life now and then. Raises EngineError when none comes."""
@@ -312,7 +332,10 @@ class GeneratorService:
     async def _say_hello(self) -> None:
         hello = Hello(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
         await self._send(hello)
-        await self._send(Serving(generator_id=self._id, version=self._version))
+        await self._say_serving()
+
+    async def _say_serving(self) -> None:
+        await self._send(Serving(generator_id=self._id, version=self._version, rewards=self._reward.health))
 
     async def _send(self, message: Message) -> None:
         await self._client.send(message)
@@ -335,7 +358,7 @@ class GeneratorService:
         self._version = version
         metrics.generator_weight_version.set(version.version)
         metrics.generator_seconds_total.labels(activity="weights").inc(time.monotonic() - started)
-        await self._send(Serving(generator_id=self._id, version=version))
+        await self._say_serving()
         return checksum
 
 
@@ -347,5 +370,5 @@ def observe_group(group: Group) -> None:
         metrics.answers_total.labels(finish_reason=rollout.completion.finish_reason).inc()
         metrics.answer_length_tokens.observe(len(rollout.completion.token_ids))
         metrics.reward_seconds.observe(rollout.score.seconds)
-        if rollout.score.failure is not None:
-            metrics.reward_failures_total.labels(failure=rollout.score.failure).inc()
+        if rollout.score.failure == "aborted":  # by the engine; what the reward did is counted where it is called
+            metrics.reward_failures_total.labels(failure="aborted").inc()

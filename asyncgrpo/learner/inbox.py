@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncgrpo import metrics
-from asyncgrpo.errors import StalledError, WireError
+from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.types import Group, WeightVersion
 from asyncgrpo.wire.codec import unpack_batch
 from asyncgrpo.wire.messages import (
@@ -72,6 +72,7 @@ class Inbox:
             while_waiting: called about once a second with what is awaited and for how long, seconds.
         Raises:
             StalledError: no group and no evaluation came within `stall_timeout_s`; names what was awaited.
+            RewardError: none will come, because no reward call ever worked.
             WireError: the buffer itself is silent.
         """
         self._client.send(Take(step=step, version=version))
@@ -141,6 +142,8 @@ class Inbox:
                     if isinstance(message, Waiting):
                         what = message.what
                         while_waiting(what, now - started)
+                        if message.hopeless:
+                            raise RewardError(message.hopeless)
                 if now - said >= SAY_EVERY_S:
                     said = now
                     log.warning("waiting for %s, %.0f s so far", what, now - started)

@@ -18,8 +18,12 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | fault | fault: "kill"; actor: whom `--chaos` did it to |
 | recovered | fault, actor; seconds: from the fault until every process was up and a step was trained |
 | drain | reason: why no new groups are leased |
-| warning | about: "signal" or "evaluation" (`recording/training_watch.py`); text |
+| warning | about: "signal" or "evaluation" (`recording/training_watch.py`), or "filter" (`buffer/signal.py`); text |
 | stall | what: is awaited; seconds: for how long so far |
+| reward_failed | actor; failure: its kind; detail; count: of the kind, for the first, about the tenth, the hundredth... |
+| rewards_paused | actor; reason: the last failure; probe_in_s: until the next probe; again after each that fails |
+| rewards_resumed | actor; seconds: for which its rewards were paused |
+| lease_failed | actor; reason; detail; count: for the first, the tenth, the hundredth... of this reason |
 | end | status: "done", "drained" or "failed"; step; [reason]; [dropped], [filtered], [discarded]: since the last step |
 
 | field of a step | meaning |
@@ -74,6 +78,10 @@ REQUIRED: dict[str, frozenset[str]] = {
     "drain": frozenset({"reason"}),
     "warning": frozenset({"about", "text"}),
     "stall": frozenset({"what", "seconds"}),
+    "reward_failed": frozenset({"actor", "failure", "detail", "count"}),
+    "rewards_paused": frozenset({"actor", "reason", "probe_in_s"}),
+    "rewards_resumed": frozenset({"actor", "seconds"}),
+    "lease_failed": frozenset({"actor", "reason", "detail", "count"}),
     "end": frozenset({"status", "step"}),
 }
 """Kinds, and the fields without which their readers cannot do."""

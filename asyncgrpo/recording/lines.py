@@ -1,7 +1,12 @@
 """A run as text, for a file or a pipe: one tidy line for each event that a person wants in a log."""
 
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.progress import Progress, mean_lag, short_version
+from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag, short_version
+
+_WARNINGS = frozenset(
+    {"restart", "drain", "stall", "fault", "warning"}
+    | {"reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
+)
 
 
 def line_of(event: Event, progress: Progress) -> str | None:
@@ -12,12 +17,13 @@ def line_of(event: Event, progress: Progress) -> str | None:
     if kind == "step":
         return _step_line(event, progress)
     if kind == "eval":
-        return f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
+        line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
+        return line + (f"  failures: {counts_in_words(failures)}" if (failures := event.get("failures")) else "")
     if kind == "checkpoint":
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
     if kind == "recovered":
         return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
-    if kind in ("restart", "drain", "stall", "fault", "warning") or (kind == "sync" and event.get("checksum") != "ok"):
+    if kind in _WARNINGS or (kind == "sync" and event.get("checksum") != "ok"):
         return f"warning: {progress.warnings[-1]}"
     if kind == "end":
         return f"end   {event.get('status')} at step {event.get('step')}"
@@ -50,8 +56,10 @@ def position(progress: Progress) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure with so many digits after the point; "-" for none."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    """A figure with so many digits after the point, a large one with four in all; "-" for none."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def thousands(value: float) -> str:

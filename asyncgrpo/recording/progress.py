@@ -39,6 +39,8 @@ class Progress:
     faults: list[Event] = field(default_factory=list)
     """Done on purpose, by `--chaos`."""
     recoveries: list[Event] = field(default_factory=list)
+    paused: dict[str, Event] = field(default_factory=dict)
+    """Generators whose rewards are paused: the last word of it, with `since`."""
     training_seconds: float = 0.0
     """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
     end: Event | None = None
@@ -71,6 +73,7 @@ class Progress:
         self.run, self.sizes = event.get("run", ""), event.get("sizes", "")
         self.total_steps, self.total_prompts = event.get("steps"), event.get("prompts")
         self.end = None
+        self.paused = {}
         self._resumed = True
 
     def _on_step(self, event: Event) -> None:
@@ -117,6 +120,25 @@ class Progress:
 
     def _on_stall(self, event: Event) -> None:
         self.warnings.append(f"waiting for {event.get('what', '?')} for {event.get('seconds') or 0:.0f} s")
+
+    def _on_reward_failed(self, event: Event) -> None:
+        self.warnings.append(f"{_counted('reward', event, event.get('failure'))}: {event.get('detail')}")
+
+    def _on_lease_failed(self, event: Event) -> None:
+        self.warnings.append(f"{_counted('group', event, event.get('reason'))}: {event.get('detail')}")
+
+    def _on_rewards_paused(self, event: Event) -> None:
+        actor = event.get("actor", "?")
+        since = self.paused[actor]["since"] if actor in self.paused else event["time"]
+        self.paused[actor] = event | {"since": since}
+        self.warnings.append(
+            f"rewards paused at {actor}: {event.get('reason')}; probing again in {event.get('probe_in_s') or 0:.0f} s"
+        )
+
+    def _on_rewards_resumed(self, event: Event) -> None:
+        actor = event.get("actor", "?")
+        self.paused.pop(actor, None)
+        self.warnings.append(f"rewards work again at {actor}, after {event.get('seconds') or 0:.0f} s")
 
     def _on_end(self, event: Event) -> None:
         self.end = event
@@ -182,6 +204,12 @@ class Progress:
         generated = (recent[-1].get("tokens_generated") or 0) - (recent[0].get("tokens_generated") or 0)
         trained = sum(step.get("tokens_trained") or 0 for step in recent[1:])
         return generated / elapsed, trained / elapsed
+
+
+def _counted(what: str, event: Event, kind: str | None) -> str:
+    """ "reward failed at generator-0 (timeout), 10 so far"."""
+    count = event.get("count") or 1
+    return f"{what} failed at {event.get('actor', '?')} ({kind})" + (f", {count} so far" if count > 1 else "")
 
 
 def mean_lag(lags: Mapping[int, int]) -> float:

@@ -51,7 +51,7 @@ class Screen:
             _panel("learner's time", _time_bars(progress)),
             _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress)),
         )
-        return Group(_header(progress, now), body, _notes(progress))
+        return Group(_header(progress, now), body, _notes(progress, now))
 
 
 def _panel(title: str, content: RenderableType) -> Panel:
@@ -102,7 +102,7 @@ class _RewardPlot:
         margin = 8
         width = max(4, options.max_width - margin)
         lines = line_plot(rewards, width, _PLOT_HEIGHT)
-        labels = {0: f"{max(rewards):7.3f}", _PLOT_HEIGHT - 1: f"{min(rewards):7.3f}"}
+        labels = {0: number(max(rewards)), _PLOT_HEIGHT - 1: number(min(rewards))}
         for row, line in enumerate(lines):
             yield Text.assemble((f"{labels.get(row, ''):>7}│", "dim"), (line, "green"), no_wrap=True)
         first, last = str(self.progress.steps[0]["step"]), f"step {self.progress.step}"
@@ -158,14 +158,29 @@ def _bars(rows: dict[str, tuple[float, str, str]]) -> RenderableType:
     return table
 
 
-def _notes(progress: Progress) -> RenderableType:
+def _paused(progress: Progress, now: float | None) -> str:
+    """Where the rewards are paused, and when they are tried again. `now` as for `Screen.render`."""
+    at = progress.updated if now is None else now
+    events = progress.paused.values()
+    probe_in_s = min(event["time"] + event["probe_in_s"] for event in events) - (at or 0.0)
+    since_s = (at or 0.0) - min(event["since"] for event in events)
+    reason = next(iter(events))["reason"]
+    return (
+        f"paused at {', '.join(sorted(progress.paused))} for {since_s:.0f} s, probing again in {max(0.0, probe_in_s):.0f} s"
+        f": {reason}"
+    )
+
+
+def _notes(progress: Progress, now: float | None) -> RenderableType:
     """The last publications of weights, and what went wrong last."""
     notes = Table.grid(padding=(0, 2))
     notes.add_column(style="dim", no_wrap=True)
     notes.add_column(no_wrap=True, overflow="ellipsis")
-    for i, sync in enumerate(list(progress.syncs)[-_NUM_SYNCS:]):
+    for i, sync in enumerate(list(progress.syncs)[bool(progress.paused) - _NUM_SYNCS :]):
         style = "" if sync.get("checksum") == "ok" else "bold red"
         notes.add_row("weights" if i == 0 else "", Text(sync_line(sync), style=style))
+    if progress.paused:
+        notes.add_row("rewards", Text(_paused(progress, now), style="bold yellow"))
     for i, warning in enumerate(list(progress.warnings)[-_NUM_WARNINGS:]):
         notes.add_row("warnings" if i == 0 else "", Text(visible(warning), style="yellow"))
     return notes

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from asyncgrpo.recording.events import Event
+from asyncgrpo.recording.lines import number
 from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag
 
 _ENDS = 5
@@ -44,9 +45,11 @@ def _learning(progress: Progress) -> list[tuple[str, str]]:
     first, last = rewards[:_ENDS], rewards[-_ENDS:]
     rows = []
     if rewards:
-        rows.append(("reward", f"{_mean(first):.3f} -> {_mean(last):.3f} (means of {len(first)} first and last steps)"))
+        rows.append(
+            ("reward", f"{number(_mean(first))} -> {number(_mean(last))} (means of {len(first)} first and last steps)")
+        )
     if progress.evals:
-        scores = [f"{event['reward_mean']:.3f}" for event in progress.evals if event.get("reward_mean") is not None]
+        scores = [number(event["reward_mean"]) for event in progress.evals if event.get("reward_mean") is not None]
         rows.append(("eval", " -> ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else "no score"))
     return rows
 

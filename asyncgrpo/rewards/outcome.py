@@ -1,7 +1,8 @@
-"""From what a reward function returned or raised to a `Score`. A score is a finite number or a named failure."""
+"""From what a reward function returned or raised to a `Score`. A score is a number within bounds or a named failure."""
 
 import math
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,7 +16,12 @@ MAX_DETAIL = 500
 """Characters; the bound that `Score.detail` promises."""
 MAX_PARTS = 32
 """Parts become metrics, and metrics must stay few."""
+LARGEST = 1e6
+"""Bound on the size of a reward. Advantages square rewards and sum the squares: far above it they overflow, and the group,
+or the whole batch, silently teaches nothing."""
 
+_ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
+"""Of a detail that `describe` made: place and type."""
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {os.path.dirname(os.path.abspath(__file__)) + os.sep, "<"}
@@ -45,7 +51,8 @@ def score_of_value(value: Any) -> Score:
     if score.failure is not None:
         return score
     parts, left_out = _parts(value)
-    detail = f"parts left out, not finite or more than {MAX_PARTS}: {', '.join(left_out)}" if left_out else ""
+    why = f"not within {LARGEST:g}, or more than {MAX_PARTS}"
+    detail = f"parts left out, {why}: {', '.join(left_out)}" if left_out else ""
     return Score(value=score.value, parts=parts, detail=detail[:MAX_DETAIL])
 
 
@@ -57,7 +64,7 @@ def _parts(value: Mapping[Any, Any]) -> tuple[dict[str, float], list[str]]:
         number = _number(part)
         if name == "score" or number is None:
             continue
-        if math.isfinite(number) and len(parts) < MAX_PARTS:
+        if abs(number) <= LARGEST and len(parts) < MAX_PARTS:
             parts[str(name)] = number
         else:
             left_out.append(str(name))
@@ -70,6 +77,8 @@ def _score_of_number(value: Any, what: str) -> Score:
         return failed("bad_type", f"{what} must be a number or a dict with 'score', not {_clip(value)}")
     if not math.isfinite(number):
         return failed("not_finite", f"{what} is {number}")
+    if abs(number) > LARGEST:
+        return failed("too_large", f"{what} is {number:.8g}, and rewards reach from {-LARGEST:g} to {LARGEST:g}")
     return Score(value=number)
 
 
@@ -99,6 +108,12 @@ def describe(error: BaseException) -> str:
     name = type(error).__name__
     # The place goes first: a long text must not push it over the end.
     return f"{place}: {name}: {text}" if place else f"{name}: {text}"
+
+
+def kind_of(score: Score) -> str:
+    """What kind of failure this is: its name, and of an exception its type and place, but never its text."""
+    origin = _ORIGIN.match(score.detail) if score.failure == "exception" else None
+    return f"{score.failure} {origin[0]}" if origin else str(score.failure)
 
 
 def place_of(frames: list[tuple[str, int]]) -> str:

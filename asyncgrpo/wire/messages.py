@@ -17,6 +17,7 @@ from asyncgrpo.types import (
     Lease,
     Name,
     Prompt,
+    RewardHealth,
     Score,
     TensorInfo,
     VersionSpan,
@@ -24,6 +25,8 @@ from asyncgrpo.types import (
 )
 
 PROTOCOL = 1
+REWARDS_PAUSED = "rewards_paused"
+"""Reason of a lease that ended because no completion could be scored, which costs its prompt nothing."""
 PROMPT_BYTES = 2**22
 """Longest header that holds a prompt: half a million tokens and their text."""
 
@@ -54,6 +57,7 @@ class Serving(Message):
     generator_id: Name
     version: WeightVersion | None
     """None: no published weights yet."""
+    rewards: RewardHealth = RewardHealth()
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +98,18 @@ class LeaseFailed(Message):
     detail: str = ""
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Sampled for it, if its group was to be trained."""
+
+
+class RewardFailed(Message):
+    """Reward calls of this kind fail at the generator. Sent for the first one, the tenth, the hundredth, and so on."""
+
+    generator_id: Name
+    failure: Name
+    """Name of the failure; of an exception with its type and place."""
+    detail: str
+    """What the last of them said."""
+    count: Count
+    """Of this kind since the process began."""
 
 
 # -- buffer -> generator ---------------------------------------------------------------------------------------------
@@ -224,6 +240,8 @@ class Waiting(Message):
 
     what: str
     evals: tuple[EvalResult, ...] = ()
+    hopeless: str = ""
+    """Why what is awaited will not come: the run is to end with this sentence. Empty: it may."""
 
 
 class NoMore(Message):
@@ -384,7 +402,7 @@ class SyncFailed(Message):
     poisoned: bool
 
 
-OfGenerator = Hello | Serving | Deliver | LeaseFailed
+OfGenerator = Hello | Serving | Deliver | LeaseFailed | RewardFailed
 OfLearnerOrDriver = (
     Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Drain | GeneratorLost
 )  # fmt: skip

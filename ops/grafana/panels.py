@@ -430,14 +430,21 @@ ROWS: dict[str, list[Panel]] = {
             "By quantile. Near reward.timeout_s: a slow or hanging reward; raise reward.workers or mend the function.",
             "s",
             quantiles("asyncgrpo_reward_seconds", 0.5, 0.99),
-            width=12,
+            width=9,
         ),
         Panel(
             "Answers without a score",
             "Per second, by what went wrong. The generator's log has the exception.",
             "none",
             {"{{failure}}": "sum by (failure) (rate(asyncgrpo_reward_failures_total[$__rate_interval]))"},
-            width=12,
+            width=9,
+        ),
+        Panel(
+            "Rewards paused",
+            "Generators at which every reward call fails: they only probe, and get no lease until a probe works.",
+            "none",
+            {"paused": "sum(asyncgrpo_rewards_paused)"},
+            width=6,
         ),
     ],
     "Learner and runtime": [

@@ -47,7 +47,13 @@ class Served:
         self.lines = Lines()
         self.buffer = make_buffer(**settings)
         evaluations = Evaluations(held_out, Sampling(), 0, 100.0)
-        self.service = BufferService(self.lines, self.buffer, evaluations)  # type: ignore[arg-type]
+        self.told: list[tuple[str, dict]] = []
+        self.service = BufferService(
+            self.lines,  # type: ignore[arg-type]
+            self.buffer,
+            evaluations,
+            tell=lambda event, **fields: self.told.append((event, fields)),
+        )
         self.now_s = 0.0
 
     def hear(self, peer: str, message: Message, payload: bytes = b"") -> list[tuple[str, str]]:

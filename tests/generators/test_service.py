@@ -1,5 +1,6 @@
 """A generator's process, on a virtual clock, with lines that end in the test."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -10,9 +11,23 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.fake_engine import FakeEngine
 from asyncgrpo.generators.rollout import NONE, Redundancy
 from asyncgrpo.generators.service import SICK_AFTER, GeneratorService
+from asyncgrpo.rewards.base import Reward
+from asyncgrpo.rewards.breaker import HOLD_S, Breaker
 from asyncgrpo.types import Lease, Prompt, Sampling, Score
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import Ack, Cancel, Deliver, Farewell, Grant, Hello, LeaseFailed, Message
+from asyncgrpo.wire.messages import (
+    REWARDS_PAUSED,
+    Ack,
+    Cancel,
+    Deliver,
+    Farewell,
+    Grant,
+    Hello,
+    LeaseFailed,
+    Message,
+    RewardFailed,
+    Serving,
+)
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import GeneratorLine
 from tests.simulation.nodes import Receiver
@@ -41,14 +56,14 @@ class FixedReward:
 class Generator(GeneratorService):
     """The product's, whose lines end here."""
 
-    def __init__(self, redundancy: Redundancy = NONE, **engine: Any) -> None:
+    def __init__(self, redundancy: Redundancy = NONE, reward: Reward | None = None, **engine: Any) -> None:
         self.sent: list[Message] = []
         settings: dict[str, Any] = dict.fromkeys(("buffer_endpoint", "weights_endpoint", "host"), "")
         super().__init__(
             "g",
             "a",
             FakeEngine(seconds_per_token=1.0, **engine),
-            FixedReward(),
+            Breaker(reward or FixedReward(), at_once=1),
             lambda ids: "",
             window=2,
             keep_kv=True,
@@ -211,3 +226,77 @@ def test_a_group_with_too_few_answers_at_its_cut_is_given_back_as_late():
     generator.hear(Farewell())
     loop.run_until(loop.time() + 1.0)
     assert task.done() and task.exception() is None
+
+
+class Outage:
+    """A reward that is down from one time to another, and fails for one prompt always."""
+
+    def __init__(self, since_s: float, until_s: float, bad: str = "") -> None:
+        self.since_s, self.until_s, self.bad = since_s, until_s, bad
+
+    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+        await asyncio.sleep(0.1)
+        if self.since_s <= asyncio.get_running_loop().time() < self.until_s or prompt.prompt_id == self.bad:
+            return Score(failure="exception", detail="my_reward.py:12: OSError: the judge is down")
+        return Score(value=1.0)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def lease(number: int) -> Lease:
+    changes = {
+        "lease_id": f"1.{number}.0",
+        "group_id": f"1.{number}",
+        "order": number,
+        "seed": group_seed(0, number, 0),
+    }
+    prompt = Prompt(prompt_id=f"train/{number}", token_ids=(number,))
+    return msgspec.structs.replace(LEASE, prompt=prompt, **changes)
+
+
+def serve(generator: Generator, numbers: range, every_s: float, until_s: float) -> None:
+    loop = VirtualLoop()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    for number in numbers:
+        generator.hear(Grant(lease=lease(number)))
+        loop.run_until(loop.time() + every_s)
+    loop.run_until(until_s)
+    for message in generator.delivered:
+        generator.hear(Ack(group_id=message.group_id, lease_id=message.lease_id))
+    generator.hear(Farewell())
+    loop.run_until(until_s + 10.0)
+    assert task.done() and task.exception() is None
+
+
+def test_an_outage_of_the_rewards_costs_no_group_its_scores():
+    """What was sampled waits, is scored afterwards, and nobody would know but for the heartbeat."""
+    generator = Generator(reward=Outage(10.0, 28.0))
+    serve(generator, range(10), 2.0, 60.0)
+    assert len({message.group_id for message in generator.delivered}) == 10
+    assert [rollout.score.failure for message in generator.delivered for rollout in message.rollouts].count(None) >= 19
+    assert all(any(r.score.value is not None for r in message.rollouts) for message in generator.delivered)
+    assert not any(isinstance(message, LeaseFailed) for message in generator.sent)
+    paused = [message.rewards.probe_in_s for message in generator.sent if isinstance(message, Serving)]
+    assert paused[0] is None and paused[-1] is None and any(probe_in_s is not None for probe_in_s in paused)
+    news = [message for message in generator.sent if isinstance(message, RewardFailed)]
+    assert news[0].failure == "exception my_reward.py:12: OSError" and news[0].count == 1
+    assert news[0].detail.endswith("the judge is down")
+
+
+def test_in_a_long_outage_groups_are_given_back_as_nobodys_fault():
+    generator = Generator(reward=Outage(10.0, 10.0 + 3 * HOLD_S))
+    serve(generator, range(10), 2.0, 10.0 + 4 * HOLD_S)
+    given_back = [message for message in generator.sent if isinstance(message, LeaseFailed)]
+    assert given_back and {message.reason for message in given_back} == {REWARDS_PAUSED}
+    assert all(message.tokens > 0 for message in given_back), "what was sampled is accounted for"
+    assert len(given_back) + len({message.group_id for message in generator.delivered}) == 10
+
+
+def test_a_prompt_whose_reward_always_fails_is_told_from_an_outage():
+    """Others work, so its group is delivered as it is, and the buffer counts the attempt."""
+    generator = Generator(reward=Outage(0.0, 0.0, bad="train/3"))
+    serve(generator, range(6), 2.0, 40.0)
+    unscored = {m.group_id for m in generator.delivered if all(r.score.failure for r in m.rollouts)}
+    assert unscored == {"1.3"} and len({m.group_id for m in generator.delivered}) == 6

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncgrpo.errors import StalledError
+from asyncgrpo.errors import RewardError, StalledError
 from asyncgrpo.learner.inbox import Inbox
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.wire.messages import EvalResult, Message, NoMore, Waiting
@@ -43,3 +43,8 @@ def test_as_long_as_evaluations_end_nothing_is_stalled():
     waiting = Waiting(what="the last evaluation")
     said = [waiting, Waiting(what="the last evaluation", evals=(RESULT,)), waiting, waiting]
     assert wait([*said, NoMore(why="exhausted", counters={})]) == [RESULT]
+
+
+def test_what_will_never_come_is_not_waited_for():
+    with pytest.raises(RewardError, match="never worked: 9 of 9"):
+        wait([Waiting(what="groups"), Waiting(what="rewards", hopeless="reward function f.py never worked: 9 of 9")])

@@ -1,6 +1,7 @@
 """What a person sees of a run: the live page, one line a step, the summary, the curves."""
 
 import io
+import json
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from asyncgrpo.recording.curves import plot
 from asyncgrpo.recording.events import Event, EventLog
+from asyncgrpo.recording.lines import line_of
 from asyncgrpo.recording.progress import Progress, mean_lag, sync_line
 from asyncgrpo.recording.screen import Screen, watch
 from asyncgrpo.recording.summary import summary
@@ -73,6 +75,62 @@ def test_the_page_fits_a_small_terminal(width):
     ]
     lines = page([*RUN[:-1], *trouble, step(21, lags={str(lag): 1 for lag in range(12)})], width).splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= width
+
+
+def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
+    failed = {
+        "event": "reward_failed",
+        "time": 1.0,
+        "actor": "generator-0",
+        "failure": "exception my_reward.py:12: OSError",
+    }
+    failed |= {"detail": "my_reward.py:12: OSError: no", "count": 1}
+    paused = {
+        "event": "rewards_paused",
+        "time": 100.0,
+        "actor": "generator-0",
+        "reason": "OSError: no",
+        "probe_in_s": 2.0,
+    }
+    again = paused | {"time": 103.0, "probe_in_s": 8.0}
+    resumed = {"event": "rewards_resumed", "time": 111.0, "actor": "generator-0", "seconds": 11.0}
+    assert "reward failed at generator-0 (exception my_reward.py:12: OSError): my_re" in page([START, failed], 120)
+    assert "(exception my_reward.py:12: OSError), 10 so far" in page([START, failed | {"count": 10}], 120)
+    line = "paused at generator-0 for 5 s, probing again in 6 s: OSError: no"
+    assert line in page([START, step(1), sync(1), sync(2), sync(3), paused, again], now=105.0)
+    text = page([START, paused, again, resumed], now=112.0)
+    assert "probing again" in text and line[:6] not in text.splitlines()[-1]
+    assert "rewards work again at generator-0, after 11 s" in text
+    assert Progress.of([START, paused, again, resumed]).paused == {}
+    lease = {
+        "event": "lease_failed",
+        "time": 1.0,
+        "actor": "generator-1",
+        "reason": "failed",
+        "detail": "too long",
+        "count": 10,
+    }
+    text = page([START, lease])
+    assert "group failed at generator-1 (failed), 10 so far: too long" in text
+
+
+def test_an_evaluation_without_scores_says_why():
+    event = EVAL | {"reward_mean": None, "failures": {"timeout": 30, "crash": 2}}
+    assert line_of(event, Progress.of([event])) == "eval  10  reward -  answers 32  failures: crash 2, timeout 30"
+    assert line_of(EVAL, Progress.of([EVAL])) == "eval  10  reward 0.450  answers 32"
+
+
+def test_large_numbers_are_printed_shortly(tmp_path):
+    """Digits of a mean of 1e308 would fill the page, and say nothing."""
+    events = [START, step(1, reward_mean=-2.5e300, loss=1e12), EVAL | {"reward_mean": 1e308}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    lines = io.StringIO()
+    stop = threading.Event()
+    stop.set()
+    watch(tmp_path / "metrics.jsonl", console=Console(file=lines, width=200), stop=stop)
+    for text in (page(events), summary(events), lines.getvalue()):
+        assert "-2.5e+300" in text and "1e+308" in text
+        assert "00000" not in text
 
 
 def test_a_page_without_a_step_waits():

@@ -50,7 +50,7 @@ def numpy_array():
 
 
 def parts():
-    return {"score": 0.5, "format": 1, "length": np.float64(0.25), "pred": "41", "ratio": float("nan")}
+    return {"score": 0.5, "format": 1, "length": np.float64(0.25), "pred": "41", "ratio": float("nan"), "price": 1e7}
 
 
 def nothing():

@@ -52,7 +52,7 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
     score = await reward.score(prompt(), "parts")
     assert score.value == 0.5
     assert score.parts == {"format": 1.0, "length": 0.25}
-    assert "ratio" in score.detail
+    assert "ratio" in score.detail and "price" in score.detail
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,8 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
         ("number inf", "not_finite", "inf"),
         ("number -inf", "not_finite", "-inf"),
         ("too_large_whole_number", "not_finite", "inf"),
+        ("number 1e308", "too_large", "1e+308, and rewards reach from -1e+06 to 1e+06"),
+        ("number -1000001", "too_large", "-1000001"),
         ("nothing", "bad_type", "NoneType"),
         ("text", "bad_type", "str '1.0'"),
         ("a_list", "bad_type", "list"),

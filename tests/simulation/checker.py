@@ -19,7 +19,7 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.types import Group, Lease, WeightVersion
-from asyncgrpo.wire.messages import Ack, Batch, Cancel, Grant, Message, Snapshot
+from asyncgrpo.wire.messages import REWARDS_PAUSED, Ack, Batch, Cancel, Grant, Message, Snapshot
 from tests.simulation.promises import Kept, Promises, Weights
 
 
@@ -62,6 +62,8 @@ class Life:
     """Leases by order."""
     losses: Counter[int] = field(default_factory=Counter)
     """Those of them that ended because their generator did, or fell silent."""
+    given_back: set[str] = field(default_factory=set)
+    """Leases whose answers could not be scored because no reward worked."""
 
 
 class Checker:
@@ -72,6 +74,7 @@ class Checker:
         *,
         config: Config,
         redundancy: Redundancy,
+        rewards_fail: bool,
         killers: set[tuple[int, ...]],
         quarantine: Quarantine,
         vocab_size: int,
@@ -81,12 +84,14 @@ class Checker:
     ) -> None:
         """
         Args:
+            rewards_fail: answers may be without a reward for another reason than an outage of all rewards.
             killers: token ids of the prompts that end every generator.
             windows: leases that one generator may hold.
         """
         self._seed = config.run.seed
         self._algorithm = config.algorithm
         self._redundancy = redundancy
+        self._rewards_fail = rewards_fail
         self._killers = killers
         self._killer_leases = SUSPECT_AFTER + config.buffer.max_attempts
         self._quarantine = quarantine
@@ -200,6 +205,9 @@ class Checker:
         if isinstance(message, Cancel):
             life.ended.update(message.lease_ids)
             life.num_told += len(message.lease_ids) * (message.reason == "stale")
+            if message.reason == REWARDS_PAUSED:
+                for lease_id in message.lease_ids:
+                    self.given_back(lease_id)
             if message.reason == "lost":
                 life.losses.update(int(lease_id.split(".")[1]) for lease_id in message.lease_ids)
         elif isinstance(message, Ack) and not message.group_id.startswith("eval."):
@@ -218,6 +226,13 @@ class Checker:
                 "P16 evaluations",
                 f"step {result.step} is judged by {result.oldest} to {result.newest} in lineage {life.lineage}",
             )
+
+    def given_back(self, lease_id: str) -> None:
+        """Its prompt is not charged for it."""
+        life = self._life
+        if lease_id not in life.given_back and not lease_id.startswith("eval."):
+            life.given_back.add(lease_id)
+            life.losses[int(lease_id.split(".")[1])] += 1
 
     def turned(self, unacknowledged: Iterable[str] = ()) -> None:
         """The buffer handled one event; of some groups it has not said yet that it keeps them."""
@@ -260,6 +275,9 @@ class Checker:
         done = source.num_done - life.done_before
         if done != finished:
             raise Violation(f"P3 balance: {done} prompts done, {finished} counted")
+        burned = outcomes["dropped_unscored"] + buffer.filtered["unscored"]
+        if burned and not self._rewards_fail:
+            raise Violation(f"P24 outages: {burned} prompts done without a reward, though none fails but in an outage")
         if buffer.version is not None and buffer.version not in life.proven:
             raise Violation(f"P10 proof: {buffer.version} counts, unproven")
 

@@ -5,6 +5,7 @@ Faults stop at `until_s`. From then on the run must finish.
 
 import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 OF_ANSWERS = ("answer_aborts", "answer_hangs", "killer_prompt")
 """Drawn from a stream of their own: a seed that has none of them is the run that it was without them."""
@@ -32,6 +33,28 @@ def draw_of_answers(seed: int) -> dict[str, float]:
         return {}
     most = {"answer_aborts": 0.15, "answer_hangs": 0.1, "killer_prompt": 1.0}
     return {kind: most[kind] * rng.uniform(0.2, 1.0) for kind in OF_ANSWERS if rng.random() < 0.5}
+
+
+class Outage(NamedTuple):
+    """No reward works for a while."""
+
+    since_s: float
+    until_s: float
+    generator: str
+    """The only one that meets it; empty: all do."""
+
+
+def draw_of_rewards(seed: int, until_s: float) -> tuple[Outage, ...]:
+    """When the rewards of a seed are down, from a stream of their own. They may outlast the other faults by a minute."""
+    rng = random.Random(f"rewards {seed}")
+    if rng.random() < 0.6:
+        return ()
+    outages = []
+    for _ in range(rng.randint(1, 4)):
+        since_s = rng.uniform(0.0, until_s)
+        seconds = rng.choice((3.0, 20.0, 60.0, 150.0)) * rng.random()
+        outages.append(Outage(since_s, min(since_s + seconds, until_s + 60.0), rng.choice(("", "", "generator-0"))))
+    return tuple(outages)
 
 
 def draw(rng: random.Random) -> Faults:

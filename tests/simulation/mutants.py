@@ -23,6 +23,7 @@ from asyncgrpo.generators.acceptance import Launched
 from asyncgrpo.generators.requests import Answer
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.service import LearnerService
+from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Lease, WeightVersion
 from asyncgrpo.wire.messages import Deliver, Grant, Message, Serving
 from tests.simulation.disk_mutants import DISK_MUTANTS, Change
@@ -368,6 +369,22 @@ def granted_twice_worked_twice() -> list[Change]:
         await handle(self, message)
 
     return [(GeneratorService, "_handle", eager)]
+
+
+@mutant
+def outage_charges_prompts() -> list[Change]:
+    """A group that no call of a reward could score is let go as it is, also when none works."""
+
+    async def trusts(self: Breaker) -> None:
+        """As if it worked."""
+
+    return [(Breaker, "_begin_check", lambda self: None), (Breaker, "works", trusts)]
+
+
+@mutant
+def given_back_is_charged() -> list[Change]:
+    """What is given back because all rewards are down costs its prompt an attempt."""
+    return [(Buffer, "give_back", lambda self, lease_id: self.fail(lease_id, "unscored"))]
 
 
 # -- the learner -------------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from asyncgrpo.generators.fake_engine import FakeEngine, Misfortune
 from asyncgrpo.generators.requests import Answer
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
+from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, Prompt, Score, WeightVersion
 from asyncgrpo.wire.codec import Buffer as Frame
-from asyncgrpo.wire.messages import Deliver, Message, Serving
+from asyncgrpo.wire.messages import REWARDS_PAUSED, Deliver, LeaseFailed, Message, Serving
 from tests.simulation.network import Frames, GeneratorLine
 
 if TYPE_CHECKING:
@@ -34,14 +35,17 @@ SWAP_WITHIN_S = 10.0
 class Reward:
     """Takes a while, and fails as the seed says; a poisoned prompt fails for ever."""
 
-    def __init__(self, world: "World") -> None:
-        self._world = world
+    def __init__(self, world: "World", generator: str) -> None:
+        self._world, self._generator = world, generator
 
     async def score(self, prompt: Prompt, answer_text: str) -> Score:
         world = self._world
         await asyncio.sleep(world.rng.uniform(0.01, 0.5))
         if prompt.info.get("poison"):
             raise RuntimeError("this prompt breaks every reward")
+        if world.rewards_are_down(self._generator):
+            world.note("fault", "reward_outage", self._generator)
+            return Score(failure="exception", detail="judge.py:1: ConnectionError: nobody answers")
         if world.now < world.faults.until_s and world.rng.random() < world.faults.share.get("bad_reward", 0.0):
             return Score(failure="timeout")
         return Score(value=float(len(answer_text) % 3))
@@ -105,7 +109,7 @@ class GeneratorHost:
             generator_id=self.name,
             incarnation=str(incarnation),
             engine=self.engine,
-            reward=Reward(world),
+            reward=Breaker(Reward(world, self.name), at_once=10**6),
             decode=lambda ids: "x" * sum(ids),
             window=world.window,
             keep_kv=True,
@@ -172,6 +176,8 @@ class GeneratorHost:
             if before is not None and now - before < self.world.resend_after_s:
                 self.world.violated(f"P11 resends: {message.lease_id} again after {now - before:.1f} s")
             self.unanswered.add(message.lease_id)
+        elif isinstance(message, LeaseFailed) and message.reason == REWARDS_PAUSED:
+            self.world.checker.given_back(message.lease_id)
         elif isinstance(message, Serving):
             lost = self.unanswered - set(self.service._unacknowledged)
             if lost:

@@ -16,17 +16,29 @@ from asyncgrpo.generators import service as generator_service
 from asyncgrpo.learner import inbox
 from asyncgrpo.learner import service as learner_service
 from asyncgrpo.learner.checkpoints import RunState
+from asyncgrpo.rewards import breaker
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 SCALED = ((generator_service, "HEARTBEAT_S", 2.0), (generator_service, "RESEND_AFTER_S", 6.0),
           (buffer_service, "SILENT_AFTER_S", 15.0), (buffer_service, "WAITING_EVERY_S", 5.0),
+          (breaker, "HOLD_S", 10.0), (breaker, "LAST_PROBE_S", 10.0),
           (deadlines, "FLOOR_S", 2.0), (deadlines, "KNOWN_AFTER", 3))  # fmt: skip
 """The product's waits, shorter, so that a short run meets each of them many times."""
 LOGS = tuple(
     module.__name__
-    for module in (buffer_service, generator_service, inbox, learner_service, journal, history, recovery, quarantine)
+    for module in (
+        buffer_service,
+        generator_service,
+        inbox,
+        learner_service,
+        journal,
+        history,
+        recovery,
+        quarantine,
+        breaker,
+    )
 )
 MEMORY = Path("/dev/shm")
 """A folder of it is as fast as a folder can be. Where there is none, the usual place for temporary files will do."""

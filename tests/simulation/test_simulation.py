@@ -27,6 +27,7 @@ def test_no_promise_is_broken_in_200_seeds_and_every_kind_of_fault_was_among_the
         "drop", "copy", "cut", "corrupt", "freeze", "generator_crash", "engine_failure", "generator_twice",
         "learner_crash", "buffer_crash", "driver_crash", "drain", "clock_jump", "weights_cut", "power_cut", "disk_full",
         "disk_error", "disk_killed", "bit_flip", "generator_lived_on", "answer_aborts", "answer_hangs", "killer_prompt",
+        "reward_outage",
     }  # fmt: skip
     assert {world.config.buffer.durability for world in worlds} == {"memory", "written", "fsync_interval", "fsync_each"}
     assert sum(world.checker.promises.num_recovered for world in worlds) > 200, "groups came back from the journal"

@@ -44,7 +44,7 @@ from asyncgrpo.wire.messages import Ack, Drain, GeneratorLost, Grant, Message, N
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.disk import Killed, SimulatedDisk
-from tests.simulation.faults import Faults, draw, draw_of_answers
+from tests.simulation.faults import Faults, Outage, draw, draw_of_answers, draw_of_rewards
 from tests.simulation.network import BufferSocket, Frames, LearnerLine, Network
 from tests.simulation.nodes import VOCABULARY, GeneratorHost, MemoryCheckpoints, Publisher, Silent, Trainer
 from tests.simulation.promises import Promises
@@ -72,12 +72,13 @@ class World:
         *,
         faults: Faults | None = None,
         of_answers: dict[str, float] | None = None,
+        outages: tuple[Outage, ...] | None = None,
         max_lag: int | None = None,
         policy: str | None = None,
     ) -> None:
         """
         Args:
-            faults, of_answers: instead of those that the seed draws.
+            faults, of_answers, outages: instead of those that the seed draws.
             max_lag, policy: instead of those that the seed takes in turn.
         """
         self.seed = seed
@@ -110,6 +111,7 @@ class World:
             generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
         )
         self.of_answers = draw_of_answers(seed) if of_answers is None else of_answers
+        self.outages = draw_of_rewards(seed, self.faults.until_s) if outages is None else outages
         self.redundancy, self.config = self._redundancy()
         poisoned = rng.randrange(count) if rng.random() < 0.2 else None
         self._prompts = tuple(
@@ -128,6 +130,7 @@ class World:
         self.checker = Checker(
             config=self.config,
             redundancy=self.redundancy,
+            rewards_fail="bad_reward" in self.faults.kinds or "answer_aborts" in self.of_answers,
             killers=self.killers,
             quarantine=self.quarantine,
             vocab_size=VOCABULARY,
@@ -338,6 +341,10 @@ class World:
                 return what
         return None
 
+    def rewards_are_down(self, generator: str) -> bool:
+        """Whether no reward works there now."""
+        return any(o.since_s <= self.now < o.until_s and o.generator in ("", generator) for o in self.outages)
+
     def generator_ended(self, host: GeneratorHost) -> None:
         """The supervisor tells the buffer, and starts another after a while."""
         if not host.is_orphan:
@@ -505,7 +512,7 @@ def _token_ids(index: int) -> tuple[int, ...]:
 
 def without_faults(seed: int, **settings: Any) -> World:
     """The run of a seed, undisturbed, and with time for its slowest generator."""
-    world = World(seed, faults=Faults(until_s=0.0), of_answers={}, **settings)
+    world = World(seed, faults=Faults(until_s=0.0), of_answers={}, outages=(), **settings)
     patient = msgspec.structs.replace(world.config.buffer, lease_timeout_s=1000.0)
     world.config = msgspec.structs.replace(world.config, buffer=patient)
     return world

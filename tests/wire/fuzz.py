@@ -29,7 +29,18 @@ from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config import AlgorithmConfig, BufferConfig, WeightsConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import RefusedError
-from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import (
+    Completion,
+    Group,
+    Lease,
+    Prompt,
+    RewardHealth,
+    Rollout,
+    Sampling,
+    Score,
+    VersionSpan,
+    WeightVersion,
+)
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_batch
@@ -55,6 +66,7 @@ from asyncgrpo.wire.messages import (
     Present,
     Published,
     RequestEval,
+    RewardFailed,
     Saved,
     Serving,
     Staged,
@@ -209,10 +221,12 @@ class Plane:
         if leases and self.rng.random() < 0.6:
             return answered(self.rng.choice(leases), WeightVersion(1, self.step))
         lease_id = leases[0].lease_id if leases else "1.0.0"
+        health = RewardHealth(failed=5, failing_s=1.0, probe_in_s=self.rng.choice((None, 3.0)), last="no")
         return self.rng.choice((
             Hello(protocol=PROTOCOL, generator_id="bad", incarnation="0", window=3),
-            Serving(generator_id="bad", version=WeightVersion(1, self.step)),
+            Serving(generator_id="bad", version=WeightVersion(1, self.step), rewards=health),
             LeaseFailed(generator_id="bad", lease_id=lease_id, reason="failed", detail="why"),
+            RewardFailed(generator_id="bad", failure="timeout", detail="why", count=10),
         )), b""  # fmt: skip
 
     def _of_others(self) -> list[Message]:

@@ -1,0 +1,246 @@
+"""A circuit breaker around a reward: while every call fails, completions wait for their score and only probes call it.
+
+closed      Calls go through. A failure is a score by name, as ever.
+half-open   So many calls failed in a row that it may be an outage, or a group would be lost for want of scores. What
+            worked last is called again, then a call that failed. Does either work: closed, and the failures were the
+            prompts' own. Does neither: open.
+open        One probe at a time, at growing intervals. The first that works closes it.
+
+While it is not closed new calls wait, for HOLD_S at most: then `RewardsPaused` says that the group is better given back.
+It lives in the generator, where the completions are that wait: docs/reliability.md says why.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncgrpo import metrics
+from asyncgrpo.rewards.base import Reward
+from asyncgrpo.rewards.outcome import kind_of
+from asyncgrpo.rewards.tally import Tally
+from asyncgrpo.types import Prompt, RewardHealth, Score
+
+log = logging.getLogger(__name__)
+
+STREAK = 8
+"""Failures in a row that look like an outage."""
+SLOW_STREAK, SLOW_S = 3, 15.0
+"""So few do where they took so long: a call that runs out of time fails only every `reward.timeout_s`."""
+TRIES = 2
+"""Calls of a check that must fail before it is an outage."""
+FIRST_PROBE_S, LAST_PROBE_S = 1.0, 60.0
+"""Between two probes; the interval doubles from the first to the last."""
+HOLD_S = 60.0
+"""For which a completion waits for its score."""
+KEPT = 8
+"""Prompts of which a call is kept to probe with."""
+OF_THE_PROMPT = frozenset({"unknown_source", "aborted"})
+"""Failures that say nothing of the reward itself."""
+
+
+class RewardsPaused(Exception):
+    """No completion can be scored at present. It is nobody's fault who waits for a score."""
+
+
+@dataclass(frozen=True)
+class News:
+    """A kind of failure that was seen for the first time, or ten times as often as when it was last told of."""
+
+    kind: str
+    detail: str
+    count: int
+
+
+class _Call(NamedTuple):
+    prompt: Prompt
+    text: str
+
+
+class Breaker:
+    """Calls `reward` as long as it works. Use it from one event loop."""
+
+    def __init__(self, reward: Reward, *, at_once: int) -> None:
+        """
+        Args:
+            at_once: calls made at the same time; the others wait here, so that none is made any more in an outage.
+        """
+        self._reward = reward
+        self._turn = asyncio.Semaphore(at_once)
+        self._closed = asyncio.Event()
+        self._closed.set()
+        self._check: asyncio.Task[None] | None = None
+        self._check_began_s = 0.0
+        self._opened_s: float | None = None
+        self._probe_at_s = 0.0
+        self._worked = self._failed = self._streak = 0
+        self._failing_since_s: float | None = None
+        self._last = ""
+        self._good: _Call | None = None  # the last that worked
+        # That failed or wait since, one a prompt, the one to be tried next at the end.
+        self._suspects: OrderedDict[str, _Call] = OrderedDict()
+        self._tries_good = False
+        self._tally = Tally()
+        self._news: list[News] = []
+        self.changed = asyncio.Event()
+        """Set when `health` says something else, or there is news."""
+
+    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+        """The score of one completion, or the name of what went wrong.
+
+        Raises:
+            RewardsPaused: no call has worked for `HOLD_S`.
+        """
+        call = _Call(prompt, answer_text)
+        while True:
+            if not self._closed.is_set():
+                self._keep(call)
+                await self._until_closed()
+            async with self._turn:
+                if self._closed.is_set():
+                    return await self._make(call)
+
+    async def works(self) -> None:
+        """Return once a call has worked since the last one that failed.
+
+        Raises:
+            RewardsPaused: none has for `HOLD_S`.
+        """
+        if self._streak:
+            self._begin_check()
+            await self._until_closed()
+
+    async def close(self) -> None:
+        """End every worker process."""
+        if self._check is not None:
+            self._check.cancel()
+        await self._reward.close()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether completions wait for their score now."""
+        return not self._closed.is_set()
+
+    @property
+    def health(self) -> RewardHealth:
+        """How the calls went since this process began."""
+        now_s = asyncio.get_running_loop().time()
+        return RewardHealth(
+            worked=self._worked,
+            failed=self._failed,
+            failing_s=0.0 if self._failing_since_s is None else now_s - self._failing_since_s,
+            probe_in_s=None if self._opened_s is None else max(0.0, self._probe_at_s - now_s),
+            last=self._last,
+        )
+
+    def news(self) -> list[News]:
+        """Since the last call of this."""
+        news, self._news = self._news, []
+        return news
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    async def _make(self, call: _Call) -> Score:
+        score = await self._reward.score(*call)
+        if score.failure is not None:
+            self._note_failure(call, score)
+        else:
+            self._worked += 1
+            self._good = call
+            self._close_circuit()
+        return score
+
+    def _note_failure(self, call: _Call, score: Score) -> None:
+        assert score.failure is not None
+        metrics.reward_failures_total.labels(failure=score.failure).inc()
+        if (count := self._tally.add(kind := kind_of(score))) is not None:
+            log.warning(
+                "reward failed (%s, %d so far), prompt %s: %s", kind, count, call.prompt.prompt_id, score.detail
+            )
+            self._news.append(News(kind, score.detail, count))
+            self.changed.set()
+        if score.failure in OF_THE_PROMPT:
+            return
+        now_s = asyncio.get_running_loop().time()
+        self._failed += 1
+        self._streak += 1
+        self._last = f"{score.failure}: {score.detail}"
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        self._keep(call)
+        if self._streak >= STREAK or (self._streak >= SLOW_STREAK and now_s - self._failing_since_s >= SLOW_S):
+            self._begin_check()
+
+    def _keep(self, call: _Call) -> None:
+        self._suspects.setdefault(call.prompt.prompt_id, call)
+        if len(self._suspects) > KEPT:
+            self._suspects.popitem(last=False)
+
+    async def _until_closed(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._check_began_s + HOLD_S):
+                await self._closed.wait()
+        except TimeoutError:
+            raise RewardsPaused(f"no reward call has worked for {HOLD_S:.0f} s, the last: {self._last}") from None
+
+    # -- the circuit ---------------------------------------------------------------------------------------------------
+
+    def _begin_check(self) -> None:
+        if self._check is None:
+            self._closed.clear()
+            self._check_began_s = asyncio.get_running_loop().time()
+            self._check = asyncio.create_task(self._probe(), name="reward-check")
+
+    def _close_circuit(self) -> None:
+        if self._opened_s is not None:
+            log.warning("rewards work again")
+            metrics.rewards_paused.set(0)
+            self.changed.set()
+        self._check = self._opened_s = self._failing_since_s = None
+        self._streak = 0
+        self._suspects.clear()
+        self._closed.set()
+
+    async def _probe(self) -> None:
+        """Until a call works, whoever makes it."""
+        for _ in range(TRIES):
+            if await self._works_now():
+                return
+        self._opened_s = asyncio.get_running_loop().time()
+        log.warning("rewards are paused: every call fails, the last with %s", self._last)
+        metrics.rewards_paused.set(1)
+        interval_s = FIRST_PROBE_S
+        with metrics.waiting("reward"):
+            while not (await self._closes_within(interval_s) or await self._works_now()):
+                interval_s = min(2 * interval_s, LAST_PROBE_S)
+
+    async def _closes_within(self, interval_s: float) -> bool:
+        self._probe_at_s = asyncio.get_running_loop().time() + interval_s
+        self.changed.set()
+        try:
+            async with asyncio.timeout(interval_s):
+                await self._closed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _works_now(self) -> bool:
+        """Make one probe; says whether the circuit is closed after it."""
+        async with self._turn:
+            if self._check is asyncio.current_task():
+                call = self._next_probe()
+                try:
+                    await self._make(call)
+                except Exception:
+                    log.exception("a reward raised on prompt %s, which it never should", call.prompt.prompt_id)
+        return self._check is not asyncio.current_task()
+
+    def _next_probe(self) -> _Call:
+        """In turn what worked last and a call of each prompt that failed or waits, those first that came last."""
+        self._tries_good = not self._tries_good
+        if self._good is not None and (self._tries_good or not self._suspects):
+            return self._good
+        prompt_id = next(reversed(self._suspects))
+        self._suspects.move_to_end(prompt_id, last=False)
+        return self._suspects[prompt_id]

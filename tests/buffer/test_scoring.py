@@ -1,0 +1,248 @@
+"""What the buffer makes of rewards that fail: who is paused gets no lease, nobody pays for it, and it is said."""
+
+import pytest
+
+from asyncgrpo.buffer.scoring import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, Scoring
+from asyncgrpo.buffer.signal import LEAST
+from asyncgrpo.types import Prompt, RewardHealth
+from asyncgrpo.wire.messages import (
+    PROTOCOL,
+    REWARDS_PAUSED,
+    Grant,
+    Hello,
+    LeaseFailed,
+    Published,
+    RequestEval,
+    RewardFailed,
+    Serving,
+    Take,
+    Waiting,
+)
+from tests.buffer.test_buffer import deliver, v
+from tests.buffer.test_incarnations import PAYLOAD, Served
+
+PAUSED = RewardHealth(worked=3, failed=9, failing_s=5.0, probe_in_s=4.0, last="exception: my_reward.py:12: OSError: no")
+WELL = RewardHealth(worked=5)
+
+
+def at_work(*names: str, window: int = 4, **settings) -> Served:
+    served = Served(**settings)
+    served.hear("learner", Published(version=v(0)))
+    for name in names:
+        served.hear(name, Hello(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
+        say(served, name, WELL)
+    return served
+
+
+def say(served: Served, name: str, health: RewardHealth) -> list[tuple[str, str]]:
+    return served.hear(name, Serving(generator_id=name, version=v(0), rewards=health))
+
+
+def granted(served: Served) -> set[str]:
+    return {to for to, message in served.lines.sent if isinstance(message, Grant)}
+
+
+def give_back(served: Served, name: str, lease_id: str) -> None:
+    served.hear(name, LeaseFailed(generator_id=name, lease_id=lease_id, reason=REWARDS_PAUSED, tokens=2))
+
+
+def test_who_is_paused_is_given_no_lease_until_its_rewards_work_again():
+    served = at_work("g", window=1, max_lag=3)
+    lease = served.oldest_lease()
+    say(served, "g", PAUSED)
+    give_back(served, "g", lease.lease_id)
+    assert granted(served) == set() and served.buffer.oldest_lease() is None
+    say(served, "g", WELL)
+    assert granted(served) == {"g"} and served.oldest_lease().order == lease.order
+
+
+def test_what_is_given_back_goes_to_one_that_works():
+    served = at_work("a", "b", window=2)
+    held = [entry.lease.lease_id for entry in served.buffer._entries.values() if entry.holder == "a"]
+    assert held
+    say(served, "a", PAUSED)
+    for lease_id in held:
+        give_back(served, "a", lease_id)
+    assert {entry.holder for entry in served.buffer._entries.values()} == {"b"}
+
+
+@pytest.mark.parametrize("how", ["given back", "out of time"])
+def test_an_outage_costs_a_prompt_no_attempt(how: str):
+    served = at_work("g", window=1, max_attempts=1, lease_timeout_s=10.0)
+    order = served.oldest_lease().order
+    for _ in range(5):
+        lease = served.oldest_lease()
+        assert lease.order == order
+        say(served, "g", PAUSED)
+        if how == "given back":
+            give_back(served, "g", lease.lease_id)
+        else:
+            served.now_s += 11.0
+            say(served, "g", PAUSED)
+        assert served.buffer.oldest_lease() is None
+        say(served, "g", WELL)
+    outcomes = served.buffer.outcomes
+    assert outcomes["requeued"] == 5 and outcomes["leased"] == 6
+    assert not any(name.startswith("dropped") and count for name, count in outcomes.items())
+
+
+def test_a_prompt_that_alone_is_never_scored_uses_up_its_attempts():
+    served = at_work("g", window=1, max_attempts=2)
+    order = served.oldest_lease().order
+    for _ in range(2):
+        lease = served.oldest_lease()
+        assert lease.order == order
+        served.hear("g", deliver(lease, 0, scores=(None, None)), PAYLOAD)
+    assert served.buffer.outcomes["dropped_unscored"] == 1 and served.oldest_lease().order != order
+
+
+def test_an_outage_costs_an_evaluation_no_attempt():
+    served = at_work("g", held_out=(Prompt(prompt_id="eval/0", token_ids=(1,)),))
+    served.hear("learner", RequestEval(step=0))
+    for _ in range(5):
+        (lease_id,) = served.service._evaluations._leased
+        say(served, "g", PAUSED)
+        give_back(served, "g", lease_id)
+        say(served, "g", WELL)
+    assert served.service._evaluations.under_way
+
+
+def waiting(served: Served) -> Waiting:
+    served.now_s += 2.0
+    served.hear("g", Serving(generator_id="g", version=v(0), rewards=served.service._scoring._health["g"]))
+    (message,) = [message for _, message in served.lines.sent if isinstance(message, Waiting)]
+    return message
+
+
+def test_the_learner_hears_why_it_waits_and_when_the_next_probe_is():
+    served = at_work("g")
+    served.hear("learner", Take(step=0, version=v(0)))
+    say(served, "g", PAUSED)
+    assert waiting(served) == Waiting(
+        what="rewards (paused at g, probing again in 4 s; the last call failed with exception: my_reward.py:12: "
+        "OSError: no)"
+    )
+    say(served, "g", WELL)
+    assert waiting(served).what.startswith("groups:")
+
+
+@pytest.mark.parametrize(
+    ("health", "has_worked", "is_hopeless"),
+    [
+        (RewardHealth(failed=NEVER_WORKED_CALLS, failing_s=NEVER_WORKED_S, last="timeout: no"), False, True),
+        (RewardHealth(failed=NEVER_WORKED_CALLS, failing_s=NEVER_WORKED_S - 1, last="timeout: no"), False, False),
+        (RewardHealth(failed=NEVER_WORKED_CALLS - 1, failing_s=NEVER_WORKED_S, last="timeout: no"), False, False),
+        (RewardHealth(worked=1, failed=900, failing_s=900.0, last="timeout: no"), False, False),
+        (RewardHealth(failed=900, failing_s=900.0, last="timeout: no"), True, False),
+    ],
+)
+def test_a_reward_that_never_worked_is_said_to_be_hopeless(health: RewardHealth, has_worked: bool, is_hopeless: bool):
+    scoring = Scoring("reward function f.py", has_worked=has_worked, tell=lambda event, **fields: None)
+    scoring.hear("g", health, 0.0)
+    sentence = (
+        f"reward function f.py never worked: {health.failed} of {health.failed} calls failed, the last with timeout: no"
+    )
+    assert scoring.verdict == (sentence if is_hopeless else "")
+
+
+def test_one_generator_whose_calls_work_keeps_the_run_going():
+    scoring = Scoring("f", has_worked=False, tell=lambda event, **fields: None)
+    scoring.hear("a", RewardHealth(failed=100, failing_s=100.0, probe_in_s=1.0), 0.0)
+    assert scoring.verdict
+    scoring.hear("b", RewardHealth(worked=1), 0.0)
+    assert not scoring.verdict
+
+
+def test_the_learner_is_told_that_it_waits_in_vain():
+    served = at_work()
+    served.hear("g", Hello(protocol=PROTOCOL, generator_id="g", incarnation="0", window=2))
+    served.hear("learner", Take(step=0, version=v(0)))
+    say(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
+    assert waiting(served).hopeless == "the reward never worked: 40 of 40 calls failed, the last with exception: no"
+
+
+def test_pauses_and_ends_of_pauses_are_events():
+    told: list[tuple] = []
+    scoring = Scoring("f", has_worked=True, tell=lambda event, **fields: told.append((event, *fields.values())))
+    for now_s, probe_in_s in ((0.0, 1.0), (0.5, 0.5), (1.5, 2.0), (2.5, 1.0)):
+        scoring.hear("g", RewardHealth(failing_s=1.0, probe_in_s=probe_in_s, last="no"), now_s)
+    assert scoring.is_paused("g") and not scoring.is_paused("h")
+    scoring.hear("g", WELL, 12.0)
+    scoring.hear("g", PAUSED, 20.0)
+    scoring.forget("g", 21.0)
+    assert not scoring.is_paused("g") and scoring.in_words() is None
+    assert told == [
+        ("rewards_paused", "g", "no", 1.0),
+        ("rewards_paused", "g", "no", 2.0),
+        ("rewards_resumed", "g", 12.0),
+        ("rewards_paused", "g", PAUSED.last, 4.0),
+        ("rewards_resumed", "g", 1.0),
+    ]
+
+
+def test_a_kind_of_failure_is_told_once_for_all_generators_and_again_at_tenfold():
+    told: list[int] = []
+    scoring = Scoring("f", has_worked=True, tell=lambda event, **fields: told.append(fields["count"]))
+    for generator, count in (("a", 1), ("b", 1), ("a", 10), ("b", 10), ("a", 100), ("a", 1)):
+        scoring.failed(RewardFailed(generator_id=generator, failure="timeout", detail="", count=count))
+    assert told == [1, 11, 110]
+
+
+def test_events_wait_for_the_learner_which_may_be_rewriting_their_file():
+    served = at_work("g")
+    lease = served.oldest_lease()
+    served.hear("g", LeaseFailed(generator_id="g", lease_id=lease.lease_id, reason="failed", detail="too long"))
+    assert served.told == []
+    served.hear("learner", Take(step=0, version=v(0)))
+    assert served.told == [("lease_failed", {"actor": "g", "reason": "failed", "detail": "too long", "count": 1})]
+
+
+def test_leases_that_run_out_of_time_are_told_of_the_first_time_and_the_tenth():
+    served = at_work("g", count=400, window=1, lease_timeout_s=10.0, max_attempts=1)
+    served.hear("learner", Take(step=0, version=v(0)))
+    for _ in range(12):
+        served.now_s += 11.0
+        say(served, "g", WELL)
+    assert [(event, fields["reason"], fields["count"]) for event, fields in served.told] == [
+        ("lease_failed", "lease_timeout", 1),
+        ("lease_failed", "lease_timeout", 10),
+    ]
+    assert "was not answered in time" in served.told[0][1]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ((0.0, 0.0), "every completion got reward 0"),
+        ((1e300, 1e300), "every completion got reward 1e+300"),
+        ((None, None), "no completion got a reward"),
+    ],
+)
+def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: str):
+    served = at_work("g", count=400, filters=True)
+    served.hear("learner", Take(step=0, version=v(0)))
+
+    def answer(scores: tuple) -> None:
+        served.now_s += 1.0
+        served.hear("g", deliver(served.oldest_lease(), 0, scores=scores), PAYLOAD)
+
+    for _ in range(10 * LEAST):
+        answer(scores)
+    sentence = "all of the last {} groups were filtered as without signal: " + words
+    assert served.told == [("warning", {"about": "filter", "text": sentence.format(n)}) for n in (LEAST, 10 * LEAST)]
+    answer((0.0, 1.0))
+    for _ in range(LEAST - 1):
+        answer(scores)
+    assert len(served.told) == 2
+
+
+def test_whatever_a_generator_says_of_its_failures_the_buffer_does_not_grow():
+    told: list[int] = []
+    scoring = Scoring("f", has_worked=True, tell=lambda event, **fields: told.append(len(fields["detail"])))
+    for number in range(3 * MAX_COUNTED):
+        scoring.failed(RewardFailed(generator_id="g", failure=f"kind {number}", detail="x" * 60_000, count=1))
+    assert len(scoring._counted) == MAX_COUNTED and len(told) < 40 and max(told) == 500
+    served = at_work()
+    served.hear("learner", Take(step=0, version=v(0)))
+    served.hear("stranger", RewardFailed(generator_id="stranger", failure="timeout", detail="", count=1))
+    assert served.told == []

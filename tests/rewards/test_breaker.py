@@ -1,0 +1,195 @@
+"""The circuit breaker: an outage holds completions back and burns none, a bad prompt is no outage."""
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from asyncgrpo import metrics
+from asyncgrpo.rewards.breaker import FIRST_PROBE_S, HOLD_S, LAST_PROBE_S, STREAK, Breaker, RewardsPaused
+from asyncgrpo.rewards.tally import MAX_KINDS, REST, Tally
+from asyncgrpo.types import Prompt, Score
+from tests.simulation.clock import VirtualLoop
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(prompt_id=f"train/{number}", token_ids=(number,))
+
+
+class Judge:
+    """A reward of a tenth of a second that may be down, or fail for some prompts, and notes who calls it when."""
+
+    def __init__(self, seconds: float = 0.1) -> None:
+        self.is_down = False
+        self.bad: set[str] = set()
+        self.seconds = seconds
+        self.calls: list[tuple[float, str]] = []
+
+    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+        loop = asyncio.get_running_loop()
+        self.calls.append((loop.time(), prompt.prompt_id))
+        await asyncio.sleep(self.seconds)
+        if self.is_down or prompt.prompt_id in self.bad:
+            return Score(failure="exception", detail=f"my_reward.py:12: OSError: {loop.time()}")
+        return Score(value=1.0)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class Rig:
+    """A breaker around a judge, on a clock that is a number."""
+
+    def __init__(self, judge: Judge | None = None, at_once: int = 4) -> None:
+        self.loop = VirtualLoop()  # type: ignore[abstract]
+        self.judge = judge or Judge()
+        self.breaker = Breaker(self.judge, at_once=at_once)
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
+        return self.loop.create_task(coroutine)
+
+    def ask(self, *numbers: int) -> list[asyncio.Task]:
+        return [self.start(self.breaker.score(prompt(number), f"answer {i}")) for i, number in enumerate(numbers)]
+
+    def wait(self, seconds: float) -> None:
+        self.loop.run_until(self.loop.time() + seconds)
+
+    @property
+    def is_paused(self) -> bool:
+        asyncio.events._set_running_loop(self.loop)
+        try:
+            return self.breaker.health.probe_in_s is not None
+        finally:
+            asyncio.events._set_running_loop(None)
+
+
+def test_while_every_call_fails_only_probes_are_made_and_what_waited_is_scored_after_it():
+    rig = Rig()
+    rig.ask(0)
+    rig.wait(1.0)
+    rig.judge.is_down = True
+    asked = rig.ask(*range(1, 41))
+    rig.wait(8.0)
+    assert rig.is_paused and metrics.exposition("generator").count("asyncgrpo_rewards_paused 1.0") == 1
+    calls = len(rig.judge.calls)
+    assert calls < STREAK + 12, "the others wait"
+    rig.judge.is_down = False
+    rig.wait(12.0)
+    assert not rig.is_paused
+    scores = [task.result() for task in asked]
+    assert sum(score.failure is not None for score in scores) < STREAK + 4
+    assert sum(score.value == 1.0 for score in scores) > 40 - STREAK - 4
+
+
+def test_probes_become_rarer_and_never_cease():
+    rig = Rig()
+    rig.judge.is_down = True
+    rig.ask(*range(STREAK))
+    rig.wait(400.0)
+    times = [at_s for at_s, _ in rig.judge.calls[STREAK + 2 :]]
+    gaps = [round(later - earlier - rig.judge.seconds, 3) for earlier, later in itertools.pairwise(times)]
+    assert gaps[:6] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0] and set(gaps[6:]) == {60.0}
+    assert FIRST_PROBE_S == 1.0 and LAST_PROBE_S == 60.0
+
+
+def test_who_waits_too_long_is_told_that_it_is_an_outage():
+    rig = Rig()
+    rig.judge.is_down = True
+    rig.ask(*range(STREAK))
+    rig.wait(1.0)
+    (late,) = rig.ask(99)
+    rig.wait(HOLD_S + 1.0)
+    assert isinstance(late.exception(), RewardsPaused) and "my_reward.py:12: OSError" in str(late.exception())
+    assert "train/99" in {name for _, name in rig.judge.calls}, "its call was one of those that were probed with"
+
+
+def test_a_reward_that_fails_for_some_prompts_is_not_paused():
+    """For three prompts in ten, whatever the order: also where all that are in flight are such."""
+    rig = Rig()
+    rig.judge.bad = {f"train/{n}" for n in range(100) if n % 10 in (3, 4, 5)}
+    asked = []
+    for number in range(100):
+        asked += rig.ask(*[number] * 8)
+        rig.wait(0.5)
+        assert not rig.is_paused
+    rig.wait(5.0)
+    failed = [task.result().failure for task in asked]
+    assert failed == ["exception" if n % 10 in (3, 4, 5) else None for n in range(100) for _ in range(8)]
+
+
+def test_one_bad_prompt_alone_in_flight_is_found_to_be_the_one():
+    """The call that worked last is made again, and works."""
+    rig = Rig()
+    rig.ask(0)
+    rig.wait(1.0)
+    rig.judge.bad = {"train/1"}
+    asked = rig.ask(*[1] * 20)
+    works = rig.start(rig.breaker.works())
+    rig.wait(5.0)
+    assert [task.result().failure for task in asked] == ["exception"] * 20
+    assert works.done() and works.exception() is None and not rig.is_paused
+
+
+def test_a_group_without_a_score_is_no_verdict_before_a_call_has_worked():
+    rig = Rig()
+    rig.ask(0)
+    rig.wait(1.0)
+    rig.judge.is_down = True
+    rig.ask(1, 1)
+    rig.wait(0.3)
+    works = rig.start(rig.breaker.works())
+    rig.wait(20.0)
+    assert not works.done() and rig.is_paused
+    rig.judge.is_down = False
+    rig.wait(20.0)
+    assert works.done() and works.exception() is None
+
+
+def test_calls_that_run_out_of_time_need_fewer_of_them():
+    rig = Rig(Judge(seconds=10.0), at_once=1)
+    rig.judge.is_down = True
+    rig.ask(*range(20))
+    rig.wait(30.5)
+    assert rig.breaker._check is not None, "three calls and half a minute are enough"
+    rig.wait(20.0)
+    assert rig.is_paused
+
+
+def test_health_counts_and_names_the_last_failure():
+    rig = Rig()
+    rig.ask(0, 0)
+    rig.wait(1.0)
+    rig.judge.bad = {"train/1"}
+    rig.ask(1)
+    rig.wait(3.0)
+    asyncio.events._set_running_loop(rig.loop)
+    health = rig.breaker.health
+    asyncio.events._set_running_loop(None)
+    assert (health.worked, health.failed, health.probe_in_s) == (2, 1, None)
+    assert health.failing_s == pytest.approx(2.9) and health.last.startswith("exception: my_reward.py:12: OSError")
+
+
+def test_the_first_failure_of_a_kind_is_news_at_once_and_then_the_tenth(caplog: pytest.LogCaptureFixture):
+    rig = Rig(at_once=1)
+    rig.judge.bad = {"train/1"}
+    for _ in range(12):
+        rig.ask(0, 1)
+        rig.wait(1.0)
+    kind = "exception my_reward.py:12: OSError"
+    assert [(news.kind, news.count) for news in rig.breaker.news()] == [(kind, 1), (kind, 10)]
+    assert rig.breaker.changed.is_set() and rig.breaker.news() == []
+    assert [record.message.split(" so far")[0] for record in caplog.records if "reward failed" in record.message] == [
+        f"reward failed ({kind}, 1",
+        f"reward failed ({kind}, 10",
+    ]
+
+
+def test_a_tally_tells_of_powers_of_ten_and_keeps_few_kinds():
+    tally = Tally()
+    assert [n for n in range(1, 1001) if tally.add("a") is not None] == [1, 10, 100, 1000]
+    assert tally.add("b", 25) == 25 and tally.add("b", 224) is None and tally.add("b") == 250
+    told = [tally.add(f"kind {n}") for n in range(1000)]
+    assert len(tally._counts) == MAX_KINDS + 1 and REST in tally._counts
+    assert sum(count is not None for count in told) < MAX_KINDS + 3
