@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from asyncgrpo.cli import options
+from asyncgrpo.cli.output import command, same_command
 from asyncgrpo.errors import ConfigError
 
 UNDER_CHAOS = [
@@ -55,13 +56,12 @@ def demo(
     from asyncgrpo.config_files import algorithm_file
     from asyncgrpo.config_loading import load_config
 
-    console = Console()
     if algorithm is not None:
         algorithm_file(algorithm)  # a name that there is not is said before a model is made
     folder = choose_folder("runs/demo", out)
-    chosen = _choose_engine(engine, console)
+    chosen = _choose_engine(engine)
     if not (folder / "model" / "config.json").exists():
-        console.print(f"making a small random Qwen3 and its task in {folder}", highlight=False)
+        typer.echo(f"making a small random Qwen3 and its task in {folder}")
         _make(folder, seed)
     settings = [
         f"run.out={folder}",
@@ -88,16 +88,16 @@ def demo(
         tell=partial(console.print, highlight=False),
     )
     plan = Plan(per_hour=chaos, seed=seed) if chaos is not None else None
-    finished = execute(config, console, algorithm=algorithm, chaos=plan)
+    finished = execute(config, Console(), algorithm=algorithm, chaos=plan)
     if chaos is not None:
         report(finished.run_dir)
     if finished.status == "done":
-        console.print(f"next: asyncgrpo samples {finished.run_dir} --best", highlight=False, soft_wrap=True)
+        typer.echo(f"next: {command('samples', finished.run_dir, '--best')}")
     else:
-        console.print(f"to go on: asyncgrpo demo --out {finished.run_dir}", highlight=False, soft_wrap=True)
+        typer.echo(f"to go on: {same_command(None if out else folder)}")
 
 
-def _choose_engine(asked: str | None, console: Console) -> str:
+def _choose_engine(asked: str | None) -> str:
     """The engine asked for, or the best that can run here, with a word when that is not SGLang."""
     from asyncgrpo.generators.availability import why_sglang_cannot_run
 
@@ -106,7 +106,7 @@ def _choose_engine(asked: str | None, console: Console) -> str:
     why = why_sglang_cannot_run()
     if why is None:
         return "sglang"
-    console.print(f"using the torch engine: {why}", highlight=False)
+    typer.echo(f"using the torch engine: {why}")
     return "torch"
 
 
