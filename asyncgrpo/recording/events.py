@@ -10,6 +10,8 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 |---|---|
 | start | run; lineage, version, step: where it begins; sizes: one sentence; [steps], [prompts]: of the whole run; |
 | | [recovered]: {what: groups of earlier starts}; [overrides]: of a replay, what it changes |
+| changed | key, before, now: a setting that is not what it was in the start before; effect: "applied", or "ignored" where |
+| | the checkpoint decides. Before the `start` event |
 | step | see below |
 | sync | version: "1.17"; engines; ms; checksum: "ok" or what was wrong; bytes |
 | eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
@@ -63,6 +65,7 @@ log = logging.getLogger(__name__)
 Event = dict[str, Any]
 
 REQUIRED: dict[str, frozenset[str]] = {
+    "changed": frozenset({"key", "before", "now", "effect"}),
     "start": frozenset({"run", "lineage", "version", "step", "sizes"}),
     "step": frozenset({"step", "version", "reward_mean", "loss", "lags", "tokens_trained", "seconds"}),
     "sync": frozenset({"version", "engines", "ms", "checksum"}),

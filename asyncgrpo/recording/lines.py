@@ -8,7 +8,7 @@ def line_of(event: Event, progress: Progress) -> str | None:
     """One line for an event that a person wants in a log, or None. `progress` has taken the event in already."""
     kind = event["event"]
     if kind == "start":
-        return f"start {event.get('run', '')}  {event.get('sizes', '')}"
+        return f"start {event.get('run', '')} at step {event.get('step')}"
     if kind == "step":
         return _step_line(event, progress)
     if kind == "eval":

@@ -80,7 +80,7 @@ def _header(progress: Progress, now: float | None) -> RenderableType:
         ProgressBar(total=1.0, completed=share or 0.0) if share is not None else "",
         f"{share:4.0%}  {_clock(elapsed)}" if share is not None else _clock(elapsed),
     )
-    return Group(head, Text(progress.sizes, style="dim", overflow="ellipsis", no_wrap=True)) if progress.sizes else head
+    return head
 
 
 def _is_done(progress: Progress) -> bool:

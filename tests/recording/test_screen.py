@@ -53,7 +53,7 @@ def page(events: list[Event], width: int = 80, now: float | None = None) -> str:
 
 def test_the_page_shows_the_reward_the_lag_the_time_and_the_syncs():
     text = page([*RUN[:35], EVAL])
-    assert "demo" in text and "step 17/20" in text and "85%" in text and "8 prompts x 8 answers" in text
+    assert "demo" in text and "step 17/20" in text and "85%" in text
     assert "0.850" in text and "0.450 @ 10" in text
     assert "v17 -> 2 engines, 12 ms, checksum ok" in text
     assert "wait for data" in text and "25%" in text and "70%" in text
@@ -125,7 +125,7 @@ def test_a_file_gets_one_tidy_line_a_step(tmp_path):
     console = Console(file=io.StringIO(), width=60)
     progress = watch(tmp_path / "metrics.jsonl", console=console, poll_s=0.01)
     assert console.file.getvalue().splitlines() == [
-        "start demo  8 prompts x 8 answers",
+        "start demo at step 0",
         "step   1/20  reward 0.050  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
         "step   2/20  reward 0.100  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
         "eval   2  reward 0.450  answers 32",
