@@ -33,9 +33,11 @@ def train(
     engine: options.EngineOption = None,
     out: options.OutOption = None,
     config: options.ConfigOption = None,
+    dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a model on a file of prompts. The same command goes on after an interruption."""
+    from asyncgrpo.cli.preview import preview
     from asyncgrpo.cli.running import choose_folder, execute
     from asyncgrpo.config_loading import load_config
 
@@ -57,6 +59,8 @@ def train(
         explicit=overrides or (),
     )
     resolved = load_config(config, settings, algorithm=algorithm, tell=typer.echo)
+    if dry_run:
+        return preview(resolved, algorithm)
     finished = execute(resolved, Console(), algorithm=algorithm)
     if finished.status == "done":
         typer.echo(f"next: {command('samples', finished.run_dir)}")
@@ -68,17 +72,21 @@ def serve(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
     algorithm: options.AlgorithmOption = None,
+    dry_run: options.DryRunOption = False,
 ) -> None:
     """Train without an end, until SIGTERM or Ctrl-C.
 
     Either lets what is under way finish, writes a checkpoint and exits with 0. Started again, it goes on from its newest
     checkpoint. `run.steps` and `run.epochs` count only on the command line.
     """
+    from asyncgrpo.cli.preview import preview
     from asyncgrpo.cli.running import execute
     from asyncgrpo.config_loading import load_config
 
     settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
     resolved = load_config(config, settings, algorithm=algorithm, tell=typer.echo)
+    if dry_run:
+        return preview(resolved, algorithm)
     finished = execute(resolved, Console(), algorithm=algorithm)
     typer.echo(f"{finished.status}: {finished.run_dir}")
     if finished.status != "done":

@@ -42,7 +42,12 @@ class RunFolder:
         return int(path.read_text()) if path.exists() else 0
 
     def check_free(self) -> None:
-        """Raises CheckpointError when a process holds it. Unlike `claim` it writes nothing and holds nothing."""
+        """Raises CheckpointError where `claim` would. It writes nothing and holds nothing."""
+        place = self.path
+        while not place.exists():
+            place = place.parent
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            raise CheckpointError(f"run.out {self.path} cannot be written: {place} is no folder that we may write to")
         with contextlib.suppress(FileNotFoundError), open(self.path / ".lock") as lock:
             self._lock_or_say(lock.fileno())
 

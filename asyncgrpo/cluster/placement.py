@@ -12,6 +12,22 @@ from asyncgrpo.errors import ConfigError
 RESERVE_TIMEOUT_S = 60.0
 
 
+def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
+    """Of the whole run."""
+    return learner_on_gpu * config.learner.ranks + config.generators.gpus_each * config.generators.count
+
+
+def check_gpus(config: Config, wanted: int, there: int) -> None:
+    """Raises ConfigError when there are too few."""
+    if there >= wanted:
+        return
+    hint = "lower one of them" if there else "without a GPU use --n-gpus 0 (generators.gpus_each=0)"
+    raise ConfigError(
+        f"this run needs {wanted} GPUs (learner.ranks {config.learner.ranks}, generators.count "
+        f"{config.generators.count} x generators.gpus_each {config.generators.gpus_each}), the cluster has {there}; {hint}"
+    )
+
+
 class Placement:
     """The places of one run: bundle 0..ranks-1 for the learner, then one bundle a generator."""
 
@@ -21,16 +37,10 @@ class Placement:
         self._generator_gpus = config.generators.gpus_each
         self._ranks = config.learner.ranks
         self._group: PlacementGroup | None = None
-        wanted = self._learner_gpus * self._ranks + self._generator_gpus * config.generators.count
+        wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
         if not wanted:
             return
-        there = int(ray.cluster_resources().get("GPU", 0))
-        if there < wanted:
-            hint = "lower one of them" if there else "without a GPU use --n-gpus 0 (generators.gpus_each=0)"
-            raise ConfigError(
-                f"this run needs {wanted} GPUs (learner.ranks {self._ranks}, generators.count "
-                f"{config.generators.count} x generators.gpus_each {self._generator_gpus}), the cluster has {there}; {hint}"
-            )
+        check_gpus(config, wanted, int(ray.cluster_resources().get("GPU", 0)))
         bundles = [self._bundle(self._learner_gpus)] * self._ranks
         bundles += [self._bundle(self._generator_gpus)] * config.generators.count
         self._group = placement_group(bundles, strategy="PACK")

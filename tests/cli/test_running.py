@@ -73,6 +73,61 @@ def test_the_sizes_of_a_run_are_said_once(asyncgrpo, started, files):
     assert ended.out.count("sequences per step") == 1, ended.out
 
 
+def preview(asyncgrpo, *typed: str):
+    """A dry run, which must neither start anything nor touch a file."""
+    before = contents(Path.cwd())
+    folders = sorted(path for path in Path.cwd().rglob("*") if path.is_dir())
+    ended = asyncgrpo(*typed, "--dry-run")
+    assert contents(Path.cwd()) == before
+    assert sorted(path for path in Path.cwd().rglob("*") if path.is_dir()) == folders
+    return ended
+
+
+def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
+    ended = preview(asyncgrpo, "train", "--model", "model1", "--eval-data", "eval.jsonl", *TRAIN)
+    assert ended.code == 0 and not started, ended
+    assert "sequences per step" in ended.out and f"{files / 'model1'}\n" in ended.out
+    rows = len((files / "train.jsonl").read_text().splitlines())
+    assert f"{files / 'train.jsonl'}: {rows:,} prompts, 0 longer" in ended.out
+    assert "buffer 1; learner 1 (on CPU); generator 1 (torch, on CPU)" in ended.out and "0 wanted" in ended.out
+    assert f"{files / 'a run'}\n" in ended.out and "new: it would begin at step 0" in ended.out
+
+
+def test_a_dry_run_of_a_resume_says_what_changed_or_is_refused_as_the_run_would_be(asyncgrpo, started, files):
+    asyncgrpo("train", "--model", "model1", *TRAIN)
+    ended = preview(asyncgrpo, "train", "--model", "model1", *TRAIN, "--lr", "2e-6")
+    assert ended.code == 0 and "going on from step 2" in ended.out
+    assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
+    for wrong in (
+        ["--model", "model2"],
+        ["--model", "model1", "learner.betas=[1, 1]"],
+        ["--model", "model1", "run.steps=2"],
+    ):
+        refused, dry = asyncgrpo("train", *TRAIN, *wrong), preview(asyncgrpo, "train", *TRAIN, *wrong)
+        assert (refused.code, refused.err) == (dry.code, dry.err) and dry.code == 1
+    assert len(started) == 1
+
+
+def test_a_dry_run_of_a_demo_makes_no_model(asyncgrpo, started, files):
+    ended = preview(asyncgrpo, "demo", "--engine", "torch", "--out", "other")
+    assert ended.code == 0 and not started, ended
+    assert "would make a small random Qwen3" in ended.out and f"{files / 'other' / 'model'}\n" in ended.out
+    assert preview(asyncgrpo, "demo", "--engine", "torch", "learner.betas=[1, 1]").code == 1
+    asyncgrpo("demo", "--engine", "torch", "--out", "other")
+    assert "going on from step 2" in preview(asyncgrpo, "demo", "--engine", "torch", "--out", "other").out
+
+
+def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncgrpo, started, files):
+    typed = ["serve", "quickstart", "model.path=./model1", "data.train=train.jsonl", "data.eval=null"]
+    typed += ["generators.engine=torch", "run.out=served"]
+    assert preview(asyncgrpo, *typed).code == 0
+    ended = preview(asyncgrpo, *typed, "generators.gpus_each=64", "generators.count=1")
+    assert ended.code == 1 and "this run needs 64 GPUs" in ended.err
+    (files / "file").write_text("")
+    assert "cannot be written" in preview(asyncgrpo, *typed, "run.out=file/run").err
+    assert not started
+
+
 def retyped(out: str) -> list[str]:
     """The arguments of the command that was printed last, as a shell reads it."""
     line = next(line for line in reversed(out.splitlines()) if ": asyncgrpo " in line)
