@@ -81,7 +81,9 @@ def demo(
         settings += UNDER_CHAOS
 
     def configured(files: Path, tell: Callable[[str], None] | None = None) -> Config:
-        return load_config("quickstart", [*settings, *_files_in(files), *(overrides or [])], algorithm=algorithm, tell=tell)
+        return load_config(
+            "quickstart", [*settings, *_files_in(files), *(overrides or [])], algorithm=algorithm, tell=tell
+        )
 
     config = configured(folder, typer.echo)
     is_made = (folder / "model" / "config.json").exists()

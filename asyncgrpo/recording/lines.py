@@ -17,7 +17,8 @@ def line_of(event: Event, progress: Progress) -> str | None:
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
     if kind == "recovered":
         return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
-    if kind in ("restart", "drain", "stall", "fault", "warning") or (kind == "sync" and event.get("checksum") != "ok"):
+    warnings = ("restart", "left_out", "drain", "stall", "fault", "warning")
+    if kind in warnings or (kind == "sync" and event.get("checksum") != "ok"):
         return f"warning: {progress.warnings[-1]}"
     if kind == "end":
         return f"end   {event.get('status')} at step {event.get('step')}"

@@ -183,7 +183,7 @@ def watch(
 
     Args:
         since: Unix time. Give the time of the start for a run that resumes: an `end` before it is an earlier process's,
-            and no line is printed for what happened before it.
+            and no line is printed, and no warning shown, of what happened before it.
     Returns:
         The run as it stood at the end.
     """
@@ -204,6 +204,8 @@ def watch(
                     skip_until = newest  # the follower tells the whole file again; nobody wants to read it again
                 at = event.get("time", 0.0)
                 newest = max(newest, at)
+                if at < since:
+                    screen.progress.warnings.clear()
                 if live is None and at > skip_until and (line := line_of(event, screen.progress)) is not None:
                     console.print(line, markup=False, highlight=False, soft_wrap=True)
             if live and (events or clock() >= drawn + 1):
