@@ -18,7 +18,7 @@ from asyncgrpo.config import Config
 from asyncgrpo.config_checks import local_model
 from asyncgrpo.config_loading import read_plain, to_yaml
 from asyncgrpo.config_resume import Change, Settings, Source, changes, values_in, values_of
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.events import EventLog
 
@@ -65,6 +65,7 @@ def look(config: Config, folder: RunFolder) -> Standing:
 
     Raises:
         ConfigError: the run in it is over, or a resume cannot change what was changed.
+        CheckpointError: what the start before it left cannot be read.
     """
     settings = settings_of(config)
     checkpoint, status = folder.checkpoint(), folder.status()
@@ -94,30 +95,35 @@ def _refusal(out: str, step: int, refused: list[Change]) -> str:
 
 
 def record(config: Config, folder: RunFolder, standing: Standing) -> None:
-    """Write down what this start is configured with, and what has changed."""
-    text = to_yaml(config)
-    place = folder.path / "starts" / f"{folder.lineage + 1:04d}"
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "config.yaml").write_text(text, encoding="utf-8")
-    temporary = place / ".files.json"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(standing.settings.sources)))
-    os.replace(temporary, place / "files.json")  # last: a start without it does not count
-    (folder.path / "config.yaml").write_text(text, encoding="utf-8")
+    """Write down what this start is configured with, and what has changed. Raises CheckpointError."""
+    text, place = to_yaml(config), folder.path / "starts" / f"{folder.lineage + 1:04d}"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config.yaml").write_text(text, encoding="utf-8")
+        temporary = place / ".files.json"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(standing.settings.sources)))
+        os.replace(temporary, place / "files.json")  # last: a start without it does not count
+        (folder.path / "config.yaml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"the configuration of this start cannot be written to {place}: {error}") from error
     events = EventLog(folder.path / "metrics.jsonl")
     for change in standing.changes:
         events.write("changed", key=change.key, before=change.before, now=change.now, effect=change.effect)
 
 
 def _read_last(run: Path) -> tuple[Settings | None, str]:
-    """The start before this one, and what of it is not known, in words."""
-    places = sorted(file.parent for file in (run / "starts").glob("[0-9]*/files.json"))
-    if places:
-        sources = msgspec.json.decode((places[-1] / "files.json").read_bytes(), type=dict[str, Source])
-        return Settings(values=values_in(read_plain(places[-1] / "config.yaml")), sources=sources), ""
+    """The start before this one, and what of it is not known, in words. Raises CheckpointError, ConfigError."""
+    files = max((run / "starts").glob("[0-9]*/files.json"), default=None)
+    if files is not None:
+        try:
+            sources = msgspec.json.decode(files.read_bytes(), type=dict[str, Source])
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"{files} is not what a start of a run writes: {error}") from error
+        return Settings(values=values_in(read_plain(files.with_name("config.yaml"))), sources=sources), ""
     if (run / "config.yaml").exists():
         written = values_in(read_plain(run / "config.yaml"))
-        unknown = f"{run} was started by an older release: whether its model, data and reward hold what they held is not known"
-        return Settings(values=written, sources=_places(written)), unknown
+        unknown = "whether its model, data and reward hold what they held is not known"
+        return Settings(values=written, sources=_places(written)), f"{run} was started by an older release: {unknown}"
     return None, f"{run} does not say how it was started before: what has changed since is not known"
 
 

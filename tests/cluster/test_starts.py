@@ -159,6 +159,18 @@ def test_a_folder_that_is_held_is_seen_without_touching_it(files: Path):
     RunFolder(files / "run").claim()
 
 
+def test_a_record_that_cannot_be_written_or_read_is_named(files: Path):
+    begin(configured(files))
+    (files / "run" / "starts" / "0001" / "files.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"starts/0001/files\.json"):
+        look(configured(files), RunFolder(files / "run"))
+    (files / "other").mkdir()
+    (files / "other" / "starts").write_text("in the way")
+    config, folder = configured(files, f"run.out={files / 'other'}"), RunFolder(files / "other")
+    with pytest.raises(CheckpointError, match="other/starts/0001"):
+        record(config, folder, look(config, folder))
+
+
 def test_what_is_kept_can_be_read_by_anybody(files: Path):
     begin(configured(files))
     kept = msgspec.json.decode((files / "run" / "starts" / "0001" / "files.json").read_bytes())
