@@ -1,6 +1,5 @@
 """`asyncgrpo train` and `asyncgrpo serve`: a run from flags, and a run from a file."""
 
-
 import typer
 from rich.console import Console
 
