@@ -118,7 +118,7 @@ def check_model(config: Config) -> None:
     Reads `config.json` and nothing else. A hub id is looked up in the local cache only; one that is not there yet
     passes, unless the hub is switched off.
     """
-    folder = model_folder(config.model.path)
+    folder = local_model(config.model.path)
     if folder is None:
         return
     file = folder / "config.json"
@@ -158,7 +158,7 @@ def check_model(config: Config) -> None:
         )
 
 
-def model_folder(path: str) -> Path | None:
+def local_model(path: str) -> Path | None:
     """The model's folder; none for a hub id that is still to be downloaded. Raises ConfigError."""
     folder = Path(path).expanduser()
     if folder.is_dir():

@@ -93,6 +93,14 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape(msgspec.to_builtins(config))))
 
 
+def read_plain(path: Path) -> Any:
+    """What `to_yaml` wrote, of whatever release: nested plain values, unchecked. Raises ConfigError."""
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is no configuration ({_first_line(error)})") from error
+
+
 def _escape(node: Any) -> Any:
     """Literal `${` kept literal: OmegaConf would read it as an interpolation."""
     if isinstance(node, dict):

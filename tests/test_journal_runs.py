@@ -45,6 +45,11 @@ def test_a_run_killed_twice_passes_its_audit_and_trains_what_was_waiting(tmp_pat
     assert found["starts"] == 3 and found["step"] == 40 and found["differences"] == []
     assert found["groups"]["trained"] == 40 * 12
     assert max(map(int, found["lags"])) <= 2
+    tokens = events(run, "end")[-1]["tokens"]
+    assert tokens["generated"] == sum(tokens.values()) - tokens["generated"], tokens
+    assert tokens["trained"] == found["tokens"]["trained"] and min(tokens.values()) >= 0
+    assert f"{tokens['generated']:,} generated = {tokens['trained']:,} trained + " in result.stdout
     starts = events(run, "start")
     assert [event["lineage"] for event in starts] == [1, 2, 3]
+    assert sum(event["undone_steps"] for event in starts) > 0
     assert any(event["recovered"].get("ready", 0) > 0 for event in starts[1:]), starts

@@ -85,6 +85,24 @@ def test_a_run_killed_at_a_random_moment_goes_on_where_it_was(tmp_path: Path):
     assert_nothing_left(tmp_path)
 
 
+def test_a_resume_trains_with_what_may_change_and_samples_anew_what_no_longer_fits(tmp_path: Path):
+    arguments = ["demo", *SHORT, "--out", "run", "run.eval_every=100"]
+    first = asyncgrpo(*arguments, "--steps", "2", cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    again = asyncgrpo(*arguments, "--steps", "4", "algorithm.group_size=8", "learner.lr=0.004", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "changed: algorithm.group_size 16 -> 8" in again.stdout
+    assert "changed: learner.lr 0.005 -> 0.004" in again.stdout and "changed: run.steps 2 -> 4" in again.stdout
+    run = tmp_path / "run"
+    assert [step["answers"] for step in events(run, "step")] == [48 * 16] * 2 + [48 * 8] * 2
+    assert events(run, "step")[-1]["lr"] == 0.004
+    recovered = events(run, "start")[-1]["recovered"]
+    assert recovered.keys() <= {"terms"} and recovered, "groups of 16 waited, and none of them is trained"
+    audited = asyncgrpo("audit", "run", cwd=tmp_path)
+    assert audited.returncode == 0, audited.stdout
+    assert_nothing_left(tmp_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_writes_a_checkpoint_and_exits_with_0(tmp_path: Path, number: signal.Signals):
     arguments = ["demo", *SHORT, "--out", "run", "--steps", "500"]

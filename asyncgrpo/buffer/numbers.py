@@ -9,13 +9,14 @@ log = logging.getLogger(__name__)
 
 
 def counters(buffer: Buffer) -> dict[str, float]:
-    """Totals of this process: groups by outcome, those filtered by kind, tokens by fate. And the bias of now."""
+    """Totals of this process: groups by outcome, those filtered by kind, tokens by fate. Of now: tokens in flight, bias."""
     groups = {f"groups_{k}": float(v) for k, v in buffer.outcomes.items()}
     filtered = {f"filtered_{k}": float(v) for k, v in buffer.filtered.items()}
     tokens = {f"tokens_{k}": float(v) for k, v in buffer.tokens.items()}
     answers = {f"answers_{k}": float(v) for k, v in buffer.discarded.items()}
     bias = {f"bias_{k}": v for k, v in buffer.bias.distances().items()}
-    return groups | filtered | tokens | answers | bias | {"prompts_done": float(buffer.prompts_done)}
+    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
+    return groups | filtered | tokens | answers | bias | now
 
 
 class Gauges:

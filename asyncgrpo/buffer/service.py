@@ -330,7 +330,11 @@ class BufferService:
         """A checkpoint must not hold a step whose manifest could still be lost: the journal goes first."""
         if self._asked_for_snapshot and self._journal.sync():
             self._snapshot = self._buffer.snapshot()
-            answer = Snapshot(state=msgspec.to_builtins(self._snapshot), draining=bool(self._drain_reason))
+            answer = Snapshot(
+                state=msgspec.to_builtins(self._snapshot),
+                draining=bool(self._drain_reason),
+                counters=counters(self._buffer),
+            )
             for peer in self._asked_for_snapshot:
                 self._server.send(peer, answer)
             self._asked_for_snapshot.clear()

@@ -1,7 +1,8 @@
 """`asyncgrpo demo`: the whole system on this machine, with a model and a task that it makes itself."""
 
 import os
-from functools import partial
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,8 @@ import typer
 from rich.console import Console
 
 from asyncgrpo.cli import options
+from asyncgrpo.cli.output import command, same_command
+from asyncgrpo.config import Config
 from asyncgrpo.errors import ConfigError
 
 UNDER_CHAOS = [
@@ -42,6 +45,7 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a small model from nothing, without a GPU or a download.
@@ -50,25 +54,19 @@ def demo(
     random Qwen3 and its own task in the run folder.
     """
     from asyncgrpo.cli.audit import report
+    from asyncgrpo.cli.preview import preview
     from asyncgrpo.cli.running import choose_folder, execute
     from asyncgrpo.cluster.chaos import Plan
     from asyncgrpo.config_files import algorithm_file
     from asyncgrpo.config_loading import load_config
 
-    console = Console()
     if algorithm is not None:
         algorithm_file(algorithm)  # a name that there is not is said before a model is made
     folder = choose_folder("runs/demo", out)
-    chosen = _choose_engine(engine, console)
-    if not (folder / "model" / "config.json").exists():
-        console.print(f"making a small random Qwen3 and its task in {folder}", highlight=False)
-        _make(folder, seed)
+    chosen = _choose_engine(engine)
     settings = [
         f"run.out={folder}",
         f"run.seed={seed}",
-        f"model.path={(folder / 'model').absolute()}",
-        f"data.train={folder / 'data' / 'train.jsonl'}",
-        f"data.eval={folder / 'data' / 'eval.jsonl'}",
         f"generators.engine={chosen}",
         f"learner.ranks={2 if (os.cpu_count() or 1) >= 4 else 1}",
         "buffer.keep_journal=true",  # a demo is small, and can be replayed
@@ -81,23 +79,34 @@ def demo(
         if chaos <= 0:
             raise ConfigError(f"--chaos {chaos:g}: faults per hour must be above 0")
         settings += UNDER_CHAOS
-    config = load_config(
-        "quickstart",
-        [*settings, *(overrides or [])],
-        algorithm=algorithm,
-        tell=partial(console.print, highlight=False),
-    )
+
+    def configured(files: Path, tell: Callable[[str], None] | None = None) -> Config:
+        return load_config(
+            "quickstart", [*settings, *_files_in(files), *(overrides or [])], algorithm=algorithm, tell=tell
+        )
+
+    config = configured(folder, typer.echo)
+    is_made = (folder / "model" / "config.json").exists()
+    if not is_made:
+        typer.echo(f"{'would make' if dry_run else 'making'} a small random Qwen3 and its task in {folder}")
+    if dry_run:
+        with tempfile.TemporaryDirectory() as elsewhere:
+            if not is_made:
+                _make(Path(elsewhere), seed)
+            return preview(configured(folder if is_made else Path(elsewhere)), algorithm, shown=config)
+    if not is_made:
+        _make(folder, seed)
     plan = Plan(per_hour=chaos, seed=seed) if chaos is not None else None
-    finished = execute(config, console, algorithm=algorithm, chaos=plan)
+    finished = execute(config, Console(), algorithm=algorithm, chaos=plan)
     if chaos is not None:
         report(finished.run_dir)
     if finished.status == "done":
-        console.print(f"next: asyncgrpo samples {finished.run_dir} --best", highlight=False, soft_wrap=True)
+        typer.echo(f"next: {command('samples', finished.run_dir, '--best')}")
     else:
-        console.print(f"to go on: asyncgrpo demo --out {finished.run_dir}", highlight=False, soft_wrap=True)
+        typer.echo(f"to go on: {same_command(None if out else folder)}")
 
 
-def _choose_engine(asked: str | None, console: Console) -> str:
+def _choose_engine(asked: str | None) -> str:
     """The engine asked for, or the best that can run here, with a word when that is not SGLang."""
     from asyncgrpo.generators.availability import why_sglang_cannot_run
 
@@ -106,8 +115,17 @@ def _choose_engine(asked: str | None, console: Console) -> str:
     why = why_sglang_cannot_run()
     if why is None:
         return "sglang"
-    console.print(f"using the torch engine: {why}", highlight=False)
+    typer.echo(f"using the torch engine: {why}")
     return "torch"
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Settings that name what `_make` makes."""
+    return [
+        f"model.path={(folder / 'model').absolute()}",
+        f"data.train={folder / 'data' / 'train.jsonl'}",
+        f"data.eval={folder / 'data' / 'eval.jsonl'}",
+    ]
 
 
 def _make(folder: Path, seed: int) -> None:

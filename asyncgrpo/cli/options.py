@@ -38,6 +38,10 @@ OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
 MaxLagOption = Annotated[
     int | None, typer.Option("--max-lag", help="Optimizer steps that generators may run ahead; 0 is synchronous.")
 ]
+DryRunOption = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what the run would do and need, or why it would be refused; start nothing."),
+]
 AlgorithmOption = Annotated[
     str | None,
     typer.Option(

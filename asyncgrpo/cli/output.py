@@ -1,9 +1,11 @@
 """How commands print: JSON for scripts, text for people, and nothing a model wrote may move the cursor."""
 
 import json
+import shlex
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +24,21 @@ def wrapped(line: str, *, indent: int) -> str:
         return line
     width = shutil.get_terminal_size().columns
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def command(*arguments: object) -> str:
+    """A command of ours as a shell takes it: `asyncgrpo samples 'my run'`."""
+    return shlex.join(["asyncgrpo", *map(str, arguments)])
+
+
+def same_command(out: Path | None = None) -> str:
+    """The command that is running, to be typed again.
+
+    Args:
+        out: the run folder that was chosen, where `--out` was not typed.
+    """
+    name, *rest = sys.argv[1:]
+    return command(name, *(["--out", out] if out is not None else []), *rest)
 
 
 def shorten(text: str, length: int) -> str:

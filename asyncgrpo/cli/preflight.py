@@ -44,14 +44,14 @@ def check_inputs(config: Config) -> None:
 
     Raises ConfigError, DataError or RewardError, in one sentence.
     """
-    from asyncgrpo.config_checks import check_model, model_folder
+    from asyncgrpo.config_checks import check_model, local_model
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.generators.availability import why_sglang_cannot_run
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.weights.files import check_weight_files
 
     check_model(config)
-    if (folder := model_folder(config.model.path)) is not None:
+    if (folder := local_model(config.model.path)) is not None:
         check_weight_files(folder, is_complete=Path(config.model.path).expanduser().is_dir())
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
@@ -90,10 +90,10 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
     """The model as the learner sees it, and room for a checkpoint of it. One that is still to be downloaded passes."""
     import torch
 
-    from asyncgrpo.config_checks import model_folder
+    from asyncgrpo.config_checks import local_model
     from asyncgrpo.learner.model import check_language_model
 
-    if (folder := model_folder(config.model.path)) is None:
+    if (folder := local_model(config.model.path)) is None:
         return
     model = check_language_model(str(folder), config, torch.device("cuda" if learner_on_gpu else "cpu"))
     exported = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +11,10 @@ from rich.console import Console
 
 from asyncgrpo.config import Config
 from asyncgrpo.config_help import sizes_in_words
-from asyncgrpo.config_loading import to_yaml
-from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.chaos import Plan
+    from asyncgrpo.cluster.folder import RunFolder
     from asyncgrpo.cluster.run import Outcome
 
 
@@ -40,43 +41,51 @@ def execute(
     from asyncgrpo.cli.preflight import check_run
     from asyncgrpo.cluster.folder import RunFolder
     from asyncgrpo.cluster.run import Run
-    from asyncgrpo.learner.checkpoints import read_state
-    from asyncgrpo.recording.curves import plot
-    from asyncgrpo.recording.events import read_events
-    from asyncgrpo.recording.screen import watch
-    from asyncgrpo.recording.summary import summary
+    from asyncgrpo.cluster.starts import look, record
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     check_run(config)
     sizes = sizes_in_words(config, algorithm)
-    console.print(sizes, highlight=False)
     folder = RunFolder(Path(config.run.out))
     folder.claim()
-    checkpoint, events = folder.checkpoint(), folder.path / "metrics.jsonl"
-    if checkpoint is not None:
-        done = read_state(checkpoint).step
-        if config.run.steps is not None and done >= config.run.steps:
-            raise ConfigError(
-                f"run.out {config.run.out} holds a run with {done} steps done and run.steps is {config.run.steps}; "
-                "raise run.steps to go on, or choose another folder"
-            )
-        console.print(f"going on from step {done} ({checkpoint})", highlight=False)
-    elif folder.status() == "unfinished":
-        console.print(f"{config.run.out} has no checkpoint yet: starting again from step 0", highlight=False)
-    (folder.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    try:
+        standing = look(config, folder)
+        for line in (sizes, *standing.lines(config.run.out)):
+            say(line)
+        record(config, folder, standing)
+        with _screen(folder, console):
+            outcome = Run(config, folder, sizes, chaos).execute(tell=say)
+    finally:
+        folder.release()
+    say(_last_words(folder))
+    return outcome
 
-    stop, started = threading.Event(), time.time()
-    screen = threading.Thread(
-        target=watch, args=(events,), kwargs={"console": console, "stop": stop, "since": started}, daemon=True
-    )
+
+@contextmanager
+def _screen(folder: "RunFolder", console: Console) -> Iterator[None]:
+    """Show the run's events while it goes on."""
+    from asyncgrpo.recording.screen import watch
+
+    stop = threading.Event()
+    arguments = {"console": console, "stop": stop, "since": time.time()}
+    screen = threading.Thread(target=watch, args=(folder.path / "metrics.jsonl",), kwargs=arguments, daemon=True)
     screen.start()
     try:
-        outcome = Run(config, folder, sizes, chaos).execute(tell=lambda text: console.print(text, highlight=False))
+        yield
     finally:
         stop.set()
         screen.join(timeout=10.0)
-        folder.release()
-    history = list(read_events(events))
+
+
+def _last_words(folder: "RunFolder") -> str:
+    """Draw the curves, and sum the run up."""
+    from asyncgrpo.recording.curves import plot
+    from asyncgrpo.recording.events import read_events
+    from asyncgrpo.recording.summary import summary
+
+    history = list(read_events(folder.path / "metrics.jsonl"))
     if any(event["event"] == "step" for event in history):
         plot(history, folder.path / "curves.png")
-    console.print(summary(history, folder.path), highlight=False, soft_wrap=True)
-    return outcome
+    return summary(history, folder.path)

@@ -1,12 +1,10 @@
 """`asyncgrpo train` and `asyncgrpo serve`: a run from flags, and a run from a file."""
 
-from functools import partial
-from pathlib import Path
-
 import typer
 from rich.console import Console
 
 from asyncgrpo.cli import options
+from asyncgrpo.cli.output import command, same_command
 
 
 def register(app: typer.Typer) -> None:
@@ -34,12 +32,15 @@ def train(
     engine: options.EngineOption = None,
     out: options.OutOption = None,
     config: options.ConfigOption = None,
+    dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a model on a file of prompts. The same command goes on after an interruption."""
+    from asyncgrpo.cli.preview import preview
     from asyncgrpo.cli.running import choose_folder, execute
     from asyncgrpo.config_loading import load_config
 
+    folder = choose_folder("runs/train", out)
     settings = options.train_overrides(
         model=model,
         data=data,
@@ -53,33 +54,39 @@ def train(
         kl_coef=kl_coef,
         max_lag=max_lag,
         engine=engine,
-        out=str(choose_folder("runs/train", out)),
+        out=str(folder),
         explicit=overrides or (),
     )
-    console = Console()
-    resolved = load_config(config, settings, algorithm=algorithm, tell=partial(console.print, highlight=False))
-    finished = execute(resolved, console, algorithm=algorithm)
-    next_ = (
-        f"asyncgrpo samples {finished.run_dir}" if finished.status == "done" else "the same command goes on from here"
-    )
-    typer.echo(f"next: {next_}")
+    resolved = load_config(config, settings, algorithm=algorithm, tell=typer.echo)
+    if dry_run:
+        return preview(resolved, algorithm)
+    finished = execute(resolved, Console(), algorithm=algorithm)
+    if finished.status == "done":
+        typer.echo(f"next: {command('samples', finished.run_dir)}")
+    else:
+        typer.echo(f"to go on: {same_command(None if out else folder)}")
 
 
 def serve(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
     algorithm: options.AlgorithmOption = None,
+    dry_run: options.DryRunOption = False,
 ) -> None:
     """Train without an end, until SIGTERM or Ctrl-C.
 
     Either lets what is under way finish, writes a checkpoint and exits with 0. Started again, it goes on from its newest
     checkpoint. `run.steps` and `run.epochs` count only on the command line.
     """
+    from asyncgrpo.cli.preview import preview
     from asyncgrpo.cli.running import execute
     from asyncgrpo.config_loading import load_config
 
-    console = Console()
     settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
-    resolved = load_config(config, settings, algorithm=algorithm, tell=partial(console.print, highlight=False))
-    finished = execute(resolved, console, algorithm=algorithm)
-    typer.echo(f"{finished.status}: {Path(finished.run_dir)}")
+    resolved = load_config(config, settings, algorithm=algorithm, tell=typer.echo)
+    if dry_run:
+        return preview(resolved, algorithm)
+    finished = execute(resolved, Console(), algorithm=algorithm)
+    typer.echo(f"{finished.status}: {finished.run_dir}")
+    if finished.status != "done":
+        typer.echo(f"to go on: {same_command()}")

@@ -399,9 +399,8 @@ class LearnerActor:
             service.resume(self._setup.checkpoint)
         else:
             recorder.resume(0, {})  # what an earlier start wrote before its first checkpoint never happened
-        recorder.events.write(
-            "start", lineage=self._setup.lineage, version=str(service.version), step=service.step, **about
-        )
+        start = {"lineage": self._setup.lineage, "version": str(service.version), "step": service.step}
+        recorder.events.write("start", **start, **recorder.undone, **about)
         return service.run()
 
 

@@ -1,5 +1,6 @@
 """A run's folder: who owns it, which start of the run this is, and whether there is something to go on from."""
 
+import contextlib
 import fcntl
 import os
 import time
@@ -24,17 +25,35 @@ class RunFolder:
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CheckpointError(f"run.out {self.path} cannot be written: {error.strerror}") from error
+        self._lock_or_say(self._lock)
+
+    def _lock_or_say(self, descriptor: int) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise CheckpointError(
                 f"run.out {self.path} belongs to a run that is still going; stop it or choose another"
             ) from error
 
+    @property
+    def lineage(self) -> int:
+        """Of the newest start; 0 before the first."""
+        path = self.path / "lineage"
+        return int(path.read_text()) if path.exists() else 0
+
+    def check_free(self) -> None:
+        """Raises CheckpointError where `claim` would. It writes nothing and holds nothing."""
+        place = self.path
+        while not place.exists():
+            place = place.parent
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            raise CheckpointError(f"run.out {self.path} cannot be written: {place} is no folder that we may write to")
+        with contextlib.suppress(FileNotFoundError), open(self.path / ".lock") as lock:
+            self._lock_or_say(lock.fileno())
+
     def next_lineage(self) -> int:
         """The number of this start of the run, from 1; on disk before it is used, so that none is used twice."""
-        path = self.path / "lineage"
-        lineage = int(path.read_text()) + 1 if path.exists() else 1
+        path, lineage = self.path / "lineage", self.lineage + 1
         temporary = path.with_suffix(".tmp")
         temporary.write_text(str(lineage))
         with open(temporary) as file:

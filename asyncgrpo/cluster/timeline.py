@@ -5,6 +5,7 @@ path that leads to the last step of the last start. Each start on it is a *leg*:
 a configuration of its own, and the legs after the first began with a checkpoint.
 """
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,11 +127,15 @@ def _check_every_step(run: Path, wanted: list[Handed], from_step: int) -> None:
     for expected, manifest in enumerate(wanted, start=from_step + 1):
         if manifest.step > expected:
             raise JournalError(
-                f"the journal of {run} does not say what step {expected} was given; `asyncgrpo audit` says what is "
+                f"the journal of {run} does not say what step {expected} was given; `{_audit(run)}` says what is "
                 "missing, and --from-step begins with a later checkpoint"
             )
         if manifest.step < expected:
-            raise JournalError(f"the journal of {run} has two manifests of step {manifest.step}: see `asyncgrpo audit`")
+            raise JournalError(f"the journal of {run} has two manifests of step {manifest.step}: see `{_audit(run)}`")
+
+
+def _audit(run: Path) -> str:
+    return shlex.join(["asyncgrpo", "audit", str(run)])
 
 
 def _check_every_group(run: Path, wanted: list[Handed], groups: dict[str, Found], checkpoints: dict[int, Path]) -> None:
@@ -139,7 +144,7 @@ def _check_every_group(run: Path, wanted: list[Handed], groups: dict[str, Found]
         step, lease_id = unknown[0]
         raise JournalError(
             f"step {step} cannot be trained again: its group {lease_id} is not in the journal of {run}; "
-            "`asyncgrpo audit` says whether it is damaged"
+            f"`{_audit(run)}` says whether it is damaged"
         )
     gone = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if not groups[lease_id].body_bytes]
     if gone:

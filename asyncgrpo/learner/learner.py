@@ -113,7 +113,9 @@ class Learner:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
         with self._offload.at_hand():
             loaded = checkpoint.load(folder, self.model, self.optimizer, self._guard.memory())
-        self.steps, self.kl_coef, memory = loaded
+        self.steps, steered, memory = loaded
+        if self.config.algorithm.kl_target is not None:
+            self.kl_coef = steered
         self._guard.recall(memory)
 
     def export(self, folder: str, tokenizer_path: str | None = None) -> None:

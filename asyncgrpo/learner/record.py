@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from asyncgrpo import metrics
 from asyncgrpo.config import Config
 from asyncgrpo.learner.learner import StepReport
+from asyncgrpo.learner.ledger import DROPPED, Ledger
 from asyncgrpo.recording.events import Event, EventLog, read_events
 from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
@@ -46,18 +47,25 @@ class Recorder:
         self._writing: Future[None] | None = None
         self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
         self._watch = TrainingWatch()
-        self.totals: dict[str, float] = {}
-        """Counters of the run, those before a resume included."""
-        self._before: dict[str, float] = {}
+        self._ledger = Ledger()
+        self._told: Counter[str] = Counter()
+        """Groups and answers that the events have told of, by the names of the counters."""
         self._left: dict[str, Any] = {}
+        self.undone: dict[str, float] = {}
+        """What a crash took from the run before this start: for its `start` event."""
 
     def resume(self, step: int, totals: dict[str, float]) -> None:
         """Go on after `step`: later events are forgotten, counters go on from `totals`."""
+        known = list(read_events(self.events.path))
+        later = [event for event in known if event["event"] == "step" and event["step"] > step]
+        seen = max((_generated(event) for event in known), default=0)
+        self.undone = {"generated": seen, "undone_steps": len(later)}
         self.events.resume_at(step)
-        for event in read_events(self.events.path):
+        known = list(read_events(self.events.path))
+        for event in known:
             self._watch.see(event)
-        self._before = dict(totals)
-        self.totals = dict(totals)
+        self._ledger = Ledger(totals, seen)
+        self._told = _told_by(known)
 
     def step(
         self,
@@ -70,6 +78,7 @@ class Recorder:
     ) -> None:
         """One optimizer step: `version` is what it started from."""
         event = step_fields(groups, version, report) | self._count(counters)
+        self._left = {}
         event |= {"step": step, "version": f"{version.lineage}.{step}", "seconds": seconds}
         metrics.observe_step(event)
         written = self.events.write("step", **event)
@@ -97,12 +106,14 @@ class Recorder:
             attempts=publication.attempts,
         )
         for name in publication.dropped:
-            self.events.write("restart", actor=name, reason="left out of the weight group: it did not answer")
+            self.events.write("left_out", actor=name, version=str(publication.version))
 
-    def no_more(self, counters: dict[str, float]) -> None:
-        """There is no further batch. Groups may have left untrained since the last one; the `end` event will say so."""
-        counted = self._count(counters)
-        self._left = {name: counted[name] for name in ("dropped", "filtered", "discarded") if counted[name]}
+    def last(self, counters: dict[str, float]) -> dict[str, float]:
+        """The buffer's counters after the last batch so far, whose groups may have left untrained since: should the run
+        end here, the `end` event says so. Returns the totals for a checkpoint."""
+        self._left = {"tokens": self._ledger.tokens(counters)}
+        self._left |= {name: count for name, count in self._since(counters).items() if count}
+        return self._ledger.totals(counters)
 
     def end(self, status: str, step: int) -> None:
         """The run is over."""
@@ -155,27 +166,46 @@ class Recorder:
         self._samples.write(step, rows)
 
     def _count(self, counters: dict[str, float]) -> dict[str, Any]:
-        """Totals of the run, and groups that left untrained since the last count."""
-        prompts_done = counters.get("prompts_done", 0.0)  # the buffer counts these over all starts by itself
+        """Totals of the run, and what left untrained since the last event that said so."""
         bias = {name.removeprefix("bias_"): value for name, value in counters.items() if name.startswith("bias_")}
-        totals = Counter(self._before)
-        totals.update({n: count for n, count in counters.items() if n != "prompts_done" and not n.startswith("bias_")})
-
-        def since_before(prefix: str) -> dict[str, int]:
-            names = [name for name in totals if name.startswith(prefix)]
-            new = {name.removeprefix(prefix): int(totals[name] - self.totals.get(name, 0.0)) for name in names}
-            return {name: count for name, count in new.items() if count}
-
-        left = {"dropped": since_before("groups_dropped_"), "filtered": since_before("filtered_")}
-        left["discarded"] = since_before("answers_")
-        self.totals = dict(totals)
+        tokens, since = self._ledger.tokens(counters), self._since(counters)
+        for prefix, name in _TOLD.items():
+            self._told.update({prefix + key: count for key, count in since[name].items()})
         return {
-            "tokens_generated": int(totals["tokens_generated"]),
-            "tokens_dropped": int(totals["tokens_stale"]),
-            "tokens_filtered": int(totals["tokens_filtered"]),
-            "prompts_done": int(prompts_done),
+            "tokens": tokens,
+            "tokens_generated": tokens["generated"],
+            "tokens_dropped": sum(tokens[fate] for fate in DROPPED),
+            "tokens_filtered": tokens["filtered"],
+            "prompts_done": int(counters.get("prompts_done", 0.0)),
             **({"bias": bias} if bias else {}),
-        } | left
+            **since,
+        }
+
+    def _since(self, counters: dict[str, float]) -> dict[str, dict[str, int]]:
+        """Groups and answers that no event has told of yet, by field and reason."""
+        new = {name: int(count) - self._told[name] for name, count in self._ledger.totals(counters).items()}
+        return {
+            field: {name.removeprefix(prefix): n for name, n in new.items() if n > 0 and name.startswith(prefix)}
+            for prefix, field in _TOLD.items()
+        }
+
+
+_TOLD = {"groups_dropped_": "dropped", "filtered_": "filtered", "answers_": "discarded"}
+"""How the counters begin that an event tells the growth of, and in which field."""
+
+
+def _told_by(events: Iterable[Event]) -> Counter[str]:
+    """What the fields of `_TOLD` add up to."""
+    told: Counter[str] = Counter()
+    for event in events:
+        for prefix, field in _TOLD.items():
+            told.update({prefix + name: count for name, count in (event.get(field) or {}).items()})
+    return told
+
+
+def _generated(event: Event) -> int:
+    """Tokens of the run so far as the event says; 0 where it does not."""
+    return int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0)
 
 
 def step_fields(groups: list[Group], version: WeightVersion, report: StepReport) -> dict[str, Any]:

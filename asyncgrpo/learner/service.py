@@ -103,7 +103,7 @@ class LearnerService:
             self.turns.again()
             taken = self._take()
             if taken.ended is not None:
-                self._recorder.no_more(taken.counters)
+                self._recorder.last(taken.counters)
                 return "drained" if taken.ended == "draining" else "done"
             with self._clock("forward_backward"):
                 self._share(taken)
@@ -185,11 +185,12 @@ class LearnerService:
         Raises:
             CheckpointError: the disk refused.
         """
+        snapshot = self._inbox.snapshot()
         state = RunState(
             step=self.step,
             lineage=self.version.lineage,
-            prompts=self._inbox.snapshot().state,
-            totals=self._recorder.totals,
+            prompts=snapshot.state,
+            totals=self._recorder.last(snapshot.counters),
         )
         with self._clock("checkpoint"), metrics.waiting("checkpoint"):
             started = time.monotonic()

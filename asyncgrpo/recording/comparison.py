@@ -11,7 +11,7 @@ from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.loggers import flatten
 
 COUNTED = (
-    *("tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_done"),
+    *("tokens", "tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_done"),
     *("dropped", "filtered", "discarded"),
 )
 """What the buffer counted while the run was going; no replay can make it again."""

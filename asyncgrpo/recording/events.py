@@ -9,12 +9,16 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | kind | fields |
 |---|---|
 | start | run; lineage, version, step: where it begins; sizes: one sentence; [steps], [prompts]: of the whole run; |
-| | [recovered]: {what: groups of earlier starts}; [overrides]: of a replay, what it changes |
+| | [recovered]: {what: groups of earlier starts}; [overrides]: of a replay, what it changes; after an earlier start: |
+| | [generated]: tokens that it had said by then; [undone_steps]: that it had done and that are trained again |
+| changed | key, before, now: a setting that is not what it was in the start before; effect: "applied", or "ignored" where |
+| | the checkpoint decides. Before the `start` event |
 | step | see below |
 | sync | version: "1.17"; engines; ms; checksum: "ok" or what was wrong; bytes |
 | eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
 | checkpoint | step, path, seconds |
 | restart | actor: "generator-0"; reason; [count]: restarts of it so far |
+| left_out | actor: a generator that did not answer in a publication; version. It may join again |
 | fault | fault: "kill"; actor: whom `--chaos` did it to |
 | recovered | fault, actor; seconds: from the fault until every process was up and a step was trained |
 | drain | reason: why no new groups are leased |
@@ -24,7 +28,8 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | rewards_paused | actor; reason: the last failure; probe_in_s: until the next probe; again after each that fails |
 | rewards_resumed | actor; seconds: for which its rewards were paused |
 | lease_failed | actor; reason; detail; count: for the first, the tenth, the hundredth... of this reason |
-| end | status: "done", "drained" or "failed"; step; [reason]; [dropped], [filtered], [discarded]: since the last step |
+| end | status: "done", "drained" or "failed"; step; [reason]; [tokens]; [dropped], [filtered], [discarded]: since the |
+| | last step |
 
 | field of a step | meaning |
 |---|---|
@@ -41,6 +46,7 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | signal_share | of the trained groups, how many have an advantage other than 0; the learning rate depends on it |
 | answer_length_mean, truncated_share | tokens; share of answers that ended by length |
 | tokens_trained, malformed_logprobs | of this step; answers left out for a behaviour log-prob that cannot be one |
+| [tokens] | {fate: sampled tokens} of the run so far: generated, and what that is made of (`learner/ledger.py`) |
 | tokens_generated, [tokens_dropped], [tokens_filtered], [prompts_done] | of the run so far, as the buffer counted |
 | failures, dropped | {name: answers} and {reason: groups}, both since the step before |
 | [filtered] | {kind: groups} that `algorithm.filter_zero_signal` replaced since the step before; kinds: all_equal_high |
@@ -67,12 +73,14 @@ log = logging.getLogger(__name__)
 Event = dict[str, Any]
 
 REQUIRED: dict[str, frozenset[str]] = {
+    "changed": frozenset({"key", "before", "now", "effect"}),
     "start": frozenset({"run", "lineage", "version", "step", "sizes"}),
     "step": frozenset({"step", "version", "reward_mean", "loss", "lags", "tokens_trained", "seconds"}),
     "sync": frozenset({"version", "engines", "ms", "checksum"}),
     "eval": frozenset({"step", "version", "reward_mean", "answers"}),
     "checkpoint": frozenset({"step", "path", "seconds"}),
     "restart": frozenset({"actor", "reason"}),
+    "left_out": frozenset({"actor", "version"}),
     "fault": frozenset({"fault", "actor"}),
     "recovered": frozenset({"fault", "actor", "seconds"}),
     "drain": frozenset({"reason"}),

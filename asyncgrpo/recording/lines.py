@@ -4,7 +4,7 @@ from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag, short_version
 
 _WARNINGS = frozenset(
-    {"restart", "drain", "stall", "fault", "warning"}
+    {"restart", "left_out", "drain", "stall", "fault", "warning"}
     | {"reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
 )
 
@@ -13,7 +13,7 @@ def line_of(event: Event, progress: Progress) -> str | None:
     """One line for an event that a person wants in a log, or None. `progress` has taken the event in already."""
     kind = event["event"]
     if kind == "start":
-        return f"start {event.get('run', '')}  {event.get('sizes', '')}"
+        return f"start {event.get('run', '')} at step {event.get('step')}"
     if kind == "step":
         return _step_line(event, progress)
     if kind == "eval":

@@ -36,6 +36,10 @@ class Progress:
     num_bad_syncs: int = 0
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     num_restarts: int = 0
+    undone_steps: int = 0
+    """Done before a crash, and trained again after it."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Of the whole run, by fate, as the last event said; empty where none does."""
     faults: list[Event] = field(default_factory=list)
     """Done on purpose, by `--chaos`."""
     recoveries: list[Event] = field(default_factory=list)
@@ -72,6 +76,7 @@ class Progress:
     def _on_start(self, event: Event) -> None:
         self.run, self.sizes = event.get("run", ""), event.get("sizes", "")
         self.total_steps, self.total_prompts = event.get("steps"), event.get("prompts")
+        self.undone_steps += event.get("undone_steps") or 0
         self.end = None
         self.paused = {}
         self._resumed = True
@@ -85,6 +90,7 @@ class Progress:
             self.training_seconds += sum((event.get("seconds") or {}).values())
         self._resumed = False
         self.steps.append(event)
+        self.tokens = event.get("tokens") or self.tokens
         if failures := event.get("failures"):
             self.warnings.append(f"step {event['step']}: reward failures: {counts_in_words(failures)}")
 
@@ -104,6 +110,10 @@ class Progress:
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.warnings.append(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
+
+    def _on_left_out(self, event: Event) -> None:
+        version = short_version(str(event.get("version", "?")))
+        self.warnings.append(f"{event.get('actor', '?')} did not answer, and was left out of weights {version}")
 
     def _on_fault(self, event: Event) -> None:
         self.faults.append(event)
@@ -143,6 +153,7 @@ class Progress:
     def _on_end(self, event: Event) -> None:
         self.end = event
         self.ends.append(event)
+        self.tokens = event.get("tokens") or self.tokens
 
     @property
     def last(self) -> Event:

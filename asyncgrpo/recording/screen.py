@@ -81,7 +81,7 @@ def _header(progress: Progress, now: float | None) -> RenderableType:
         ProgressBar(total=1.0, completed=share or 0.0) if share is not None else "",
         f"{share:4.0%}  {_clock(elapsed)}" if share is not None else _clock(elapsed),
     )
-    return Group(head, Text(progress.sizes, style="dim", overflow="ellipsis", no_wrap=True)) if progress.sizes else head
+    return head
 
 
 def _is_done(progress: Progress) -> bool:
@@ -199,7 +199,7 @@ def watch(
 
     Args:
         since: Unix time. Give the time of the start for a run that resumes: an `end` before it is an earlier process's,
-            and no line is printed for what happened before it.
+            and no line is printed, and no warning shown, of what happened before it.
     Returns:
         The run as it stood at the end.
     """
@@ -221,6 +221,8 @@ def watch(
                     skip_until = newest  # the follower tells the whole file again; nobody wants to read it again
                 at = event.get("time", 0.0)
                 newest = max(newest, at)
+                if at < since:
+                    screen.progress.warnings.clear()
                 if live is None and at > skip_until and (line := line_of(event, screen.progress)) is not None:
                     console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
             if live and (events or clock() >= drawn + 1):

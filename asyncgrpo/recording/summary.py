@@ -24,6 +24,8 @@ def summary(events: Iterable[Event], run_dir: Path | None = None) -> str:
     rows = [("run", f"{progress.run or '-'}: {_status(progress)}")]
     if progress.steps:
         rows += [*_learning(progress), *_flow(progress)]
+    if dropped := progress.untrained("dropped"):
+        rows.append(("dropped", f"{dropped.total():,} groups: {counts_in_words(dropped)}"))
     if filtered := progress.untrained("filtered"):
         rows.append(("filtered", f"{filtered.total():,} groups without signal: {counts_in_words(filtered)}"))
     if progress.checkpoints:
@@ -55,17 +57,11 @@ def _learning(progress: Progress) -> list[tuple[str, str]]:
 
 
 def _flow(progress: Progress) -> list[tuple[str, str]]:
-    lags, last = progress.lags(), progress.last
-    tokens = f"{last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained():,} trained"
-    if last.get("tokens_dropped") is not None:
-        tokens += f", {last['tokens_dropped']:,} dropped"
-    if last.get("tokens_filtered"):
-        tokens += f", {last['tokens_filtered']:,} filtered"
-    dropped = progress.untrained("dropped").total()
+    lags = progress.lags()
     good = progress.num_syncs - progress.num_bad_syncs
     rows = [
-        ("tokens", tokens),
-        ("lag", f"mean {mean_lag(lags):.2f}, max {max(lags, default=0)} steps; groups dropped: {dropped}"),
+        ("tokens", _tokens(progress)),
+        ("lag", f"mean {mean_lag(lags):.2f}, max {max(lags, default=0)} steps"),
         ("weight syncs", f"{good} of {progress.num_syncs} proved by checksum"),
     ]
     gaps = [step["logprob_gap_max"] for step in progress.steps if step.get("logprob_gap_max") is not None]
@@ -74,9 +70,26 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
     rows.append(("waiting", f"{progress.time_shares().get('wait_data', 0.0):.0%} of the learner's time"))
     if progress.num_restarts:
         rows.append(("restarts", str(progress.num_restarts)))
+    if progress.undone_steps:
+        rows.append(
+            ("undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again")
+        )
     if progress.faults:
         rows += _survived(progress)
     return rows
+
+
+def _tokens(progress: Progress) -> str:
+    """`1,000 generated = 900 trained + 70 dropped (stale 50, unusable 20) + 30 waiting`."""
+    tokens = progress.tokens
+    if not tokens:  # an older release wrote no ledger
+        return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained():,} trained"
+    named = {"masked": "masked", "filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
+    dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
+    parts = [f"{tokens['trained']:,} trained", f"{sum(dropped.values()):,} dropped"]
+    parts[-1] += f" ({counts_in_words(dropped)})" if dropped else ""
+    parts += [f"{tokens[fate]:,} {words}" for fate, words in named.items() if tokens.get(fate)]
+    return f"{tokens['generated']:,} generated = {' + '.join(parts)}"
 
 
 def _survived(progress: Progress) -> list[tuple[str, str]]:

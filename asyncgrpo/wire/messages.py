@@ -262,6 +262,8 @@ class Snapshot(Message):
     state: dict[str, Any]
     draining: bool = False
     """The run was asked to end."""
+    counters: dict[str, float] = {}
+    """As in a batch, of the same moment as the state."""
 
 
 # -- driver -> buffer ------------------------------------------------------------------------------------------------

@@ -15,10 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncgrpo.buffer.buffer import Buffer, Entry, State
 from asyncgrpo.buffer.history import read_history
+from asyncgrpo.buffer.numbers import counters
 from asyncgrpo.buffer.records import FORMAT, Began, Committed
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.config import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.learner.ledger import Ledger
 from asyncgrpo.types import Lease, Sampling, WeightVersion
 from tests.buffer.journals import Clock
 from tests.buffer.test_buffer import deliver, prompts
@@ -28,6 +30,7 @@ from tests.simulation.promises import Kept, Promises, Weights
 EXAMPLES = int(os.environ.get("ASYNCGRPO_EXAMPLES", "60"))
 PROMPTS = 14
 PER_STEP = 2
+TOKENS = 2  # of a group
 HOLDERS = st.sampled_from(["a", "b"])
 
 
@@ -53,6 +56,7 @@ class AnyCrash(RuleBasedStateMachine):
         self.promises, self.weights = Promises(durability=durability, keeps=rule_ == "keep"), Weights()
         self.disk.on_loss = self.promises.lost_what_was_synced
         self.lineage, self.checkpoint = 0, None
+        self.ledger, self.totals = Ledger(), {}
         self.saved: list[tuple[int, ...]] = []  # orders of the steps that the checkpoint holds
         self.out: list[tuple[Lease, WeightVersion]] = []  # every lease that was granted, with the version then
         self.start(max_lag)
@@ -164,6 +168,7 @@ class AnyCrash(RuleBasedStateMachine):
             return
         state: PromptState = self.buffer.snapshot()
         self.checkpoint, self.saved = (self.version, state), list(self.steps)
+        self.totals = self.ledger.totals(counters(self.buffer))
         self.weights.saved(len(self.steps))
         if told:
             self.buffer.journal.append(Committed(step=len(self.steps), prompts=state))
@@ -184,6 +189,7 @@ class AnyCrash(RuleBasedStateMachine):
 
     @rule(with_machine=st.booleans(), max_lag=st.none() | st.integers(0, 2))
     def crash(self, with_machine, max_lag):
+        self.ledger = Ledger(self.totals, self.ledger.tokens(counters(self.buffer))["generated"])
         if self.config["durability"] != "memory":
             self.buffer.journal._let_go()
         if with_machine:
@@ -209,6 +215,8 @@ class AnyCrash(RuleBasedStateMachine):
         came = tokens["generated"] + tokens["recovered"]
         assert 2 * came == tokens.total() + self.buffer.tokens_in_flight
         assert out["dropped_stale"] == self.num_too_old, "a group was dropped for its age"
+        of_run = self.ledger.tokens(counters(self.buffer))
+        assert 2 * of_run["generated"] == sum(of_run.values()) and min(of_run.values()) >= 0, of_run
 
     def teardown(self):
         """From wherever we are, with a disk that works, every prompt is trained exactly once on the path."""
@@ -228,6 +236,7 @@ class AnyCrash(RuleBasedStateMachine):
         assert self.buffer.exhausted
         self.commit(told=True)
         assert len(self.saved) == len(self.steps)
+        assert self.ledger.tokens(counters(self.buffer))["trained"] == PROMPTS * TOKENS, "over all starts"
         self.buffer.journal.close()
         assert self.promises.at_the_end(self.weights, read_history(self.folder), self.steps) is None
         shutil.rmtree(self.folder)

@@ -141,7 +141,9 @@ def test_a_checkpoint_s_snapshot_comes_after_a_sync_and_its_commit_is_written(tm
     process.hear(Published(version=v(1)), peer="learner")
     process.hear(TakeSnapshot(), peer="learner")
     assert process.service._journal.is_durable(process.service._journal.position)
-    assert process.line.of(Snapshot)[0].state["frontier"] == 2
+    snapshot = process.line.of(Snapshot)[0]
+    assert snapshot.state["frontier"] == 2
+    assert snapshot.counters["groups_trained"] == 2, "counted at the same moment"
     process.hear(Saved(step=1), peer="learner")
     process.hear(Finished(), peer="learner")
     last = [found.record for found in read_history(tmp_path / "j").found][-1]

@@ -21,6 +21,7 @@ def step(n: int, **more) -> Event:
     return {
         "event": "step", "time": 1000.0 + 2 * n, "step": n, "version": f"1.{n}", "reward_mean": n / 20, "loss": -0.0125,
         "lags": {"0": 2, "2": 6}, "answers": 64, "tokens_trained": 100, "tokens_generated": 120 * n,
+        "tokens": {"generated": 120 * n, "trained": 100 * n, "filtered": 0, "stale": 5, "failed": 2, "waiting": 20 * n - 7},
         "tokens_dropped": 7, "logprob_gap_max": n * 1e-6, "answer_length_mean": 9.5, "failures": {}, "dropped": {},
         "seconds": {"wait_data": 0.5, "forward_backward": 1.0, "optimizer": 0.4, "publish": 0.1}, **more,
     }  # fmt: skip
@@ -55,7 +56,7 @@ def page(events: list[Event], width: int = 80, now: float | None = None) -> str:
 
 def test_the_page_shows_the_reward_the_lag_the_time_and_the_syncs():
     text = page([*RUN[:35], EVAL])
-    assert "demo" in text and "step 17/20" in text and "85%" in text and "8 prompts x 8 answers" in text
+    assert "demo" in text and "step 17/20" in text and "85%" in text
     assert "0.850" in text and "0.450 @ 10" in text
     assert "v17 -> 2 engines, 12 ms, checksum ok" in text
     assert "wait for data" in text and "25%" in text and "70%" in text
@@ -183,7 +184,7 @@ def test_a_file_gets_one_tidy_line_a_step(tmp_path):
     console = Console(file=io.StringIO(), width=60)
     progress = watch(tmp_path / "metrics.jsonl", console=console, poll_s=0.01)
     assert console.file.getvalue().splitlines() == [
-        "start demo  8 prompts x 8 answers",
+        "start demo at step 0",
         "step   1/20  reward 0.050  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
         "step   2/20  reward 0.100  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
         "eval   2  reward 0.450  answers 32",
@@ -251,6 +252,21 @@ def test_a_resumed_run_does_not_end_with_its_old_end_nor_tell_its_past_again(tmp
     assert console.file.getvalue() == ""
 
 
+def test_a_resumed_run_does_not_warn_of_what_befell_its_past(tmp_path):
+    path, now = tmp_path / "metrics.jsonl", [1000.0]
+    log = EventLog(path, clock=lambda: now[0])
+    log.write("restart", actor="buffer", reason="signal 9")
+    log.write("drain", reason="asked to stop")
+    now[0] = 2000.0
+    log.write("stall", what="groups", seconds=31.0)
+    log.write("end", status="done", step=2)
+    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
+    progress = watch(path, console=console, since=1500.0, poll_s=0.01)
+    assert list(progress.warnings) == ["waiting for groups for 31 s"]
+    assert "signal 9" not in console.file.getvalue() and "asked to stop" not in console.file.getvalue()
+    assert progress.num_restarts == 1, "it is still counted"
+
+
 def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
     path, now = tmp_path / "metrics.jsonl", [1000.0]
     log = EventLog(path, clock=lambda: now[0])
@@ -287,8 +303,8 @@ def test_the_summary_says_what_the_run_did(tmp_path):
     assert rows["run"] == "demo: done at step 20 of 20, 40.0 s of training"
     assert rows["reward"] == "0.150 -> 0.900 (means of 5 first and last steps)"
     assert rows["eval"] == "0.450"
-    assert rows["tokens"] == "2,400 generated, 2,000 trained, 7 dropped"
-    assert rows["lag"] == "mean 1.50, max 2 steps; groups dropped: 0"
+    assert rows["tokens"] == "2,400 generated = 2,000 trained + 7 dropped (failed 2, stale 5) + 393 waiting"
+    assert rows["lag"] == "mean 1.50, max 2 steps"
     assert rows["weight syncs"] == "20 of 20 proved by checksum"
     assert rows["log-prob gap"] == "max 2e-05 nats between learner and engine"
     assert rows["waiting"] == "25% of the learner's time"
@@ -301,12 +317,17 @@ def test_the_summary_of_a_run_that_never_stepped_says_so():
 
 
 def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run():
-    first = step(1, filtered={"all_equal_low": 3}, tokens_filtered=1500)
+    first = step(1, filtered={"all_equal_low": 3}, tokens={"generated": 1600, "trained": 100, "filtered": 1500})
     end = END | {"filtered": {"all_equal_high": 1, "all_equal_low": 1}}
     text = summary([START, first, end])
     assert "5 groups without signal: all_equal_high 1, all_equal_low 4" in text and "1,500 filtered" in text
     assert "5 groups" not in summary([START, first])
     assert "2 groups without signal" in summary([START, end]), "also when no step could be made"
+
+
+def test_the_summary_of_a_run_of_an_older_release_adds_nothing_up():
+    text = summary([START, {**step(1), "tokens": None}])
+    assert "120 generated, 100 trained" in text and " = " not in text
 
 
 def test_the_summary_counts_a_bad_sync_and_a_restart():

@@ -1,0 +1,162 @@
+"""What `demo`, `train` and `serve` do around a run, with a stand-in for the run itself."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.data.demo import make_demo_model, write_demo_task
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The runs that were started. Each ends at once, drained, with a checkpoint of step 2."""
+    from asyncgrpo.cluster import run
+    from asyncgrpo.learner.checkpoints import Checkpoints, RunState
+
+    started = []
+
+    def execute(self, tell=None):
+        started.append(self._config)
+        lineage = self._folder.next_lineage()
+        self._events.write("start", run="run", lineage=lineage, version=f"{lineage}.0", step=0, sizes=self._sizes)
+        Checkpoints(self._folder.path, 2).write(RunState(step=2, lineage=lineage, prompts={}), lambda place: None)
+        self._events.write("end", status="drained", step=2)
+        return run.Outcome("drained", self._folder.path)
+
+    monkeypatch.setattr(run.Run, "execute", execute)
+    return started
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two models and a task, in a folder whose name needs quotes."""
+    folder = tmp_path / "my files"
+    folder.mkdir()
+    for number in (1, 2):
+        make_demo_model(folder / f"model{number}", seed=number)
+    write_demo_task(folder / "train.jsonl", folder / "eval.jsonl", seed=0)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+TRAIN = ["--data", "train.jsonl", "--n-gpus", "0", "--engine", "torch", "--out", "a run", "--steps", "9"]
+TRAIN += ["data.max_prompt_tokens=32", "sampling.max_tokens=4"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_resume_with_another_model_is_refused_and_touches_nothing(asyncgrpo, started, files):
+    assert asyncgrpo("train", "--model", "model1", *TRAIN).code == 0
+    before = contents(files / "a run")
+    ended = asyncgrpo("train", "--model", "model2", *TRAIN)
+    assert (ended.code, len(started)) == (1, 1), ended
+    assert "model.path" in ended.err and "model1" in ended.err and "--out" in ended.err
+    assert contents(files / "a run") == before
+
+
+def test_a_resume_says_what_changed(asyncgrpo, started, files):
+    assert "changed" not in asyncgrpo("train", "--model", "model1", *TRAIN).out
+    ended = asyncgrpo("train", "--model", "model1", *TRAIN, "--lr", "2e-6", "--rollout-n", "4")
+    assert ended.code == 0 and len(started) == 2
+    assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
+    assert "changed: algorithm.group_size 8 -> 4" in ended.out
+    events = [json.loads(line) for line in (files / "a run" / "metrics.jsonl").read_text().splitlines()]
+    assert {event["key"] for event in events if event["event"] == "changed"} == {"learner.lr", "algorithm.group_size"}
+
+
+def test_the_sizes_of_a_run_are_said_once(asyncgrpo, started, files):
+    ended = asyncgrpo("train", "--model", "model1", *TRAIN)
+    assert ended.out.count("sequences per step") == 1, ended.out
+
+
+def preview(asyncgrpo, *typed: str):
+    """A dry run, which must neither start anything nor touch a file."""
+    before = contents(Path.cwd())
+    folders = sorted(path for path in Path.cwd().rglob("*") if path.is_dir())
+    ended = asyncgrpo(*typed, "--dry-run")
+    assert contents(Path.cwd()) == before
+    assert sorted(path for path in Path.cwd().rglob("*") if path.is_dir()) == folders
+    return ended
+
+
+def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
+    ended = preview(asyncgrpo, "train", "--model", "model1", "--eval-data", "eval.jsonl", *TRAIN)
+    assert ended.code == 0 and not started, ended
+    assert "sequences per step" in ended.out and f"{files / 'model1'}\n" in ended.out
+    rows = len((files / "train.jsonl").read_text().splitlines())
+    assert f"{files / 'train.jsonl'}: {rows:,} prompts, 0 longer" in ended.out
+    assert "buffer 1; learner 1 (on CPU); generator 1 (torch, on CPU)" in ended.out and "0 wanted" in ended.out
+    assert f"{files / 'a run'}\n" in ended.out and "new: it would begin at step 0" in ended.out
+
+
+def test_a_dry_run_of_a_resume_says_what_changed_or_is_refused_as_the_run_would_be(asyncgrpo, started, files):
+    asyncgrpo("train", "--model", "model1", *TRAIN)
+    ended = preview(asyncgrpo, "train", "--model", "model1", *TRAIN, "--lr", "2e-6")
+    assert ended.code == 0 and "going on from step 2" in ended.out
+    assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
+    for wrong in (
+        ["--model", "model2"],
+        ["--model", "model1", "learner.betas=[1, 1]"],
+        ["--model", "model1", "run.steps=2"],
+    ):
+        refused, dry = asyncgrpo("train", *TRAIN, *wrong), preview(asyncgrpo, "train", *TRAIN, *wrong)
+        assert (refused.code, refused.err) == (dry.code, dry.err) and dry.code == 1
+    assert len(started) == 1
+
+
+def test_a_dry_run_of_a_demo_makes_no_model(asyncgrpo, started, files):
+    ended = preview(asyncgrpo, "demo", "--engine", "torch", "--out", "other")
+    assert ended.code == 0 and not started, ended
+    assert "would make a small random Qwen3" in ended.out and f"{files / 'other' / 'model'}\n" in ended.out
+    assert preview(asyncgrpo, "demo", "--engine", "torch", "learner.betas=[1, 1]").code == 1
+    asyncgrpo("demo", "--engine", "torch", "--out", "other")
+    assert "going on from step 2" in preview(asyncgrpo, "demo", "--engine", "torch", "--out", "other").out
+
+
+def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncgrpo, started, files):
+    typed = ["serve", "quickstart", "model.path=./model1", "data.train=train.jsonl", "data.eval=null"]
+    typed += ["generators.engine=torch", "run.out=served"]
+    assert preview(asyncgrpo, *typed).code == 0
+    ended = preview(asyncgrpo, *typed, "generators.gpus_each=64", "generators.count=1")
+    assert ended.code == 1 and "this run needs 64 GPUs" in ended.err
+    (files / "file").write_text("")
+    assert "cannot be written" in preview(asyncgrpo, *typed, "run.out=file/run").err
+    assert not started
+
+
+def retyped(out: str) -> list[str]:
+    """The arguments of the command that was printed last, as a shell reads it."""
+    line = next(line for line in reversed(out.splitlines()) if ": asyncgrpo " in line)
+    name, *arguments = shlex.split(line.partition(": ")[2])
+    assert name == "asyncgrpo"
+    return arguments
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["train", "--model", "model1", *TRAIN, "algorithm.corrections=[]"],
+        ["demo", "--engine", "torch", "--steps", "9", "--out", "a run", "--max-lag", "1", "algorithm.corrections=[]"],
+        ["demo", "--engine", "torch", "--steps", "9"],
+        [
+            "serve",
+            "quickstart",
+            "model.path=./model1",
+            "data.train=train.jsonl",
+            "data.eval=null",
+            "generators.engine=torch",
+        ],
+    ],
+    ids=["train", "demo", "demo without a folder", "serve"],
+)
+def test_the_command_to_go_on_goes_on_as_printed(asyncgrpo, started, files, typed):
+    first = asyncgrpo(*typed)
+    assert first.code == 0, first
+    again = asyncgrpo(*retyped(first.out))
+    assert again.code == 0, again
+    assert "going on from step 2" in again.out and "changed" not in again.out
+    assert len(started) == 2 and started[0] == started[1]

@@ -1,0 +1,178 @@
+"""What a start finds in its folder: to go on, with what changed said; or a refusal that leaves everything as it was."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncgrpo.cluster.folder import RunFolder
+from asyncgrpo.cluster.starts import look, record
+from asyncgrpo.config import Config
+from asyncgrpo.config_loading import load_config
+from asyncgrpo.errors import CheckpointError, ConfigError
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState
+from asyncgrpo.recording.events import EventLog, read_events
+from tests.models import make_tiny_qwen3
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A model, another of the same shape, data and a reward."""
+    for number in (1, 2):
+        make_tiny_qwen3(tmp_path / f"model{number}", seed=number)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "reward.py").write_text("def compute_score(*arguments): return 0.0\n")
+    return tmp_path
+
+
+def configured(files: Path, *overrides: str) -> Config:
+    settings = [f"run.out={files / 'run'}", f"model.path={files / 'model1'}", f"data.train={files / 'train.jsonl'}"]
+    return load_config(None, [*settings, f"reward.function={files / 'reward.py'}:compute_score", *overrides])
+
+
+def begin(config: Config, *, step: int | None = 4) -> None:
+    """A start that came as far as a checkpoint of `step`; None: as its first event."""
+    folder = RunFolder(Path(config.run.out))
+    folder.claim()
+    record(config, folder, look(config, folder))
+    folder.next_lineage()
+    EventLog(folder.path / "metrics.jsonl").write("start", run="run", lineage=1, version="1.0", step=0, sizes="")
+    if step is not None:
+        Checkpoints(folder.path, 2).write(RunState(step=step, lineage=1, prompts={}), lambda place: None)
+    folder.release()
+
+
+def found(config: Config) -> list[str]:
+    return look(config, RunFolder(Path(config.run.out))).lines(config.run.out)[1:]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_folder_has_nothing_to_say(files: Path):
+    standing = look(configured(files), RunFolder(files / "run"))
+    assert standing.is_new and standing.lines("run") == [] and not (files / "run").exists()
+
+
+def test_the_same_again_goes_on_and_says_no_more(files: Path, monkeypatch: pytest.MonkeyPatch):
+    begin(configured(files))
+    assert found(configured(files)) == []
+    monkeypatch.chdir(files)
+    relative = configured(
+        files, "model.path=./model1", "data.train=train.jsonl", "reward.function=reward.py:compute_score"
+    )
+    assert found(relative) == [], "a relative path is no change"
+    assert look(relative, RunFolder(files / "run")).step == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("model.path=model2", r"model\.path .*model1 -> .*model2"), ("run.seed=7", r"run\.seed 0 -> 7")],
+)
+def test_another_run_in_the_same_folder_is_refused_and_nothing_is_touched(files, monkeypatch, override, named):
+    monkeypatch.chdir(files)
+    begin(configured(files))
+    before = contents(files / "run")
+    with pytest.raises(ConfigError, match=rf"run of 4 steps, and a resume cannot change {named}.*another folder"):
+        look(configured(files, override), RunFolder(files / "run"))
+    assert contents(files / "run") == before
+
+
+@pytest.mark.parametrize(("name", "key"), [("train.jsonl", "data.train"), ("model1/model.safetensors", "model.path")])
+def test_other_contents_in_the_same_place_are_refused(files: Path, name: str, key: str):
+    begin(configured(files))
+    if key == "data.train":
+        (files / name).write_text('{"prompt": "2", "answer": "2"}\n')
+    else:
+        os.replace(files / "model2" / "model.safetensors", files / name)
+    with pytest.raises(ConfigError, match=rf"cannot change {key} .*other contents"):
+        look(configured(files), RunFolder(files / "run"))
+
+
+def test_files_that_moved_are_the_same_files(files: Path):
+    begin(configured(files))
+    (files / "model1").rename(files / "moved")
+    (said,) = found(configured(files, f"model.path={files / 'moved'}"))
+    assert said.startswith("changed: model.path ") and said.endswith("moved")
+
+
+def test_a_reward_that_was_edited_is_said(files: Path):
+    begin(configured(files))
+    (files / "reward.py").write_text("def compute_score(*arguments): return 1.0\n")
+    (said,) = found(configured(files))
+    assert said.startswith("changed: reward.function ") and "other contents" in said
+
+
+def test_what_changed_is_said_written_and_kept_for_each_start(files: Path):
+    begin(configured(files, "learner.lr=1e-6"))
+    again = configured(files, "learner.lr=2e-6", "algorithm.group_size=4")
+    assert found(again) == ["changed: algorithm.group_size 8 -> 4", "changed: learner.lr 1e-06 -> 2e-06"]
+    begin(again, step=8)
+    changed = [event for event in read_events(files / "run" / "metrics.jsonl") if event["event"] == "changed"]
+    assert [(e["key"], e["before"], e["now"], e["effect"]) for e in changed] == [
+        ("algorithm.group_size", "8", "4", "applied"),
+        ("learner.lr", "1e-06", "2e-06", "applied"),
+    ]
+    kept = [load_config(files / "run" / "starts" / number / "config.yaml") for number in ("0001", "0002")]
+    assert [config.learner.lr for config in kept] == [1e-6, 2e-6]
+    assert load_config(files / "run" / "config.yaml") == kept[1] == again
+    assert found(again) == []
+
+
+def test_before_the_first_checkpoint_everything_may_change(files: Path):
+    begin(configured(files), step=None)
+    lines = look(configured(files, f"model.path={files / 'model2'}"), RunFolder(files / "run")).lines("run")
+    assert lines[0] == "run has no checkpoint yet: starting again from step 0"
+    assert lines[1].startswith("changed: model.path ")
+
+
+def test_a_run_of_an_older_release_goes_on_and_says_what_is_not_known(files: Path):
+    begin(configured(files))
+    for path in sorted((files / "run" / "starts").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    unknown, changed = found(configured(files, "learner.lr=2e-6"))
+    assert "older release" in unknown and changed == "changed: learner.lr 1e-06 -> 2e-06"
+    with pytest.raises(ConfigError, match=r"cannot change model\.path"):
+        look(configured(files, f"model.path={files / 'model2'}"), RunFolder(files / "run"))
+    (files / "run" / "config.yaml").unlink()
+    (unknown,) = found(configured(files, f"model.path={files / 'model2'}"))
+    assert "does not say how it was started" in unknown
+
+
+def test_a_run_that_is_done_is_refused_by_its_steps(files: Path):
+    begin(configured(files))
+    with pytest.raises(ConfigError, match=r"4 steps done and run\.steps is 4; raise run\.steps"):
+        look(configured(files, "run.steps=4"), RunFolder(files / "run"))
+
+
+def test_a_folder_that_is_held_is_seen_without_touching_it(files: Path):
+    folder = RunFolder(files / "run")
+    folder.check_free()
+    assert not (files / "run").exists()
+    folder.claim()
+    with pytest.raises(CheckpointError, match="still going"):
+        RunFolder(files / "run").check_free()
+    folder.release()
+    RunFolder(files / "run").check_free()
+    RunFolder(files / "run").claim()
+
+
+def test_a_record_that_cannot_be_written_or_read_is_named(files: Path):
+    begin(configured(files))
+    (files / "run" / "starts" / "0001" / "files.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"starts/0001/files\.json"):
+        look(configured(files), RunFolder(files / "run"))
+    (files / "other").mkdir()
+    (files / "other" / "starts").write_text("in the way")
+    config, folder = configured(files, f"run.out={files / 'other'}"), RunFolder(files / "other")
+    with pytest.raises(CheckpointError, match="other/starts/0001"):
+        record(config, folder, look(config, folder))
+
+
+def test_what_is_kept_can_be_read_by_anybody(files: Path):
+    begin(configured(files))
+    kept = msgspec.json.decode((files / "run" / "starts" / "0001" / "files.json").read_bytes())
+    assert kept.keys() == {"model.path", "data.train", "reward.function"}
+    assert kept["model.path"]["path"] == str(files / "model1") and all(entry["digest"] for entry in kept.values())

@@ -1,0 +1,148 @@
+"""What became of every token adds up, however often the run was killed between two checkpoints."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.config_loading import load_config
+from asyncgrpo.learner.ledger import DROPPED, KEPT, Ledger
+from asyncgrpo.learner.record import Recorder
+from asyncgrpo.recording.events import read_events
+from asyncgrpo.recording.progress import Progress
+from asyncgrpo.recording.summary import summary
+from asyncgrpo.types import WeightVersion
+from asyncgrpo.weights.publisher import Publication
+
+
+class Tokens:
+    """Of one buffer: what `Buffer.tokens` and `tokens_in_flight` say, with its sum always right."""
+
+    def __init__(self, recovered: int = 0) -> None:
+        self.waiting = recovered
+        self.counts = {"tokens_recovered": recovered, "tokens_generated": 0}
+
+    def generate(self, count: int) -> None:
+        self.counts["tokens_generated"] += count
+        self.waiting += count
+
+    def settle(self, fate: str, count: int) -> None:
+        count = min(count, self.waiting)
+        self.waiting -= count
+        self.counts[f"tokens_{fate}"] = self.counts.get(f"tokens_{fate}", 0) + count
+
+    def counters(self) -> dict[str, float]:
+        return {**self.counts, "tokens_in_flight": self.waiting, "prompts_done": 3}
+
+
+def assert_balanced(tokens: dict[str, int]) -> None:
+    assert tokens["generated"] == sum(count for fate, count in tokens.items() if fate != "generated"), tokens
+    assert min(tokens.values()) >= 0, tokens
+
+
+def test_without_a_crash_it_is_the_buffers_own_sum():
+    buffer = Tokens()
+    buffer.generate(100)
+    buffer.settle("trained", 60)
+    buffer.settle("stale", 10)
+    tokens = Ledger().tokens(buffer.counters())
+    assert_balanced(tokens)
+    assert {fate: count for fate, count in tokens.items() if count} == {
+        "generated": 100, "trained": 60, "stale": 10, "waiting": 30,
+    }  # fmt: skip
+
+
+def test_what_came_back_from_the_journal_was_generated_once():
+    first = Tokens()
+    first.generate(100)
+    first.settle("trained", 60)
+    saved = Ledger().totals(first.counters())  # 40 wait
+    first.generate(50)
+    first.settle("trained", 30)  # undone by the crash, and in the journal: 90 come back
+    second = Tokens(recovered=90)
+    second.generate(10)
+    second.settle("trained", 100)
+    tokens = Ledger(saved, seen=150).tokens(second.counters())
+    assert_balanced(tokens)
+    assert (tokens["generated"], tokens["trained"], tokens["undone"]) == (160, 160, 0)
+
+
+def test_what_did_not_come_back_is_undone_by_name():
+    first = Tokens()
+    first.generate(100)
+    first.settle("trained", 60)
+    saved = Ledger().totals(first.counters())
+    tokens = Ledger(saved, seen=150).tokens(Tokens(recovered=70).counters())  # 20 were dropped, and that was undone
+    assert_balanced(tokens)
+    assert (tokens["generated"], tokens["trained"], tokens["undone"], tokens["waiting"]) == (150, 60, 20, 70)
+
+
+def test_any_history_of_crashes_adds_up():
+    rng = random.Random(0)
+    for _ in range(200):
+        saved: dict[str, float] = {}
+        buffer, ledger = Tokens(), Ledger()
+        for _ in range(rng.randint(1, 30)):
+            match rng.choice(["generate", "settle", "settle", "checkpoint", "kill"]):
+                case "generate":
+                    buffer.generate(rng.randint(0, 50))
+                case "settle":
+                    buffer.settle(rng.choice((*KEPT, *DROPPED)), rng.randint(0, 50))
+                case "checkpoint":
+                    saved = ledger.totals(buffer.counters())
+                case "kill":
+                    seen = ledger.tokens(buffer.counters())["generated"] - rng.choice((0, 10))
+                    buffer, ledger = Tokens(recovered=rng.randint(0, 100)), Ledger(saved, seen)
+            assert_balanced(ledger.tokens(buffer.counters()))
+
+
+@pytest.fixture
+def recorder(tmp_path: Path):
+    """Of the next start of one run."""
+    config = load_config(None, ["model.path=m", "data.train=t"])
+    return lambda: Recorder(config, tmp_path, lambda ids: "", {})
+
+
+STEP = {"reward_mean": 0.5, "loss": 0.0, "lags": {"0": 1}, "tokens_trained": 10, "seconds": {}}
+
+
+def write_step(recorder: Recorder, number: int, counters: dict[str, float]) -> None:
+    recorder.events.write("step", **STEP, **recorder._count(counters), step=number, version=f"1.{number}")
+
+
+def test_the_totals_of_a_killed_run_agree_with_each_other(recorder, tmp_path):
+    first, buffer = recorder(), Tokens()
+    buffer.generate(100)
+    write_step(first, 1, buffer.counters())
+    buffer.settle("trained", 60)
+    buffer.settle("stale", 10)
+    saved = first.last({**buffer.counters(), "groups_dropped_stale": 1})
+    write_step(first, 2, {**buffer.counters(), "groups_dropped_stale": 1})
+    buffer.generate(40)
+    write_step(first, 3, {**buffer.counters(), "groups_dropped_stale": 1})
+
+    second, buffer = recorder(), Tokens(recovered=70)
+    second.resume(1, saved)
+    second.events.write("start", run="r", lineage=2, version="2.1", step=1, sizes="", **second.undone)
+    buffer.settle("unusable", 20)
+    buffer.settle("trained", 50)
+    write_step(second, 2, {**buffer.counters(), "groups_dropped_ahead": 2})
+    second.last({**buffer.counters(), "groups_dropped_ahead": 2})
+    second.end("done", 2)
+
+    events = list(read_events(tmp_path / "metrics.jsonl"))
+    progress = Progress.of(events)
+    assert_balanced(progress.tokens)
+    assert progress.undone_steps == 2
+    assert progress.untrained("dropped") == {"stale": 1, "ahead": 2}, "also what no step event before the crash told of"
+    text = summary(events)
+    assert "140 generated = 110 trained + 30 dropped (stale 10, unusable 20)" in text
+    assert "3 groups: ahead 2, stale 1" in text and "2 steps after the last checkpoint before a crash" in text
+
+
+def test_a_generator_that_is_left_out_was_not_restarted(recorder, tmp_path):
+    fields = {"version": WeightVersion(1, 3), "generators": ("generator-0",), "dropped": ("generator-1",)}
+    recorder().sync(Publication(**fields, seconds=0.1, num_bytes=8, digest="d", attempts=2))
+    progress = Progress.of(read_events(tmp_path / "metrics.jsonl"))
+    assert progress.num_restarts == 0
+    assert list(progress.warnings) == ["generator-1 did not answer, and was left out of weights v3"]
