@@ -248,7 +248,14 @@ def test_what_a_call_wrote_in_part_is_written_to_its_end(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [b"".join(parts)[:at_most]]))
     disk = Disk()
     descriptor = disk.create(tmp_path / "folder" / "file")
-    parts = [b"", b"ab", b"c", b"", memoryview(b"defghij"), *[b"%d" % i for i in range(2 * limit if at_most > 5 else 9)]]
+    parts = [
+        b"",
+        b"ab",
+        b"c",
+        b"",
+        memoryview(b"defghij"),
+        *[b"%d" % i for i in range(2 * limit if at_most > 5 else 9)],
+    ]
     disk.write(descriptor, parts)
     os.close(descriptor)
     assert (tmp_path / "folder" / "file").read_bytes() == b"".join(parts)

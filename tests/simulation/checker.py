@@ -170,6 +170,8 @@ class Checker:
         self._require(version.lineage == life.lineage, "lineage", f"a step at {version} in lineage {life.lineage}")
         step = life.first_step + len(life.steps)
         self._require(version.version == step, "resume", f"step {step} starts at version {version}")
+        orders = [group.order for group in groups]
+        self._require(orders == sorted(orders), "P25 order of a batch", f"{version} trains {orders}")
         before = {order for orders in self._history for order in orders}
         for group in groups:
             self._require(
