@@ -97,6 +97,29 @@ def test_a_learner_that_cannot_train_a_step_ends_the_run_with_its_reason_and_sta
     assert_nothing_left(tmp_path)
 
 
+def test_a_run_that_gives_up_loses_no_step_of_a_learner_that_lives(tmp_path: Path):
+    """No generator may start again, and there is no checkpoint yet: the learner writes one, and a second command goes on."""
+    run = tmp_path / "run"
+    arguments = ["demo", *QUICK[:4], *SMALL, "--steps", "40", "run.checkpoint_every=1000", "run.eval_every=1000"]
+    process = start(*arguments, "generators.restarts=0", cwd=tmp_path)
+    wait_until(lambda: steps(run) >= 5, "fifth step", 200.0)
+    for generator in actors(tmp_path, "GeneratorActor"):
+        generator.kill()
+    assert process.wait(timeout=120) == 1
+    last = events(run, "step")[-1]["step"]
+    assert [event["step"] for event in events(run, "checkpoint")] == [last]
+    said = f"checkpoint of step {last} written; the same command goes on from there"
+    assert said in (tmp_path / "output.txt").read_text()
+    (end,) = events(run, "end")
+    assert end["status"] == "failed" and "generator-" in end["reason"] and said in end["reason"]
+    assert not events(run, "restart")
+    again = asyncgrpo(*arguments, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [e["step"] for e in events(run, "step")] == list(range(1, 41))
+    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    assert_nothing_left(tmp_path)
+
+
 def test_chaos_is_survived_and_audited(tmp_path: Path):
     result = asyncgrpo(
         *["demo", "--engine", "torch", "--out", "run", "--steps", "150", "--chaos", "500", "--seed", "3"], cwd=tmp_path

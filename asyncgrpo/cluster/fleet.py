@@ -115,7 +115,7 @@ class Fleet:
                 self._home.buffer_endpoint,
             ):
                 self._watch.tell(name, self._home)
-        if self._core is not None:
+        if self._core is not None and may_restart:
             for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
                 del self._due[index]
                 self._start(index, self._home)

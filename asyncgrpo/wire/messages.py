@@ -245,11 +245,11 @@ class Waiting(Message):
 
 
 class NoMore(Message):
-    """Every prompt is trained (`exhausted`) or the run is to end (`draining`)."""
+    """Every prompt is trained (`exhausted`), or the run is to end: asked to (`draining`), or given up (`failing`)."""
 
     max_header_bytes: ClassVar[int] = 2**24
 
-    why: Literal["exhausted", "draining"]
+    why: Literal["exhausted", "draining", "failing"]
     counters: dict[str, float] = {}
     evals: tuple[EvalResult, ...] = ()
 
@@ -261,16 +261,21 @@ class Snapshot(Message):
 
     state: dict[str, Any]
     draining: bool = False
-    """The run was asked to end."""
+    """The run is to end."""
+    failing: bool = False
+    """Because it is given up."""
 
 
 # -- driver -> buffer ------------------------------------------------------------------------------------------------
 
 
 class Drain(Message):
-    """Grant no more leases and tell the learner to stop after its current step."""
+    """Grant no more leases and tell the learner to stop after its current step. The learner says it before its last
+    checkpoint, where it cannot go on."""
 
     reason: str
+    is_failure: bool = False
+    """The run is given up."""
 
 
 class GeneratorLost(Message):

@@ -20,7 +20,21 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
 from asyncgrpo.types import Lease, Sampling, WeightVersion
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import PROTOCOL, GeneratorLost, Grant, Hello, LeaseFailed, Message, Serving
+from asyncgrpo.wire.messages import (
+    PROTOCOL,
+    Finished,
+    GeneratorLost,
+    Grant,
+    Hello,
+    LeaseFailed,
+    Message,
+    NoMore,
+    Published,
+    Serving,
+    Snapshot,
+    Take,
+    TakeSnapshot,
+)
 from tests.buffer.journals import delivered, group, journal
 from tests.buffer.test_buffer import deliver, lease_all, prompts, v
 from tests.buffer.test_recovery import start
@@ -306,3 +320,19 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_instead_of_looking_for_e
         buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=index, attempts=3))
     with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(quarantine.jsonl"):
         buffer.lease("g", 0.0)
+
+
+def test_the_learner_is_told_to_save_before_a_buffer_without_a_prompt_to_lease_ends():
+    line, buffer = Line(), make_buffer(count=3, epochs=None)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    for index in range(3):
+        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=index, attempts=3))
+    said(service, "learner", 1.0, Published(version=v(0)), Take(step=0, version=v(0)))
+    said(service, "a", 2.0, *hello("a"))
+    service.turn(None, 3.0)
+    assert [message.why for _, message in line.sent if isinstance(message, NoMore)] == ["failing"]
+    said(service, "learner", 4.0, TakeSnapshot(published=v(0)))
+    assert [message.failing for _, message in line.sent if isinstance(message, Snapshot)] == [True]
+    said(service, "learner", 5.0, Finished())
+    with pytest.raises(DataError, match="is in quarantine"):
+        service.run()

@@ -263,6 +263,9 @@ class Publisher:
 class Trainer:
     """Stands for `learner.Learner`: a step takes its time."""
 
+    steps = 0
+    """Updates made: no step ends in the middle."""
+
     def __init__(self, world: "World", rng: random.Random) -> None:
         self._world = world
         self._rng = rng
