@@ -79,6 +79,26 @@ def test_a_generator_that_hangs_is_replaced(tmp_path: Path):
     assert_nothing_left(tmp_path)
 
 
+def test_a_frozen_generator_is_left_out_named_and_replaced_as_soon_as_a_publication_misses_it(tmp_path: Path):
+    """Long before it has been silent for `cluster.silent_timeout_s`: what the learner finds, buffer and driver know."""
+    run = tmp_path / "run"
+    limits = ["cluster.silent_timeout_s=500", "weights.timeout_s=4"]
+    process = start("demo", *QUICK, *SMALL[:2], *limits, "--max-lag", "1", "--steps", "60", cwd=tmp_path)
+    wait_until(lambda: steps(run) >= 3, "third step", 200.0)
+    os.kill(actors(tmp_path, "GeneratorActor")[0].pid, signal.SIGSTOP)
+    wait_until(lambda: bool(events(run, "restart")), "restart", 50.0)
+    (frozen,) = {name for event in events(run, "sync") for name in event.get("left_out", ())}
+    (restart,) = events(run, "restart")
+    assert restart["actor"] == frozen and re.match(r"silent for \d+ s, and \S+ has lost it too", restart["reason"])
+    assert all(event["engines"] == 1 for event in events(run, "sync") if "left_out" in event)
+    assert f"{frozen} is lost (it did not" in "".join(path.read_text() for path in (run / "logs").glob("buffer*"))
+    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
+    assert events(run, "sync")[-1]["engines"] == 2 and f", without {frozen}" in (tmp_path / "output.txt").read_text()
+    assert not events(run, "stall")
+    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    assert_nothing_left(tmp_path)
+
+
 def test_a_learner_that_cannot_train_a_step_ends_the_run_with_its_reason_and_stacks(tmp_path: Path):
     """A core is not started for ever: killed again and again before its first step, it is given up."""
     run = tmp_path / "run"

@@ -144,6 +144,11 @@ class BufferService:
         self._filtered_before = 0  # groups filtered up to the last batch
         self.turns = Turns()
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Generators that were in touch and are not. From any thread."""
+        return tuple(name for name in tuple(self._newest) if name not in self._sessions)
+
     def run(self) -> None:
         """Serve until `Finished`.
 
@@ -255,8 +260,10 @@ class BufferService:
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
             case Drain(reason=reason, is_failure=is_failure):
                 self._drain(reason, is_failure=is_failure)
-            case GeneratorLost(generator_id=name):
-                self._lose(name, "its process ended", now_s)
+            case GeneratorLost(generator_id=name, incarnation=incarnation, reason=reason):
+                session = self._sessions.get(name)
+                if session is not None and incarnation in ("", session.incarnation):
+                    self._lose(name, reason, now_s)
             case Finished():
                 self._finished = True
                 self._journal.close()

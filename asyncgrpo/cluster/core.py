@@ -135,10 +135,12 @@ class Core:
         if self._control is not None:
             self._control.send(Drain(reason=reason, is_failure=is_failure))
 
-    def generator_lost(self, name: str) -> None:
-        """Its leases are free at once."""
+    def generator_lost(self, name: str, incarnation: str) -> None:
+        """Its leases are free at once, and no publication waits for it."""
+        message = GeneratorLost(generator_id=name, incarnation=incarnation)
         if self._control is not None:
-            self._control.send(GeneratorLost(generator_id=name))
+            self._control.send(message)
+        self._watch.tell("learner-0", message)
 
     def farewell(self, timeout_s: float) -> None:
         """Wait for the buffer to end by itself. Raises AsyncGRPOError: it could not go on."""

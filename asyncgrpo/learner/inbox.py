@@ -18,6 +18,7 @@ from asyncgrpo.wire.messages import (
     Drain,
     EvalResult,
     Finished,
+    GeneratorLost,
     LastEvals,
     NoMore,
     Published,
@@ -91,6 +92,10 @@ class Inbox:
 
     def request_eval(self, step: int) -> None:
         self._client.send(RequestEval(step=step))
+
+    def generator_lost(self, name: str, incarnation: str, reason: str) -> None:
+        """A publication left this generator out."""
+        self._client.send(GeneratorLost(generator_id=name, incarnation=incarnation, reason=reason))
 
     def give_up(self, reason: str) -> None:
         """Nothing is to be leased any more: what follows is the last checkpoint."""

@@ -81,7 +81,7 @@ class Recorder:
 
     def sync(self, publication: Publication) -> None:
         """A publication that landed."""
-        metrics.weight_sync_total.labels(outcome="ok").inc()
+        metrics.weight_sync_total.labels(outcome="degraded" if publication.dropped else "ok").inc()
         metrics.weight_sync_seconds.observe(publication.seconds)
         metrics.weight_sync_bytes_total.inc(publication.num_bytes * len(publication.generators))
         metrics.generators_in_sync.set(len(publication.generators))
@@ -95,9 +95,8 @@ class Recorder:
             bytes=publication.num_bytes,
             digest=publication.digest,
             attempts=publication.attempts,
+            **({"left_out": list(publication.dropped)} if publication.dropped else {}),
         )
-        for name in publication.dropped:
-            self.events.write("restart", actor=name, reason="left out of the weight group: it did not answer")
 
     def no_more(self, counters: dict[str, float]) -> None:
         """There is no further batch. Groups may have left untrained since the last one; the `end` event will say so."""

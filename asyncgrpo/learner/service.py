@@ -76,6 +76,7 @@ class LearnerService:
         self._team = team
         self._inbox = inbox
         self._publisher = publisher
+        publisher.on_left_out = inbox.generator_lost
         self._recorder = recorder
         self._checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
         self._run_dir = run_dir

@@ -11,7 +11,8 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | start | run; lineage, version, step: where it begins; sizes: one sentence; [steps], [prompts]: of the whole run; |
 | | [recovered]: {what: groups of earlier starts}; [overrides]: of a replay, what it changes |
 | step | see below |
-| sync | version: "1.17"; engines; ms; checksum: "ok" or what was wrong; bytes |
+| sync | version: "1.17"; engines: that proved to hold it; ms; checksum: "ok" or what was wrong; bytes; |
+| | [left_out]: names of the generators that it did not reach |
 | eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
 | checkpoint | step, path, seconds |
 | restart | actor: "generator-0"; reason; [count]: restarts of it so far |

@@ -93,6 +93,7 @@ class Progress:
         self.num_syncs += 1
         if event.get("checksum") != "ok":
             self.num_bad_syncs += 1
+        if event.get("checksum") != "ok" or event.get("left_out"):
             self.warnings.append(sync_line(event))
 
     def _on_eval(self, event: Event) -> None:
@@ -224,11 +225,12 @@ def short_version(version: str) -> str:
 
 
 def sync_line(sync: Event) -> str:
-    """One publication of weights: "v17 -> 2 engines, 12 ms, checksum ok"."""
-    engines = sync.get("engines", 0)
+    """One publication of weights: "v17 -> 2 engines, 12 ms, checksum ok", and whom it did not reach."""
+    engines, left_out = sync.get("engines", 0), sync.get("left_out")
     return (
         f"{short_version(str(sync.get('version', '?')))} -> {engines} engine{'' if engines == 1 else 's'}, "
         f"{sync.get('ms') or 0:.0f} ms, checksum {sync.get('checksum', '?')}"
+        + (f", without {', '.join(left_out)}" if left_out else "")
     )
 
 

@@ -279,9 +279,16 @@ class Drain(Message):
 
 
 class GeneratorLost(Message):
-    """This generator's process is gone; its leases are free again."""
+    """This generator is of no use any more; its leases are free again.
+
+    The driver says it of one whose process is gone, to the buffer and to the learner's first rank; that rank says it to the
+    buffer of one that a publication left out, which may live and comes back with another Hello.
+    """
 
     generator_id: Name
+    incarnation: Name = ""
+    """Of the one that is meant; empty: whoever has the name."""
+    reason: str = "its process ended"
 
 
 # -- any process -> driver -------------------------------------------------------------------------------------------
@@ -302,6 +309,8 @@ class Pulse(Message):
     """A generator: the buffer that it works for."""
     step: int | None = None
     """The learner: optimizer steps done."""
+    missing: tuple[Name, ...] = ()
+    """Generators that it has lost touch with: the buffer, and the learner's first rank."""
 
 
 # -- driver -> any process -------------------------------------------------------------------------------------------

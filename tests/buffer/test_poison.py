@@ -276,6 +276,22 @@ def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
     assert line.grants() == {"a": [4, 5]}, "and then it is a generator like any other"
 
 
+def test_the_leases_of_a_generator_that_a_publication_left_out_are_free_at_once_and_answered_in_vain():
+    line, buffer = Line(), make_buffer(per_step=1, max_lag=0)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    said(service, "a-i", 1.0, *hello("a"))
+    lease = buffer._entries["1.0"].lease
+    said(service, "b-i", 1.0, *hello("b"))
+    assert line.grants() == {"a-i": [0]} and service.missing == ()
+    said(service, "learner", 2.0, GeneratorLost(generator_id="a", incarnation="an earlier one", reason="left out"))
+    assert line.grants() == {} and service.missing == ()
+    said(service, "learner", 2.0, GeneratorLost(generator_id="a", incarnation="i", reason="left out"))
+    assert line.grants() == {"b-i": [0]} and service.missing == ("a",)
+    assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease", "the rule of lag counts on the other one"
+    said(service, "a-i", 3.0, *hello("a"))
+    assert service.missing == ()
+
+
 def test_a_generator_with_more_room_that_may_get_nothing_does_not_keep_others_from_it():
     line, buffer = Line(), make_buffer(per_step=8)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
