@@ -209,11 +209,12 @@ class Run:
             return
         log.warning("giving up (%s): the learner finishes its step and writes a checkpoint", reason)
         core.drain(reason, is_failure=True)
-        deadline = time.monotonic() + min(LAST_CHECKPOINT_S, self._config.cluster.stall_timeout_s)
+        within_s = min(LAST_CHECKPOINT_S, self._config.cluster.stall_timeout_s)
+        deadline = time.monotonic() + within_s
         try:
             while core.status() is None:
                 if time.monotonic() > deadline:
-                    raise StalledError(f"the learner did not end within {LAST_CHECKPOINT_S:.0f} s")
+                    raise StalledError(f"the learner did not end within {within_s:.0f} s")
                 watch.listen()
                 fleet.tend(may_restart=False)
                 time.sleep(POLL_S)
