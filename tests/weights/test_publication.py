@@ -1,6 +1,11 @@
 """Weights reach real receiver threads over a real gloo group, whatever happens to some of them on the way."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,3 +239,39 @@ def test_buckets_hold_every_tensor_once_and_align_each():
     assert [info.name for info, _ in items] == [info.name for info in LAYOUT]
     assert all(offset % 16 == 0 for _, offset in items)
     assert len(buckets) == 3  # the large tensor is alone
+
+
+RECEIVER = """
+import sys, time
+from asyncgrpo.weights.receiver import Receiver
+receiver = Receiver(
+    sys.argv[1], generator_id="generator-1", incarnation="1.0", host="127.0.0.1", keys=None,
+    apply=lambda tensors, version: str(sum(float(tensor.double().sum()) for _, tensor in tensors)),
+)
+receiver.start()
+while receiver.is_alive:
+    time.sleep(0.1)
+"""
+
+
+def test_a_process_that_is_stopped_is_left_out_and_comes_back_when_it_goes_on(plane):
+    publisher, add = plane
+    add("generator-0", Engine())
+    process = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER, publisher.endpoint],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    try:
+        publisher.wait_for(2, 60.0, lambda what, seconds: None)
+        assert publisher.publish(WeightVersion(1, 0), lambda: weights(0)).dropped == ()
+        process.send_signal(signal.SIGSTOP)
+        publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+        assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
+        assert publisher.missing == ("generator-1",)
+        process.send_signal(signal.SIGCONT)
+        publisher.wait_for(2, 60.0, lambda what, seconds: None)
+        publication = publisher.publish(WeightVersion(1, 2), lambda: weights(2))
+        assert publication.generators == ("generator-0", "generator-1") and publisher.missing == ()
+    finally:
+        process.kill()
+        process.wait()
