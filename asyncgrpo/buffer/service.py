@@ -146,8 +146,8 @@ class BufferService:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Generators that were in touch and are not. From any thread."""
-        return tuple(name for name in tuple(self._newest) if name not in self._sessions)
+        """Generators that were in touch and are not, by name and incarnation. From any thread."""
+        return tuple(peer for name, peer in tuple(self._newest.items()) if name not in self._sessions)
 
     def run(self) -> None:
         """Serve until `Finished`.

@@ -114,12 +114,12 @@ class Fleet:
                 self._ended(index, generator, _reason(generator.running, name), may_restart)
             elif ailment := self._watch.ailment(name, generator.incarnation, silent_s=limit_s, still_s=limit_s):
                 self._ended(index, generator, ailment, may_restart)
-            elif name in missing and (
+            elif (witness := missing.get(f"{name}-{generator.incarnation}")) and (
                 ailment := self._watch.ailment(
                     name, generator.incarnation, silent_s=SILENT_WHEN_MISSED_S, still_s=limit_s
                 )
             ):
-                self._ended(index, generator, f"{ailment}, and {missing[name]} has lost it too", may_restart)
+                self._ended(index, generator, f"{ailment}, and {witness} has lost it too", may_restart)
             elif self._core is not None and self._watch.home(name, generator.incarnation) not in (
                 None,
                 self._home.buffer_endpoint,

@@ -174,7 +174,7 @@ class Watch:
         return known.pulse.step if known is not None else None
 
     def missing(self) -> dict[str, str]:
-        """Generators that another process has lost touch with, and which process that is."""
+        """Generators that another process has lost touch with, by name and incarnation, and which process that is."""
         return {name: witness for witness, known in self._processes.items() for name in known.pulse.missing}
 
     def _of(self, name: str, incarnation: str) -> _Process | None:

@@ -134,8 +134,8 @@ class Publisher:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Generators that were left out and are not back. From any thread."""
-        return tuple(self._missing)
+        """Generators that were left out and are not back, by name and incarnation. From any thread."""
+        return tuple(f"{name}-{member.incarnation}" for name, member in tuple(self._missing.items()))
 
     def give_up(self, generator_id: str, incarnation: str) -> None:
         """This generator is gone: it is waited for no more. From any thread."""

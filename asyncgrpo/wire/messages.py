@@ -310,7 +310,7 @@ class Pulse(Message):
     step: int | None = None
     """The learner: optimizer steps done."""
     missing: tuple[Name, ...] = ()
-    """Generators that it has lost touch with: the buffer, and the learner's first rank."""
+    """Generators that it has lost touch with, as `<name>-<incarnation>`: the buffer, and the learner's first rank."""
 
 
 # -- driver -> any process -------------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ def test_the_leases_of_a_generator_that_a_publication_left_out_are_free_at_once_
     said(service, "learner", 2.0, GeneratorLost(generator_id="a", incarnation="an earlier one", reason="left out"))
     assert line.grants() == {} and service.missing == ()
     said(service, "learner", 2.0, GeneratorLost(generator_id="a", incarnation="i", reason="left out"))
-    assert line.grants() == {"b-i": [0]} and service.missing == ("a",)
+    assert line.grants() == {"b-i": [0]} and service.missing == ("a-i",)
     assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease", "the rule of lag counts on the other one"
     said(service, "a-i", 3.0, *hello("a"))
     assert service.missing == ()

@@ -91,11 +91,12 @@ def test_one_that_another_process_misses_may_be_silent_for_five_signs_of_life_on
     watch.silent_s = {"generator-0 1.0": 6.0, "generator-1 1.0": 4.0}
     fleet.tend()
     assert core.lost == [], "nobody misses them, and the limit of the configuration is far away"
-    watch.missed = {"generator-0": "learner-0", "generator-1": "learner-0"}
+    watch.missed = {"generator-0-1.0": "learner-0", "generator-1-1.0": "learner-0"}
     fleet.tend()
     assert core.lost == [("generator-0", "1.0")]
+    watch.silent_s = {"generator-0 1.1": 6.0}  # it is still importing
     fleet.tend()
-    assert core.lost == [("generator-0", "1.0")], "its successor has another incarnation, and is not silent"
+    assert core.lost == [("generator-0", "1.0")], "its successor is not missed by anyone"
 
 
 def test_a_restart_is_an_event_once_something_has_started(plane):

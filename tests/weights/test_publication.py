@@ -149,7 +149,7 @@ def test_whoever_does_not_answer_is_named_at_once_and_comes_back_by_itself(plane
     assert not told and publisher.missing == ()
     publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
     assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
-    assert told == [("generator-1", "1.4", "it did not swap to 1.1 within 3 s", ("generator-1",))]
+    assert told == [("generator-1", "1.4", "it did not swap to 1.1 within 3 s", ("generator-1-1.4",))]
     assert publisher.publish(WeightVersion(1, 2), lambda: weights(2)).dropped == ("generator-1",), "not back yet"
     frozen.let_go.set()
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
@@ -267,7 +267,7 @@ def test_a_process_that_is_stopped_is_left_out_and_comes_back_when_it_goes_on(pl
         process.send_signal(signal.SIGSTOP)
         publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
         assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
-        assert publisher.missing == ("generator-1",)
+        assert publisher.missing == ("generator-1-1.0",)
         process.send_signal(signal.SIGCONT)
         publisher.wait_for(2, 60.0, lambda what, seconds: None)
         publication = publisher.publish(WeightVersion(1, 2), lambda: weights(2))
