@@ -376,6 +376,8 @@ class Product:
 
 
 class _Trainer:
+    steps = 0
+
     def __init__(self, product: Product) -> None:
         self.step, self.export = product.step, product.export
         self.sent = SimpleNamespace(weights=lambda: iter(()))

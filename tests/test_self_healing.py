@@ -79,6 +79,26 @@ def test_a_generator_that_hangs_is_replaced(tmp_path: Path):
     assert_nothing_left(tmp_path)
 
 
+def test_a_frozen_generator_is_left_out_named_and_replaced_as_soon_as_a_publication_misses_it(tmp_path: Path):
+    """Long before it has been silent for `cluster.silent_timeout_s`: what the learner finds, buffer and driver know."""
+    run = tmp_path / "run"
+    limits = ["cluster.silent_timeout_s=500", "weights.timeout_s=4"]
+    process = start("demo", *QUICK, *SMALL[:2], *limits, "--max-lag", "1", "--steps", "60", cwd=tmp_path)
+    wait_until(lambda: steps(run) >= 3, "third step", 200.0)
+    os.kill(actors(tmp_path, "GeneratorActor")[0].pid, signal.SIGSTOP)
+    wait_until(lambda: bool(events(run, "restart")), "restart", 50.0)
+    (frozen,) = {name for event in events(run, "sync") for name in event.get("left_out", ())}
+    (restart,) = events(run, "restart")
+    assert restart["actor"] == frozen and re.match(r"silent for \d+ s, and \S+ has lost it too", restart["reason"])
+    assert all(event["engines"] == 1 for event in events(run, "sync") if "left_out" in event)
+    assert f"{frozen} is lost (it did not" in "".join(path.read_text() for path in (run / "logs").glob("buffer*"))
+    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
+    assert events(run, "sync")[-1]["engines"] == 2 and f", without {frozen}" in (tmp_path / "output.txt").read_text()
+    assert len(events(run, "restart")) == 1 and not events(run, "stall")
+    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    assert_nothing_left(tmp_path)
+
+
 def test_a_learner_that_cannot_train_a_step_ends_the_run_with_its_reason_and_stacks(tmp_path: Path):
     """A core is not started for ever: killed again and again before its first step, it is given up."""
     run = tmp_path / "run"
@@ -94,6 +114,29 @@ def test_a_learner_that_cannot_train_a_step_ends_the_run_with_its_reason_and_sta
     assert len([event for event in events(run, "restart") if event["actor"] == "learner-0"]) == 2
     assert events(run, "end")[-1]["status"] == "failed"
     assert "learner-0: its process died" in (tmp_path / "output.txt").read_text()
+    assert_nothing_left(tmp_path)
+
+
+def test_a_run_that_gives_up_loses_no_step_of_a_learner_that_lives(tmp_path: Path):
+    """No generator may start again, and there is no checkpoint yet: the learner writes one, and a second command goes on."""
+    run = tmp_path / "run"
+    arguments = ["demo", *QUICK[:4], *SMALL, "--steps", "40", "run.checkpoint_every=1000", "run.eval_every=1000"]
+    process = start(*arguments, "generators.restarts=0", cwd=tmp_path)
+    wait_until(lambda: steps(run) >= 5, "fifth step", 200.0)
+    for generator in actors(tmp_path, "GeneratorActor"):
+        generator.kill()
+    assert process.wait(timeout=120) == 1
+    last = events(run, "step")[-1]["step"]
+    assert [event["step"] for event in events(run, "checkpoint")] == [last]
+    said = f"checkpoint of step {last} written; the same command goes on from there"
+    assert said in (tmp_path / "output.txt").read_text()
+    (end,) = events(run, "end")
+    assert end["status"] == "failed" and "generator-" in end["reason"] and said in end["reason"]
+    assert not events(run, "restart")
+    again = asyncgrpo(*arguments, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [e["step"] for e in events(run, "step")] == list(range(1, 41))
+    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
     assert_nothing_left(tmp_path)
 
 

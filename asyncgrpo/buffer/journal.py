@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -34,6 +35,8 @@ SYNC_EVERY_S = 0.5
 RETRY_EVERY_S = 1.0
 SAY_EVERY_S = 30.0
 SEGMENT_BYTES = 64 * 2**20
+MAX_PARTS = os.sysconf("SC_IOV_MAX")
+"""Parts that the kernel takes in one call."""
 
 
 class Disk:
@@ -53,12 +56,12 @@ class Disk:
 
     def write(self, descriptor: int, parts: Sequence[Buffer]) -> None:
         """Write all of `parts`, or raise OSError after some of it."""
-        rest = [memoryview(part) for part in parts if len(part)]
+        rest = deque(memoryview(part) for part in parts if len(part))
         while rest:
-            written = os.writev(descriptor, rest)
+            written = os.writev(descriptor, list(islice(rest, MAX_PARTS)))
             while rest and written >= len(rest[0]):
-                written -= len(rest.pop(0))
-            if rest and written:
+                written -= len(rest.popleft())
+            if written:
                 rest[0] = rest[0][written:]
 
     def sync(self, descriptor: int) -> None:

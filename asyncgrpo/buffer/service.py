@@ -25,7 +25,7 @@ from asyncgrpo.buffer.numbers import Gauges, counters
 from asyncgrpo.buffer.records import Committed
 from asyncgrpo.buffer.scoring import Scoring, Tell
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.errors import RefusedError
+from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.liveness import Turns
 from asyncgrpo.rewards.tally import Tally
 from asyncgrpo.types import WeightVersion
@@ -130,6 +130,8 @@ class BufferService:
         self._results: list[EvalResult] = []
         self._last_evals = False
         self._drain_reason = ""
+        self._is_failing = False
+        self._failure: DataError | None = None
         self._finished = False
         self._ticked_s = 0.0
         self._gauges = Gauges()
@@ -142,11 +144,22 @@ class BufferService:
         self._filtered_before = 0  # groups filtered up to the last batch
         self.turns = Turns()
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Generators that were in touch and are not, by name and incarnation. From any thread."""
+        return tuple(peer for name, peer in tuple(self._newest.items()) if name not in self._sessions)
+
     def run(self) -> None:
-        """Serve until `Finished`."""
+        """Serve until `Finished`.
+
+        Raises:
+            DataError: no prompt was left that may be leased. The learner has written a checkpoint before.
+        """
         while not self._finished:
             self.turns.again()
             self.serve(TICK_S)
+        if self._failure is not None:
+            raise self._failure
 
     def serve(self, timeout_s: float) -> None:
         """One round: whatever has arrived, at most BURST messages of it, and then what follows from all of it."""
@@ -168,7 +181,11 @@ class BufferService:
             self._tell_all()
         self._answer_take(now_s)
         self._cancel_late()
-        self._grant(now_s)
+        try:
+            self._grant(now_s)
+        except DataError as error:
+            self._failure = error
+            self._drain(str(error), is_failure=True)
         if self._finished:
             for session in self._sessions.values():
                 self._server.send(session.peer, Farewell())
@@ -241,14 +258,20 @@ class BufferService:
                 self._journal.append(Committed(step=step, prompts=self._snapshot))
             case LastEvals():
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
-            case Drain(reason=reason):
-                log.info("draining: %s", reason)
-                self._drain_reason, self._buffer.draining = reason, True
-            case GeneratorLost(generator_id=name):
-                self._lose(name, "its process ended", now_s)
+            case Drain(reason=reason, is_failure=is_failure):
+                self._drain(reason, is_failure=is_failure)
+            case GeneratorLost(generator_id=name, incarnation=incarnation, reason=reason):
+                session = self._sessions.get(name)
+                if session is not None and incarnation in ("", session.incarnation):
+                    self._lose(name, reason, now_s)
             case Finished():
                 self._finished = True
                 self._journal.close()
+
+    def _drain(self, reason: str, *, is_failure: bool) -> None:
+        log.info("draining: %s", reason)
+        self._drain_reason, self._buffer.draining = reason, True
+        self._is_failing |= is_failure
 
     def _hello(self, peer: str, message: Hello, now_s: float) -> None:
         if message.protocol != PROTOCOL:
@@ -333,6 +356,7 @@ class BufferService:
             answer = Snapshot(
                 state=msgspec.to_builtins(self._snapshot),
                 draining=bool(self._drain_reason),
+                failing=self._is_failing,
                 counters=counters(self._buffer),
             )
             for peer in self._asked_for_snapshot:
@@ -457,7 +481,7 @@ class BufferService:
         if self._take is None:
             return
         if self._drain_reason:
-            self._say_no_more("draining")
+            self._say_no_more("failing" if self._is_failing else "draining")
             return
         if self._batch is None and self._may_take and self._journal.is_blocked is None:
             self._may_take = False
@@ -495,7 +519,7 @@ class BufferService:
         self._take = self._batch = None
         self._filtered_before = self._buffer.filtered.total()
 
-    def _say_no_more(self, why: Literal["exhausted", "draining"]) -> None:
+    def _say_no_more(self, why: Literal["exhausted", "draining", "failing"]) -> None:
         assert self._learner is not None
         self._server.send(self._learner, NoMore(why=why, counters=counters(self._buffer), evals=self._take_results()))
         self._take, self._last_evals = None, False

@@ -19,13 +19,14 @@ from asyncgrpo.cluster.folder import hold
 from asyncgrpo.cluster.pulse import Heart
 from asyncgrpo.config import Config
 from asyncgrpo.types import Sampling, WeightVersion
-from asyncgrpo.wire.messages import Moved
+from asyncgrpo.wire.messages import GeneratorLost, Moved
 from asyncgrpo.wire.sockets import Client, Keys, Server, is_loopback
 
 if TYPE_CHECKING:  # torch and the tokenizer are imported where they are used
     from asyncgrpo.buffer.service import BufferService
     from asyncgrpo.generators.service import GeneratorService
     from asyncgrpo.learner.service import LearnerService
+    from asyncgrpo.weights.publisher import Publisher
 
 HOLD_WITHIN_S = 60.0
 """For the buffer of an earlier start to be gone, which is about to be killed or has been."""
@@ -151,6 +152,7 @@ class BufferActor:
             None,
             str(self._setup.lineage),
             loop_age_s=lambda: self._service and self._service.turns.age_s,
+            missing=lambda: self._service.missing if self._service else (),
         )
         self._held = hold(self._setup.run_dir / "buffer.lock", HOLD_WITHIN_S)
         tokenizer = load_tokenizer(config.model.path)
@@ -309,6 +311,7 @@ class LearnerActor:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._service: LearnerService | None = None
+        self._publisher: Publisher | None = None
 
     def warm_up(self) -> None:
         """Import what takes long."""
@@ -326,6 +329,8 @@ class LearnerActor:
             str(self._setup.lineage),
             loop_age_s=lambda: self._service and self._service.turns.age_s,
             step=lambda: self._service and self._service.step,
+            on_lost=self._give_up,
+            missing=lambda: self._publisher.missing if self._publisher else (),
         )
         self._device = torch.device("cuda" if uses_cuda(config) else "cpu")
         if self._device.type == "cpu":
@@ -346,6 +351,10 @@ class LearnerActor:
             keys=self._setup.keys,
         )
         return LearnerReady(host, address, self._store.port, self._publisher.endpoint)
+
+    def _give_up(self, lost: GeneratorLost) -> None:
+        if self._publisher is not None:
+            self._publisher.give_up(lost.generator_id, lost.incarnation)
 
     def run(self, leader: LearnerReady, buffer_endpoint: str, about: dict[str, Any]) -> str:
         """Train. Returns how it ended: `done` or `drained`."""
@@ -379,6 +388,7 @@ class LearnerActor:
 
         config = self._setup.config
         tokenizer = load_tokenizer(config.model.path)
+        assert self._publisher is not None, "start comes first"
         self._publisher.describe(learner.sent.layout(), learner.sent.base)
         recorder = Recorder(
             config, self._setup.run_dir, decoder(tokenizer, keep_special=True), msgspec.to_builtins(config)

@@ -5,6 +5,7 @@ it. What the buffer had acknowledged is in its journal, so the next gang begins 
 may stand by: its processes are there and have imported everything before they are told for whom they work.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -79,7 +80,7 @@ class Core:
         self._training = [learner.run.remote(leader, self.home.buffer_endpoint, about) for learner in self._learners]
 
     def status(self) -> str | None:
-        """How training ended, `done` or `drained`, or None while it goes on.
+        """How training ended, `done`, `drained` or `failed` (`farewell` says why), or None while it goes on.
 
         Raises:
             ProcessLost: a process died or hangs; the others are of no use either.
@@ -120,19 +121,32 @@ class Core:
         """Optimizer steps that the learner has said it has done."""
         return self._watch.step("learner-0", str(self.setup.lineage))
 
-    def drain(self, reason: str) -> None:
-        """Ask for an end in order."""
-        if self._control is not None:
-            self._control.send(Drain(reason=reason))
+    @property
+    def can_save(self) -> bool:
+        """Whether every rank of the learner is at work, and the buffer without which there is no checkpoint."""
+        return bool(self._training) and not any(map(has_ended, [*self._training, self._serving]))
 
-    def generator_lost(self, name: str) -> None:
-        """Its leases are free at once."""
+    def drain(self, reason: str, *, is_failure: bool = False) -> None:
+        """Ask for an end in order.
+
+        Args:
+            is_failure: the run is given up.
+        """
         if self._control is not None:
-            self._control.send(GeneratorLost(generator_id=name))
+            self._control.send(Drain(reason=reason, is_failure=is_failure))
+
+    def generator_lost(self, name: str, incarnation: str) -> None:
+        """Its leases are free at once, and no publication waits for it."""
+        message = GeneratorLost(generator_id=name, incarnation=incarnation)
+        if self._control is not None:
+            self._control.send(message)
+        self._watch.tell("learner-0", message)
 
     def farewell(self, timeout_s: float) -> None:
-        """Wait for the buffer to end by itself."""
-        ray.wait([self._serving], timeout=timeout_s)
+        """Wait for the buffer to end by itself. Raises AsyncGRPOError: it could not go on."""
+        if ray.wait([self._serving], timeout=timeout_s)[0]:
+            with contextlib.suppress(ProcessLost):  # training is over: it may die
+                result(self._serving, "buffer")
 
     def end(self) -> None:
         """Kill what still lives."""

@@ -22,6 +22,8 @@ from asyncgrpo.wire.messages import Moved
 
 log = logging.getLogger(__name__)
 
+SILENT_WHEN_MISSED_S = 5.0
+"""A generator that buffer or learner have lost touch with may be silent for so long, and no longer: five signs of life."""
 BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 """Before a restart, by how often in a row this generator has ended before its engine served."""
 FAILED_STARTS = 3
@@ -62,6 +64,8 @@ class Fleet:
         count = setup.config.generators.count
         self._running: dict[int, _Generator] = {}
         self._due: dict[int, float] = dict.fromkeys(range(count), 0.0)
+        self._ended_by: dict[int, str] = {}
+        """Why the one before ended, of those that are due."""
         self._failed_starts = [0] * count
         self._budgets = [Budget(f"generator-{i}", setup.config.generators.restarts) for i in range(count)]
         self._core: Core | None = None
@@ -99,7 +103,7 @@ class Fleet:
 
     def tend(self, *, may_restart: bool = True) -> None:
         """One look at all of them: who ended, who hangs, who is due. Raises AsyncGRPOError when one is not to be helped."""
-        limit_s = self._setup.config.cluster.silent_timeout_s
+        limit_s, missing = self._setup.config.cluster.silent_timeout_s, self._watch.missing()
         for index, generator in list(self._running.items()):
             name = f"generator-{index}"
             if generator.address is not None and has_ended(generator.address):
@@ -110,12 +114,18 @@ class Fleet:
                 self._ended(index, generator, _reason(generator.running, name), may_restart)
             elif ailment := self._watch.ailment(name, generator.incarnation, silent_s=limit_s, still_s=limit_s):
                 self._ended(index, generator, ailment, may_restart)
+            elif (witness := missing.get(f"{name}-{generator.incarnation}")) and (
+                ailment := self._watch.ailment(
+                    name, generator.incarnation, silent_s=SILENT_WHEN_MISSED_S, still_s=limit_s
+                )
+            ):
+                self._ended(index, generator, f"{ailment}, and {witness} has lost it too", may_restart)
             elif self._core is not None and self._watch.home(name, generator.incarnation) not in (
                 None,
                 self._home.buffer_endpoint,
             ):
                 self._watch.tell(name, self._home)
-        if self._core is not None:
+        if self._core is not None and may_restart:
             for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
                 del self._due[index]
                 self._start(index, self._home)
@@ -131,6 +141,9 @@ class Fleet:
         actor = ray.remote(GeneratorActor).options(**options).remote(self._setup, index, start)
         address = actor.start.remote(home)
         self._running[index] = _Generator(actor, incarnation_of(self._setup, start), address, actor.run.remote())
+        if (reason := self._ended_by.pop(index, None)) is not None:
+            self._events.write("restart", actor=f"generator-{index}", reason=reason, count=start)
+            metrics.actor_restarts_total.labels(actor="generator").inc()
 
     def _ended(self, index: int, generator: _Generator, reason: str, may_restart: bool) -> None:
         name = f"generator-{index}"
@@ -139,7 +152,7 @@ class Fleet:
         ray.kill(generator.actor)
         self._watch.forget(name)
         if self._core is not None:
-            self._core.generator_lost(name)
+            self._core.generator_lost(name, generator.incarnation)
         if not may_restart:
             return
         self._failed_starts[index] = 0 if has_served else self._failed_starts[index] + 1
@@ -149,8 +162,7 @@ class Fleet:
             )
         count = self._budgets[index].spend(reason)
         log.warning("%s ended (%s); restart %d", name, reason, count)
-        self._events.write("restart", actor=name, reason=reason, count=count)
-        metrics.actor_restarts_total.labels(actor="generator").inc()
+        self._ended_by[index] = reason
         self._due[index] = time.monotonic() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
 

@@ -1,7 +1,7 @@
 """Signs of life: every process says once a second that it is there, what it waits for, and when its loop last went round.
 
     process ──Pulse──▶ driver                 from a thread of its own: a long step does not silence it, SIGSTOP does
-    process ◀──Moved, DumpStacks── driver
+    process ◀──Moved, GeneratorLost, DumpStacks── driver
 
 Ray tells of a process that ended. This tells of one that did not, and is of no use any more.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from asyncgrpo import metrics
 from asyncgrpo.errors import WireError
 from asyncgrpo.wire.codec import decode
-from asyncgrpo.wire.messages import DumpStacks, Message, Moved, Pulse
+from asyncgrpo.wire.messages import DumpStacks, GeneratorLost, Message, Moved, Pulse
 from asyncgrpo.wire.sockets import Client, Keys, Server
 
 log = logging.getLogger(__name__)
@@ -41,20 +41,23 @@ class Heart:
         *,
         run_dir: Path,
         on_moved: Callable[[Moved], None] = lambda message: None,
+        on_lost: Callable[[GeneratorLost], None] = lambda message: None,
         home: Callable[[], str] = lambda: "",
         loop_age_s: Callable[[], float | None] = lambda: None,
         step: Callable[[], int | None] = lambda: None,
+        missing: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
         """
         Args:
             endpoint: of the driver's `Watch`.
             run_dir: stacks go to `logs/<name>.stacks` in it.
-            on_moved, home, loop_age_s, step: called in the heart's thread.
+            on_moved, on_lost, home, loop_age_s, step, missing: called in the heart's thread.
         """
         self._endpoint, self._keys = endpoint, keys
         self._name, self._incarnation = name, incarnation
         self._stacks = run_dir / "logs" / f"{name}.stacks"
-        self._on_moved, self._home, self._loop_age_s, self._step = on_moved, home, loop_age_s, step
+        self._on_moved, self._on_lost = on_moved, on_lost
+        self._home, self._loop_age_s, self._step, self._missing = home, loop_age_s, step, missing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
@@ -82,6 +85,7 @@ class Heart:
                     loop_age_s=self._loop_age_s(),
                     home=self._home(),
                     step=self._step(),
+                    missing=self._missing(),
                 )
             )
             due = time.monotonic() + BEAT_S
@@ -97,6 +101,8 @@ class Heart:
     def _handle(self, message: Message) -> None:
         if isinstance(message, Moved):
             self._on_moved(message)
+        elif isinstance(message, GeneratorLost):
+            self._on_lost(message)
         elif isinstance(message, DumpStacks):
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
             with open(self._stacks, "a", encoding="utf-8") as file:
@@ -166,6 +172,10 @@ class Watch:
         """Optimizer steps that this learner has said it has done."""
         known = self._of(name, incarnation)
         return known.pulse.step if known is not None else None
+
+    def missing(self) -> dict[str, str]:
+        """Generators that another process has lost touch with, by name and incarnation, and which process that is."""
+        return {name: witness for witness, known in self._processes.items() for name in known.pulse.missing}
 
     def _of(self, name: str, incarnation: str) -> _Process | None:
         known = self._processes.get(name)

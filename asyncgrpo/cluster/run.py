@@ -29,7 +29,7 @@ from asyncgrpo.cluster.pulse import Watch
 from asyncgrpo.cluster.results import POLL_S
 from asyncgrpo.cluster.session import ray_session
 from asyncgrpo.config import Config
-from asyncgrpo.errors import AsyncGRPOError, ProcessLost
+from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.targets import remove_targets_beside, write_targets
@@ -41,6 +41,8 @@ LOSSES_WITHOUT_A_STEP = 3
 """A core that is lost so often in a row before it has trained one step will not do better: the run ends."""
 FAREWELL_S = 20.0
 """For engines to close after the learner has ended."""
+LAST_CHECKPOINT_S = 600.0
+"""For a learner that lives to finish its step and write a checkpoint before the run is given up, at most."""
 STACKS_S = 1.5
 """For processes to write their stacks before they are killed."""
 
@@ -83,7 +85,7 @@ class Run:
         logs.setup("driver", None, self._folder.path)
         remove_targets_beside(self._folder.path, is_abandoned)
         self._targets["driver"] = "127.0.0.1", metrics.serve("driver")
-        config = self._config
+        config, before = self._config, self._folder.checkpoint()
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
         with ray_session(config.cluster.ray_address, config.generators.gpus_each == 0), _Signals(self._stop):
             placement = Placement(config, learner_on_gpu=uses_cuda(config))
@@ -95,8 +97,12 @@ class Run:
                 status = "drained"  # asked while a core was starting: nothing was trained since the last checkpoint
                 self._events.write("end", status=status, step=self._step_so_far())
             except AsyncGRPOError as error:
-                self._events.write("end", status="failed", step=self._step_so_far(), reason=str(error))
-                raise
+                reason = str(error)
+                if self._folder.checkpoint() != before:
+                    step = self._step_so_far()
+                    reason += f"; checkpoint of step {step} written; the same command goes on from there"
+                self._events.write("end", status="failed", step=self._step_so_far(), reason=reason)
+                raise AsyncGRPOError(reason) from error
             finally:
                 placement.release()
                 write_targets(self._folder.path, {})
@@ -134,6 +140,9 @@ class Run:
                     if self._asked_to_stop or is_hopeless or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
                         raise
                     self._note(loss, budget.spend(str(loss)))
+                except AsyncGRPOError as error:
+                    self._save_before_giving_up(core, fleet, watch, str(error))
+                    raise
                 finally:
                     fleet.leave()
                     core.end()
@@ -190,7 +199,27 @@ class Run:
             time.sleep(POLL_S)
         fleet.farewell(FAREWELL_S)
         core.farewell(FAREWELL_S)
+        if status == "failed":
+            raise ProcessLost("buffer: its process died before it could say why it gave the run up")
         return status
+
+    def _save_before_giving_up(self, core: Core, fleet: Fleet, watch: Watch, reason: str) -> None:
+        """Have a learner that lives write a checkpoint. Never for long, and whatever goes wrong here is only said."""
+        if not core.can_save:
+            return
+        log.warning("giving up (%s): the learner finishes its step and writes a checkpoint", reason)
+        core.drain(reason, is_failure=True)
+        within_s = min(LAST_CHECKPOINT_S, self._config.cluster.stall_timeout_s)
+        deadline = time.monotonic() + within_s
+        try:
+            while core.status() is None:
+                if time.monotonic() > deadline:
+                    raise StalledError(f"the learner did not end within {within_s:.0f} s")
+                watch.listen()
+                fleet.tend(may_restart=False)
+                time.sleep(POLL_S)
+        except AsyncGRPOError as trouble:
+            log.error("no last checkpoint: %s", trouble)
 
     def _say(self, ready: BufferReady, tell: Callable[[str], None]) -> None:
         if ready.dropped_too_long:

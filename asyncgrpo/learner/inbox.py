@@ -4,6 +4,7 @@ While it waits it says what for, every 30 seconds, and gives up with an error af
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from asyncgrpo.types import Group, WeightVersion
 from asyncgrpo.wire.codec import unpack_batch
 from asyncgrpo.wire.messages import (
     Batch,
+    Drain,
     EvalResult,
     Finished,
+    GeneratorLost,
     LastEvals,
     NoMore,
     Published,
@@ -45,7 +48,7 @@ class Taken:
     counters: dict[str, float]
     waited_s: float
     ended: str | None = None
-    """`exhausted` or `draining`."""
+    """`exhausted`, `draining` or `failing`."""
 
 
 class Inbox:
@@ -90,13 +93,22 @@ class Inbox:
     def request_eval(self, step: int) -> None:
         self._client.send(RequestEval(step=step))
 
-    def snapshot(self) -> Snapshot:
-        """The buffer's part of a checkpoint, and whether the run was asked to end.
+    def generator_lost(self, name: str, incarnation: str, reason: str) -> None:
+        """A publication left this generator out."""
+        self._client.send(GeneratorLost(generator_id=name, incarnation=incarnation, reason=reason))
+
+    def give_up(self, reason: str) -> None:
+        """Nothing is to be leased any more: what follows is the last checkpoint."""
+        self._client.send(Drain(reason=reason, is_failure=True))
+
+    def snapshot(self, within_s: float = math.inf) -> Snapshot:
+        """The buffer's part of a checkpoint, and whether the run is to end.
 
         Raises:
-            StalledError: the buffer's journal cannot be written for `stall_timeout_s`.
+            StalledError: the buffer's journal cannot be written for `stall_timeout_s`, or `within_s` if that is less.
             WireError: the buffer itself is silent.
         """
+        limit_s = min(within_s, self._stall_timeout_s)
         self._client.send(TakeSnapshot(published=self._published))
         started = self._clock()
         while True:
@@ -106,11 +118,9 @@ class Inbox:
             message = received[0]
             if isinstance(message, Snapshot):
                 return message
-            if isinstance(message, Waiting) and self._clock() - started > self._stall_timeout_s:
-                raise StalledError(
-                    f"no checkpoint for {self._stall_timeout_s:.0f} s (cluster.stall_timeout_s): "
-                    f"waited for {message.what}"
-                )
+            if isinstance(message, Waiting) and self._clock() - started > limit_s:
+                why = " (cluster.stall_timeout_s)" if limit_s == self._stall_timeout_s else ""
+                raise StalledError(f"no checkpoint for {limit_s:.0f} s{why}: waited for {message.what}")
 
     def saved(self, step: int) -> None:
         """Tell the buffer that the checkpoint of `step` is on the disk."""

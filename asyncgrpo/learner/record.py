@@ -90,7 +90,7 @@ class Recorder:
 
     def sync(self, publication: Publication) -> None:
         """A publication that landed."""
-        metrics.weight_sync_total.labels(outcome="ok").inc()
+        metrics.weight_sync_total.labels(outcome="degraded" if publication.dropped else "ok").inc()
         metrics.weight_sync_seconds.observe(publication.seconds)
         metrics.weight_sync_bytes_total.inc(publication.num_bytes * len(publication.generators))
         metrics.generators_in_sync.set(len(publication.generators))
@@ -104,9 +104,8 @@ class Recorder:
             bytes=publication.num_bytes,
             digest=publication.digest,
             attempts=publication.attempts,
+            **({"left_out": list(publication.dropped)} if publication.dropped else {}),
         )
-        for name in publication.dropped:
-            self.events.write("left_out", actor=name, version=str(publication.version))
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
         """The buffer's counters after the last batch so far, whose groups may have left untrained since: should the run

@@ -8,16 +8,17 @@
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from asyncgrpo import metrics
 from asyncgrpo.config import Config
-from asyncgrpo.errors import CheckpointError, GeneratorsGone
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, GeneratorsGone, TrainingError, WireError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 from asyncgrpo.learner.inbox import Inbox, Taken
 from asyncgrpo.learner.learner import Learner
@@ -35,8 +36,16 @@ GENERATORS_START_S = 1800.0
 """Large models take minutes to load on both sides."""
 
 
+SNAPSHOT_WITHIN_S = 60.0
+"""For the buffer's part of the last checkpoint of a run that is given up."""
+
+
 class _AskedToEnd(Exception):
-    """A signal came while there is no generator, and none will come."""
+    """The run is to end while there is no generator, and none will come."""
+
+    def __init__(self, status: str) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 class LearnerService:
@@ -67,6 +76,7 @@ class LearnerService:
         self._team = team
         self._inbox = inbox
         self._publisher = publisher
+        publisher.on_left_out = inbox.generator_lost
         self._recorder = recorder
         self._checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
         self._run_dir = run_dir
@@ -77,6 +87,7 @@ class LearnerService:
         self._stall_told_s = 0.0
         self._evaluated = -1
         self.version = WeightVersion(lineage, 0)
+        self._updates = learner.steps  # that are in the weights of `version`
 
     @property
     def step(self) -> int:
@@ -84,15 +95,21 @@ class LearnerService:
         return self.version.version
 
     def run(self) -> str:
-        """Train until the last step, the last prompt or a drain. Returns `done` or `drained`."""
+        """Train until the last step, the last prompt, or until the run is to end.
+
+        Returns:
+            `done`, `drained`, or `failed`: somebody else has given the run up, and says why.
+        Raises:
+            AsyncGRPOError: training cannot go on. What it has done is in a checkpoint, if it could be.
+        """
         try:
             self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_none_is_there)
-        except _AskedToEnd:
-            return self._end("drained")
-        try:
             status = self._train()
-        except _AskedToEnd:  # weights that reached nobody do not count, nor does the step that made them
-            return self._let_go("drained")
+        except _AskedToEnd as asked:
+            status = asked.status
+        except AsyncGRPOError as error:
+            self._save_before_giving_up(error)
+            raise
         return self._end(status)
 
     def _train(self) -> str:
@@ -104,15 +121,18 @@ class LearnerService:
             taken = self._take()
             if taken.ended is not None:
                 self._recorder.last(taken.counters)
-                return "drained" if taken.ended == "draining" else "done"
+                return {"exhausted": "done", "draining": "drained", "failing": "failed"}[taken.ended]
             with self._clock("forward_backward"):
                 self._share(taken)
                 report = self._learner.step(taken.groups, self.version)
             started_from, self.version = self.version, WeightVersion(self.version.lineage, self.version.version + 1)
-            self._publish()
-            self._recorder.step(
-                self.step, started_from, taken.groups, report, taken.counters, self._clock.lap(report.seconds)
-            )
+            self._updates = self._learner.steps
+            try:
+                self._publish()
+            finally:  # the step is made, whether or not its weights reach anyone
+                self._recorder.step(
+                    self.step, started_from, taken.groups, report, taken.counters, self._clock.lap(report.seconds)
+                )
             if self.step % self._config.run.eval_every == 0:
                 self._evaluate()
             if self.step % self._config.run.checkpoint_every == 0:
@@ -179,13 +199,39 @@ class LearnerService:
         except CheckpointError as error:
             log.error("%s; training goes on", error)
 
-    def _checkpoint(self) -> None:
+    def _save_before_giving_up(self, error: AsyncGRPOError) -> None:
+        """What was trained since the last checkpoint is not lost with the run. Whatever goes wrong here is only said."""
+        if isinstance(error, WireError):
+            log.error("no last checkpoint: which prompts are done is known to the buffer alone, and it is silent")
+        elif self._learner.steps != self._updates:
+            log.error("no last checkpoint: the weights are between two steps")
+        else:
+            self._inbox.give_up(str(error))
+            try:
+                self._last_checkpoint(SNAPSHOT_WITHIN_S)
+            except AsyncGRPOError as trouble:
+                log.error("no last checkpoint: %s", trouble)
+
+    def _last_checkpoint(self, within_s: float = math.inf) -> None:
+        """Of the step that the weights are of, unless there is one. Nothing may be leased any more.
+
+        The step counts even if its weights reached nobody: no group will ever be of them.
+        """
+        check_owner(self._run_dir, self.version.lineage)
+        latest = self._checkpoints.latest()
+        if latest is None or read_state(latest).step != self.step:
+            self._inbox.published(self.version)
+            self._checkpoint(within_s)
+
+    def _checkpoint(self, within_s: float = math.inf) -> None:
         """Write one and tell the buffer, which may then forget the groups that it covers.
 
+        Args:
+            within_s: for the buffer to say which prompts are done.
         Raises:
             CheckpointError: the disk refused.
         """
-        snapshot = self._inbox.snapshot()
+        snapshot = self._inbox.snapshot(within_s)
         state = RunState(
             step=self.step,
             lineage=self.version.lineage,
@@ -213,20 +259,16 @@ class LearnerService:
 
     def _end(self, status: str) -> str:
         """Final evaluation, checkpoint and export."""
-        latest = self._checkpoints.latest()
         if status == "done" and self._config.data.eval is not None:
             self._evaluate()
             with self._clock("eval"):
                 self._inbox.last_evals(self._recorder.evaluation, self._while_waiting)
-        if latest is None or read_state(latest).step != self.step:
-            self._checkpoint()
+        self._last_checkpoint()
         if status == "done":
             self._export(self._run_dir / "final")
-        return self._let_go(status)
-
-    def _let_go(self, status: str) -> str:
         self._team.tell(Order(what="end"))
-        self._recorder.end(status, self.step)
+        if status != "failed":
+            self._recorder.end(status, self.step)
         self._recorder.close()
         self._publisher.close()
         self._inbox.finish()
@@ -246,8 +288,9 @@ class LearnerService:
     def _while_none_is_there(self, what: str, seconds: float) -> None:
         """Only where no answer of the buffer is awaited: it asks the buffer itself."""
         self._tell_waiting(what, seconds)
-        if self._inbox.snapshot().draining:
-            raise _AskedToEnd
+        answer = self._inbox.snapshot()
+        if answer.draining:
+            raise _AskedToEnd("failed" if answer.failing else "drained")
 
     def _tell_waiting(self, what: str, seconds: float) -> None:
         self.turns.again()
@@ -265,7 +308,8 @@ def follow(learner: Learner, team: Team) -> None:
             case "step":
                 message, payload = decode([order.header, order.payload])
                 assert isinstance(message, Batch) and order.version is not None
-                learner.step(unpack_batch(message, payload), order.version)
+                with suppress(TrainingError):  # rank 0 meets the same, and orders what is left to do
+                    learner.step(unpack_batch(message, payload), order.version)
             case "gather_weights":
                 for _ in learner.sent.weights():
                     pass

@@ -14,11 +14,11 @@ Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x
 | changed | key, before, now: a setting that is not what it was in the start before; effect: "applied", or "ignored" where |
 | | the checkpoint decides. Before the `start` event |
 | step | see below |
-| sync | version: "1.17"; engines; ms; checksum: "ok" or what was wrong; bytes |
+| sync | version: "1.17"; engines: that proved to hold it; ms; checksum: "ok" or what was wrong; bytes; |
+| | [left_out]: names of the generators that it did not reach |
 | eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
 | checkpoint | step, path, seconds |
 | restart | actor: "generator-0"; reason; [count]: restarts of it so far |
-| left_out | actor: a generator that did not answer in a publication; version. It may join again |
 | fault | fault: "kill"; actor: whom `--chaos` did it to |
 | recovered | fault, actor; seconds: from the fault until every process was up and a step was trained |
 | drain | reason: why no new groups are leased |
@@ -80,7 +80,6 @@ REQUIRED: dict[str, frozenset[str]] = {
     "eval": frozenset({"step", "version", "reward_mean", "answers"}),
     "checkpoint": frozenset({"step", "path", "seconds"}),
     "restart": frozenset({"actor", "reason"}),
-    "left_out": frozenset({"actor", "version"}),
     "fault": frozenset({"fault", "actor"}),
     "recovered": frozenset({"fault", "actor", "seconds"}),
     "drain": frozenset({"reason"}),

@@ -4,7 +4,7 @@ from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag, short_version
 
 _WARNINGS = frozenset(
-    {"restart", "left_out", "drain", "stall", "fault", "warning"}
+    {"restart", "drain", "stall", "fault", "warning"}
     | {"reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
 )
 
@@ -23,7 +23,8 @@ def line_of(event: Event, progress: Progress) -> str | None:
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
     if kind == "recovered":
         return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
-    if kind in _WARNINGS or (kind == "sync" and event.get("checksum") != "ok"):
+    is_bad_sync = kind == "sync" and (event.get("checksum") != "ok" or event.get("left_out"))
+    if kind in _WARNINGS or is_bad_sync:
         return f"warning: {progress.warnings[-1]}"
     if kind == "end":
         return f"end   {event.get('status')} at step {event.get('step')}"

@@ -99,6 +99,7 @@ class Progress:
         self.num_syncs += 1
         if event.get("checksum") != "ok":
             self.num_bad_syncs += 1
+        if event.get("checksum") != "ok" or event.get("left_out"):
             self.warnings.append(sync_line(event))
 
     def _on_eval(self, event: Event) -> None:
@@ -110,10 +111,6 @@ class Progress:
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.warnings.append(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
-
-    def _on_left_out(self, event: Event) -> None:
-        version = short_version(str(event.get("version", "?")))
-        self.warnings.append(f"{event.get('actor', '?')} did not answer, and was left out of weights {version}")
 
     def _on_fault(self, event: Event) -> None:
         self.faults.append(event)
@@ -235,11 +232,12 @@ def short_version(version: str) -> str:
 
 
 def sync_line(sync: Event) -> str:
-    """One publication of weights: "v17 -> 2 engines, 12 ms, checksum ok"."""
-    engines = sync.get("engines", 0)
+    """One publication of weights: "v17 -> 2 engines, 12 ms, checksum ok", and whom it did not reach."""
+    engines, left_out = sync.get("engines", 0), sync.get("left_out")
     return (
         f"{short_version(str(sync.get('version', '?')))} -> {engines} engine{'' if engines == 1 else 's'}, "
         f"{sync.get('ms') or 0:.0f} ms, checksum {sync.get('checksum', '?')}"
+        + (f", without {', '.join(left_out)}" if left_out else "")
     )
 
 

@@ -2,7 +2,8 @@
 
 A version counts as published only when every member of the group has received it whole, reports the digest that was
 sent, has swapped its engine to it, and all engines of one kind report the same checksum of what they hold. Every wait
-has a deadline. A member that misses one is left out, and the group is built again without it; it may join again.
+has a deadline. A member that misses one, or that somebody has given up, is left out, and the group is built again
+without it; it may join again.
 
     Join* -> Muster -> Present -> Assemble -> [ Offer -> broadcasts -> Staged -> Swap -> Swapped ]*
 """
@@ -11,7 +12,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +45,8 @@ READ = Kinds(ToPublisher)
 
 ATTEMPTS = 3
 """Times that one version is offered before the learner gives up; members that failed are left out in between."""
+LOOK_EVERY_S = 1.0
+"""How soon a wait sees that whoever is awaited was given up."""
 
 
 Answer = TypeVar("Answer", Staged, Swapped)
@@ -75,6 +79,7 @@ class Publication:
     checksums: dict[str, str] = field(default_factory=dict)
     attempts: int = 1
     dropped: tuple[str, ...] = ()
+    """Generators that it did not reach: left out of it, or of an earlier one and not back."""
 
 
 class Publisher:
@@ -99,6 +104,10 @@ class Publisher:
         self._group: BroadcastGroup | None = None
         self._epoch = 0
         self._last: tuple[str, dict[str, str]] = "", {}
+        self._given_up: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._missing: dict[str, Member] = {}
+        self.on_left_out: Callable[[str, str, str], None] = lambda name, incarnation, why: None
+        """Called at once with each member that did not answer: name, incarnation, and what it did not do."""
         self.endpoint = self._server.endpoint
 
     def describe(self, layout: list[TensorInfo], base: str = "") -> None:
@@ -122,6 +131,15 @@ class Publisher:
         while self._receive(0.0) is not None:
             pass
         return any(not m.in_group for m in self._members.values())
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Generators that were left out and are not back, by name and incarnation. From any thread."""
+        return tuple(f"{name}-{member.incarnation}" for name, member in tuple(self._missing.items()))
+
+    def give_up(self, generator_id: str, incarnation: str) -> None:
+        """This generator is gone: it is waited for no more. From any thread."""
+        self._given_up.put((generator_id, incarnation))
 
     def forget(self, generator_id: str) -> None:
         """This generator is gone. The group is rebuilt without it."""
@@ -176,7 +194,7 @@ class Publisher:
                 digest=sent,
                 checksums=checksums,
                 attempts=attempt,
-                dropped=tuple(sorted(before - set(checksums))),
+                dropped=tuple(sorted((before | self._missing.keys()) - set(checksums))),
             )
         raise WeightsError(
             f"weights {version} reached no generator in {ATTEMPTS} attempts; first failure: {first_failure}"
@@ -299,19 +317,29 @@ class Publisher:
         """Forget every member that is not there any more."""
         for name, member in list(self._members.items()):
             if not self._server.send(member.peer, Muster(epoch=self._epoch)):
-                del self._members[name]
-        missing = set(self._members)
+                self._leave_out(name, "it is not connected any more")
+        asked = set(self._members)
+        missing = set(asked)
         deadline = time.monotonic() + self._config.timeout_s
-        while missing and time.monotonic() < deadline:
+        while (missing := missing & self._members.keys()) and time.monotonic() < deadline:
             message = self._receive(deadline - time.monotonic())
             if isinstance(message, Present) and message.epoch == self._epoch:
                 missing.discard(message.generator_id)
-            elif isinstance(message, Join):  # it came, or came back, after the roll call began
-                self._server.send(self._members[message.generator_id].peer, Muster(epoch=self._epoch))
-                missing.add(message.generator_id)
+            elif message is not None and (
+                isinstance(message, Join) or message.generator_id in self._members.keys() - asked
+            ):  # it came, or came back, after the roll call began
+                name = message.generator_id
+                self._server.send(self._members[name].peer, Muster(epoch=self._epoch))
+                asked.add(name)
+                missing.add(name)
         for name in missing:
-            log.warning("%s did not answer within %.0f s and is left out", name, self._config.timeout_s)
-            del self._members[name]
+            self._leave_out(name, f"it did not answer a publication within {self._config.timeout_s:.0f} s")
+
+    def _leave_out(self, name: str, why: str) -> None:
+        """It may be alive, and join again."""
+        log.warning("%s is left out: %s", name, why)
+        self._missing[name] = member = self._members.pop(name)
+        self.on_left_out(name, member.incarnation, why)
 
     def _tell_all(self, message: Message) -> None:
         for member in self._members.values():
@@ -344,20 +372,23 @@ class Publisher:
                 late = ", ".join(expected)
                 failed = WeightsError(f"{late} did not {verb} {version} within {self._config.timeout_s:.0f} s")
                 for name in expected:
-                    self._members.pop(name, None)
+                    self._leave_out(name, f"it did not {verb} {version} within {self._config.timeout_s:.0f} s")
                 break
+        if failed is None and self._group is None:
+            failed = WeightsError(f"a generator was lost before it could {verb} {version}")
         if failed is not None:
             raise failed
         return answers
 
-    def _receive(self, timeout_s: float) -> Message | None:
-        """The next message; a Join is noted on the way."""
-        received = self._server.receive(max(0.0, timeout_s))
+    def _receive(self, timeout_s: float) -> ToPublisher | None:
+        """The next message, or None after `LOOK_EVERY_S` at most. A Join is noted, and who was given up is forgotten."""
+        received = self._server.receive(min(max(0.0, timeout_s), LOOK_EVERY_S))
+        self._forget_given_up()
         if received is None:
             return None
         peer, frames = received
         try:
-            message, _ = decode(frames, READ)
+            message = cast(ToPublisher, decode(frames, READ)[0])
         except WireError as error:
             log.warning("refused a message of %s: %s", peer, error)
             return None
@@ -366,7 +397,24 @@ class Publisher:
                 log.warning("refused a Join of %s from %s, who has joined as another", message.generator_id, peer)
                 return None
             self._members[message.generator_id] = Member(peer, message.incarnation)
+            self._missing.pop(message.generator_id, None)
+        elif not isinstance(message, SyncFailed):
+            self._welcome_back(message.generator_id, peer)
         return message
+
+    def _welcome_back(self, name: str, peer: str) -> None:
+        """It was late, and lives. If it was in no broadcast when the group broke it does not know, and will not join."""
+        if (member := self._missing.get(name)) is not None and member.peer == peer:
+            self._members[name] = Member(peer, member.incarnation)
+            del self._missing[name]
+
+    def _forget_given_up(self) -> None:
+        while not self._given_up.empty():
+            name, incarnation = self._given_up.get()
+            self._missing.pop(name, None)
+            if name in self._members and self._members[name].incarnation == incarnation:
+                log.warning("%s is gone", name)
+                self.forget(name)
 
     def _drop_group(self) -> None:
         if self._group is not None:

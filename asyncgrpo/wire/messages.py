@@ -245,11 +245,11 @@ class Waiting(Message):
 
 
 class NoMore(Message):
-    """Every prompt is trained (`exhausted`) or the run is to end (`draining`)."""
+    """Every prompt is trained (`exhausted`), or the run is to end: asked to (`draining`), or given up (`failing`)."""
 
     max_header_bytes: ClassVar[int] = 2**24
 
-    why: Literal["exhausted", "draining"]
+    why: Literal["exhausted", "draining", "failing"]
     counters: dict[str, float] = {}
     evals: tuple[EvalResult, ...] = ()
 
@@ -261,7 +261,9 @@ class Snapshot(Message):
 
     state: dict[str, Any]
     draining: bool = False
-    """The run was asked to end."""
+    """The run is to end."""
+    failing: bool = False
+    """Because it is given up."""
     counters: dict[str, float] = {}
     """As in a batch, of the same moment as the state."""
 
@@ -270,15 +272,25 @@ class Snapshot(Message):
 
 
 class Drain(Message):
-    """Grant no more leases and tell the learner to stop after its current step."""
+    """Grant no more leases and tell the learner to stop after its current step. The learner says it before its last
+    checkpoint, where it cannot go on."""
 
     reason: str
+    is_failure: bool = False
+    """The run is given up."""
 
 
 class GeneratorLost(Message):
-    """This generator's process is gone; its leases are free again."""
+    """This generator is of no use any more; its leases are free again.
+
+    The driver says it of one whose process is gone, to the buffer and to the learner's first rank; that rank says it to the
+    buffer of one that a publication left out, which may live and comes back with another Hello.
+    """
 
     generator_id: Name
+    incarnation: Name = ""
+    """Of the one that is meant; empty: whoever has the name."""
+    reason: str = "its process ended"
 
 
 # -- any process -> driver -------------------------------------------------------------------------------------------
@@ -299,6 +311,8 @@ class Pulse(Message):
     """A generator: the buffer that it works for."""
     step: int | None = None
     """The learner: optimizer steps done."""
+    missing: tuple[Name, ...] = ()
+    """Generators that it has lost touch with, as `<name>-<incarnation>`: the buffer, and the learner's first rank."""
 
 
 # -- driver -> any process -------------------------------------------------------------------------------------------

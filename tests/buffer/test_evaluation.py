@@ -90,7 +90,7 @@ def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_end
     for _ in range(MAX_ATTEMPTS - 1):
         now += 11.0
         late, results = evaluations.expire(now)
-        assert [lease.order for lease in late] == [0] and results == []
+        assert [lease.order for lease, _ in late] == [0] and results == []
         assert evaluations.lease("g", now).order == 0
     _, (result,) = evaluations.expire(now + 11.0)
     assert result.failures == {"lease_timeout": 1} and result.reward_mean == 1.0

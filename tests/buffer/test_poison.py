@@ -20,7 +20,21 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
 from asyncgrpo.types import Lease, Sampling, WeightVersion
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import PROTOCOL, GeneratorLost, Grant, Hello, LeaseFailed, Message, Serving
+from asyncgrpo.wire.messages import (
+    PROTOCOL,
+    Finished,
+    GeneratorLost,
+    Grant,
+    Hello,
+    LeaseFailed,
+    Message,
+    NoMore,
+    Published,
+    Serving,
+    Snapshot,
+    Take,
+    TakeSnapshot,
+)
 from tests.buffer.journals import delivered, group, journal
 from tests.buffer.test_buffer import deliver, lease_all, prompts, v
 from tests.buffer.test_recovery import start
@@ -262,6 +276,22 @@ def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
     assert line.grants() == {"a": [4, 5]}, "and then it is a generator like any other"
 
 
+def test_the_leases_of_a_generator_that_a_publication_left_out_are_free_at_once_and_answered_in_vain():
+    line, buffer = Line(), make_buffer(per_step=1, max_lag=0)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    said(service, "a-i", 1.0, *hello("a"))
+    lease = buffer._entries["1.0"].lease
+    said(service, "b-i", 1.0, *hello("b"))
+    assert line.grants() == {"a-i": [0]} and service.missing == ()
+    said(service, "learner", 2.0, GeneratorLost(generator_id="a", incarnation="an earlier one", reason="left out"))
+    assert line.grants() == {} and service.missing == ()
+    said(service, "learner", 2.0, GeneratorLost(generator_id="a", incarnation="i", reason="left out"))
+    assert line.grants() == {"b-i": [0]} and service.missing == ("a-i",)
+    assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease", "the rule of lag counts on the other one"
+    said(service, "a-i", 3.0, *hello("a"))
+    assert service.missing == ()
+
+
 def test_a_generator_with_more_room_that_may_get_nothing_does_not_keep_others_from_it():
     line, buffer = Line(), make_buffer(per_step=8)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
@@ -306,3 +336,19 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_instead_of_looking_for_e
         buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=index, attempts=3))
     with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(quarantine.jsonl"):
         buffer.lease("g", 0.0)
+
+
+def test_the_learner_is_told_to_save_before_a_buffer_without_a_prompt_to_lease_ends():
+    line, buffer = Line(), make_buffer(count=3, epochs=None)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    for index in range(3):
+        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=index, attempts=3))
+    said(service, "learner", 1.0, Published(version=v(0)), Take(step=0, version=v(0)))
+    said(service, "a", 2.0, *hello("a"))
+    service.turn(None, 3.0)
+    assert [message.why for _, message in line.sent if isinstance(message, NoMore)] == ["failing"]
+    said(service, "learner", 4.0, TakeSnapshot(published=v(0)))
+    assert [message.failing for _, message in line.sent if isinstance(message, Snapshot)] == [True]
+    said(service, "learner", 5.0, Finished())
+    with pytest.raises(DataError, match="is in quarantine"):
+        service.run()

@@ -82,6 +82,20 @@ def test_window_trains_the_prompts_in_their_order_whoever_finishes_first():
     assert [step(buffer, version) for version in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"window"}))  # of which the test before this one is
+def test_the_same_groups_make_the_same_batch_whoever_finished_first(policy):
+    """A prompt that was issued again is younger than those behind it, and is before them in the batch all the same."""
+    buffer, (first, second, *others) = started(policy, per_step=2, max_lag=1)
+    for lease in reversed(others):
+        buffer.accept(spanning(lease, 0), b"")
+    assert step(buffer, 0) == [2, 3]
+    buffer.fail(first.lease_id, "failed")
+    again = buffer.lease("g", 0.0)
+    buffer.accept(spanning(again, 1), b"")
+    buffer.accept(spanning(second, 0), b"")
+    assert again.order == 0 and step(buffer, 1) == [0, 1]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_batch_is_small_while_another_group_is_under_way(policy):
     buffer, (first, second) = started(policy, count=2, per_step=2, max_lag=1)

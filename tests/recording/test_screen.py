@@ -336,6 +336,14 @@ def test_the_summary_counts_a_bad_sync_and_a_restart():
     assert "1 of 2 proved by checksum" in text and "restarts      1" in text
 
 
+def test_a_publication_that_missed_a_generator_is_a_warning_with_its_name():
+    degraded = sync(2, engines=1, left_out=["generator-1"])
+    progress = Progress.of([START, sync(1), degraded])
+    assert list(progress.warnings) == ["v2 -> 1 engine, 12 ms, checksum ok, without generator-1"]
+    assert line_of(degraded, progress) == f"warning: {progress.warnings[-1]}" and progress.num_bad_syncs == 0
+    assert line_of(sync(1), progress) is None
+
+
 @pytest.mark.parametrize("events", [[], [START, step(1, lags={}, reward_mean=None)], RUN])
 def test_curves_are_drawn_whatever_there_is(events, tmp_path):
     path = plot(events, tmp_path / "curves.png")

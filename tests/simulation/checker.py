@@ -170,6 +170,8 @@ class Checker:
         self._require(version.lineage == life.lineage, "lineage", f"a step at {version} in lineage {life.lineage}")
         step = life.first_step + len(life.steps)
         self._require(version.version == step, "resume", f"step {step} starts at version {version}")
+        orders = [group.order for group in groups]
+        self._require(orders == sorted(orders), "P25 order of a batch", f"{version} trains {orders}")
         before = {order for orders in self._history for order in orders}
         for group in groups:
             self._require(
@@ -278,7 +280,8 @@ class Checker:
         burned = outcomes["dropped_unscored"] + buffer.filtered["unscored"]
         if burned and not self._rewards_fail:
             raise Violation(f"P24 outages: {burned} prompts done without a reward, though none fails but in an outage")
-        if buffer.version is not None and buffer.version not in life.proven:
+        # A step whose weights reach nobody counts in the last checkpoint, when nothing is leased any more.
+        if buffer.version is not None and buffer.version not in life.proven and not buffer.draining:
             raise Violation(f"P10 proof: {buffer.version} counts, unproven")
 
     def granted(self, peer: str, lease: Lease, serves: WeightVersion | None) -> None:

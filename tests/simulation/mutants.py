@@ -12,7 +12,7 @@ import msgspec
 
 from asyncgrpo.buffer import policies
 from asyncgrpo.buffer.buffer import Buffer, Entry, State
-from asyncgrpo.buffer.policies import Mask, Policy, Window
+from asyncgrpo.buffer.policies import Mask, Policy, Wait, Window
 from asyncgrpo.buffer.quarantine import Quarantine
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.buffer.suspects import Suspects
@@ -229,6 +229,23 @@ def stale_for_ever() -> list[Change]:
 def window_by_completion() -> list[Change]:
     """A window closes over whatever is here first."""
     return [(Window, "select", Policy.select)]
+
+
+@mutant
+def batch_by_age() -> list[Change]:
+    """A batch is in the order in which its groups were chosen, which depends on who finished first."""
+
+    class Chosen(list):
+        def sort(self, **_: Any) -> None:
+            """Stays as it is."""
+
+    select = Wait.select
+
+    def chosen(self: Wait, *arguments: Any) -> list | None:
+        batch = select(self, *arguments)
+        return None if batch is None else Chosen(batch)
+
+    return [(Wait, "select", chosen)]
 
 
 @mutant

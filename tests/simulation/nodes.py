@@ -90,6 +90,7 @@ class GeneratorHost:
         self.world = world
         self.name = f"generator-{index}"
         self.index = index
+        self.incarnation = str(incarnation)
         self.peer = f"{self.name}-{incarnation}"
         self.is_alive = True
         self.may_fail = False
@@ -193,7 +194,7 @@ class Publisher:
         self._rng = rng
         self._members: dict[str, GeneratorHost] = {}
         self._new: set[str] = set()
-        self._newest: WeightVersion | None = None
+        self.on_left_out: Callable[[str, str, str], None] = lambda name, incarnation, why: None
         self.cut_until: dict[str, float] = {}
 
     def join_later(self, host: GeneratorHost) -> None:
@@ -233,6 +234,7 @@ class Publisher:
             self._new.discard(peer)
             if peer not in swapped:
                 self._members.pop(peer, None)
+                self.on_left_out(host.name, host.incarnation, "it did not swap")
                 if host.is_alive:
                     self.join_later(host)
         if not swapped:
@@ -262,6 +264,9 @@ class Publisher:
 
 class Trainer:
     """Stands for `learner.Learner`: a step takes its time."""
+
+    steps = 0
+    """Updates made: no step ends in the middle."""
 
     def __init__(self, world: "World", rng: random.Random) -> None:
         self._world = world

@@ -1,5 +1,12 @@
 """Weights reach real receiver threads over a real gloo group, whatever happens to some of them on the way."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -118,6 +125,57 @@ def test_a_generator_that_is_gone_is_left_out_and_named(plane):
     assert dying.version == WeightVersion(1, 0)
 
 
+class Frozen(Engine):
+    """Swaps once, and then stands still in the middle of a swap until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def apply(self, tensors, version: WeightVersion) -> str:
+        if self.version is not None:
+            self.let_go.wait(60.0)
+        return super().apply(tensors, version)
+
+
+def test_whoever_does_not_answer_is_named_at_once_and_comes_back_by_itself(plane):
+    publisher, add = plane
+    told, frozen = [], Frozen()
+    publisher.on_left_out = lambda *details: told.append((*details, publisher.missing))
+    add("generator-0", Engine())
+    add("generator-1", frozen, "1.4")
+    publisher.wait_for(2, 10.0, lambda what, seconds: None)
+    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    assert not told and publisher.missing == ()
+    publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+    assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
+    assert told == [("generator-1", "1.4", "it did not swap to 1.1 within 3 s", ("generator-1-1.4",))]
+    assert publisher.publish(WeightVersion(1, 2), lambda: weights(2)).dropped == ("generator-1",), "not back yet"
+    frozen.let_go.set()
+    publisher.wait_for(2, 10.0, lambda what, seconds: None)
+    assert publisher.missing == ()
+    publication = publisher.publish(WeightVersion(1, 3), lambda: weights(3))
+    assert publication.generators == ("generator-0", "generator-1") and publication.dropped == ()
+    assert_holds(frozen, weights(3))
+
+
+def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
+    publisher, add = plane
+    monkeypatch.setattr(publisher, "_config", WeightsConfig(bucket_mb=1, timeout_s=600.0))  # nobody would wait for this
+    told, frozen = [], Frozen()
+    publisher.on_left_out = lambda *details: told.append(details)
+    add("generator-0", Engine())
+    add("generator-1", frozen, "1.4")
+    publisher.wait_for(2, 10.0, lambda what, seconds: None)
+    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    publisher.give_up("generator-1", "1.3")  # the one before it
+    threading.Timer(0.5, publisher.give_up, ("generator-1", "1.4")).start()
+    publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+    assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
+    assert publication.attempts == 2 and publisher.missing == () and not told, "who gave it up has told everyone"
+    frozen.let_go.set()
+
+
 def test_when_all_are_gone_the_next_that_comes_gets_the_version(plane):
     publisher, add = plane
     gone = [add("generator-0", Engine()), add("generator-1", Engine())]
@@ -181,3 +239,39 @@ def test_buckets_hold_every_tensor_once_and_align_each():
     assert [info.name for info, _ in items] == [info.name for info in LAYOUT]
     assert all(offset % 16 == 0 for _, offset in items)
     assert len(buckets) == 3  # the large tensor is alone
+
+
+RECEIVER = """
+import sys, time
+from asyncgrpo.weights.receiver import Receiver
+receiver = Receiver(
+    sys.argv[1], generator_id="generator-1", incarnation="1.0", host="127.0.0.1", keys=None,
+    apply=lambda tensors, version: str(sum(float(tensor.double().sum()) for _, tensor in tensors)),
+)
+receiver.start()
+while receiver.is_alive:
+    time.sleep(0.1)
+"""
+
+
+def test_a_process_that_is_stopped_is_left_out_and_comes_back_when_it_goes_on(plane):
+    publisher, add = plane
+    add("generator-0", Engine())
+    process = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER, publisher.endpoint],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    try:
+        publisher.wait_for(2, 60.0, lambda what, seconds: None)
+        assert publisher.publish(WeightVersion(1, 0), lambda: weights(0)).dropped == ()
+        process.send_signal(signal.SIGSTOP)
+        publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+        assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
+        assert publisher.missing == ("generator-1-1.0",)
+        process.send_signal(signal.SIGCONT)
+        publisher.wait_for(2, 60.0, lambda what, seconds: None)
+        publication = publisher.publish(WeightVersion(1, 2), lambda: weights(2))
+        assert publication.generators == ("generator-0", "generator-1") and publisher.missing == ()
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,125 @@
+"""The generators as the driver sees them, without Ray: who is ended, who is told, and when something started again."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncgrpo.cluster import fleet as module
+from asyncgrpo.cluster.actors import Setup
+from asyncgrpo.cluster.fleet import BACKOFF_S, Fleet
+from asyncgrpo.config import Config, DataConfig, GeneratorConfig, ModelConfig
+from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.wire.messages import Moved
+
+HOME = Moved(buffer_endpoint="b", weights_endpoint="w")
+
+
+class Ray:
+    """Starts actors whose methods end when a test says so."""
+
+    def __init__(self) -> None:
+        self.killed: list[Any] = []
+
+    def remote(self, kind: type) -> Any:
+        method = SimpleNamespace(remote=lambda *arguments: object())
+        return SimpleNamespace(
+            options=lambda **options: SimpleNamespace(remote=lambda *a: SimpleNamespace(start=method, run=method))
+        )
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+
+class Watch:
+    """Hears of each generator what a test says: for how long it is silent, seconds."""
+
+    def __init__(self) -> None:
+        self.silent_s: dict[str, float] = {}
+        self.missed: dict[str, str] = {}
+
+    def ailment(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
+        age = self.silent_s.get(f"{name} {incarnation}", 0.0)
+        return f"silent for {age:.0f} s" if age > silent_s else None
+
+    def missing(self) -> dict[str, str]:
+        return self.missed
+
+    def home(self, name: str, incarnation: str) -> None:
+        return None
+
+    def has_begun(self, name: str, incarnation: str) -> bool:
+        return True
+
+    def forget(self, name: str) -> None:
+        """It is asked by incarnation."""
+
+
+class Core:
+    """Remembers which generators it was told are gone."""
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[str, str]] = []
+
+    def generator_lost(self, name: str, incarnation: str) -> None:
+        self.lost.append((name, incarnation))
+
+
+@pytest.fixture
+def plane(monkeypatch):
+    """A fleet of two, what it hears, whom it tells, and the events that it has written."""
+    ended: set[int] = set()
+    monkeypatch.setattr(module, "ray", Ray())
+    monkeypatch.setattr(module, "has_ended", lambda reference: id(reference) in ended)
+    monkeypatch.setattr(module, "BACKOFF_S", (0.0,) * len(BACKOFF_S))
+    config = Config(
+        model=ModelConfig(path="m"), data=DataConfig(train="t"), generators=GeneratorConfig(count=2, restarts=1)
+    )
+    setup = Setup(config, Path("run"), 1, None, None, "", config.generators.count)
+    watch, core, written = Watch(), Core(), []
+    events = SimpleNamespace(write=lambda event, **fields: written.append({"event": event, **fields}))
+    placement = SimpleNamespace(generator=lambda index: {})
+    fleet = Fleet(setup, placement, watch, events, on_address=lambda name, address: None)  # type: ignore[arg-type]
+    fleet.work_for(core, HOME)  # type: ignore[arg-type]
+    fleet.tend()
+    return fleet, watch, core, written
+
+
+def test_one_that_another_process_misses_may_be_silent_for_five_signs_of_life_only(plane):
+    fleet, watch, core, _ = plane
+    watch.silent_s = {"generator-0 1.0": 6.0, "generator-1 1.0": 4.0}
+    fleet.tend()
+    assert core.lost == [], "nobody misses them, and the limit of the configuration is far away"
+    watch.missed = {"generator-0-1.0": "learner-0", "generator-1-1.0": "learner-0"}
+    fleet.tend()
+    assert core.lost == [("generator-0", "1.0")]
+    watch.silent_s = {"generator-0 1.1": 6.0}  # it is still importing
+    fleet.tend()
+    assert core.lost == [("generator-0", "1.0")], "its successor is not missed by anyone"
+
+
+def test_a_restart_is_an_event_once_something_has_started(plane):
+    fleet, watch, core, written = plane
+    assert written == []
+    watch.silent_s = {"generator-1 1.0": 500.0}
+    fleet.tend(may_restart=False)
+    assert core.lost == [("generator-1", "1.0")] and written == []
+    watch.silent_s = {"generator-0 1.0": 500.0}
+    fleet.leave()
+    fleet.tend()
+    assert written == [], "there is no core to work for"
+    fleet.work_for(core, HOME)
+    fleet.tend()
+    assert written == [{"event": "restart", "actor": "generator-0", "reason": "silent for 500 s", "count": 1}]
+
+
+def test_one_that_may_not_start_again_is_no_restart_and_nothing_starts_while_the_run_ends(plane):
+    fleet, watch, _, written = plane
+    watch.silent_s = {"generator-0 1.0": 500.0}
+    fleet.tend()
+    watch.silent_s = {"generator-0 1.1": 500.0, "generator-1 1.0": 500.0}
+    with pytest.raises(AsyncGRPOError, match="generator-0 ended 2 times within an hour"):
+        fleet.tend()
+    fleet.tend(may_restart=False)
+    assert [event["actor"] for event in written] == ["generator-0"] and not fleet._running

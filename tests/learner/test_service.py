@@ -1,0 +1,190 @@
+"""The learner's loop with everything around it made up: what is in its last checkpoint, however the run ends."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncgrpo.config import Config, DataConfig, ModelConfig, RunConfig
+from asyncgrpo.errors import AsyncGRPOError, GeneratorsGone, StalledError, TrainingError, WeightsError, WireError
+from asyncgrpo.learner.checkpoints import read_state
+from asyncgrpo.learner.inbox import Taken
+from asyncgrpo.learner.service import LearnerService
+from asyncgrpo.learner.team import Team
+from asyncgrpo.types import WeightVersion
+from asyncgrpo.wire.messages import Snapshot
+
+STEPS = 3
+"""Trained before something happens. The checkpoint before that is of step 2."""
+
+
+class Inbox:
+    """A buffer that knows by whom it was asked for what. `end` is what becomes of the batch after the last step."""
+
+    def __init__(self, end: AsyncGRPOError | str = "exhausted") -> None:
+        self.end = end
+        self.is_draining = self.is_failing = self.is_silent = False
+        self.version: WeightVersion | None = None
+        self.trained_in_snapshot: int | None = None
+
+    def take(self, step: int, version: WeightVersion, **_: Any) -> Taken:
+        if step < STEPS:
+            return Taken([], None, memoryview(b""), {}, 0.0)
+        if isinstance(self.end, AsyncGRPOError):
+            raise self.end
+        return Taken([], None, memoryview(b""), {}, 0.0, self.end)
+
+    def published(self, version: WeightVersion) -> None:
+        self.version = version
+
+    def give_up(self, reason: str) -> None:
+        self.is_draining = self.is_failing = True
+
+    def snapshot(self, within_s: float = 0.0) -> Snapshot:
+        if self.is_silent:
+            raise WireError("the buffer has said nothing for 60 s")
+        return Snapshot(
+            state={"done": self.version.version if self.version else 0},
+            draining=self.is_draining,
+            failing=self.is_failing,
+        )
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *arguments, **named: None
+
+
+class Publisher:
+    """Reaches someone for every version but those in `fails`."""
+
+    def __init__(self, fails: dict[int, AsyncGRPOError] | None = None, tell: Callable[[], None] = lambda: None) -> None:
+        self.fails, self.tell = fails or {}, tell
+        self.generators = ["generator-0"]
+
+    def wait_for(self, count: int, timeout_s: float, tell: Callable[[str, float], None]) -> None:
+        if not self.generators:
+            self.tell()
+            tell("generators", 0.0)
+
+    def publish(self, version: WeightVersion, tensors: Callable) -> None:
+        if (error := self.fails.get(version.version)) is not None:
+            self.generators = []
+            raise error
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Learner:
+    """Counts its updates; the last step may fail."""
+
+    def __init__(self, error: AsyncGRPOError | None = None, at: float = 0.0) -> None:
+        self.steps, self.error, self.at = 0, error, at
+        self.sent = None
+
+    def step(self, groups: list, version: WeightVersion) -> SimpleNamespace:
+        if self.error is not None and version.version == STEPS - 1:
+            self.steps += self.at > 0
+            raise self.error
+        self.steps += 1
+        return SimpleNamespace(seconds={})
+
+    def save(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+
+    def export(self, folder: str, tokenizer: str) -> None:
+        Path(folder).mkdir(parents=True)
+
+
+class Recorder:
+    """Remembers steps and how the run ended."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, float] = {}
+        self.steps: list[int] = []
+        self.ends: list[str] = []
+        self.events = SimpleNamespace(write=lambda *arguments, **named: None)
+
+    def step(self, step: int, *_: Any) -> None:
+        self.steps.append(step)
+
+    def end(self, status: str, step: int) -> None:
+        self.ends.append(status)
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *arguments, **named: None
+
+
+def service(folder: Path, inbox: Inbox, publisher: Publisher | None = None, learner: Learner | None = None):
+    config = Config(
+        model=ModelConfig(path="m"), data=DataConfig(train="t"), run=RunConfig(checkpoint_every=2, eval_every=100)
+    )
+    return LearnerService(
+        config, learner or Learner(), Team(0, 1), inbox, publisher or Publisher(), Recorder(),
+        lineage=1, run_dir=folder, start_with=1, last_step=None,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def saved(folder: Path) -> tuple[int, int]:
+    """Step of the newest checkpoint, and what its prompts say of the same."""
+    state = read_state(max((folder / "checkpoints").glob("step_*")))
+    return state.step, state.prompts["done"]
+
+
+@pytest.mark.parametrize("why", ["draining", "failing"])
+def test_a_run_that_is_to_end_has_a_checkpoint_of_its_last_step(tmp_path: Path, why: str):
+    learner = service(tmp_path, Inbox(why))
+    assert learner.run() == {"draining": "drained", "failing": "failed"}[why]
+    assert saved(tmp_path) == (3, 3)
+    assert learner._recorder.ends == (["drained"] if why == "draining" else []), "who gives it up says that it failed"
+
+
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_so_it_has_where_the_weights_of_that_step_reach_nobody_any_more(tmp_path: Path, is_failure: bool):
+    inbox = Inbox()
+
+    def ask_to_end() -> None:
+        inbox.is_draining, inbox.is_failing = True, is_failure
+
+    learner = service(tmp_path, inbox, Publisher({3: GeneratorsGone("all of them")}, ask_to_end))
+    assert learner.run() == ("failed" if is_failure else "drained")
+    assert saved(tmp_path) == (3, 3)
+    assert learner._recorder.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("error", [StalledError("nothing to train for 60 s"), AsyncGRPOError("something else")])
+def test_a_learner_that_cannot_go_on_saves_what_it_has_done_and_raises_why(tmp_path: Path, error: AsyncGRPOError):
+    inbox = Inbox(error)
+    with pytest.raises(type(error), match=str(error)):
+        service(tmp_path, inbox).run()
+    assert saved(tmp_path) == (3, 3) and inbox.is_draining, "nothing is leased for weights that nobody has proven"
+
+
+def test_so_it_does_when_engines_hold_other_weights(tmp_path: Path):
+    with pytest.raises(WeightsError):
+        service(tmp_path, Inbox(), Publisher({3: WeightsError("engines hold different weights")})).run()
+    assert saved(tmp_path) == (3, 3)
+
+
+def test_after_an_update_that_was_not_made_the_weights_are_those_of_the_step_before(tmp_path: Path):
+    with pytest.raises(TrainingError):
+        service(tmp_path, Inbox(), learner=Learner(TrainingError("3 in a row"))).run()
+    assert saved(tmp_path) == (2, 2)
+
+
+def test_weights_between_two_steps_are_not_saved(tmp_path: Path, caplog):
+    inbox = Inbox()
+    learner = service(tmp_path, inbox, learner=Learner(TrainingError("3 in a row"), at=0.5))
+    with pytest.raises(TrainingError):
+        learner.run()
+    assert not inbox.is_draining and "between two steps" in caplog.text
+
+
+def test_without_a_buffer_there_is_no_checkpoint_and_the_reason_for_the_end_stands(tmp_path: Path, caplog):
+    inbox = Inbox(StalledError("nothing to train for 60 s"))
+    learner = service(tmp_path, inbox)
+    inbox.give_up = lambda reason: setattr(inbox, "is_silent", True)  # type: ignore[method-assign]
+    with pytest.raises(StalledError, match="nothing to train"):
+        learner.run()
+    assert saved(tmp_path) == (2, 2) and "no last checkpoint: the buffer has said nothing" in caplog.text
