@@ -72,7 +72,8 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
     try:
         yield
     except Exception:
-        scratch.keep()  # Ray's logs may say why
+        if address is None:
+            scratch.keep()  # Ray's logs may say why
         raise
     finally:
         ray.shutdown()
