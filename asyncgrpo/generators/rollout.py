@@ -74,6 +74,7 @@ class GroupUnderWay:
         """
         self._reward_works = reward_works
         self._may_score_again = reward_works is not None
+        self._is_scoring_again = False
         self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
         trains = lease.purpose == "train"
         self._retries = redundancy.retries if trains else 0
@@ -153,14 +154,16 @@ class GroupUnderWay:
         while True:
             if self._failure is not None:
                 raise self._failure
-            chosen = choose(self._launched, self._lease.num_answers, is_late=is_late)
+            # What is scored again waits for the reward to work: its failures are no reason to do without it.
+            is_cut = is_late and not self._is_scoring_again
+            chosen = choose(self._launched, self._lease.num_answers, is_late=is_cut)
             has_baseline = all(one.score is not None for one in self._baseline)
             if chosen is not None and has_baseline and self._is_unscored([*chosen, *self._baseline]):
                 self._begin_to_score_again([*chosen, *self._baseline])
                 continue
-            if chosen is not None and has_baseline and (not is_late or len(chosen) >= self._min_answers):
+            if chosen is not None and has_baseline and (not is_cut or len(chosen) >= self._min_answers):
                 return chosen
-            if is_late:
+            if is_cut:
                 done = 0 if chosen is None else len(chosen)
                 raise TooFewAnswers(
                     f"{done} of {self._lease.num_answers} answers were done after {self._cut_after_s:.0f} s"
@@ -168,7 +171,7 @@ class GroupUnderWay:
                 )
             self._changed.clear()
             try:
-                async with asyncio.timeout_at(cut_at_s):
+                async with asyncio.timeout_at(None if is_late else cut_at_s):
                     await self._changed.wait()
             except TimeoutError:
                 is_late, self._sampled_s = True, asyncio.get_running_loop().time()
@@ -179,7 +182,7 @@ class GroupUnderWay:
         return self._may_score_again and scored < min(2, len(some)) and any(map(_may_yet_be_scored, some))
 
     def _begin_to_score_again(self, some: list[Launched]) -> None:
-        self._may_score_again = False
+        self._may_score_again, self._is_scoring_again = False, True
         failed = [(one, one.score) for one in some if _may_yet_be_scored(one) and one.score is not None]
         for one, _ in failed:
             one.score = None
@@ -199,6 +202,7 @@ class GroupUnderWay:
                 break
         for (one, _), score in zip(failed, scores, strict=True):
             one.score = score
+        self._is_scoring_again = False
         self._changed.set()
 
     async def _end_the_rest(self, chosen: list[Launched]) -> Discarded:

@@ -300,3 +300,18 @@ def test_a_prompt_whose_reward_always_fails_is_told_from_an_outage():
     serve(generator, range(6), 2.0, 40.0)
     unscored = {m.group_id for m in generator.delivered if all(r.score.failure for r in m.rollouts)}
     assert unscored == {"1.3"} and len({m.group_id for m in generator.delivered}) == 6
+
+
+def test_a_group_that_is_due_in_an_outage_is_not_cut_down_to_what_failed():
+    """Of a reserve all have failed as well, and would fill the places."""
+    generator = Generator(redundancy=Redundancy(extra=2), reward=Outage(0.0, 30.0))
+    loop = VirtualLoop()  # type: ignore[abstract]
+    loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=msgspec.structs.replace(LEASE, cut_after_s=8.0, min_answers=2)))
+    loop.run_until(29.0)
+    assert generator.delivered == []
+    loop.run_until(50.0)
+    assert all(rollout.score.value == 1.0 for rollout in generator.delivered[0].rollouts)
+    generator.hear(Farewell())
+    loop.run_until(60.0)
