@@ -101,13 +101,15 @@ class Recorder:
     """Remembers steps and how the run ended."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, float] = {}
         self.steps: list[int] = []
         self.ends: list[str] = []
         self.events = SimpleNamespace(write=lambda *arguments, **named: None)
 
     def step(self, step: int, *_: Any) -> None:
         self.steps.append(step)
+
+    def last(self, counters: dict[str, float]) -> dict[str, float]:
+        return counters
 
     def end(self, status: str, step: int) -> None:
         self.ends.append(status)
