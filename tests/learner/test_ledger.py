@@ -145,4 +145,4 @@ def test_a_generator_that_is_left_out_was_not_restarted(recorder, tmp_path):
     recorder().sync(Publication(**fields, seconds=0.1, num_bytes=8, digest="d", attempts=2))
     progress = Progress.of(read_events(tmp_path / "metrics.jsonl"))
     assert progress.num_restarts == 0
-    assert list(progress.warnings) == ["generator-1 did not answer, and was left out of weights v3"]
+    assert list(progress.warnings) == ["v3 -> 1 engine, 100 ms, checksum ok, without generator-1"]
