@@ -1,0 +1,106 @@
+"""Bad inputs of every command: what each is answered with, how soon, and what it leaves behind.
+
+    python -m benchmarks.bad_inputs                    all, a JSON line each and a summary
+    python -m benchmarks.bad_inputs --only "reward"    those with this in their name
+    python -m benchmarks.bad_inputs --part 1/4         the first quarter, for a machine that is shared
+
+An answer is good if it is one sentence on stderr (`error: ...`; a line for each mistake where there are several), with an
+exit code other than 0, without a traceback, within ten seconds (`--soon-s`, for a machine that is busy), and nothing is
+left.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from asyncgrpo.data.demo import make_demo_model
+from benchmarks.bad_input_cases import CASES, GOOD, HEAD, Case, let_go, rows, write
+from benchmarks.measuring import show, where
+from benchmarks.trials import Ended, Fence
+
+KEPT = ("buffer.keep_journal=true", "run.checkpoint_every=2")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--part", default="1/1", help="which of how many equal parts of the cases")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="a command still going is killed")
+    parser.add_argument("--soon-s", type=float, default=10.0, help="the longest good answer")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    chosen = [case for case in CASES if options.only in case.name]
+    found = []
+    with Fence() as fence:
+        good = fence.work / "good"
+        make(good)
+        if any(case.needs_run for case in chosen):
+            made = fence.run("train", *GOOD, "--steps", "4", "--out", "run", *KEPT, cwd=good)
+            assert made.exit == 0, made.text
+            fence.left()
+        for number, case in enumerate(chosen):
+            if number * parts // len(chosen) == part - 1:
+                found.append(trial(fence, good, case, options))
+                show(found[-1])
+    show(summary(found, options.soon_s))
+
+
+def make(folder: Path) -> None:
+    """All that is right."""
+    folder.mkdir()
+    make_demo_model(folder / "model", seed=0)
+    rows(count=40)(folder)
+    rows(name="eval.json", count=8)(folder)
+    write("reward.py", HEAD + "return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3\n")(folder)
+
+
+def trial(fence: Fence, good: Path, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """One case in a folder of its own."""
+    folder = fence.work / "case"
+    shutil.copytree(good, folder, ignore=None if case.needs_run else shutil.ignore_patterns("run"))
+    case.make(folder)
+    ended = fence.run(*case.arguments, cwd=folder, limit_s=options.limit_s)
+    let_go()
+    left = {what: names for what, names in fence.left(within_s=5.0).items() if names}
+    lines = [line for line in ended.err.splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if line.lower().startswith("error")), lines[-1] if lines else "")
+    shutil.rmtree(folder)
+    return {
+        "case": case.name,
+        "exit": ended.exit,
+        "seconds": round(ended.seconds, 1),
+        "cpu_s": round(ended.cpu_s, 1),
+        "stderr_lines": len(lines),
+        "said": said[:400],
+        "traceback": ended.has_traceback,
+        "left": left,
+        "good": is_good(case, ended, lines, options.soon_s) and not left,
+    }
+
+
+def is_good(case: Case, ended: Ended, lines: list[str], soon_s: float) -> bool:
+    if ended.exit is None or ended.has_traceback:
+        return False
+    if ended.exit == 0:
+        return case.may_work
+    sentences = case.is_table or len(lines) == 1
+    return sentences and ended.exit in (1, 2) and lines[0].startswith("error: ") and ended.seconds <= soon_s
+
+
+def summary(found: list[dict[str, Any]], soon_s: float) -> dict[str, Any]:
+    return {
+        "benchmark": "bad inputs",
+        "cases": len(found),
+        "good": sum(one["good"] for one in found),
+        "tracebacks": [one["case"] for one in found if one["traceback"]],
+        "several_lines": [one["case"] for one in found if not one["good"] and one["stderr_lines"] > 1],
+        "late": [one["case"] for one in found if one["seconds"] > soon_s and not one["good"]],
+        "without_an_end": [one["case"] for one in found if one["exit"] is None],
+        "taken": [one["case"] for one in found if one["exit"] == 0 and not one["good"]],
+        "left_something": [one["case"] for one in found if one["left"]],
+    } | where()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Nine runs of a new user: three tasks in three formats of files, each killed, and gone on with after one change.
+
+    python -m benchmarks.new_user                 all nine, a JSON line each and a summary
+    python -m benchmarks.new_user --only evens    those of one task, or of one format or change
+
+The tasks are told by files alone: prompts, and a reward function as a person would write it. Each run is `asyncgrpo
+train` with a small random model on the CPU; its driver is killed at a random step, as a full memory would; then the
+command is typed again with one thing changed. A change that is refused is taken back, and the run is gone on with.
+"""
+
+import argparse
+import json
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncgrpo.data.demo import make_demo_model
+from benchmarks.measuring import show, where
+from benchmarks.trials import Ended, Fence, audited, events, last_step, rewards
+
+STEPS = 60
+START_WITHIN_S = 240.0
+TOLD = ("changed", "going on", "error", "warning", "note", "no effect", "starting again")
+
+IN_PLACE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    size = max(len(solution_str), len(ground_truth), 1)
+    right = sum(a == b for a, b in zip(solution_str, ground_truth))
+    found = sum(solution_str.count(c) > 0 for c in set(ground_truth)) / len(set(ground_truth))
+    return {"score": 0.7 * right / size + 0.3 * found, "exact": float(solution_str == ground_truth)}
+"""
+EVENS = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """As many even digits as the right answer says, and nothing else."""
+    wanted = int(ground_truth)
+    return sum(c in "02468" for c in solution_str[:wanted]) / max(wanted, len(solution_str))
+'''
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked for, and how it is scored."""
+
+    name: str
+    answer: Callable[[str], str]
+    reward: str
+    """Text of the file."""
+
+    def rows(self, seed: int, count: int) -> list[tuple[str, str]]:
+        """Prompts of three digits with their answers."""
+        prompts = random.Random(f"{self.name} {seed}").sample(range(1000), count)
+        return [(f"{prompt:03d}", self.answer(f"{prompt:03d}")) for prompt in prompts]
+
+
+TASKS = [
+    Task("complement", lambda digits: "".join(str(9 - int(digit)) for digit in digits), IN_PLACE),
+    Task("first", lambda digits: digits[0] * 3, IN_PLACE),
+    Task("evens", lambda digits: "3", EVENS),
+]
+
+
+def write_seeds(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
+    """The plain list of objects."""
+    found = [{"prompt": prompt, "ground_truth": answer, "data_source": task.name} for prompt, answer in rows]
+    path.with_suffix(".json").write_text(json.dumps(found, indent=1))
+    return path.with_suffix(".json")
+
+
+def write_trl(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
+    """A conversation, and the answer in a column of its own."""
+    found = [{"prompt": [{"role": "user", "content": prompt}], "solution": answer} for prompt, answer in rows]
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path.with_suffix(".jsonl")
+
+
+def write_verl(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
+    """As verl's examples of data preprocessing write it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = [
+        {
+            "data_source": task.name,
+            "prompt": [{"role": "user", "content": prompt}],
+            "ability": "digits",
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"split": path.stem, "index": index},
+        }
+        for index, (prompt, answer) in enumerate(rows)
+    ]
+    pq.write_table(pa.Table.from_pylist(found), path.with_suffix(".parquet"))
+    return path.with_suffix(".parquet")
+
+
+FORMATS = {"seeds": write_seeds, "trl": write_trl, "verl": write_verl}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is other when the command is typed again."""
+
+    name: str
+    flags: dict[str, str]
+    do: Callable[[Path], object] = lambda folder: None
+    """To the files, and `undo` takes it back."""
+    undo: Callable[[Path], object] = lambda folder: None
+
+
+def _edit_reward(folder: Path) -> None:
+    path = folder / "reward.py"
+    path.write_text(path.read_text() + "\n# the same, said otherwise\n")
+
+
+def _swap_data(folder: Path) -> None:
+    """Other rows in the same file."""
+    for path in folder.glob("train.*"):
+        other = folder / f"other{path.suffix}"
+        kept = path.read_bytes()
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+
+
+CHANGES = [
+    Change("learning rate", {"--lr": "2e-3"}),
+    Change("steps", {"--steps": str(STEPS + 10)}),
+    Change("rollout-n", {"--rollout-n": "8"}),
+    Change("evaluation", {"run.eval_every": "3"}),
+    Change("text of the reward", {}, _edit_reward),
+    Change("model", {"--model": "./other_model"}),
+    Change("rows of the data", {}, _swap_data, _swap_data),
+    Change("max-lag", {"--max-lag": "1"}),
+    Change("algorithm", {"--algorithm": "dr_grpo"}),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="part of a task's, a format's or a change's name")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    pairs = [(task, kind) for task in TASKS for kind in FORMATS]
+    plan = [
+        (task, kind, change)
+        for (task, kind), change in zip(pairs, CHANGES, strict=True)
+        if options.only is None or options.only in f"{task.name} {kind} {change.name}"
+    ]
+    found = []
+    with Fence() as fence:
+        for task, kind, change in plan:
+            found.append(trial(fence, task, kind, change, options.seed))
+            show(found[-1])
+    show(
+        {
+            "benchmark": "new user",
+            "runs": len(found),
+            "ended_well": sum(one["exit_at_end"] == 0 for one in found),
+            "audited_without_difference": sum(not one["audit_differences"] for one in found),
+            "left_nothing_at_the_end": sum(not any(one["left_at_the_end"].values()) for one in found),
+            "silent_about_the_change": [one["changed"] for one in found if not one["says_the_change"]],
+        }
+        | where()
+    )
+
+
+def trial(fence: Fence, task: Task, kind: str, change: Change, seed: int) -> dict[str, Any]:
+    """One run: started, killed, gone on with after the change, without it where that is refused."""
+    began = time.monotonic()
+    folder = fence.work / f"{task.name}-{kind}"
+    make(folder, task, kind, seed)
+    rng = random.Random(f"{task.name} {kind} {seed}")
+    kill_at = rng.randrange(6, STEPS - 15)
+    killed = kill(fence, folder, command(folder), kill_at)
+    after_kill = fence.left()
+    change.do(folder)
+    resumed = again = fence.run(*command(folder, change.flags), cwd=folder)
+    if resumed.exit != 0:
+        change.undo(folder)
+        again = fence.run(*command(folder), cwd=folder)
+    found = audited(fence, folder / "run")
+    said = told(resumed)
+    return {
+        "benchmark": "new user",
+        "task": task.name,
+        "format": kind,
+        "killed_at_step": killed,
+        "left_by_the_kill": after_kill,
+        "changed": change.name,
+        "exit_of_the_resume": resumed.exit,
+        "said": said,
+        "says_the_change": resumed.exit != 0 or any("changed" in line or "effect" in line for line in said),
+        "traceback": resumed.has_traceback or again.has_traceback,
+        "exit_at_end": again.exit,
+        "steps": last_step(folder / "run"),
+        "events": sorted({e["event"] for e in events(folder / "run")}),
+        "reward": rewards(folder / "run"),
+        "audit_differences": found["differences"],
+        "left_at_the_end": fence.left(),
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def make(folder: Path, task: Task, kind: str, seed: int) -> None:
+    """The files of a new user."""
+    folder.mkdir()
+    make_demo_model(folder / "model", seed=seed)
+    make_demo_model(folder / "other_model", seed=seed + 1)
+    rows = task.rows(seed, 500)
+    for name, part in (("train", rows[:400]), ("eval", rows[400:420]), ("other", rows[100:])):
+        FORMATS[kind](folder / name, task, part)
+    (folder / "reward.py").write_text(task.reward)
+
+
+def command(folder: Path, flags: dict[str, str] | None = None) -> list[str]:
+    """As it is typed, with some flags or keys otherwise."""
+    train, held_out = (next(folder.glob(f"{name}.*")).name for name in ("train", "eval"))
+    typed = {"--model": "./model", "--data": train, "--eval-data": held_out, "--reward-func": "reward.py"}
+    typed |= {"--n-gpus": "0", "--engine": "torch", "--steps": str(STEPS), "--out": "run", "--rollout-n": "16"}
+    typed |= {"--lr": "5e-3", "--max-lag": "2", "data.max_prompt_tokens": "32", "sampling.max_tokens": "4"}
+    typed |= {"buffer.prompts_per_step": "32", "run.checkpoint_every": "5", "run.eval_every": "20"}
+    typed |= flags or {}
+    options = [part for key, value in typed.items() if key.startswith("--") for part in (key, value)]
+    return ["train", *options, *(f"{key}={value}" for key, value in typed.items() if not key.startswith("--"))]
+
+
+def kill(fence: Fence, folder: Path, arguments: list[str], step: int) -> int | str:
+    """Start a run and kill its driver at this step or soon after. Returns the last step it told, or how it ended before."""
+    process = fence.start(*arguments, cwd=folder)
+    deadline = time.monotonic() + START_WITHIN_S
+    while last_step(folder / "run") < step:
+        if process.poll() is not None or time.monotonic() > deadline:
+            fence.kill_all()
+            return f"exit {process.wait()} before step {step}: {fence.said().strip()[-300:]}"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return last_step(folder / "run")
+
+
+def told(ended: Ended) -> list[str]:
+    """What a resume says of itself and of its changes."""
+    return [line[:300] for line in ended.text.splitlines() if line.lower().startswith(TOLD)]
+
+
+if __name__ == "__main__":
+    main()

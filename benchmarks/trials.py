@@ -1,0 +1,207 @@
+"""What the trials of the whole command line share: a fenced place to run it in, and what a command leaves behind there.
+
+A fence has a HOME and a TMPDIR of its own, so that whatever a command writes beside its run folder is found, Ray's
+sessions included; and a mark in the environment that every process inherits, so that those that stay are found even when
+other runs go on beside it.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+
+from asyncgrpo.recording.events import read_events
+from benchmarks.measuring import ROOT
+
+MARK = "ASYNCGRPO_TRIAL"
+SHM = Path("/dev/shm")
+HARMLESS = {"home/.ray/auth_token", "home/.cache", "home/.config"}
+"""What Ray and matplotlib keep for every later run of the user."""
+ENDS = 5
+"""Steps averaged for the first and the last reward."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that is over."""
+
+    exit: int | None
+    """None: it was still going at its deadline, and was killed with all its processes."""
+    seconds: float
+    cpu_s: float
+    """CPU seconds of the command, and of those of its children that it waited for."""
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+    @property
+    def has_traceback(self) -> bool:
+        return "Traceback (most recent call last)" in self.text
+
+
+class Fence:
+    """A place to run commands in, for the length of a `with`."""
+
+    def __init__(self) -> None:
+        self.mark = secrets.token_hex(8)
+        # Short: a path of a socket has 107 bytes, and Ray puts 70 of its own after this.
+        self.root = Path(tempfile.mkdtemp(prefix="ag-", dir="/tmp"))
+        self.work = self.root / "work"
+        for name in ("home", "tmp", "work"):
+            (self.root / name).mkdir()
+        self._shared: set[str] = set()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._look_at_shared_memory, daemon=True)
+
+    def __enter__(self) -> "Fence":
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_all()
+        self._over.set()
+        self._watch.join()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        fenced = {"HOME": str(self.root / "home"), "TMPDIR": str(self.root / "tmp"), MARK: self.mark}
+        quiet = {"COLUMNS": "200", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return os.environ | fenced | quiet | {"PYTHONPATH": path}
+
+    def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start a command and go on; `said` is what it says, errors among the rest."""
+        with open(self.root / "tmp.out", "wb") as output:
+            return self._popen(arguments, cwd, output, subprocess.STDOUT)
+
+    def said(self) -> str:
+        """By the command that was started last."""
+        return (self.root / "tmp.out").read_text(encoding="utf-8", errors="replace")
+
+    def run(self, *arguments: str, cwd: Path | None = None, limit_s: float = 600.0) -> Ended:
+        """A command to its end, or to its deadline."""
+        out, err = self.root / "run.out", self.root / "run.err"
+        before, began = os.times(), time.monotonic()
+        with open(out, "wb") as to_out, open(err, "wb") as to_err:
+            process = self._popen(arguments, cwd, to_out, to_err)
+            try:
+                exit_: int | None = process.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                self.kill_all()
+                process.wait()
+                exit_ = None
+        seconds, after = time.monotonic() - began, os.times()
+        cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
+        return Ended(exit_, seconds, cpu_s, *texts)
+
+    def _popen(self, arguments: Iterable[str], cwd: Path | None, out: object, err: object) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "asyncgrpo", *arguments]
+        return subprocess.Popen(command, cwd=cwd or self.work, env=self.environment(), stdout=out, stderr=err)  # type: ignore[call-overload,no-any-return]
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of commands in this fence that live."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def kill_all(self) -> None:
+        """Whatever still lives in the fence."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def left(self, within_s: float = 15.0) -> dict[str, list[str]]:
+        """What the commands so far left: processes (given so long to end), Ray sessions, shared memory, other files.
+
+        What is found is ended and removed, so that the next look finds only what is new.
+        """
+        deadline = time.monotonic() + within_s
+        while (processes := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.3)
+        found = {"processes": _command_lines(processes)}
+        self.kill_all()
+        found["sessions"] = [path.name for path in sorted((self.root / "tmp").glob("**/session_2*")) if path.is_dir()]
+        found["shm"] = sorted(name for name in self._shared if (SHM / name).exists())
+        found["files"] = self._files()
+        self._clear(found["shm"])
+        return found
+
+    def _files(self) -> list[str]:
+        """Beside work and Ray's own: paths two levels deep, from the fence."""
+        paths = [path for top in ("home", "tmp") for path in (self.root / top).glob("*")]
+        paths += [inner for path in paths if path.is_dir() and path.parent.name == "home" for inner in path.glob("*")]
+        names = {
+            str(path.relative_to(self.root)) for path in paths if path.is_file() or not any(path.glob("session_*"))
+        }
+        return sorted(
+            n for n in names if n not in HARMLESS and Path(n).parent.as_posix() not in HARMLESS and n != "home/.ray"
+        )
+
+    def _clear(self, shared: Iterable[str]) -> None:
+        for path in (self.root / "tmp").glob("*"):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        for name in shared:
+            (SHM / name).unlink(missing_ok=True)
+        self._shared.clear()
+
+    def _look_at_shared_memory(self) -> None:
+        """Which names in /dev/shm our processes map: other runs have theirs beside them."""
+        while not self._over.wait(1.0):
+            for process in self.processes():
+                with contextlib.suppress(psutil.Error, OSError):
+                    maps = Path(f"/proc/{process.pid}/maps").read_text()
+                    paths = [row.partition(f"{SHM}/")[2] for row in maps.splitlines() if f"{SHM}/" in row]
+                    self._shared |= {path for path in paths if not path.endswith(" (deleted)")}
+
+
+def _command_lines(processes: Iterable[psutil.Process]) -> list[str]:
+    lines = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            lines.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+    return lines
+
+
+def audited(fence: Fence, run: Path) -> dict[str, object]:
+    """What `audit` finds in a run's folder."""
+    ended = fence.run("audit", str(run), "--json")
+    try:
+        found = json.loads(ended.out)
+    except json.JSONDecodeError:
+        return {"differences": [ended.text.strip()[-300:]]}
+    return {"differences": found["differences"], "groups": found["groups"], "prompts_done": found["prompts_done"]}
+
+
+def rewards(run: Path) -> list[float]:
+    """Mean rewards of the first and of the last steps."""
+    found = [e["reward_mean"] for e in events(run) if e["event"] == "step" and e["reward_mean"] is not None]
+    return [round(fmean(found[:ENDS]), 3), round(fmean(found[-ENDS:]), 3)] if found else []
+
+
+def events(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return list(read_events(path)) if path.exists() else []
+
+
+def last_step(run: Path) -> int:
+    """The newest in its events; 0 before the first."""
+    return max((event["step"] for event in events(run) if event["event"] == "step"), default=0)
