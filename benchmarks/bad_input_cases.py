@@ -7,6 +7,7 @@ finished `run` of four steps with its journal.
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import struct
@@ -42,6 +43,8 @@ class Case:
     needs_run: bool = False
     is_table: bool = False
     """Several things are wrong, and each may have a line."""
+    is_report: bool = False
+    """The answer is what the command is there to find: on stdout."""
     may_work: bool = False
     """Taking it is as good as refusing it."""
 
@@ -152,11 +155,10 @@ def without_template(folder: Path) -> None:
 
 
 def damage_line(folder: Path) -> None:
-    """In the middle of the events."""
+    """In the middle of the events: the first step."""
     path = folder / "run" / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[len(lines) // 2] = b'{"event": "step", "st\x00\xff\n'
-    path.write_bytes(b"".join(lines))
+    first = re.compile(rb'^{"event":"step".*$', re.MULTILINE)
+    path.write_bytes(first.sub(b'{"event": "step", "st\x00\xff', path.read_bytes(), count=1))
 
 
 FOLDERS = [
@@ -325,9 +327,9 @@ RUNS = [
         "a broken checkpoint", *RESUMED, make=cut("run/checkpoints/step_000004/resume/*.distcp", 0.3), needs_run=True
     ),
     train("a lineage that is no number", *RESUMED, make=write("run/lineage", "two"), needs_run=True),
-    other("broken events", "audit run", damage_line, needs_run=True),
+    other("broken events", "audit run", damage_line, needs_run=True, is_report=True),
     other("a broken state", "audit run", cut("run/checkpoints/step_000004/state.json", 0.5), needs_run=True),
-    other("no events", "audit run", remove("run/metrics.jsonl"), needs_run=True),
+    other("no events", "audit run", remove("run/metrics.jsonl"), needs_run=True, is_report=True),
     other("no journal", "audit run", remove("run/journal"), needs_run=True),
     other("no journal", "replay run", remove("run/journal"), needs_run=True),
     other("no settings", "replay run", remove("run/config.yaml"), needs_run=True),
@@ -384,8 +386,8 @@ OTHERS = [
     other("an unknown key", "config explain learner.rate"),
     other("a file that is not there", "config show nothing"),
     other("a bad value", "config show quickstart learner.lr=fast"),
-    other("a folder that cannot be made", "doctor --out /proc/new"),
-    other("a file for a folder", "doctor --out train.json"),
+    other("a folder that cannot be made", "doctor --out /proc/new", is_report=True),
+    other("a file for a folder", "doctor --out train.json", is_report=True),
 ]
 
 CASES = [*CONFIGURATION, *DATA, *REWARDS, *MODELS, *RUNS, *FOLDERS, *OTHERS]

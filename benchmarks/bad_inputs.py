@@ -84,8 +84,11 @@ def is_good(case: Case, ended: Ended, lines: list[str], soon_s: float) -> bool:
         return False
     if ended.exit == 0:
         return case.may_work
-    sentences = case.is_table or len(lines) == 1
-    return sentences and ended.exit in (1, 2) and lines[0].startswith("error: ") and ended.seconds <= soon_s
+    if ended.exit not in (1, 2) or ended.seconds > soon_s:
+        return False
+    if case.is_report:
+        return bool(ended.out.strip())
+    return bool(lines) and lines[0].startswith("error: ") and (case.is_table or len(lines) == 1)
 
 
 def summary(found: list[dict[str, Any]], soon_s: float) -> dict[str, Any]:

@@ -204,10 +204,10 @@ def tenths(journal: list[tuple[float, int]]) -> list[float]:
     """The largest size in each tenth of the time, 10⁶ bytes. A journal that is kept short stays flat."""
     if not journal:
         return []
-    first, last = journal[0][0], journal[-1][0] + 1e-9
+    first, last = journal[0][0], journal[-1][0]
     most = [0] * 10
     for at, size in journal:
-        place = int(10 * (at - first) / (last - first))
+        place = min(9, int(10 * (at - first) / max(last - first, 1.0)))
         most[place] = max(most[place], size)
     return [round(size / 1e6, 3) for size in most]
 
