@@ -282,7 +282,7 @@ _DIAGNOSTIC_GAUGES: dict[str, prometheus.Gauge] = {
 
 
 def observe_step(step: Mapping[str, Any]) -> None:
-    """Move the learner's metrics by one `step` event (fields: `recording/events.py`), so that both say the same.
+    """Move the learner's metrics by one `step` event (fields: `recording/event_kinds.py`), so that both say the same.
 
     Absent and None fields leave their gauge alone. `seconds` feeds `learner_seconds_total` and `step_seconds`.
     """

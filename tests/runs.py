@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
+
+from asyncgrpo.recording.event_kinds import KINDS
 
 REPOSITORY = Path(__file__).parent.parent
 MARK = "ASYNCGRPO_TEST_RUN"
@@ -48,10 +51,20 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> No
 
 
 def events(run: Path, kind: str) -> list[dict]:
-    """Those of `kind`; none while there is no file. A line that is being written is left out."""
+    """Those of `kind`, each as it is declared; none while there is no file. A line that is being written is left out."""
     path = run / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    found = [event for event in map(json.loads, lines) if event["event"] == kind]
+    for event in found:
+        assert_declared(event)
+    return found
+
+
+def assert_declared(event: dict) -> None:
+    """Its fields are those of its kind, with values of their types."""
+    fields = KINDS[event["event"]].fields
+    for name in event.keys() - {"event", "time"}:
+        msgspec.convert(event[name], fields[name].type)  # raises what does not fit
 
 
 def marked(mark: Path) -> list[psutil.Process]:

@@ -1,6 +1,6 @@
 """The pages name only what exists: commands, files, settings, messages; and the table of settings is today's.
 
-`python -m tests.test_docs` writes the table of `docs/configuration.md` anew.
+`python -m tests.test_docs` writes the tables of `docs/configuration.md` and `docs/metrics-file.md` anew.
 """
 
 import re
@@ -8,17 +8,20 @@ from pathlib import Path
 
 import pytest
 import typer
+from msgspec import inspect
 
 from asyncgrpo.cli import app
 from asyncgrpo.config_help import knobs, sections, type_in_words, value_in_words
 from asyncgrpo.config_verl import verl_keys
+from asyncgrpo.recording.event_kinds import KINDS
 from asyncgrpo.wire import messages
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("README*.md")), ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-FIRST = "<!-- KEYS: written by `python -m tests.test_docs`; do not edit by hand -->\n"
-LAST = "<!-- END OF KEYS -->"
+EVENTS = ROOT / "docs" / "metrics-file.md"
+FIRST = "<!-- TABLE: written by `python -m tests.test_docs`; do not edit by hand -->\n"
+LAST = "<!-- END OF TABLE -->"
 
 # Folders and files at the top of the repository that a page may mean when it writes a path.
 _TOP = r"(?:asyncgrpo|benchmarks|configs|docs|ops|packaging|requirements|tests|\.ci)/"
@@ -51,10 +54,26 @@ def keys_table() -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def with_keys_table(page: str) -> str:
-    before, _, rest = page.partition(FIRST)
-    _, _, after = rest.partition(LAST)
-    return before + FIRST + keys_table() + LAST + after
+def events_table() -> str:
+    """Every event of `metrics.jsonl` and its fields, as Markdown."""
+    lines: list[str] = []
+    for name, kind in KINDS.items():
+        lines += ["", f"### {name}", "", kind.meaning, "", "| field | type | present | meaning |", "|---|---|---|---|"]
+        for field, (type_, meaning, is_needed) in kind.fields.items():
+            words = type_in_words(inspect.type_info(type_)).removeprefix("a ")
+            lines.append(f"| `{field}` | {words} | {'always' if is_needed else 'optional'} | {meaning} |")
+    return "\n".join(lines) + "\n\n"
+
+
+TABLES = {CONFIGURATION: keys_table, EVENTS: events_table}
+
+
+def with_table(path: Path) -> str:
+    """The page, its table written anew."""
+    before, first, rest = path.read_text(encoding="utf-8").partition(FIRST)
+    _, last, after = rest.partition(LAST)
+    assert first and last, f"{path} has no place for its table"
+    return before + FIRST + TABLES[path]() + LAST + after
 
 
 def code_of(text: str) -> list[str]:
@@ -117,9 +136,9 @@ def names_all(meant: str, said: str) -> bool:
     return meant != "" and all(f"`{key}`" in said for key in meant.split(" and "))
 
 
-def test_the_table_of_settings_is_todays():
-    page = CONFIGURATION.read_text(encoding="utf-8")
-    assert page == with_keys_table(page), "run `python -m tests.test_docs`"
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
+def test_the_table_of_a_page_is_todays(path: Path):
+    assert path.read_text(encoding="utf-8") == with_table(path), "run `python -m tests.test_docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -168,4 +187,5 @@ def test_both_readmes_have_the_same_sections_commands_and_names():
 
 
 if __name__ == "__main__":
-    CONFIGURATION.write_text(with_keys_table(CONFIGURATION.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in TABLES:
+        path.write_text(with_table(path), encoding="utf-8")

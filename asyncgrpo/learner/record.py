@@ -208,7 +208,7 @@ def _generated(event: Event) -> int:
 
 
 def step_fields(groups: list[Group], version: WeightVersion, report: StepReport) -> dict[str, Any]:
-    """What a `step` event says of a batch and of its step (`recording/events.py` lists the fields)."""
+    """What a `step` event says of a batch and of its step (`recording/event_kinds.py` lists the fields)."""
     rollouts = [r for g in groups for r in g.rollouts if r.completion.index < report.group_size]
     rewards = np.array([r.score.value for r in rollouts if r.score.value is not None], dtype=np.float64)
     lengths = [len(r.completion.token_ids) for r in rollouts]

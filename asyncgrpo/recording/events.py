@@ -4,58 +4,7 @@ It is the source of the live screen, the curves, the summary and the outside log
 as `write` returns; a line torn by a crash is cut off when the file is opened again; and a step that is trained again
 after a resume replaces the one that was lost, so no curve shows a step twice.
 
-Every event has `event` (its kind) and `time` (Unix seconds). Fields by kind; [x] marks one that may be absent or null:
-
-| kind | fields |
-|---|---|
-| start | run; lineage, version, step: where it begins; sizes: one sentence; [steps], [prompts]: of the whole run; |
-| | [recovered]: {what: groups of earlier starts}; [overrides]: of a replay, what it changes; after an earlier start: |
-| | [generated]: tokens that it had said by then; [undone_steps]: that it had done and that are trained again |
-| changed | key, before, now: a setting that is not what it was in the start before; effect: "applied", or "ignored" where |
-| | the checkpoint decides. Before the `start` event |
-| step | see below |
-| sync | version: "1.17"; engines: that proved to hold it; ms; checksum: "ok" or what was wrong; bytes; |
-| | [left_out]: names of the generators that it did not reach |
-| eval | step; version: asked for; versions_answered: list; reward_mean; answers; ms |
-| checkpoint | step, path, seconds |
-| restart | actor: "generator-0"; reason; [count]: restarts of it so far |
-| fault | fault: "kill"; actor: whom `--chaos` did it to |
-| recovered | fault, actor; seconds: from the fault until every process was up and a step was trained |
-| drain | reason: why no new groups are leased |
-| warning | about: "signal" or "evaluation" (`recording/training_watch.py`), or "filter" (`buffer/signal.py`); text |
-| stall | what: is awaited; seconds: for how long so far |
-| reward_failed | actor; failure: its kind; detail; count: of the kind, for the first, about the tenth, the hundredth... |
-| rewards_paused | actor; reason: the last failure; probe_in_s: until the next probe; again after each that fails |
-| rewards_resumed | actor; seconds: for which its rewards were paused |
-| lease_failed | actor; reason; detail; count: for the first, the tenth, the hundredth... of this reason |
-| end | status: "done", "drained" or "failed"; step; [reason]; [tokens]; [dropped], [filtered], [discarded]: since the |
-| | last step |
-
-| field of a step | meaning |
-|---|---|
-| step, version | optimizer steps so far; "lineage.version" of the weights it made |
-| reward_mean, reward_std, reward_max | over the answers of the step that have a score |
-| [reward_parts] | {name: mean} of the named parts of the rewards |
-| loss, grad_norm, lr, entropy, clip_ratio | norm before clipping; entropy in nats; share of tokens clipped |
-| importance_mean, importance_capped | mean ratio proximal / behaviour policy; share of tokens above its upper bound |
-| [kl_reference], [value_loss] | mean KL to the reference model, nats; mean loss of the critic |
-| diagnostics | {name: number}: `ratio_report`, `update_report`, `lag_report` and shares of `algorithms/diagnostics.py` |
-| [logprob_gap_mean], [logprob_gap_max] | abs(learner - engine) log-prob, nats, on answers wholly by the current version |
-| lags | {"0": groups, "1": groups, ...}: trained groups by lag in optimizer steps |
-| answers, zero_signal_groups | trained; groups whose answers all have one reward |
-| signal_share | of the trained groups, how many have an advantage other than 0; the learning rate depends on it |
-| answer_length_mean, truncated_share | tokens; share of answers that ended by length |
-| tokens_trained, malformed_logprobs | of this step; answers left out for a behaviour log-prob that cannot be one |
-| [tokens] | {fate: sampled tokens} of the run so far: generated, and what that is made of (`learner/ledger.py`) |
-| tokens_generated, [tokens_dropped], [tokens_filtered], [prompts_done] | of the run so far, as the buffer counted |
-| failures, dropped | {name: answers} and {reason: groups}, both since the step before |
-| [filtered] | {kind: groups} that `algorithm.filter_zero_signal` replaced since the step before; kinds: all_equal_high |
-| | (reward above 0), all_equal_low, unscored. No other field of a step knows of these groups |
-| [discarded] | {why: answers} left out of groups since the step before: retried (sampled again), failed, spare (in |
-| | reserve), censored (cut at the deadline of their group) |
-| [bias] | {name: distance} of trained from generated groups (`buffer/bias.py`); none before enough are settled |
-| seconds | {activity: s}, sums to the step's wall time: wait_data, forward_backward, optimizer (or train for both), |
-| | publish, checkpoint, eval, other |
+Every event has `event` (its kind) and `time` (Unix seconds); `event_kinds.py` has the fields of each kind.
 """
 
 import errno
@@ -68,30 +17,11 @@ from typing import Any
 
 import msgspec
 
+from asyncgrpo.recording.event_kinds import KINDS
+
 log = logging.getLogger(__name__)
 
 Event = dict[str, Any]
-
-REQUIRED: dict[str, frozenset[str]] = {
-    "changed": frozenset({"key", "before", "now", "effect"}),
-    "start": frozenset({"run", "lineage", "version", "step", "sizes"}),
-    "step": frozenset({"step", "version", "reward_mean", "loss", "lags", "tokens_trained", "seconds"}),
-    "sync": frozenset({"version", "engines", "ms", "checksum"}),
-    "eval": frozenset({"step", "version", "reward_mean", "answers"}),
-    "checkpoint": frozenset({"step", "path", "seconds"}),
-    "restart": frozenset({"actor", "reason"}),
-    "fault": frozenset({"fault", "actor"}),
-    "recovered": frozenset({"fault", "actor", "seconds"}),
-    "drain": frozenset({"reason"}),
-    "warning": frozenset({"about", "text"}),
-    "stall": frozenset({"what", "seconds"}),
-    "reward_failed": frozenset({"actor", "failure", "detail", "count"}),
-    "rewards_paused": frozenset({"actor", "reason", "probe_in_s"}),
-    "rewards_resumed": frozenset({"actor", "seconds"}),
-    "lease_failed": frozenset({"actor", "reason", "detail", "count"}),
-    "end": frozenset({"status", "step"}),
-}
-"""Kinds, and the fields without which their readers cannot do."""
 
 _OF_A_STEP = frozenset({"step", "eval", "checkpoint"})
 
@@ -134,8 +64,10 @@ class EventLog:
         The file is opened anew each time: another process may have replaced it in `resume_at`. What a full disk refuses
         is kept and goes before the next event.
         """
-        assert event in REQUIRED, f"unknown event {event!r}"
-        assert not (missing := REQUIRED[event] - fields.keys()), f"event {event!r} lacks {sorted(missing)}"
+        kind = KINDS.get(event)
+        assert kind is not None, f"unknown event {event!r}"
+        assert not (missing := kind.needed - fields.keys()), f"event {event!r} lacks {sorted(missing)}"
+        assert not (extra := fields.keys() - kind.fields.keys()), f"event {event!r} has undeclared {sorted(extra)}"
         record = {"event": event, "time": self._clock(), **fields}
         self._unwritten += _encoder.encode(record) + b"\n"
         try:

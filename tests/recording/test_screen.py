@@ -39,7 +39,10 @@ def sync(n: int, **more) -> Event:
     }
 
 
-START = {"event": "start", "time": 1000.0, "run": "demo", "sizes": "8 prompts x 8 answers", "steps": 20, "step": 0}
+START = {
+    "event": "start", "time": 1000.0, "run": "demo", "lineage": 1, "version": "1.0", "step": 0,
+    "sizes": "8 prompts x 8 answers", "steps": 20,
+}  # fmt: skip
 EVAL = {"event": "eval", "time": 1021.0, "step": 10, "version": "1.10", "reward_mean": 0.45, "answers": 32}
 END = {"event": "end", "time": 1041.0, "status": "done", "step": 20}
 RUN = [START, *(event for n in range(1, 21) for event in (step(n), sync(n))), EVAL, END]
@@ -180,7 +183,7 @@ def test_a_file_gets_one_tidy_line_a_step(tmp_path):
     log = EventLog(tmp_path / "metrics.jsonl", clock=iter([1000.0, 1002.0, 1002.0, 1004.0, 1004.5, 1005.0]).__next__)
     for event in (START, sync(1), step(1), step(2), {**EVAL, "step": 2}, {**END, "step": 2}):
         fields = {key: value for key, value in event.items() if key not in ("event", "time")}
-        log.write(event["event"], **{"lineage": 1, "version": "1.0", **fields})
+        log.write(event["event"], **fields)
     console = Console(file=io.StringIO(), width=60)
     progress = watch(tmp_path / "metrics.jsonl", console=console, poll_s=0.01)
     assert console.file.getvalue().splitlines() == [
