@@ -27,8 +27,8 @@ from benchmarks.measuring import ROOT
 
 MARK = "ASYNCGRPO_TRIAL"
 SHM = Path("/dev/shm")
-HARMLESS = {"home/.ray/auth_token", "home/.cache", "home/.config"}
-"""What Ray and matplotlib keep for every later run of the user."""
+EXPECTED = ("session_", "ray", ".ray", ".cache", ".config")
+"""How folders begin that Ray and matplotlib keep for every run of a user, and Ray's sessions, which are counted apart."""
 ENDS = 5
 """Steps averaged for the first and the last reward."""
 
@@ -86,12 +86,12 @@ class Fence:
 
     def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         """Start a command and go on; `said` is what it says, errors among the rest."""
-        with open(self.root / "tmp.out", "wb") as output:
+        with open(self.root / "said", "wb") as output:
             return self._popen(arguments, cwd, output, subprocess.STDOUT)
 
     def said(self) -> str:
         """By the command that was started last."""
-        return (self.root / "tmp.out").read_text(encoding="utf-8", errors="replace")
+        return (self.root / "said").read_text(encoding="utf-8", errors="replace")
 
     def run(self, *arguments: str, cwd: Path | None = None, limit_s: float = 600.0) -> Ended:
         """A command to its end, or to its deadline."""
@@ -146,15 +146,11 @@ class Fence:
         return found
 
     def _files(self) -> list[str]:
-        """Beside work and Ray's own: paths two levels deep, from the fence."""
-        paths = [path for top in ("home", "tmp") for path in (self.root / top).glob("*")]
-        paths += [inner for path in paths if path.is_dir() and path.parent.name == "home" for inner in path.glob("*")]
-        names = {
-            str(path.relative_to(self.root)) for path in paths if path.is_file() or not any(path.glob("session_*"))
-        }
-        return sorted(
-            n for n in names if n not in HARMLESS and Path(n).parent.as_posix() not in HARMLESS and n != "home/.ray"
-        )
+        """Files beside the work and beside what is Ray's, by their place in the fence, two folders deep."""
+        paths = [path.relative_to(self.root) for top in ("home", "tmp") for path in (self.root / top).rglob("*")]
+        files = [path for path in paths if not (self.root / path).is_dir()]
+        places = {Path(*path.parts[:3]) for path in files if not any(part.startswith(EXPECTED) for part in path.parts)}
+        return sorted(map(str, places))
 
     def _clear(self, shared: Iterable[str]) -> None:
         for path in (self.root / "tmp").glob("*"):

@@ -6,7 +6,10 @@ No figure is judged here; that takes a quiet machine.
 import argparse
 import ast
 import json
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,17 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncgrpo.buffer.records import Handed, delivered
+from asyncgrpo.data.files import read_rows
+from asyncgrpo.data.schemas import recognise
 from asyncgrpo.learner.batching import pack
 from benchmarks import gpu_cells, gpu_learner, journal_cost, learner_step, loss_memory, packing, presets, transport
+from benchmarks.bad_input_cases import CASES, Case
+from benchmarks.bad_inputs import is_good
+from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, train_flops
+from benchmarks.soak import Seen, balance, stops_of, tenths, times_of_trouble
+from benchmarks.trials import Ended, Fence
 from tests.buffer.journals import group, journal
 
 SMALLEST = {
@@ -203,3 +213,56 @@ def test_trls_cells_import_nothing_of_ours():
         imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     ours = {name for name in imported if name.partition(".")[0] in ("asyncgrpo", "benchmarks")}
     assert ours == {"benchmarks.cells", "benchmarks.measuring"}
+
+
+def test_a_fence_finds_what_a_command_leaves():
+    leave = "import tempfile, time; open(tempfile.gettempdir() + '/forgotten', 'w'); time.sleep(60)"
+    with Fence() as fence:
+        process = subprocess.Popen([sys.executable, "-c", leave], env=fence.environment())
+        while not (fence.root / "tmp" / "forgotten").exists():
+            time.sleep(0.05)
+        found = fence.left(within_s=0.1)
+        assert [line.split()[0] for line in found["processes"]] == [str(process.pid)]
+        assert found["files"] == ["tmp/forgotten"]
+        process.wait(timeout=10)
+        assert not any(fence.left(within_s=0.1).values())
+        ended = fence.run("--version")
+        assert (ended.exit, ended.has_traceback) == (0, False) and ended.out.startswith("asyncgrpo ")
+    assert not fence.root.exists()
+
+
+def test_bad_inputs_are_judged():
+    assert len({case.name for case in CASES}) == len(CASES) > 150
+    case, sentence = Case("a", ()), "error: no such file"
+    ended = Ended(exit=1, seconds=1.0, cpu_s=1.0, out="", err=sentence)
+    assert is_good(case, ended, [sentence], 10.0)
+    late, killed, taken = (replace(ended, **change) for change in ({"seconds": 11.0}, {"exit": None}, {"exit": 0}))
+    for bad in (late, killed, taken, replace(ended, out="Traceback (most recent call last)")):
+        assert not is_good(case, bad, [sentence], 10.0)
+    assert not is_good(case, ended, ["Usage: x", sentence], 10.0)
+    assert is_good(replace(case, is_table=True), ended, [sentence, "more"], 10.0)
+
+
+def test_a_new_user_types_a_command_that_is_taken(tmp_path, monkeypatch):
+    assert len(CHANGES) == len(TASKS) * len(FORMATS)
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "first", TASKS[1], "verl", seed=0)
+    monkeypatch.chdir(tmp_path / "first")
+    typed = command(tmp_path / "first", CHANGES[0].flags)
+    assert typed[0] == "train" and typed[typed.index("--data") + 1] == "train.parquet" and "2e-3" in typed
+    row = read_rows("train.parquet")[0]
+    assert recognise([row], {}).name == "verl"
+    assert row["reward_model"]["ground_truth"] == 3 * row["prompt"][0]["content"][0]
+
+
+def test_a_soak_is_summed_up():
+    journal = [(0.0, 10), (1.0, 2_000_000), (9.0, 500), (10.0, 1_000_000)]
+    assert tenths(journal) == [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert stops_of(journal) == [(0.0, 1.0), (1.0, 9.0), (9.0, 10.0)]
+    told = [
+        {"event": "fault", "time": 2.0, "fault": "kill", "actor": "buffer"},
+        {"event": "recovered", "time": 8.0, "fault": "kill", "actor": "buffer"},
+    ]
+    assert times_of_trouble(told, Seen(outages=[(20.0, 30.0)])) == [(20.0, 35.0), (2.0, 13.0)]
+    assert balance("tokens  1,200 generated, 1,000 trained, 200 dropped") == "yes"
+    assert balance("tokens  1,200 generated, 1,300 trained, 0 dropped") == "no: 1,200 is not 1,300"
