@@ -174,7 +174,7 @@ def trial(fence: Fence, task: Task, kind: str, change: Change, seed: int) -> dic
     rng = random.Random(f"{task.name} {kind} {seed}")
     kill_at = rng.randrange(6, STEPS - 15)
     killed = kill(fence, folder, command(folder), kill_at)
-    after_kill = fence.left()
+    after_kill = fence.left(clear=False)  # the next start may clear it away, and nobody else does
     change.do(folder)
     resumed = again = fence.run(*command(folder, change.flags), cwd=folder)
     if resumed.exit != 0:

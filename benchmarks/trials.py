@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import IO
 
 import psutil
 
@@ -110,9 +111,11 @@ class Fence:
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
         return Ended(exit_, seconds, cpu_s, *texts)
 
-    def _popen(self, arguments: Iterable[str], cwd: Path | None, out: object, err: object) -> subprocess.Popen[bytes]:
+    def _popen(
+        self, arguments: Iterable[str], cwd: Path | None, out: IO[bytes], err: IO[bytes] | int
+    ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "asyncgrpo", *arguments]
-        return subprocess.Popen(command, cwd=cwd or self.work, env=self.environment(), stdout=out, stderr=err)  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(command, cwd=cwd or self.work, env=self.environment(), stdout=out, stderr=err)
 
     def processes(self) -> list[psutil.Process]:
         """Those of commands in this fence that live."""
@@ -129,20 +132,22 @@ class Fence:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    def left(self, within_s: float = 15.0) -> dict[str, list[str]]:
+    def left(self, within_s: float = 15.0, *, clear: bool = True) -> dict[str, list[str]]:
         """What the commands so far left: processes (given so long to end), Ray sessions, shared memory, other files.
 
-        What is found is ended and removed, so that the next look finds only what is new.
+        Args:
+            clear: end and remove what is found, so that the next look finds only what is new.
         """
         deadline = time.monotonic() + within_s
         while (processes := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.3)
         found = {"processes": _command_lines(processes)}
-        self.kill_all()
         found["sessions"] = [path.name for path in sorted((self.root / "tmp").glob("**/session_2*")) if path.is_dir()]
         found["shm"] = sorted(name for name in self._shared if (SHM / name).exists())
         found["files"] = self._files()
-        self._clear(found["shm"])
+        if clear:
+            self.kill_all()
+            self._clear(found["shm"])
         return found
 
     def _files(self) -> list[str]:

@@ -221,7 +221,8 @@ def test_a_fence_finds_what_a_command_leaves():
         process = subprocess.Popen([sys.executable, "-c", leave], env=fence.environment())
         while not (fence.root / "tmp" / "forgotten").exists():
             time.sleep(0.05)
-        found = fence.left(within_s=0.1)
+        found = fence.left(within_s=0.1, clear=False)
+        assert fence.left(within_s=0.1) == found
         assert [line.split()[0] for line in found["processes"]] == [str(process.pid)]
         assert found["files"] == ["tmp/forgotten"]
         process.wait(timeout=10)
