@@ -62,7 +62,8 @@ def trial(fence: Fence, good: Path, case: Case, options: argparse.Namespace) -> 
     case.make(folder)
     ended = fence.run(*case.arguments, cwd=folder, limit_s=options.limit_s)
     let_go()
-    left = {what: names for what, names in fence.left(within_s=5.0).items() if names}
+    found = fence.left(within_s=5.0)
+    left = {what: names for what, names in found.items() if names and ended.exit is not None}  # else we cut it off
     lines = [line for line in ended.err.splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if line.lower().startswith("error")), lines[-1] if lines else "")
     shutil.rmtree(folder)
