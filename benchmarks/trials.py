@@ -28,8 +28,8 @@ from benchmarks.measuring import ROOT
 
 MARK = "ASYNCGRPO_TRIAL"
 SHM = Path("/dev/shm")
-EXPECTED = ("session_", "ray", ".ray", ".cache", ".config")
-"""How folders begin that Ray and matplotlib keep for every run of a user, and Ray's sessions, which are counted apart."""
+EXPECTED = ("session_", "ray", ".ray", ".cache", ".config", "torchinductor_")
+"""How folders begin that Ray, torch and matplotlib keep for every run of a user, and Ray's sessions, which are counted apart."""
 ENDS = 5
 """Steps averaged for the first and the last reward."""
 
