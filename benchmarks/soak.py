@@ -30,6 +30,8 @@ from benchmarks.trials import Fence, audited, events, last_step, rewards
 START_WITHIN_S = 300.0
 END_WITHIN_S = 180.0
 LOOK_EVERY_S = 0.1
+SUMMED = ("tokens", "dropped", "undone", "lag ", "restarts", "weight syncs")
+"""Rows of the summary that are kept."""
 AFTER_A_FAULT_S = 5.0
 """A fault is over so long after the run has recovered from it."""
 
@@ -163,7 +165,7 @@ def of_the_files(fence: Fence, run: Path, seen: Seen) -> dict[str, Any]:
         "worst_stop_s": longest(stops),
         "worst_stop_in_calm_s": longest(calm),
         "worst_checkpoint_s": rounded(max((e["seconds"] for e in told if e["event"] == "checkpoint"), default=0.0)),
-        "summary": [row for row in said.splitlines() if row.startswith(("tokens", "lag ", "restarts", "weight syncs"))],
+        "summary": [row for row in said.splitlines() if row.startswith(SUMMED)],
         "tokens_balance": balance(said),
         "machine_load": round(psutil.getloadavg()[0], 1),
     }
@@ -213,9 +215,9 @@ def tenths(journal: list[tuple[float, int]]) -> list[float]:
 
 
 def balance(said: str) -> str:
-    """Whether the tokens of the summary add up: the first figure is all the others together."""
+    """Whether the tokens of the summary add up: the first figure is all others together but those in parentheses."""
     row = next((row for row in reversed(said.splitlines()) if row.startswith("tokens")), "")
-    figures = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]*", row)]
+    figures = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]*", re.sub(r"\(.*?\)", "", row))]
     if len(figures) < 2:
         return "no line about tokens"
     return "yes" if figures[0] == sum(figures[1:]) else f"no: {figures[0]:,} is not {sum(figures[1:]):,}"

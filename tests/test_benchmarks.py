@@ -266,4 +266,5 @@ def test_a_soak_is_summed_up():
     ]
     assert times_of_trouble(told, Seen(outages=[(20.0, 30.0)])) == [(20.0, 35.0), (2.0, 13.0)]
     assert balance("tokens  1,200 generated, 1,000 trained, 200 dropped") == "yes"
+    assert balance("tokens  1,200 generated = 1,000 trained + 150 dropped (stale 100, failed 50) + 50 waiting") == "yes"
     assert balance("tokens  1,200 generated, 1,300 trained, 0 dropped") == "no: 1,200 is not 1,300"
