@@ -1,6 +1,7 @@
 """`metrics.jsonl` holds what is declared, and what is declared is written."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +18,13 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PA
 
 
 def writes(tree: ast.AST) -> Iterator[tuple[int, str, set[str], bool]]:
-    """Each `...events.write("kind", field=...)` or `self._tell("kind", field=...)`, which the buffer writes later: its line,
-    kind, fields, and whether there are more behind `**`."""
+    """Each `...events.write("kind", field=...)`, which the buffer calls `_tell`.
+
+    Its line, kind, fields, and whether there are more behind `**`.
+    """
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        called = ast.unparse(node.func)
-        if (called.endswith("events.write") or called == "self._tell") and isinstance(node.args[0], ast.Constant):
+        if isinstance(node, ast.Call) and re.search(r"(events\.write|\._tell)$", ast.unparse(node.func)):
+            assert isinstance(node.args[0], ast.Constant), f"line {node.lineno}: which event?"
             names = {keyword.arg for keyword in node.keywords}
             yield node.lineno, str(node.args[0].value), {name for name in names if name}, None in names
 
