@@ -48,6 +48,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     by_hand: list[_ByHand]
     absent: list[_Absent]
     defaults: dict[str, Any]
+    without_a_key: dict[str, Any]
 
 
 class Row(NamedTuple):
@@ -130,11 +131,9 @@ def merged(rows: Iterable[Row]) -> dict[str, Any]:
 def unwritten(given: dict[str, Any]) -> dict[str, Any]:
     """Our keys with what verl does where `given` says nothing, as far as it is something else than our default."""
     given = {bare(key): value for key, value in given.items()}
-    return {
-        key: value
-        for key, value in merged(translate(_file().defaults | given)).items()
-        if key not in merged(translate(given))
-    }
+    written = merged(translate(given))
+    does = merged(translate(_file().defaults | given)) | _file().without_a_key
+    return {key: value for key, value in does.items() if key not in written}
 
 
 def _row(key: str, value: Any, given: dict[str, Any]) -> Row:
