@@ -328,8 +328,8 @@ class LearnerConfig(Section, frozen=True):
         Meta(
             ge=0,
             le=1,
-            description="share of a step's groups with signal from which its learning rate is whole; below, the rate "
-            "falls with the root of the share; 0: always whole (docs/stability.md)",
+            description="where so many of the groups that are solved or have a signal have one, the learning rate is whole; "
+            "below, it falls with the root of the share; 0: always whole (docs/stability.md)",
         ),
     ] = 1.0
     ess_lr: Annotated[

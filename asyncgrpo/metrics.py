@@ -173,7 +173,7 @@ loss = _gauge("loss", "Loss of the last step.", "learner")
 grad_norm = _gauge("grad_norm", "Norm of the gradient in the last step, before clipping.", "learner")
 learning_rate = _gauge("learning_rate", "Learning rate of the last step.", "learner")
 signal_ratio = _gauge(
-    "signal_ratio", "Share of the trained groups with an advantage other than 0; the learning rate follows it.", "learner"
+    "signal_ratio", "Of the groups that are solved or have a signal, share that has one; the learning rate follows it.", "learner"
 )
 entropy = _gauge("entropy", "Mean entropy of the policy on trained tokens, nats.", "learner")
 clip_ratio = _gauge("clip_ratio", "Share of trained tokens whose ratio was clipped, 0 to 1.", "learner")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.algorithms.advantages import groups_with_signal
+from asyncgrpo.algorithms.groups import signal_share
 from asyncgrpo.learner.answers import CRITIC, UNSHAPED, Answers, Shaping, read_answers
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.learner.packing import rows_for_ranks
@@ -88,7 +89,7 @@ class StepBatch:
     zero_signal_groups: int
     """Groups whose usable answers all have the same reward, or that have fewer than two."""
     signal_share: float
-    """Of the groups with a trained token, how many have one with an advantage other than 0. Of a critic: 1."""
+    """Of the groups that are solved or have a signal, how many have a signal (`algorithms.groups`). Of a critic: 1."""
     advantages: Tensor
     """[A] float64. Of a critic: the mean over the answer's tokens."""
 
@@ -133,7 +134,6 @@ def pack(
     in_group.index_add_(0, answers.groups, answers.lengths * answers.is_trained)
     rows = _Rows(groups, answers, advantages, in_group[answers.groups], version, share_prompts)
     is_silent = (advantages == 0) & skip_silent
-    num_groups = int((in_group > 0).sum())
 
     def share(wanted: Tensor) -> tuple[PackedBatch, ...]:
         dealt = rows.deal(wanted & (answers.lengths > 0), world, tokens_per_microbatch, pair_cost)
@@ -147,9 +147,9 @@ def pack(
         answers=answers,
         num_tokens=int(in_group.sum()),
         num_answers=int(answers.is_trained.sum()),
-        num_groups=num_groups,
+        num_groups=int((in_group > 0).sum()),
         zero_signal_groups=len(groups) - answers.groups[with_signal].unique().numel(),
-        signal_share=1.0 if advantage == CRITIC else answers.groups[teaches].unique().numel() / max(num_groups, 1),
+        signal_share=1.0 if advantage == CRITIC else signal_share(answers.rewards, answers.groups, teaches),
         advantages=advantages,
     )
 

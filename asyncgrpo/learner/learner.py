@@ -270,12 +270,12 @@ def learning_rate(steps: int, config: LearnerConfig, *, signal_share: float = 1.
 
         lr = learner.lr  min(1, (steps + 1) / (warmup_steps + 1))  min(1, sqrt(signal_share / full_lr_signal))
 
-    AdamW divides a gradient by its own recent size. Where nearly all prompts are solved (or nearly none is), the one
-    odd group that is left, or an entropy bonus alone, would be scaled up to a step as long as any: a run that has
-    learnt unlearns. So the rate falls with the root of the number of groups that the step was made of.
+    AdamW divides a gradient by its own recent size. Where nearly all prompts are solved, the one odd group that is left,
+    or an entropy bonus alone, would be scaled up to a step as long as any: a run that has learnt unlearns. So the rate
+    falls with the root of the number of groups that still teach.
 
     Args:
-        signal_share: of the groups that are trained, those with an advantage other than 0.
+        signal_share: of the groups that are solved or have a signal, those that have a signal.
     Source:
         The root is the scaling rule of adaptive methods by batch size: Malladi et al. 2022, arXiv:2205.10287. What
         happens without it, and the alternatives: docs/stability.md.

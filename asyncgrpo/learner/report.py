@@ -71,7 +71,7 @@ class StepReport:
     zero_signal_groups: int
     """Groups whose advantages are all exactly 0."""
     signal_share: float
-    """Of the trained groups, how many have an advantage other than 0; mean over the updates."""
+    """Of the groups that are solved or have a signal, how many have a signal; mean over the updates."""
     advantages: dict[AnswerKey, float]
     """Of every usable answer, by (group_id, index of the answer)."""
     seconds: dict[str, float]

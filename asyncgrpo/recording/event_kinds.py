@@ -82,7 +82,7 @@ _STEP = {
     "lags": _must(_Counts, "trained groups by lag in optimizer steps"),
     "answers": _may(int, "answers in the trained groups"),
     "zero_signal_groups": _may(int, "trained groups whose advantages are all 0, as where all answers have one reward"),
-    "signal_share": _may(float, "share of the trained groups with an advantage other than 0; the learning rate depends on it"),
+    "signal_share": _may(float, "how many of the groups that are solved or have a signal have one; the learning rate follows"),
     "answer_length_mean": _may(float, "tokens"),
     "truncated_share": _may(float, "share of the answers that ended by length"),
     "failures": _may(_Counts, "answers of the step without a score, by what went wrong"),

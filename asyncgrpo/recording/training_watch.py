@@ -26,14 +26,14 @@ class TrainingWatch:
 
     def see(self, event: Event) -> tuple[str, str] | None:
         """Take one event in. Returns what it is about, `signal` or `evaluation`, and the warning, if there is one."""
-        if event["event"] == "step" and event.get("signal_share") is not None:
+        if event["event"] == "step" and event.get("zero_signal_groups") is not None:
             return self._see_step(event)
         if event["event"] == "eval" and event.get("reward_mean") is not None:
             return self._see_evaluation(event["step"], event["reward_mean"])
         return None
 
     def _see_step(self, step: Event) -> tuple[str, str] | None:
-        self._shares.append(step["signal_share"])
+        self._shares.append(1 - step["zero_signal_groups"] / max(sum(step["lags"].values()), 1))
         mean = sum(self._shares) / len(self._shares)
         if len(self._shares) < WINDOW or LITTLE <= mean <= ENOUGH:
             return None
@@ -42,8 +42,8 @@ class TrainingWatch:
             return None
         return "signal", (
             f"only {mean:.0%} of the groups of the last {WINDOW} steps have two different rewards (mean reward "
-            f"{step['reward_mean']:.4g}), so steps are shorter (learner.full_lr_signal); "
-            "give prompts that are neither solved nor hopeless, or set algorithm.filter_zero_signal=true"
+            f"{step['reward_mean']:.4g}): the others are solved, or hopeless, and teach nothing; "
+            "give other prompts, or set algorithm.filter_zero_signal=true"
         )
 
     def _see_evaluation(self, step: int, reward: float) -> tuple[str, str] | None:

@@ -181,8 +181,8 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Clipped tokens, signal and learning rate",
-            "Share of trained tokens whose ratio was clipped (above 0.2 the steps are too large), share of trained "
-            "groups with an advantage, and the learning rate, which falls with it (learner.full_lr_signal).",
+            "Share of trained tokens whose ratio was clipped (above 0.2 the steps are too large), share of the "
+            "groups that are not hopeless with a signal, and the learning rate, which falls with it (learner.full_lr_signal).",
             "none",
             {
                 "clipped": "asyncgrpo_clip_ratio",

@@ -9,7 +9,7 @@ import torch
 
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.learner import learning_rate
-from asyncgrpo.types import Group
+from asyncgrpo.types import Group, Score
 from tests.algorithms import oracle_advantages
 from tests.learner.helpers import (
     OLDER,
@@ -202,29 +202,31 @@ def test_the_learning_rate_falls_with_the_effective_sample_share(path):
     assert on_policy.lr == pytest.approx(5e-4, rel=1e-3)
 
 
-def test_the_learning_rate_falls_with_the_share_of_groups_with_signal(path):
+def test_the_learning_rate_falls_as_groups_are_solved(path):
     settings = {"lr": 1e-3, "warmup_steps": 1}
-    some = [GROUPS[0], *map(without_signal, GROUPS[1:])]
+    solved = [GROUPS[0], *(all_with(1e3, group) for group in GROUPS[1:])]
     share = 1 / len(GROUPS)
-    whole = learner(path, learner=settings | {"full_lr_signal": 0.0}).step(some, VERSION)
-    root = learner(path, learner=settings | {"full_lr_signal": 1.0}).step(some, VERSION)
+    whole = learner(path, learner=settings | {"full_lr_signal": 0.0}).step(solved, VERSION)
+    root = learner(path, learner=settings).step(solved, VERSION)
     assert whole.signal_share == root.signal_share == pytest.approx(share)
     assert whole.lr == pytest.approx(5e-4) and root.lr == pytest.approx(5e-4 * math.sqrt(share))
-    enough = learner(path, learner=settings | {"full_lr_signal": share}).step(some, VERSION)
+    enough = learner(path, learner=settings | {"full_lr_signal": share}).step(solved, VERSION)
     assert enough.lr == pytest.approx(5e-4)
-    assert learner(path, learner=settings).step(GROUPS, VERSION).lr == pytest.approx(5e-4)
+    hopeless = [GROUPS[0], *(all_with(-1e3, group) for group in GROUPS[1:])]
+    for groups in (GROUPS, hopeless):
+        assert learner(path, learner=settings).step(groups, VERSION).lr == pytest.approx(5e-4)
 
 
-def test_a_step_without_any_signal_moves_nothing_though_it_has_an_entropy_bonus(path):
+def test_a_step_of_solved_groups_moves_nothing_though_it_has_an_entropy_bonus(path):
     ours, before = learner(path, algorithm={"entropy_coef": 0.1}, learner={"lr": 1e-2}), load(path).state_dict()
-    report = ours.step([without_signal(group) for group in GROUPS], VERSION)
+    report = ours.step([all_with(1.0, group) for group in GROUPS], VERSION)
     assert report.grad_norm > 0 and report.lr == 0.0 and report.skipped is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours).items())
 
 
-def without_signal(group: Group) -> Group:
+def all_with(reward: float, group: Group) -> Group:
     """The same answers, all with one reward."""
-    score = group.rollouts[0].score
+    score = Score(value=reward)
     return replace(group, rollouts=tuple(replace(rollout, score=score) for rollout in group.rollouts))
 
 

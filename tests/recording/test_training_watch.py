@@ -4,7 +4,12 @@ from asyncgrpo.recording.training_watch import ENOUGH, LITTLE, WINDOW, TrainingW
 
 
 def step(share: float) -> dict:
-    return {"event": "step", "signal_share": share, "reward_mean": 0.99}
+    return {
+        "event": "step",
+        "zero_signal_groups": round(100 * (1 - share)),
+        "lags": {"0": 60, "1": 40},
+        "reward_mean": 0.99,
+    }
 
 
 def evaluation(step: int, reward: float | None) -> dict:

@@ -1,0 +1,37 @@
+"""How much a batch has left to teach."""
+
+import pytest
+import torch
+
+from asyncgrpo.algorithms.advantages import grpo
+from asyncgrpo.algorithms.groups import signal_share
+
+
+def share(*groups: list[float]) -> float:
+    rewards = torch.tensor([reward for group in groups for reward in group], dtype=torch.float64)
+    ids = torch.tensor([number for number, group in enumerate(groups) for _ in group])
+    return signal_share(rewards, ids, grpo(rewards, ids) != 0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([[0.0, 1.0], [1.0, 0.0]], 1.0),
+        ([[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 0.25),
+        ([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], 1.0),  # hopeless groups have nothing to lose
+        ([[0.0, 1.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]], 0.5),
+        ([[0.63, 1.0], [1.0, 1.0]], 0.5),  # good is what is near the best of the batch
+        ([[0.1, 1.1], [0.1, 0.1]], 1.0),
+        ([[-3.0, 0.0], [0.0, 0.0]], 0.5),  # also where no reward is positive
+        ([[1.0, 1.0], [1.0, 1.0]], 0.0),
+        ([[0.0, 0.0], [0.0, 0.0]], 1.0),
+        ([[1.0, 1.0], [0.0, 0.0]], 0.0),
+    ],
+)
+def test_the_share_is_of_groups_that_are_solved_or_have_a_signal(groups: list[list[float]], expected: float):
+    assert share(*groups) == expected
+
+
+def test_a_batch_of_nothing_is_not_solved():
+    nothing = torch.zeros(0)
+    assert signal_share(nothing.double(), nothing.long(), nothing.bool()) == 1.0
