@@ -60,7 +60,7 @@ def recipe(config: Config) -> tuple[AlgorithmConfig, int, bool]:
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_a_preset_is_the_same_over_every_other(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(config_files, "_load", cache_of(config_files._load))
+    monkeypatch.setattr(config_files, "load_values", cache_of(config_files.load_values))
     alone = recipe(load_config(None, ["model.path=m", "data.train=t"], algorithm=name))
     for other in algorithm_names():
         (tmp_path / f"{other}.yaml").write_text(f"extends: algorithms/{other}\n{NEEDED}")
