@@ -59,6 +59,19 @@ def keep() -> None:
     (folder() / _KEEP).touch()
 
 
+def is_unheld(lock: Path) -> bool:
+    """Whether no process holds the lock of this file. Raises OSError where it cannot be opened."""
+    descriptor = os.open(lock, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
 def _root() -> Path:
     root = Path(tempfile.gettempdir()) / f"asyncgrpo-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
@@ -88,19 +101,11 @@ def _remove_dead(root: Path) -> None:
 def _is_dead(there: Path) -> bool:
     """Whether nobody holds its lock. Folders are made and locked under the root's lock, which the caller has."""
     try:
-        descriptor = os.open(there / _LOCK, os.O_RDWR)
+        return is_unheld(there / _LOCK)
     except FileNotFoundError:  # killed between the two
         return True
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
 
 
 def _remove_own(own: tuple[int, Path]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner.checkpoints import Checkpoints
 from asyncgrpo.recording.events import read_events
+from asyncgrpo.scratch import is_unheld
 
 
 class RunFolder:
@@ -87,17 +88,9 @@ class RunFolder:
 def is_abandoned(path: Path) -> bool:
     """Whether this is a run folder that no driver holds."""
     try:
-        descriptor = os.open(path / ".lock", os.O_RDWR)
+        return is_unheld(path / ".lock")
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
 
 
 def hold(path: Path, within_s: float) -> int:
