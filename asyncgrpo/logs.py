@@ -53,7 +53,8 @@ class _File(logging.FileHandler):
             super().handleError(record)
         elif not self._has_said_so:
             self._has_said_so = True
-            print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # stderr may be a file on the same disk
+                print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it writes once more what could not be written

@@ -92,6 +92,17 @@ def test_a_full_disk_is_said_once_and_without_a_traceback(tmp_path, capsys):
     assert len(said) == 4, "and stderr still has every warning"
 
 
+def test_a_record_that_nothing_takes_ends_no_process(tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "learner-0.log").symlink_to("/dev/full")
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr("sys.stderr", full)  # Ray's is a file on the same disk
+        logs.setup("learner", 0, tmp_path)
+        logging.getLogger("asyncgrpo.x").warning("trouble")
+        monkeypatch.undo()
+        full.detach().detach().close()  # what could not be written would be tried again
+
+
 def test_a_mistake_in_a_call_of_ours_keeps_its_traceback(tmp_path, capsys):
     logs.setup("learner", 0, tmp_path)
     record = logging.LogRecord("asyncgrpo.x", logging.INFO, "x.py", 1, "step %d", ("one",), None)
