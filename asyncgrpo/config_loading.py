@@ -5,8 +5,9 @@ command line) and resolves interpolations; msgspec converts once. Whatever is wr
 it was written, the key, the value and what to change.
 """
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from asyncgrpo.config_names import near
 from asyncgrpo.config_unknown import Unknown, refusal
 from asyncgrpo.config_verl_source import flat, yaml_value
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.logs import visible
 
 COMMAND_LINE = "command line"
 
@@ -246,9 +248,37 @@ def _first_line(error: Exception) -> str:
 def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Config:
     try:
         # Not strict, so that a number from ${oc.env:...} and `tokens_per_microbatch: 16e3` are what they look like.
-        return msgspec.convert(values, Config, strict=False)
+        config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as error:
         raise _explained(str(error), values, layers, where) from None
+    for key, value in _leaves(msgspec.to_builtins(config)):
+        if (wrong := _unwritable(value)) is not None:
+            origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
+            raise ConfigError(f"{origin}: {key} must be {wrong}; it is {visible(str(value))}")
+    return config
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value, with the dotted key of what it is in."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _leaves(inner, key)
+    else:
+        yield key, value
+
+
+def _unwritable(value: Any) -> str | None:
+    """What a value that no message and no file of ours can hold must be instead; none: it can be held."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "below 2^63 in size"
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        return "UTF-8 text"
+    return None
 
 
 def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:

@@ -1,6 +1,7 @@
 """Configuration: what is written is what runs, and what cannot run is said in one sentence."""
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -127,7 +128,9 @@ class TestReading:
     @given(
         text=st.text(alphabet="${}\\ab:'\"# \n-[]1e?", max_size=20).filter(lambda t: t != "???"),
         number=st.floats(min_value=1e-12, max_value=1e12),
-        extra=st.dictionaries(st.text("abc", min_size=1), st.one_of(st.integers(), st.booleans(), st.none())),
+        extra=st.dictionaries(
+            st.text("abc", min_size=1), st.one_of(st.integers(1 - 2**63, 2**63 - 1), st.booleans(), st.none())
+        ),
     )
     def test_any_configuration_reads_back_equal(self, tmp_path_factory, text, number, extra):
         config = Config(
@@ -278,6 +281,19 @@ class TestMistakes:
             load_config("quickstart", algorithm="gspoo")
         file.write_text("extends: algorithms/grop\n")
         assert "there is no algorithm `algorithms/grop`" in message_of(path=file)
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("learner.lr=inf", "command line: learner.lr must be a finite number; it is inf"),
+            ("reward.timeout_s=.inf", "command line: reward.timeout_s must be a finite number; it is inf"),
+            ("run.steps=99999999999999999999", "command line: run.steps must be below 2^63 in size; it is 9999"),
+            ("run.out=a\udcffb", "command line: run.out must be UTF-8 text; it is a\\udcffb"),
+        ],
+    )
+    def test_a_value_that_nothing_can_hold_is_refused(self, override: str, expected: str):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            load_config(None, ["model.path=m", "data.train=t", override])
 
     def test_several_misspelt_keys_are_all_told(self, file):
         file.write_text(file.read_text() + "run: {epoch: 1}\n")

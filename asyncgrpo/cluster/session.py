@@ -7,6 +7,7 @@ is for nobody else to read. What stays open all the same is in docs/security.md.
 import logging
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ _QUIET = {
 _MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Nothing of ours travels through Ray's object store but addresses."""
+RAY_ANSWERS_S = 5.0
+"""For a connection to the address of a cluster."""
 _LONGEST_FOLDER = 41
 """Characters: the sockets of a session, 66 more below its folder, must stay below the 108 that the kernel takes."""
 
@@ -55,6 +58,7 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
     }
     try:
         if address is not None:
+            check_ray(address)
             ray.init(address=address, **common)
         else:
             os.environ.pop(_MODE, None)  # whatever it says: left to choose, Ray asks for a token and says so here
@@ -79,6 +83,17 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
         ray.shutdown()
     if session is not None:
         shutil.rmtree(session, ignore_errors=True)
+
+
+def check_ray(address: str) -> None:
+    """Raise ConfigError where nobody listens at a `cluster.ray_address`, for which Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # `auto`, or an address of Ray's own client, `ray://...`
+        return
+    try:
+        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_ANSWERS_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there ({error})") from error
 
 
 def _temporary() -> str | None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo import scratch
+from asyncgrpo.cluster.session import check_ray
+from asyncgrpo.errors import ConfigError
 from tests.runs import assert_nothing_left, environment
 
 PROGRAM = """
@@ -85,3 +87,9 @@ def test_the_session_of_a_killed_driver_is_removed_by_the_next_start(tmp_path, s
     own = scratch.folder()
     assert [path for path in own.parent.iterdir() if path.is_dir()] == [own]
     assert [path for path in short_temporary.iterdir() if path != own.parent] == []
+
+
+def test_a_cluster_that_is_not_there_is_known_at_once():
+    with pytest.raises(ConfigError, match=r"cluster.ray_address 127.0.0.1:1: no Ray cluster answers there"):
+        check_ray("127.0.0.1:1")
+    check_ray("auto")
