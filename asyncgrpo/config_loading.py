@@ -24,7 +24,6 @@ from asyncgrpo.config_names import near
 from asyncgrpo.config_unknown import Unknown, refusal
 from asyncgrpo.config_verl_source import flat, yaml_value
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.logs import visible
 
 COMMAND_LINE = "command line"
 
@@ -254,7 +253,7 @@ def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Con
     for key, value in _leaves(msgspec.to_builtins(config)):
         if (wrong := _unwritable(value)) is not None:
             origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
-            raise ConfigError(f"{origin}: {key} must be {wrong}; it is {visible(str(value))}")
+            raise ConfigError(f"{origin}: {key} must be {wrong}; it is {value}")
     return config
 
 

@@ -288,7 +288,7 @@ class TestMistakes:
             ("learner.lr=inf", "command line: learner.lr must be a finite number; it is inf"),
             ("reward.timeout_s=.inf", "command line: reward.timeout_s must be a finite number; it is inf"),
             ("run.steps=99999999999999999999", "command line: run.steps must be below 2^63 in size; it is 9999"),
-            ("run.out=a\udcffb", "command line: run.out must be UTF-8 text; it is a\\udcffb"),
+            ("run.out=a\udcffb", "command line: run.out must be UTF-8 text; it is a\udcffb"),
         ],
     )
     def test_a_value_that_nothing_can_hold_is_refused(self, override: str, expected: str):
