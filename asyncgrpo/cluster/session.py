@@ -26,6 +26,7 @@ _QUIET = {
     "RAY_DEDUP_LOGS": "1",
     "PYTHONWARNINGS": "ignore",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # nobody sees them, and Ray keeps stderr in files that may not take them
     "TOKENIZERS_PARALLELISM": "false",
 }
 _MODE = "RAY_AUTH_MODE"

@@ -7,6 +7,7 @@ step's loss.
 """
 
 import contextlib
+import errno
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from asyncgrpo.learner.answers import CRITIC
 from asyncgrpo.learner.scorer import TokenScorer
 from asyncgrpo.weights.disk_names import disk_tensors
 
+_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO})
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of model configs that change logits after the head, which `TokenScorer` calls itself."""
 
@@ -120,6 +122,8 @@ def _loading(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # transformers raises whatever a broken file leads to
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            raise  # the model is well, and the next start may find room
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"model.path ({path}) cannot be loaded as a causal language model: {reason}") from error
 

@@ -1,5 +1,7 @@
 """Models whose numbers the learner would get wrong are refused, and the kernel is the best one that runs."""
 
+import errno
+
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM, PhiConfig, PhiForCausalLM
@@ -50,6 +52,19 @@ def test_a_model_with_other_attention_or_another_head_is_refused_by_name(tmp_pat
 def test_a_model_in_evaluation_mode_in_float32(path):
     model = load_language_model(str(path), longest=100)
     assert not model.training and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_full_disk_is_no_fault_of_the_model(path, monkeypatch):
+    def refuse(*arguments, **named):
+        raise OSError(number, "nothing more fits")
+
+    monkeypatch.setattr(learner_model.AutoModelForCausalLM, "from_pretrained", refuse)
+    number = errno.EFBIG
+    with pytest.raises(OSError, match="nothing more fits"):
+        learner(path)
+    number = errno.ENOENT
+    with pytest.raises(ConfigError, match="cannot be loaded as a causal language model: .*nothing more fits"):
+        learner(path)
 
 
 @pytest.mark.parametrize(("flash", "varlen"), [(True, True), (False, True), (False, False)])
