@@ -63,7 +63,7 @@ def test_a_full_disk_is_no_fault_of_the_model(path, monkeypatch):
     with pytest.raises(OSError, match="nothing more fits"):
         learner(path)
     number = errno.ENOENT
-    with pytest.raises(ConfigError, match="cannot be loaded as a causal language model: .*nothing more fits"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded as a causal language model: .*nothing more fits"):
         learner(path)
 
 
