@@ -47,7 +47,7 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
         (["loss_args.low=wide"], "algorithm.loss_args.low must be a number, at least 0; it is wide"),
         (["loss_args.low=true"], "algorithm.loss_args.low must be a number, at least 0; it is true"),
         (["loss_args.low=null"], "algorithm.loss_args.low must be a number, at least 0; it is null"),
-        (["loss_args.low=.nan"], "algorithm.loss_args.low must be a number, at least 0; it is NaN"),
+        (["loss_args.low=.nan"], "algorithm.loss_args.low must be a finite number; it is nan"),
         (["loss_args.dual=1"], "algorithm.loss_args.dual must be a number, above 1 (or null); it is 1.0"),
         (["loss=sapo", "loss_args.tau_positive=0"], "tau_positive must be a number, above 0; it is 0.0"),
         (["loss=dro"], "algorithm.loss=dro needs algorithm.loss_args.beta, which has no default"),
