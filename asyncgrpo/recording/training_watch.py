@@ -3,6 +3,7 @@
 A pure function of the events of a run, in order; a start that resumes feeds it the events so far.
 """
 
+import math
 from collections import deque
 
 from asyncgrpo.recording.events import Event
@@ -21,7 +22,8 @@ class TrainingWatch:
     def __init__(self) -> None:
         self._shares: deque[float] = deque(maxlen=WINDOW)
         self._has_little = False
-        self._evals: list[tuple[int, float]] = []
+        self._first: float | None = None
+        self._best = self._before = (0, -math.inf)  # evaluations: step, mean reward
         self._has_fallen = False
 
     def see(self, event: Event) -> tuple[str, str] | None:
@@ -47,10 +49,11 @@ class TrainingWatch:
         )
 
     def _see_evaluation(self, step: int, reward: float) -> tuple[str, str] | None:
-        self._evals.append((step, reward))
-        best_step, best = max(self._evals, key=lambda seen: seen[1])
-        floor = best - FALL * (best - self._evals[0][1])
-        had_fallen, self._has_fallen = self._has_fallen, all(value < floor for _, value in self._evals[-2:])
+        self._first = reward if self._first is None else self._first
+        before, self._before = self._before, (step, reward)
+        best_step, best = self._best = max(self._best, self._before, key=lambda seen: seen[1])
+        floor = best - FALL * (best - self._first)
+        had_fallen, self._has_fallen = self._has_fallen, max(before[1], reward) < floor
         if had_fallen or not self._has_fallen:
             return None
         return "evaluation", (
