@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncgrpo.config_help import knobs, value_in_words
 from asyncgrpo.config_names import suggest, verls_name
-from asyncgrpo.config_verl import Row, as_text, merged, translate
+from asyncgrpo.config_verl import TranslatedKey, as_text, merged, translate
 from asyncgrpo.errors import ConfigError
 
 _LIST_ALL = "`asyncgrpo config explain` lists all keys"
@@ -47,7 +47,7 @@ def refusal(
     return ConfigError("\n\n".join(parts))
 
 
-def _sentence(one: Unknown, rows: Sequence[Row]) -> str:
+def _sentence(one: Unknown, rows: Sequence[TranslatedKey]) -> str:
     hint = _translated(rows[0]) if rows else _guess(one)
     return f"{one.origin}: there is no configuration key `{one.key}` (value {value_in_words(one.value)}): {hint}"
 
@@ -56,7 +56,7 @@ def _guess(one: Unknown) -> str:
     return suggest(one.key, knobs()) or _LIST_ALL
 
 
-def _translated(row: Row) -> str:
+def _translated(row: TranslatedKey) -> str:
     if row.ours:
         note = f" ({row.words})" if row.words else ""
         return f"that is verl's name for {' '.join(assignments(row.ours))}{note}"
@@ -89,17 +89,17 @@ def assignments(ours: dict[str, Any]) -> list[str]:
     return [f"{key}={value_in_words(value)}" for key, value in ours.items()]
 
 
-def verl_table(rows: Sequence[Row]) -> str:
+def verl_table(rows: Sequence[TranslatedKey]) -> str:
     """Three columns: verl's keys, what says the same here, and its default here."""
     return table(["verl", "here", "default here"], [_cells(list(alike)) for _, alike in groupby(rows, key=_group)])
 
 
-def _group(row: Row) -> str:
+def _group(row: TranslatedKey) -> str:
     """Keys without a counterpart that one entry of the map covers are told together."""
     return row.key if row.ours or not row.pattern.endswith("*") else row.pattern
 
 
-def _cells(rows: list[Row]) -> list[str]:
+def _cells(rows: list[TranslatedKey]) -> list[str]:
     row = rows[0]
     theirs = f"{row.key}={_short(row.value)}" if len(rows) == 1 else f"{row.pattern} ({len(rows)} keys)"
     if row.ours:

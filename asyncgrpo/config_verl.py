@@ -51,7 +51,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     without_a_key: dict[str, Any]
 
 
-class Row(NamedTuple):
+class TranslatedKey(NamedTuple):
     """One key of verl's, translated."""
 
     key: str
@@ -113,7 +113,7 @@ def misspelt(key: str) -> str | None:
     return next((beside[name] for name in difflib.get_close_matches(last, beside, n=1, cutoff=0.9)), None)
 
 
-def translate(given: dict[str, Any]) -> list[Row]:
+def translate(given: dict[str, Any]) -> list[TranslatedKey]:
     """Each key of `given` that the map has, with what says the same here; other keys are left out.
 
     Args:
@@ -123,7 +123,7 @@ def translate(given: dict[str, Any]) -> list[Row]:
     return [_row(key, value, given) for key, value in given.items() if pattern_of(key) is not None]
 
 
-def merged(rows: Iterable[Row]) -> dict[str, Any]:
+def merged(rows: Iterable[TranslatedKey]) -> dict[str, Any]:
     """Our keys and their values, of all rows together."""
     return {key: value for row in rows for key, value in row.ours.items()}
 
@@ -136,12 +136,12 @@ def unwritten(given: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in does.items() if key not in written}
 
 
-def _row(key: str, value: Any, given: dict[str, Any]) -> Row:
+def _row(key: str, value: Any, given: dict[str, Any]) -> TranslatedKey:
     pattern = pattern_of(key)
     assert pattern is not None
     entry = verl_keys()[pattern]
     ours, words = _applied(entry, key, pattern, value, given)
-    return Row(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand))
+    return TranslatedKey(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand))
 
 
 def _applied(entry: Entry, key: str, pattern: str, value: Any, given: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -8,7 +8,7 @@ import msgspec
 
 from asyncgrpo.config_help import value_in_words
 from asyncgrpo.config_unknown import assignments, command, default_in_words
-from asyncgrpo.config_verl import Row, merged, pattern_of, translate, unwritten
+from asyncgrpo.config_verl import TranslatedKey, merged, pattern_of, translate, unwritten
 from asyncgrpo.config_verl_source import read_words
 from asyncgrpo.errors import ConfigError
 
@@ -17,7 +17,7 @@ class Translation(NamedTuple):
     """A verl configuration in our keys."""
 
     ours: dict[str, Any]
-    left: list[Row]
+    left: list[TranslatedKey]
     """Keys of verl's without a counterpart, or with one that only a person can choose."""
     unread: list[str]
     """Sentences about keys that were not understood."""
@@ -61,7 +61,7 @@ def _default(key: str) -> str:
     return default_in_words(key) or "the default of algorithm.loss"
 
 
-def _reasons(rows: Iterable[Row]) -> list[str]:
+def _reasons(rows: Iterable[TranslatedKey]) -> list[str]:
     """`key=value: why`; the keys of one entry of the map on one line."""
     found = []
     for pattern, alike in groupby(rows, key=lambda row: row.pattern):

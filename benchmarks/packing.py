@@ -15,7 +15,7 @@ import itertools
 from typing import Any
 
 from asyncgrpo.learner.batching import StepBatch, pack
-from asyncgrpo.learner.packing import Row, row_tokens, rows_for_ranks
+from asyncgrpo.learner.packing import PackedRow, row_tokens, rows_for_ranks
 from asyncgrpo.types import Group
 from benchmarks.measuring import cpu_seconds, line, rounded, show
 from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths
@@ -42,7 +42,7 @@ def measure(
 ) -> None:
     """Print the two lines of one setting."""
 
-    def rows() -> list[Row]:
+    def rows() -> list[PackedRow]:
         dealt = rows_for_ranks(lengths.prompts, lengths.answers, world=world, budget=budget, share_prompts=share)
         return [row for of_rank in dealt for row in of_rank]
 
@@ -56,7 +56,7 @@ def measure(
     show(_in_ms("pack", cpu_seconds(tensors, runs), seed, **about))
 
 
-def fills(rows: list[Row], lengths: Lengths, budget: int, share: bool) -> dict[str, Any]:
+def fills(rows: list[PackedRow], lengths: Lengths, budget: int, share: bool) -> dict[str, Any]:
     """How many rows, and how full."""
     sizes = [_computed(row, lengths, share) for row in rows]
     total = sum(sizes)
@@ -68,7 +68,7 @@ def fills(rows: list[Row], lengths: Lengths, budget: int, share: bool) -> dict[s
     }
 
 
-def _computed(row: Row, lengths: Lengths, share: bool) -> int:
+def _computed(row: PackedRow, lengths: Lengths, share: bool) -> int:
     """Tokens of a row. Without sharing each piece is one answer, with its own prompt, so they are counted alike."""
     assert share or all(len(piece.answers) == 1 for piece in row)
     return row_tokens(row, lengths.prompts, lengths.answers)

@@ -26,7 +26,7 @@ import numpy as np
 
 from asyncgrpo.wire.messages import Deliver
 
-WINDOW = 1024
+BIAS_WINDOW = 1024
 """Groups over which distributions are taken."""
 LEAST = 64
 """With fewer, chance is all there is to see."""
@@ -58,7 +58,7 @@ class BiasMonitor:
             threshold: a distance above which `news` speaks.
         """
         self._threshold = threshold
-        self._settled: deque[Settled] = deque(maxlen=WINDOW)
+        self._settled: deque[Settled] = deque(maxlen=BIAS_WINDOW)
         self._distances: dict[str, float] | None = None  # None: something was settled since
         self._above: set[str] = set()
 

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 
-WINDOW = 101
+DEADLINE_WINDOW = 101
 """Groups that the median is of."""
 KNOWN_AFTER = 11
 """Before so many groups nothing is known of the median."""
@@ -32,7 +32,7 @@ class Deadlines:
         """
         self._factor = factor
         self._longest_s = longest_s
-        self._recent_s: deque[float] = deque(maxlen=WINDOW)
+        self._recent_s: deque[float] = deque(maxlen=DEADLINE_WINDOW)
         self._running: list[tuple[float, str]] = []  # a heap of when each ends; also of leases that are over
 
     def seconds(self, *, is_last: bool) -> float:

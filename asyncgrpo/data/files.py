@@ -17,10 +17,8 @@ from typing import Any
 
 from asyncgrpo.errors import DataError
 
-Row = dict[str, Any]
 
-
-def read_rows(path: str | Path) -> list[Row]:
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Every row of a file, in the file's order, at least one.
 
     Values are what JSON can hold: Parquet's dates become ISO text, decimals become floats, bytes become text (base64
@@ -58,7 +56,7 @@ def _why_missing(path: Path, *, known_extension: bool) -> str:
     return f"{path}: no such file" + (f"; did you mean {' or '.join(close)}?" if close else "")
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -66,11 +64,11 @@ def _read_parquet(path: Path) -> list[Row]:
         rows = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {_one_line(error)}") from error
-    return [{name: _plain(value) for name, value in row.items()} for row in rows]
+    return [{name: _plain_value(value) for name, value in row.items()} for row in rows]
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows: list[Row] = []
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -86,7 +84,7 @@ def _read_jsonl(path: Path) -> list[Row]:
     return rows
 
 
-def _read_json(path: Path) -> list[Row]:
+def _read_json(path: Path) -> list[dict[str, Any]]:
     try:
         content = json.loads(_text(path))
     except json.JSONDecodeError as error:
@@ -104,7 +102,7 @@ def _read_json(path: Path) -> list[Row]:
     return content
 
 
-_READERS: dict[str, Callable[[Path], list[Row]]] = {
+_READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     ".parquet": _read_parquet,
     ".jsonl": _read_jsonl,
     ".json": _read_json,
@@ -125,12 +123,12 @@ def _unreadable(error: ValueError | RecursionError) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """What Arrow gives, as what JSON can hold."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain_value(item) for item in value]
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):

@@ -16,7 +16,7 @@ import msgspec
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.wire.messages import PROMPT_BYTES
 
-Row = Mapping[str, Any]
+DataRow = Mapping[str, Any]
 Message = dict[str, Any]
 
 PROMPT_SPELLINGS = ("prompt", "question")
@@ -47,10 +47,10 @@ class Schema:
 
     name: str
     file: str
-    convert: Callable[[Row], Record]
+    convert: Callable[[DataRow], Record]
 
-    def to_record(self, row: Row, index: int) -> Record:
-        """Row `index` (from 0) of the file. Raises DataError, which names file, row and the spellings accepted."""
+    def to_record(self, row: DataRow, index: int) -> Record:
+        """DataRow `index` (from 0) of the file. Raises DataError, which names file, row and the spellings accepted."""
         try:
             record = self.convert(row)
             _check_travels(record)
@@ -81,7 +81,7 @@ def _encoded_bytes(name: str, value: Any) -> int:
         raise _Misfit(f"its {name} holds a whole number of more than 64 bits; write it as text") from None
 
 
-def recognise(rows: Sequence[Row], columns: Mapping[str, str], file: str = "data") -> Schema:
+def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data") -> Schema:
     """The schema of a file, decided by its first row.
 
     Args:
@@ -104,7 +104,7 @@ def recognise(rows: Sequence[Row], columns: Mapping[str, str], file: str = "data
     )
 
 
-def _mapped(first: Row, columns: Mapping[str, str], file: str) -> Callable[[Row], Record]:
+def _mapped(first: DataRow, columns: Mapping[str, str], file: str) -> Callable[[DataRow], Record]:
     fields = ("prompt", "answer", "source")
     for field in columns:
         if field not in fields:
@@ -120,7 +120,7 @@ def _mapped(first: Row, columns: Mapping[str, str], file: str) -> Callable[[Row]
     answer = columns.get("answer", "")
     source = columns.get("source", "data_source")
 
-    def convert(row: Row) -> Record:
+    def convert(row: DataRow) -> Record:
         return Record(
             messages=_messages(row, prompt),
             answer=_required(row, answer) if answer else None,
@@ -131,7 +131,7 @@ def _mapped(first: Row, columns: Mapping[str, str], file: str) -> Callable[[Row]
     return convert
 
 
-def _verl(row: Row) -> Record:
+def _verl(row: DataRow) -> Record:
     reward_model = _object(row, "reward_model")
     return Record(
         messages=_messages(row, "prompt"),
@@ -141,7 +141,7 @@ def _verl(row: Row) -> Record:
     )
 
 
-def _skyrl(row: Row) -> Record:
+def _skyrl(row: DataRow) -> Record:
     reward_spec = _object(row, "reward_spec")
     env_class = {"env_class": row["env_class"]} if row.get("env_class") else {}
     return Record(
@@ -152,7 +152,7 @@ def _skyrl(row: Row) -> Record:
     )
 
 
-def _plain(row: Row) -> Record:
+def _plain(row: DataRow) -> Record:
     return Record(
         messages=_messages(row, "prompt"),
         answer=_required(row, "ground_truth"),
@@ -161,7 +161,7 @@ def _plain(row: Row) -> Record:
     )
 
 
-def _verifiers(row: Row) -> Record:
+def _verifiers(row: DataRow) -> Record:
     prompt = "prompt" if row.get("prompt") is not None else "question"
     source = "data_source" if row.get("data_source") else "task"
     return Record(
@@ -172,7 +172,7 @@ def _verifiers(row: Row) -> Record:
     )
 
 
-def _trl(row: Row) -> Record:
+def _trl(row: DataRow) -> Record:
     # TRL hands every column to the reward by name, so `solution`, its usual ground truth, stays in `info` as well.
     return Record(
         messages=_messages(row, "prompt"),
@@ -183,7 +183,7 @@ def _trl(row: Row) -> Record:
 
 
 # Tried in this order: from the schema with the most telling column to the one that asks only for a prompt.
-_SCHEMAS: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Record]]] = {
+_SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]]] = {
     "verl": (lambda row: "prompt" in row and "reward_model" in row, _verl),
     "skyrl": (lambda row: "prompt" in row and "reward_spec" in row, _skyrl),
     "plain": (lambda row: "prompt" in row and "ground_truth" in row, _plain),
@@ -195,7 +195,7 @@ _SCHEMAS: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Record]]] = {
 }
 
 
-def _messages(row: Row, column: str) -> list[Message]:
+def _messages(row: DataRow, column: str) -> list[Message]:
     value = row.get(column)
     if value is None:
         raise _Misfit(f"no {column}; a prompt is spelt {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
@@ -212,26 +212,26 @@ def _messages(row: Row, column: str) -> list[Message]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _required(row: Row, key: str, *, shown: str = "") -> Any:
+def _required(row: DataRow, key: str, *, shown: str = "") -> Any:
     """The value of `key`, which may be null (`data check` counts those) but not absent."""
     if key not in row:
         raise _Misfit(f"no {shown or key}; an answer is spelt {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns")
     return row[key]
 
 
-def _object(row: Row, key: str) -> Row:
+def _object(row: DataRow, key: str) -> DataRow:
     value = row.get(key)
     if not isinstance(value, dict):
         raise _Misfit(f"{key} is no object with ground_truth")
     return value
 
 
-def _source(row: Row, key: str) -> str:
+def _source(row: DataRow, key: str) -> str:
     value = row.get(key)
     return "" if value is None else str(value)
 
 
-def _info(row: Row, key: str) -> dict[str, Any]:
+def _info(row: DataRow, key: str) -> dict[str, Any]:
     """An object, or the JSON text of one; nothing counts as an empty one."""
     value = row.get(key)
     if isinstance(value, str) and value.strip():
@@ -246,5 +246,5 @@ def _info(row: Row, key: str) -> dict[str, Any]:
     return value
 
 
-def _others(row: Row, *used: str) -> dict[str, Any]:
+def _others(row: DataRow, *used: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in used}

@@ -50,10 +50,10 @@ class _SegmentAttention(torch.autograd.Function):
         for (prefix_start, prefix_end), bounds in families:
             for start, end in itertools.pairwise(bounds):
                 own = (x[:, start:end] for x in (query, key, value))
-                out[:, start:end], lse[:, start:end] = _flash(*own, is_causal=True, scale=scale)
+                out[:, start:end], lse[:, start:end] = _cpu_flash(*own, is_causal=True, scale=scale)
             if prefix_start < prefix_end:
                 rows, prefix = slice(bounds[0], bounds[-1]), slice(prefix_start, prefix_end)
-                there, there_lse = _flash(
+                there, there_lse = _cpu_flash(
                     query[:, rows], key[:, prefix], value[:, prefix], is_causal=False, scale=scale
                 )
                 both = torch.logaddexp(lse[:, rows], there_lse)
@@ -125,7 +125,7 @@ class _Backward:
         return x.unflatten(0, (self.groups, self.shared)).transpose(1, 2).contiguous()
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithm of the softmax denominator [H, queries]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query[None], key[None], value[None], 0.0, is_causal, scale=scale

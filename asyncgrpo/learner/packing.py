@@ -18,7 +18,7 @@ class Piece(NamedTuple):
     """Indices into the lengths of that group."""
 
 
-Row = list[Piece]
+PackedRow = list[Piece]
 
 _SLACK = (1.0, 1.01, 1.03, 1.1)
 """Rows are first tried as small as equal shares, then a little larger."""
@@ -38,7 +38,7 @@ def rows_for_ranks(
     budget: int,
     share_prompts: bool,
     pair_cost: float = 0.0,
-) -> list[list[Row]]:
+) -> list[list[PackedRow]]:
     """Rows by rank, `[world][rows of a rank]`, equally many for each; a rank without work gets empty ones.
 
     There are as few rows as the budget allows, in a multiple of `world`. The k-th rows of all ranks, which wait for one
@@ -69,7 +69,7 @@ def rows_for_ranks(
     return [rows[rank::world] for rank in range(world)]
 
 
-def row_tokens(row: Row, prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> int:
+def row_tokens(row: PackedRow, prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> int:
     """Tokens that a row computes."""
     return sum(prompts[piece.group] + sum(answers[piece.group][a] for a in piece.answers) for piece in row)
 
@@ -86,12 +86,14 @@ def _pieces(prompts: Sequence[int], answers: Sequence[Sequence[int]], share_prom
     return sorted(pieces)
 
 
-def _fill(prompts: Sequence[int], answers: Sequence[Sequence[int]], pieces: list[_Sized], capacity: int) -> list[Row]:
+def _fill(
+    prompts: Sequence[int], answers: Sequence[Sequence[int]], pieces: list[_Sized], capacity: int
+) -> list[PackedRow]:
     """Rows of at most `capacity` tokens: always the largest piece that fits, and at last a part of one that does not."""
     left = list(pieces)
-    rows: list[Row] = []
+    rows: list[PackedRow] = []
     while left:
-        row: Row = []
+        row: PackedRow = []
         room = capacity
         while left:
             fitting = bisect_left(left, (room + 1,))
@@ -132,7 +134,7 @@ def _divide(
     return None
 
 
-def _cost(row: Row, prompts: Sequence[int], answers: Sequence[Sequence[int]], pair_cost: float) -> float:
+def _cost(row: PackedRow, prompts: Sequence[int], answers: Sequence[Sequence[int]], pair_cost: float) -> float:
     """Of a forward pass, in tokens."""
     cost = 0.0
     for group, members in row:

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.bias import LEAST, WINDOW, BiasMonitor, ks_distance, total_variation
+from asyncgrpo.buffer.bias import BIAS_WINDOW, LEAST, BiasMonitor, ks_distance, total_variation
 from asyncgrpo.types import Lease, Prompt, Sampling
 from asyncgrpo.wire.messages import Deliver
 from tests.buffer.test_buffer import deliver, v
@@ -87,7 +87,7 @@ def test_masked_tokens_make_what_is_trained_shorter():
 
 def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
     monitor, said = BiasMonitor(0.1), []
-    for masked, count in ((0, 200), (None, 60), (0, WINDOW), (None, 200)):
+    for masked, count in ((0, 200), (None, 60), (0, BIAS_WINDOW), (None, 200)):
         for _ in range(count):
             monitor.settle("s", group(50 if masked is None else 5), age=1, masked=masked)
             said.append(monitor.news())
@@ -95,7 +95,9 @@ def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
     assert len(told) == 2 and all(len(said[number]) == 1 for number in told)
     first = said[told[0]][0]
     assert "in length: distance 0.1" in first and "given up for being slow or old" in first
-    assert 200 < told[0] < 260 and told[1] - (260 + WINDOW) == WINDOW // 10, "of the last ones, and of no others"
+    assert 200 < told[0] < 260 and told[1] - (260 + BIAS_WINDOW) == BIAS_WINDOW // 10, (
+        "of the last ones, and of no others"
+    )
 
 
 def test_the_age_of_what_is_given_up_for_its_age_is_no_news():

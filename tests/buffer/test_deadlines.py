@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from asyncgrpo.buffer.deadlines import FLOOR_S, KNOWN_AFTER, WINDOW, Deadlines
+from asyncgrpo.buffer.deadlines import DEADLINE_WINDOW, FLOOR_S, KNOWN_AFTER, Deadlines
 
 
 def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
@@ -16,7 +16,7 @@ def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
 
 
 def test_it_is_a_multiple_of_the_median_of_the_newest_groups():
-    assert after([50.0] * WINDOW + [100.0] * WINDOW).seconds(is_last=False) == 300.0
+    assert after([50.0] * DEADLINE_WINDOW + [100.0] * DEADLINE_WINDOW).seconds(is_last=False) == 300.0
     assert after([40.0] * 6 + [60.0] * 7).seconds(is_last=False) == 180.0
 
 

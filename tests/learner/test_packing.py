@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncgrpo.learner.packing import Row, row_tokens, rows_for_ranks
+from asyncgrpo.learner.packing import PackedRow, row_tokens, rows_for_ranks
 
 PAIR_COST = 1 / 400
 """Attention that costs as much as everything else at 400 tokens of context."""
@@ -21,12 +21,12 @@ def rollouts(groups: int, size: int, *, seed: int, longest: int = 60) -> tuple[l
     return rng.integers(1, 30, groups).tolist(), answers
 
 
-def tokens_of(row: Row, prompts, answers) -> int:
+def tokens_of(row: PackedRow, prompts, answers) -> int:
     """Counted token by token, not as the module does it."""
     return sum(prompts[group] + sum(answers[group][a] for a in members) for group, members in row)
 
 
-def pairs_of(row: Row, prompts, answers) -> float:
+def pairs_of(row: PackedRow, prompts, answers) -> float:
     """Query-key pairs, half of a square for a sequence of its own."""
     pairs = 0.0
     for group, members in row:
