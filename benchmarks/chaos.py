@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncgrpo.recording.events import read_events
-from asyncgrpo.recording.summary import quantile
+from asyncgrpo.recording.text import quantile
 from benchmarks.measuring import show, where
 
 STEPS = "1000000"

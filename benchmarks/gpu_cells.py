@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from asyncgrpo.config import Config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.learner import head
 from asyncgrpo.learner import model as learner_model
-from asyncgrpo.learner.batching import StepBatch
+from asyncgrpo.learner.batch import StepBatch
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import keep_gathered
 from asyncgrpo.learner.report import PhaseClock

@@ -15,9 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncgrpo.buffer.history import History, read_history
-from asyncgrpo.buffer.journal import SYNC_EVERY_S, Journal
-from asyncgrpo.buffer.records import Began, Handed, Record, Whole, scan
+from asyncgrpo.journal.format import Began, Handed, Record, Whole, scan
+from asyncgrpo.journal.history import History, read_history
+from asyncgrpo.journal.log import SYNC_EVERY_S, Journal
 from asyncgrpo.wire.codec import Buffer
 from benchmarks.measuring import line, show
 

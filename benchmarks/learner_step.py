@@ -112,8 +112,8 @@ def run_cell(arguments: argparse.Namespace) -> None:
     import msgspec
     import torch
 
-    from asyncgrpo.config import Config
-    from asyncgrpo.learner import scorer
+    from asyncgrpo.config.schema import Config
+    from asyncgrpo.learner import model
     from asyncgrpo.learner.learner import Learner
     from asyncgrpo.types import WeightVersion
 
@@ -126,7 +126,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
         "learner": {"device": "cpu", "lr": 1e-6, "tokens_per_microbatch": arguments.budget} | OURS[arguments.cell],
     }
     if arguments.cell.startswith("supervised"):
-        scorer.fused_loss = _cross_entropy  # type: ignore[assignment]
+        model.fused_loss = _cross_entropy  # type: ignore[assignment]
     learner = Learner(msgspec.convert(settings, Config), rank=0, world=1, device="cpu")
     groups, version = _groups(arguments.batch), WeightVersion(0, 0)
     step: Callable[..., object] = Learner.step if arguments.cell.startswith("asyncgrpo") else _without_rl

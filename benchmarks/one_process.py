@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
-from asyncgrpo.buffer.seeds import group_seed
-from asyncgrpo.cluster.actors import sampling_of
-from asyncgrpo.config import Config
+from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.cluster.wiring import sampling_of
+from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
-from asyncgrpo.generators.build import build_engine
+from asyncgrpo.engines.build import build_engine
 from asyncgrpo.generators.rollout import GroupUnderWay
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncgrpo.buffer.bias import ks_distance
-from asyncgrpo.buffer.policies import POLICIES
+from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.group_health import ks_distance
 from asyncgrpo.types import Group, WeightVersion
 from benchmarks.measuring import line, rounded, show
 from benchmarks.scheduler import SWAP_S, TRANSFER_S, Case, Product

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from asyncgrpo.config import Config
-from asyncgrpo.config_files import algorithm_names, shipped
-from asyncgrpo.config_loading import load_config
+from asyncgrpo.config.files import algorithm_names, shipped
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.errors import TrainingError
 from benchmarks import one_process

@@ -61,7 +61,7 @@ def shape(layers: int, hidden: int, vocab: int) -> Qwen3Config:
 
 def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[str, Any]:
     """Publish `TIMES` versions after a first one, which pays for what is done once."""
-    from asyncgrpo.config import WeightsConfig
+    from asyncgrpo.config.schema import WeightsConfig
     from asyncgrpo.learner.learner import Learner
     from asyncgrpo.types import WeightVersion
     from asyncgrpo.weights.publisher import Publisher
@@ -103,8 +103,7 @@ def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[st
 
 def receive(endpoint: str, path: str, adapters_only: bool, threads: int) -> None:
     """The generator: for ever, until it is ended."""
-    from asyncgrpo.weights.base import AdapterMerger
-    from asyncgrpo.weights.merging import content_digest
+    from asyncgrpo.weights.adapters import AdapterMerger, content_digest
     from asyncgrpo.weights.receiver import Receiver
 
     torch.set_num_threads(threads)

@@ -29,13 +29,20 @@ import numpy as np
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config import AlgorithmConfig, BufferConfig, Config, DataConfig, GeneratorConfig, ModelConfig, RunConfig
+from asyncgrpo.config.schema import (
+    AlgorithmConfig,
+    BufferConfig,
+    Config,
+    DataConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RunConfig,
+)
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.generators.requests import Answer, Request
+from asyncgrpo.engines.base import Answer, Request
 from asyncgrpo.generators.service import GeneratorService
-from asyncgrpo.learner.inbox import Inbox
+from asyncgrpo.learner.inbox import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.learner.team import Team
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score, WeightVersion
 from asyncgrpo.wire.codec import encode

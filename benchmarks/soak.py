@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 
-from asyncgrpo.buffer.history import read_run
-from asyncgrpo.buffer.records import Dropped
 from asyncgrpo.errors import JournalError
+from asyncgrpo.journal.format import Dropped
+from asyncgrpo.journal.history import read_run
 from benchmarks.measuring import rounded, show, where
 from benchmarks.trials import Fence, audited, events, last_step, rewards
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from asyncgrpo.config_files import shipped
-from asyncgrpo.config_loading import load_config
+from asyncgrpo.config.files import shipped
+from asyncgrpo.config.load import load_config
 from asyncgrpo.data.demo import TASKS, make_demo_model, write_demo_task
 from benchmarks import one_process
 

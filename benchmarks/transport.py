@@ -28,14 +28,15 @@ from typing import Any
 
 import zmq
 
-from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.history import History
-from asyncgrpo.buffer.journal import InMemory, Journal, Ledger
-from asyncgrpo.buffer.records import FORMAT, Began
+from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.service import BURST, BufferService
-from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.journal.format import FORMAT, Began
+from asyncgrpo.journal.history import History
+from asyncgrpo.journal.log import InMemory, Journal, Ledger
 from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, VersionSpan, WeightVersion
 from asyncgrpo.wire.checks import check_group
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.algorithms import diagnostics
-from asyncgrpo.config import AlgorithmConfig, CorrectionConfig
-from asyncgrpo.config_files import algorithm_file, algorithm_names
-from asyncgrpo.config_loading import load_config
-from asyncgrpo.learner.settings import loss_arguments
+from asyncgrpo.config.algorithm_rules import loss_arguments
+from asyncgrpo.config.files import algorithm_file, algorithm_names
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import AlgorithmConfig, CorrectionConfig
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
 

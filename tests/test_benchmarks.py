@@ -16,10 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from asyncgrpo.buffer.records import Handed, delivered
-from asyncgrpo.data.files import read_rows
-from asyncgrpo.data.schemas import recognise
-from asyncgrpo.learner.batching import pack
+from asyncgrpo.data.rows import read_rows, recognise
+from asyncgrpo.journal.format import Handed, delivered
+from asyncgrpo.learner.batch import pack
 from benchmarks import gpu_cells, gpu_learner, journal_cost, learner_step, loss_memory, packing, presets, transport
 from benchmarks.bad_input_cases import CASES, Case
 from benchmarks.bad_inputs import is_good
@@ -28,7 +27,7 @@ from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, train_flops
 from benchmarks.soak import Seen, balance, stops_of, tenths, times_of_trouble
 from benchmarks.trials import Ended, Fence
-from tests.buffer.journals import group, journal
+from tests.journal.journals import group, journal
 
 SMALLEST = {
     "device": "cpu",

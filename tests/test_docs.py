@@ -11,8 +11,8 @@ import typer
 from msgspec import inspect
 
 from asyncgrpo.cli import app
-from asyncgrpo.config_help import knobs, sections, type_in_words, value_in_words
-from asyncgrpo.config_verl import verl_keys
+from asyncgrpo.config.explain import knobs, sections, type_in_words, value_in_words
+from asyncgrpo.config.verl import verl_keys
 from asyncgrpo.recording.event_kinds import KINDS
 from asyncgrpo.wire import messages
 

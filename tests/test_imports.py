@@ -1,6 +1,6 @@
-"""The house keeps its floors: imports go down, neighbours do not meet, and each third-party library has one owner.
+"""Imports only go down the layers, packages of one layer do not import each other, and each library has one owner.
 
-Read from the syntax tree, so nothing is imported. The same rules are run over a small planted house, to prove that
+Read from the syntax trees, so nothing is imported. The same rules are run over a small planted package, to prove that
 each of them can fail.
 """
 
@@ -13,24 +13,26 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
 
-FLOORS = {
-    "cli": 6,
-    "__main__": 7,
-    "cluster": 5,
-    "generators": 4,
-    "buffer": 4,
-    "learner": 4,
+LAYERS = {
+    "__main__": 9,
+    "cli": 8,
+    "tools": 7,
+    "cluster": 6,
+    "generators": 5,
+    "buffer": 5,
+    "learner": 5,
+    "journal": 4,
+    "engines": 4,
     "data": 3,
     "rewards": 3,
     "weights": 3,
     "recording": 3,
-    "algorithms": 2,
-    "wire": 2,
-    "config": 1,
-    "metrics": 1,
-    "logs": 1,
-    "liveness": 1,
-    "scratch": 1,
+    "config": 2,
+    "metrics": 2,
+    "logs": 2,
+    "scratch": 2,
+    "algorithms": 1,
+    "wire": 1,
     "types": 0,
     "errors": 0,
 }
@@ -39,14 +41,12 @@ FLOORS = {
 OWNERS = {
     "ray": ("cluster",),
     "zmq": ("wire",),
-    "sglang": (
-        "generators.sglang",  # sglang_engine.py and its helpers sglang_*.py
-    ),
+    "sglang": ("engines.sglang",),
     "prometheus_client": ("metrics",),
     "omegaconf": ("config",),
 }
 
-# Rooms that start without torch, which takes seconds and hundreds of MiB to import.
+# Packages that start without torch, which takes seconds and hundreds of MiB to import.
 WITHOUT_TORCH = {"buffer", "wire", "rewards", "config", "types", "cli"}
 
 
@@ -62,10 +62,9 @@ class Import(NamedTuple):
     """Runs when the module is imported: not inside a function, not under TYPE_CHECKING."""
 
 
-def room(module: str) -> str:
-    """The first name below `asyncgrpo`; the modules config_*.py are one room."""
-    first = module.split(".")[0]
-    return "config" if first.startswith("config_") else first
+def package_of(module: str) -> str:
+    """The first name below `asyncgrpo`: a package, or a module beside the packages."""
+    return module.split(".")[0]
 
 
 def imports_below(package: Path) -> Iterator[Import]:
@@ -92,22 +91,22 @@ def imports_below(package: Path) -> Iterator[Import]:
 
 
 def is_owned(module: str, owners: tuple[str, ...]) -> bool:
-    """True in an owner, below it, and in `config_loading` for the owner `config`."""
-    return any(module == owner or module.startswith((f"{owner}.", f"{owner}_")) for owner in owners)
+    """True in an owner and below it."""
+    return any(module == owner or module.startswith(f"{owner}.") for owner in owners)
 
 
 def violations(package: Path) -> list[str]:
     found = []
     for where, target, line, at_start in imports_below(package):
-        here, place = room(where), f"{where or '__init__'}:{line}"
+        here, place = package_of(where), f"{where or '__init__'}:{line}"
         library, _, rest = target.partition(".")
         if library == "asyncgrpo":
-            there = room(rest)
-            if there not in FLOORS:
+            there = package_of(rest)
+            if there not in LAYERS:
                 continue  # a name of the package itself, such as __version__
-            if here and here not in FLOORS:
-                found.append(f"{place}: {here} has no floor; give it one in this test")
-            elif there != here and FLOORS[there] >= FLOORS.get(here, -1):
+            if here and here not in LAYERS:
+                found.append(f"{place}: {here} has no layer; give it one in this test")
+            elif there != here and LAYERS[there] >= LAYERS.get(here, -1):
                 found.append(f"{place}: {here or 'the package'} imports {there}, which is not below it")
         elif library in OWNERS and not is_owned(where, OWNERS[library]):
             found.append(f"{place}: {library} belongs to {', '.join(OWNERS[library])}")
@@ -116,13 +115,15 @@ def violations(package: Path) -> list[str]:
     return found
 
 
-def test_the_house_keeps_its_floors():
+def test_imports_only_go_down_the_layers():
     assert violations(PACKAGE) == []
 
 
-def test_every_room_has_a_floor():
-    rooms = {room(path.stem) for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert rooms - {"__init__"} <= set(FLOORS)
+def test_every_package_has_a_layer():
+    packages = {
+        package_of(path.stem) for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert packages - {"__init__"} <= set(LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -137,22 +138,22 @@ def test_every_room_has_a_floor():
         ("buffer/buffer.py", "from ..learner import step", "buffer imports learner, which is not below it"),
         ("buffer/buffer.py", "def f():\n    import asyncgrpo.learner", "buffer imports learner, which is not below it"),
         ("wire/codec.py", "from asyncgrpo.algorithms import losses", "wire imports algorithms, which is not below it"),
-        ("types.py", "from asyncgrpo.config_help import explain", "types imports config, which is not below it"),
+        ("types.py", "from asyncgrpo.config.explain import explain", "types imports config, which is not below it"),
         ("__init__.py", "from asyncgrpo.types import Group", "the package imports types, which is not below it"),
-        ("attic/box.py", "from asyncgrpo.types import Group", "attic has no floor"),
+        ("attic/box.py", "from asyncgrpo.types import Group", "attic has no layer"),
         ("learner/step.py", "import ray", "ray belongs to cluster"),
         ("cli/doctor.py", "def f():\n    from ray import init", "ray belongs to cluster"),
         ("buffer/service.py", "import zmq.asyncio", "zmq belongs to wire"),
-        ("generators/service.py", "import sglang as sgl", "sglang belongs to generators.sglang"),
+        ("generators/service.py", "import sglang as sgl", "sglang belongs to engines.sglang"),
         ("buffer/buffer.py", "from prometheus_client import Counter", "prometheus_client belongs to metrics"),
         ("cli/config.py", "from omegaconf import OmegaConf", "omegaconf belongs to config"),
         ("rewards/pool.py", "import torch", "rewards must start without torch"),
-        ("config_loading.py", "from torch.nn import Module", "config must start without torch"),
+        ("config/load.py", "from torch.nn import Module", "config must start without torch"),
         ("buffer/buffer.py", "try:\n    import torch\nexcept ImportError: ...", "buffer must start without torch"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(source)
     found = violations(tmp_path)
     assert len(found) == 1
@@ -163,14 +164,14 @@ def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
     ("file", "source"),
     [
         ("cluster/serve.py", "import ray\nfrom asyncgrpo.learner import step\nfrom asyncgrpo.cluster import place"),
-        ("config_loading.py", "from omegaconf import OmegaConf\nfrom asyncgrpo.config import Config"),
-        ("generators/sglang_engine.py", "import sglang\nimport torch"),
+        ("config/load.py", "from omegaconf import OmegaConf\nfrom asyncgrpo.config.schema import Config"),
+        ("engines/sglang/engine.py", "import sglang\nimport torch"),
         ("cli/doctor.py", "def check():\n    import torch"),
         ("buffer/buffer.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
         ("cli/run.py", "from asyncgrpo import __version__"),
     ],
 )
 def test_what_is_allowed_is_not_complained_about(tmp_path, file, source):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(source)
     assert violations(tmp_path) == []

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.history import read_history
-from asyncgrpo.buffer.records import Delivered, Handed, Whole, delivered, delivered_again, pack, scan
+from asyncgrpo.journal.format import Delivered, Handed, Whole, delivered, delivered_again, pack, scan
+from asyncgrpo.journal.history import read_history
 from tests.runs import assert_nothing_left, asyncgrpo, events
 from tests.test_journal_runs import kill_after_checkpoint
 

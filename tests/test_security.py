@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncgrpo.cluster.actors import Setup
-from asyncgrpo.config import Config, DataConfig, ModelConfig, WeightsConfig
+from asyncgrpo.cluster.wiring import Setup
+from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, WeightsConfig
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.weights.group import serve_store
 from asyncgrpo.weights.publisher import Publisher

@@ -7,17 +7,17 @@ import msgspec
 import pytest
 import torch
 
-from asyncgrpo.buffer.seeds import group_seed
-from asyncgrpo.cluster.actors import sampling_of
+from asyncgrpo.buffer.groups import group_seed
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.run import Run
-from asyncgrpo.config import Config, LoraConfig
-from asyncgrpo.config_files import shipped
-from asyncgrpo.config_loading import load_config
+from asyncgrpo.cluster.wiring import sampling_of
+from asyncgrpo.config.files import shipped
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import Config, LoraConfig
 from asyncgrpo.data.demo import demo_rules, make_demo_model, write_demo_task
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
-from asyncgrpo.generators.build import build_engine
+from asyncgrpo.engines.build import build_engine
 from asyncgrpo.generators.rollout import GroupUnderWay
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.rewards import build_reward

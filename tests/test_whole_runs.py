@@ -149,7 +149,7 @@ def assert_same_model_as_the_checkpoint(run: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncgrpo.config_loading import load_config
+    from asyncgrpo.config.load import load_config
     from asyncgrpo.learner.learner import Learner
 
     final = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.algorithms.corrections import Level, at_level
-from asyncgrpo.algorithms.packed import sequence_of_token, trained_sum
-from asyncgrpo.algorithms.precision import MAX_LOG_RATIO
+from asyncgrpo.algorithms.packed import MAX_LOG_RATIO, sequence_of_token, trained_sum
 
 Sums = dict[str, Tensor]
 """Name to a scalar float64 tensor, on the device of the tokens."""

@@ -1,4 +1,7 @@
-"""Sums over the sequences of a packed batch.
+"""What every formula here shares: sums over the sequences of a packed batch, and the floating point they are computed in.
+
+A log-prob in bfloat16 has three significant digits, and a log-ratio is a small difference of two of them: so everything
+is upcast before the first subtraction.
 
 Packed: the tokens of all sequences one after the other, [T], and `cu_seqlens` [S+1], where each begins; the last entry
 is T. A sequence may be empty. Nothing here waits for the device.
@@ -6,6 +9,20 @@ is T. A sequence may be empty. Nothing here waits for the device.
 
 import torch
 from torch import Tensor
+
+# -- floating point ----------------------------------------------------------------------------------------------------
+
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are cut to ±20 before exp (as in verl), where float32 is still far from its end."""
+
+
+def upcast(values: Tensor) -> Tensor:
+    """float64 as it is, everything else in float32."""
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
+# -- sums by sequence --------------------------------------------------------------------------------------------------
 
 
 def sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

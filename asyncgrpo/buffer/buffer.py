@@ -17,19 +17,25 @@ Time enters as an argument, chance not at all: the same calls give the same answ
 from collections import Counter
 from collections.abc import Callable
 
-from asyncgrpo.buffer.bias import BiasMonitor
-from asyncgrpo.buffer.deadlines import CUT_AT, Deadlines
-from asyncgrpo.buffer.entries import Entry, State
-from asyncgrpo.buffer.journal import InMemory, Ledger
-from asyncgrpo.buffer.policies import POLICIES
-from asyncgrpo.buffer.quarantine import FILE, Case, Quarantine
-from asyncgrpo.buffer.records import Dropped, Handed, Interrupted, delivered
-from asyncgrpo.buffer.seeds import group_seed
-from asyncgrpo.buffer.signal import WithoutSignal, zero_signal
-from asyncgrpo.buffer.suspects import BLAMED, POISON, Past, Suspects
-from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.group_health import (
+    BLAMED,
+    CUT_AT,
+    FILE,
+    POISON,
+    BiasMonitor,
+    Case,
+    Deadlines,
+    Past,
+    Quarantine,
+    Suspects,
+)
+from asyncgrpo.buffer.groups import Entry, State, WithoutSignal, group_seed, zero_signal
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import DataError
+from asyncgrpo.journal.format import Dropped, Handed, Interrupted, delivered
+from asyncgrpo.journal.log import InMemory, Ledger
 from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
 from asyncgrpo.wire.messages import Deliver
 

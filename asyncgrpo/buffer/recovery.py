@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.history import Found, History, mend, read_history
-from asyncgrpo.buffer.journal import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
-from asyncgrpo.buffer.policies import POLICIES
-from asyncgrpo.buffer.records import Began, Delivered, Dropped, Handed, Interrupted
-from asyncgrpo.buffer.suspects import BLAMED, NOTHING, Past
-from asyncgrpo.config import BufferConfig
+from asyncgrpo.buffer.group_health import BLAMED, NOTHING, Past
+from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.journal.format import Began, Delivered, Dropped, Handed, Interrupted
+from asyncgrpo.journal.history import Found, History, mend, read_history
+from asyncgrpo.journal.log import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
 from asyncgrpo.types import WeightVersion
 
 log = logging.getLogger(__name__)

@@ -19,15 +19,16 @@ from typing import Any, Literal
 import msgspec
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.buffer import Buffer, Entry, State
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.counters import Gauges, counters
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.numbers import Gauges, counters
-from asyncgrpo.buffer.records import Committed
-from asyncgrpo.buffer.scoring import Scoring, Tell
+from asyncgrpo.buffer.groups import Entry, State
+from asyncgrpo.buffer.reward_health import Scoring, Tell
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
-from asyncgrpo.liveness import Turns
-from asyncgrpo.rewards.tally import Tally
+from asyncgrpo.journal.format import Committed
+from asyncgrpo.metrics import Turns
+from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.wire.checks import check_answers_lease, check_group
 from asyncgrpo.wire.codec import Buffer as Frame

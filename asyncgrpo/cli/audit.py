@@ -26,7 +26,7 @@ def audit(
 
 def report(run: Path, as_json: bool = False) -> None:
     """Print what the audit found. Raises typer.Exit with 1 if there is a difference."""
-    from asyncgrpo.cluster.audit import audit as check
+    from asyncgrpo.tools.audit import audit as check
 
     found = check(run)
     fates = sorted(found.groups, key=lambda fate: -found.groups[fate])

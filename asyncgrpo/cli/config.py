@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asyncgrpo.cli import completion
+from asyncgrpo.cli import options
 from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
 from asyncgrpo.cli.output import JsonOption, print_json, wrapped
 from asyncgrpo.errors import ConfigError
@@ -31,7 +31,7 @@ def explain(
             metavar="KEY",
             help="A key, a section, or nothing for all keys.",
             show_default=False,
-            autocompletion=completion.keys,
+            autocompletion=options.keys,
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -39,20 +39,20 @@ def explain(
     """What a configuration key means and takes, and its default."""
     import msgspec
 
-    from asyncgrpo import config_help
+    from asyncgrpo.config import explain
 
-    text = config_help.explain(key)
+    text = explain.explain(key)
     if not as_json:
-        indent = 35 if key is None or key in config_help.sections() else 11
+        indent = 35 if key is None or key in explain.sections() else 11
         typer.echo("\n".join(wrapped(line, indent=indent) for line in text.splitlines()))
         return
-    chosen = [knob for name, knob in config_help.knobs().items() if key is None or f"{name}.".startswith(f"{key}.")]
+    chosen = [knob for name, knob in explain.knobs().items() if key is None or f"{name}.".startswith(f"{key}.")]
     print_json(
         [
             {
                 "key": knob.key,
                 "description": knob.description,
-                "takes": config_help.type_in_words(knob.type),
+                "takes": explain.type_in_words(knob.type),
                 "required": knob.required,
                 "default": msgspec.to_builtins(knob.default),
                 "fields": {name: field.description for name, field in knob.fields.items()},
@@ -74,9 +74,9 @@ def show(
     """
     import msgspec
 
-    from asyncgrpo.config_help import sizes_in_words
-    from asyncgrpo.config_loading import load_config, to_yaml
-    from asyncgrpo.learner.settings import check_algorithm
+    from asyncgrpo.config.algorithm_rules import check_algorithm
+    from asyncgrpo.config.explain import sizes_in_words
+    from asyncgrpo.config.load import load_config, to_yaml
 
     config = load_config(file, overrides or (), algorithm=algorithm, tell=partial(typer.echo, err=True))
     check_algorithm(config)
@@ -90,7 +90,7 @@ def show(
 
 def algorithms(as_json: JsonOption = False) -> None:
     """The presets that `--algorithm` takes, and what each is."""
-    from asyncgrpo.config_files import algorithm_file, algorithm_names, headline
+    from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
 
     found = {name: headline(algorithm_file(name)) for name in algorithm_names()}
     if as_json:
@@ -116,7 +116,7 @@ def from_verl(
     Prints a command, or with --yaml a file. What has no counterpart follows as comments, so that the output can be used
     as it is. A script is read and not run; what stands in its branches and loops is left out and named.
     """
-    from asyncgrpo.config_verl_report import read, report, to_json
+    from asyncgrpo.config.from_verl import read, report, to_json
 
     translation = read(sources, sys.stdin.read() if "-" in sources else "")
     problem = _problem(translation.ours)
@@ -128,9 +128,9 @@ def from_verl(
 
 def _problem(ours: dict[str, Any]) -> str:
     """Why a run with these keys alone would be refused; empty where it would not."""
-    from asyncgrpo.config_loading import load_config
-    from asyncgrpo.config_unknown import assignments
-    from asyncgrpo.learner.settings import check_algorithm
+    from asyncgrpo.config.algorithm_rules import check_algorithm
+    from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.unknown_keys import assignments
 
     try:
         check_algorithm(load_config(None, assignments(ours)))

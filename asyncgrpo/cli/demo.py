@@ -11,7 +11,7 @@ from rich.console import Console
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.output import command, same_command
-from asyncgrpo.config import Config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 
 UNDER_CHAOS = [
@@ -54,11 +54,11 @@ def demo(
     random Qwen3 and its own task in the run folder.
     """
     from asyncgrpo.cli.audit import report
-    from asyncgrpo.cli.preview import preview
+    from asyncgrpo.cli.preflight import preview
     from asyncgrpo.cli.running import choose_folder, execute
-    from asyncgrpo.cluster.chaos import Plan
-    from asyncgrpo.config_files import algorithm_file
-    from asyncgrpo.config_loading import load_config
+    from asyncgrpo.config.files import algorithm_file
+    from asyncgrpo.config.load import load_config
+    from asyncgrpo.tools.chaos import Plan
 
     if algorithm is not None:
         algorithm_file(algorithm)  # a name that there is not is said before a model is made
@@ -108,7 +108,7 @@ def demo(
 
 def _choose_engine(asked: str | None) -> str:
     """The engine asked for, or the best that can run here, with a word when that is not SGLang."""
-    from asyncgrpo.generators.availability import why_sglang_cannot_run
+    from asyncgrpo.engines.build import why_sglang_cannot_run
 
     if asked is not None:
         return asked

@@ -1,12 +1,277 @@
-"""`asyncgrpo doctor`: what this machine can run, and how to mend what it cannot."""
+"""`asyncgrpo doctor`: what this machine can run, tried for real, and how to fix what it cannot."""
 
-from dataclasses import asdict
+import importlib
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import JsonOption, print_json
+from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
+
+# -- the checks --------------------------------------------------------------------------------------------------------
+
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    status: Literal["ok", "note", "warning", "failed"]
+    """`note`: a fact without a verdict. `warning`: training is possible, but less well."""
+    detail: str
+    fix: str = ""
+    """A command, for a warning or a failure."""
+    needed: bool = True
+    """False for a failure that leaves another way to train."""
+
+
+def all_findings(out: Path) -> Iterator[Finding]:
+    """Every check, cheap ones first; each finding comes as soon as it is known.
+
+    Args:
+        out: folder that is to hold runs.
+    """
+    yield check_python()
+    yield from check_machine()
+    yield check_open_files()
+    yield check_shared_memory()
+    yield check_runs_folder(out)
+    yield check_port()
+    yield check_ray()
+    yield check_torch()
+    yield check_cuda()
+    yield check_gloo()
+    yield check_nccl()
+    yield check_torch_engine()
+    yield check_sglang()
+    yield check_offline()
+
+
+def engines(findings: list[Finding]) -> list[str]:
+    """Names of the engines that can run."""
+    return [f.name.removesuffix(" engine") for f in findings if f.name.endswith(" engine") and f.status == "ok"]
+
+
+def can_train(findings: list[Finding]) -> bool:
+    """Nothing that is needed failed, and at least one engine runs."""
+    return bool(engines(findings)) and not any(f.needed and f.status == "failed" for f in findings)
+
+
+def version_of(package: str) -> str | None:
+    """Installed version, without importing; none where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_python() -> Finding:
+    # Below 3.11 this module does not even import, so there is nothing to judge.
+    return Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
+
+
+def check_machine() -> Iterator[Finding]:
+    import psutil
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores >= 2:
+        yield Finding("cores", "ok", f"{cores}")
+    else:
+        yield Finding("cores", "warning", "1: generators and learner take turns")
+    free = psutil.virtual_memory().available
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():  # a container's own bound, `max` without one
+        free = min(free, int(text))
+    if free >= 4 * GIB:
+        yield Finding("memory", "ok", f"{size_in_words(free)} free")
+    else:
+        yield Finding("memory", "warning", f"{size_in_words(free)} free, the demo takes about 3 GiB")
+
+
+def check_open_files() -> Finding:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= 8192 or soft == resource.RLIM_INFINITY:
+        return Finding("open files", "ok", f"up to {soft}")
+    raised = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    return Finding("open files", "warning", f"up to {soft}; Ray and many sockets need more", f"ulimit -n {raised}")
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    if not folder.is_dir():
+        return Finding("shared memory", "note", f"{folder} does not exist; Ray uses files instead")
+    free = shutil.disk_usage(folder).free
+    if free >= GIB:
+        return Finding("shared memory", "ok", f"{size_in_words(free)} free in {folder}")
+    fix = "docker run --shm-size=8g ..., or: mount -o remount,size=8g /dev/shm"
+    return Finding("shared memory", "warning", f"{size_in_words(free)} free in {folder}; Ray wants 1 GiB", fix)
+
+
+def check_runs_folder(out: Path) -> Finding:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        return Finding("runs folder", "failed", f"{out}: {error.strerror}", f"mkdir -p {out} && chmod u+rwx {out}")
+    free = shutil.disk_usage(out).free
+    if free >= 5 * GIB:
+        return Finding("runs folder", "ok", f"{out} is writable, {size_in_words(free)} free")
+    return Finding(
+        "runs folder", "warning", f"{out} has {size_in_words(free)} left", "asyncgrpo doctor --out /larger/disk"
+    )
+
+
+def check_port() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+            return Finding(
+                "loopback", "ok", f"a port can be bound and reached on 127.0.0.1 ({server.getsockname()[1]})"
+            )
+    except OSError as error:
+        return Finding("loopback", "failed", f"127.0.0.1 cannot be used: {error}", "ip link set lo up")
+
+
+def check_ray() -> Finding:
+    return _check_package("ray", "ray>=2.60,<2.61")
+
+
+def check_torch() -> Finding:
+    return _check_package("torch", "torch>=2.11", lambda torch: f", CUDA {torch.version.cuda or 'not built in'}")
+
+
+def _check_package(package: str, requirement: str, more: Callable[[Any], str] = lambda module: "") -> Finding:
+    """Imports it: an installed package that does not import is of no use."""
+    if version_of(package) is None:
+        return Finding(package, "failed", "not installed", f"pip install '{requirement}'")
+    try:
+        module = importlib.import_module(package)
+    except Exception as error:  # whatever a broken installation raises
+        return Finding(package, "failed", f"does not import: {_one_line(error)}", f"pip install -U '{requirement}'")
+    return Finding(package, "ok", f"{version_of(package)}{more(module)}")
+
+
+def check_cuda() -> Finding:
+    try:
+        import torch
+    except Exception:
+        return Finding("GPUs", "note", "unknown without torch")
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        names = ", ".join(f"{device.name} ({size_in_words(device.total_memory)})" for device in devices)
+        return Finding("GPUs", "ok", f"{len(devices)}: {names}")
+    if shutil.which("nvidia-smi") is None:
+        return Finding("GPUs", "note", "none; everything runs on the CPU (--n-gpus 0)")
+    if torch.version.cuda is None:
+        fix = "pip install --force-reinstall torch"
+        return Finding("GPUs", "failed", "there is a driver, but torch is built for the CPU", fix, needed=False)
+    return Finding("GPUs", "failed", "there is a driver, but torch sees no device", "nvidia-smi", needed=False)
+
+
+def check_gloo() -> Finding:
+    """Two ranks, in threads of this process, really meet over loopback and add a number."""
+    try:
+        import torch
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=20)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        sums: list[float] = []
+        errors: list[Exception] = []
+
+        def rank(number: int) -> None:
+            try:
+                own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timeout)
+                group: Any = dist.ProcessGroupGloo(dist.PrefixStore("doctor", own), number, 2, timeout)
+                tensor = torch.ones(1)
+                group.allreduce([tensor]).wait()
+                sums.append(tensor.item())
+            except Exception as error:
+                errors.append(error)
+
+        ranks = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join(40)
+        if errors:
+            raise errors[0]
+        if sums != [2.0, 2.0]:
+            raise RuntimeError(f"two ranks added 1 and 1 to {sums}")
+    except Exception as error:  # whatever torch raises is the finding
+        return Finding("gloo", "failed", f"two ranks cannot meet: {_one_line(error)}", "export GLOO_SOCKET_IFNAME=lo")
+    return Finding("gloo", "ok", "two ranks met over loopback")
+
+
+def check_nccl() -> Finding:
+    """One rank on the first GPU reduces a number; more ranks than that would have to be processes."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception:
+        return Finding("nccl", "note", "unknown without torch")
+    if not torch.cuda.is_available():
+        return Finding("nccl", "note", "not needed without a GPU")
+    try:
+        group: Any = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+        tensor = torch.ones(1, device="cuda:0")
+        group.allreduce([tensor]).wait()
+        torch.cuda.synchronize()
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return Finding("nccl", "failed", _one_line(error), "NCCL_DEBUG=INFO asyncgrpo doctor", needed=False)
+    return Finding("nccl", "ok", f"{version}, one rank reduced on cuda:0")
+
+
+def check_torch_engine() -> Finding:
+    if version_of("transformers") is None:
+        fix = "pip install 'transformers>=5.12'"
+        return Finding("torch engine", "failed", "transformers is not installed", fix, needed=False)
+    if version_of("torch") is None:
+        return Finding("torch engine", "failed", "torch is not installed", "pip install 'torch>=2.11'", needed=False)
+    return Finding("torch engine", "ok", f"transformers {version_of('transformers')}")
+
+
+def check_sglang() -> Finding:
+    try:
+        from asyncgrpo.engines.build import why_sglang_cannot_run
+
+        why = why_sglang_cannot_run()
+    except Exception as error:  # without torch it cannot even look
+        why = f"{_one_line(error)}: pip install 'torch>=2.11'"
+    if why is not None:
+        detail, _, fix = why.rpartition(": ")  # the sentence ends with the command that mends it
+        return Finding("sglang engine", "failed", detail, fix, needed=False)
+    return Finding("sglang engine", "ok", f"sglang {version_of('sglang')}")
+
+
+def check_offline() -> Finding:
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "HF_HOME")
+    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+    text = ", ".join(given) or "no offline flag is set; model.path as a folder needs no network"
+    return Finding("hub", "note", text)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
 
 _SIGNS = {"ok": "✓", "note": "·", "warning": "!", "failed": "✗"}
 _COLOURS = {"ok": "green", "note": "white", "warning": "yellow", "failed": "red"}
@@ -25,7 +290,6 @@ def doctor(
 
     Exits with 0 when training is possible with at least one engine.
     """
-    from asyncgrpo.cli.checks import all_findings, can_train, engines
 
     findings = []
     for finding in all_findings(out):

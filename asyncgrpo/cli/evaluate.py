@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asyncgrpo.cli import completion
+from asyncgrpo.cli import options
 from asyncgrpo.cli.options import RewardFuncOption, SettingsArgument
 from asyncgrpo.cli.output import JsonOption, print_json
 
@@ -29,7 +29,7 @@ def evaluate(
     data: Annotated[str, typer.Option(help="Prompts: Parquet, JSONL or JSON.")],
     reward_func: RewardFuncOption = None,
     engine: Annotated[
-        str, typer.Option(help="Inference engine: sglang or torch.", autocompletion=completion.engines)
+        str, typer.Option(help="Inference engine: sglang or torch.", autocompletion=options.engines)
     ] = "torch",
     rollout_n: Annotated[int, typer.Option("--rollout-n", help="Answers to each prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 is greedy.")] = 0.0,
@@ -39,7 +39,7 @@ def evaluate(
 ) -> None:
     """Score the answers of a checkpoint to a held-out file."""
     from asyncgrpo.cli.preflight import check_inputs
-    from asyncgrpo.config_loading import load_config
+    from asyncgrpo.config.load import load_config
     from asyncgrpo.learner.checkpoints import model_folder
 
     folder = model_folder(Path(checkpoint))
@@ -70,7 +70,7 @@ def _fit_to_machine(folder: Path, max_tokens: int) -> list[str]:
     """Without a GPU: the CPU and float32. And prompts no longer than the model's context leaves room for."""
     import torch
 
-    from asyncgrpo.config import DataConfig
+    from asyncgrpo.config.schema import DataConfig
 
     settings = [] if torch.cuda.is_available() else ["generators.gpus_each=0", "model.dtype=float32"]
     context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
@@ -85,7 +85,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.data.prompts import load_prompts
     from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
-    from asyncgrpo.generators.build import build_engine
+    from asyncgrpo.engines.build import build_engine
     from asyncgrpo.generators.rollout import GroupUnderWay
     from asyncgrpo.generators.service import UNPUBLISHED
     from asyncgrpo.rewards import build_reward

@@ -1,15 +1,80 @@
-"""The flags of `train` and what they mean in the configuration. Pure: flags in, `key=value` out.
+"""Flags of `train`, and what the shell offers after Tab.
 
 A flag wins over the file, and an explicit `key=value` wins over a flag. A flag that is not given says nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
 
-from asyncgrpo.cli import completion
-from asyncgrpo.config_gpus import split_gpus
+from asyncgrpo.config.verl import split_gpus
+
+# -- after Tab ---------------------------------------------------------------------------------------------------------
+
+
+Offer = tuple[str, str]
+"""What is put in, and what it is, for shells that show it."""
+
+
+def algorithms(incomplete: str) -> list[Offer]:
+    """Presets of `--algorithm`."""
+    from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
+
+    return _fitting(((name, headline(algorithm_file(name))) for name in algorithm_names()), incomplete)
+
+
+def configurations(incomplete: str) -> list[Offer]:
+    """Files that come with the package; the shell itself adds those of the folder."""
+    from asyncgrpo.config.files import headline, shipped, shipped_names
+
+    return _fitting(((name, headline(shipped(name))) for name in shipped_names()), incomplete)
+
+
+def engines(incomplete: str) -> list[Offer]:
+    """Values of `--engine`."""
+    return _fitting(_values("generators.engine"), incomplete)
+
+
+def keys(incomplete: str) -> list[Offer]:
+    """Keys and sections of the configuration."""
+    from asyncgrpo.config.explain import knobs
+
+    return _fitting(((knob.key, knob.description) for knob in knobs().values()), incomplete)
+
+
+def settings(ctx: typer.Context, incomplete: str) -> list[Offer]:
+    """`key=value` of the argument `overrides`: the key with its `=`, then the values of one that has few.
+
+    Bash takes `=` for a word of its own, so that there the key is among the words before; click leaves out an `=` that
+    comes last.
+    """
+    from asyncgrpo.config.explain import knobs
+
+    match [*(ctx.params.get("overrides") or ()), incomplete]:
+        case [*_, key, ""] if key in knobs():
+            return _values(key)
+        case [*_, key, "=", start]:
+            return _fitting(_values(key), start)
+    key, equals, _ = incomplete.partition("=")
+    if equals:
+        return _fitting(((f"{key}={value}", what) for value, what in _values(key)), incomplete)
+    return _fitting(((f"{knob.key}=", knob.description) for knob in knobs().values()), incomplete)
+
+
+def _values(key: str) -> list[Offer]:
+    """The values of a key that names them, or is true or false."""
+    from asyncgrpo.config.explain import choices
+
+    return [(value, "") for value in choices(key)]
+
+
+def _fitting(offers: Iterable[Offer], incomplete: str) -> list[Offer]:
+    return [(name, what) for name, what in offers if name.startswith(incomplete)]
+
+
+# -- flags in, `key=value` out -----------------------------------------------------------------------------------------
+
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="Folder of a Hugging Face model, or its hub id.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Training prompts: Parquet, JSONL or JSON.")]
@@ -32,7 +97,7 @@ KlCoefOption = Annotated[
 ]
 EngineOption = Annotated[
     str | None,
-    typer.Option("--engine", help="Inference engine: sglang, torch or fake.", autocompletion=completion.engines),
+    typer.Option("--engine", help="Inference engine: sglang, torch or fake.", autocompletion=engines),
 ]
 OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
 MaxLagOption = Annotated[
@@ -47,7 +112,7 @@ AlgorithmOption = Annotated[
     typer.Option(
         "--algorithm",
         help="A preset: the whole objective, whatever the file says. `asyncgrpo config algorithms` lists them.",
-        autocompletion=completion.algorithms,
+        autocompletion=algorithms,
     ),
 ]
 ConfigOption = Annotated[
@@ -55,7 +120,7 @@ ConfigOption = Annotated[
     typer.Option(
         "--config",
         help="YAML file, or the name of one that comes with the package.",
-        autocompletion=completion.configurations,
+        autocompletion=configurations,
     ),
 ]
 ConfigArgument = Annotated[
@@ -63,7 +128,7 @@ ConfigArgument = Annotated[
     typer.Argument(
         metavar="FILE",
         help="YAML file, or the name of one that comes with the package.",
-        autocompletion=completion.configurations,
+        autocompletion=configurations,
     ),
 ]
 SettingsArgument = Annotated[
@@ -72,7 +137,7 @@ SettingsArgument = Annotated[
         metavar="KEY=VALUE",
         help="Any setting; wins over files and flags.",
         show_default=False,
-        autocompletion=completion.settings,
+        autocompletion=settings,
     ),
 ]
 

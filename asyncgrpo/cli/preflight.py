@@ -1,19 +1,25 @@
-"""What can be found wrong with a run before anything is started for it: settings, machine, model, files, rewards.
+"""What can be found wrong with a run before anything is started for it, and `--dry-run`: what it would do and need.
 
 Reading the files once more costs seconds; finding out after the engines are up costs minutes of many GPUs. What is
 checked here is checked by the same functions again where it is used.
 """
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import typer
 
 from asyncgrpo.cli.output import size_in_words
-from asyncgrpo.config import Config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 
+# -- before anything is started ----------------------------------------------------------------------------------------
+
+
 if TYPE_CHECKING:
-    from asyncgrpo.rewards import Reward
+    from asyncgrpo.rewards.base import Reward
 
 REWARD_IMPORT_S = 10.0
 """For a user's reward file to be imported, while nothing else runs here."""
@@ -26,8 +32,8 @@ def check_run(config: Config) -> None:
 
     Raises ConfigError, DataError or RewardError, in one sentence.
     """
-    from asyncgrpo.cluster.actors import uses_cuda
-    from asyncgrpo.learner.settings import check_algorithm
+    from asyncgrpo.cluster.wiring import uses_cuda
+    from asyncgrpo.config.algorithm_rules import check_algorithm
     from asyncgrpo.recording.loggers import check_loggers
     from asyncgrpo.wire.sockets import check_bind
 
@@ -44,9 +50,9 @@ def check_inputs(config: Config) -> None:
 
     Raises ConfigError, DataError or RewardError, in one sentence.
     """
-    from asyncgrpo.config_checks import check_model, local_model
+    from asyncgrpo.config.rules import check_model, local_model
     from asyncgrpo.data.demo import demo_rules
-    from asyncgrpo.generators.availability import why_sglang_cannot_run
+    from asyncgrpo.engines.build import why_sglang_cannot_run
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.weights.files import check_weight_files
 
@@ -62,7 +68,7 @@ def check_inputs(config: Config) -> None:
 def _check_prompts(config: Config, reward: "Reward") -> None:
     from asyncgrpo.data.prompts import check_prompts
     from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
-    from asyncgrpo.rewards import RuleReward
+    from asyncgrpo.rewards.rules import RuleReward
 
     tokenizer = load_tokenizer(config.model.path)
     stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
@@ -81,7 +87,7 @@ def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
         return
     import torch
 
-    from asyncgrpo.cluster.placement import check_gpus
+    from asyncgrpo.cluster.ray_session import check_gpus
 
     check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
 
@@ -90,7 +96,7 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
     """The model as the learner sees it, and room for a checkpoint of it. One that is still to be downloaded passes."""
     import torch
 
-    from asyncgrpo.config_checks import local_model
+    from asyncgrpo.config.rules import local_model
     from asyncgrpo.learner.model import check_language_model
 
     if (folder := local_model(config.model.path)) is None:
@@ -111,3 +117,81 @@ def _check_room(out: str, checkpoint_bytes: int) -> None:
             f"run.out {out}: a checkpoint takes about {size_in_words(checkpoint_bytes)}, and the disk has "
             f"{size_in_words(free)} left; make room, or choose a folder on another disk"
         )
+
+
+# -- --dry-run ---------------------------------------------------------------------------------------------------------
+
+
+def preview(config: Config, algorithm: str | None = None, *, shown: Config | None = None) -> None:
+    """Look at everything that `execute` looks at before it starts, and print it.
+
+    Args:
+        algorithm: name of the preset that `config` was made with.
+        shown: where the files of `config` only stand for those of the run: the configuration that names these.
+    Raises:
+        AsyncGRPOError: what the run would end with, in one sentence.
+    """
+    from asyncgrpo.cluster.folder import RunFolder, look
+    from asyncgrpo.config.explain import sizes_in_words
+
+    check_run(config)
+    folder = RunFolder(Path(config.run.out))
+    folder.check_free()
+    standing = look(config, folder)
+    rows = [*_files(config, shown or config), ("processes", _processes(config)), ("GPUs", _gpus(config))]
+    begins = ["new: it would begin at step 0"] if standing.is_new else standing.lines(config.run.out)
+    rows += [("folder" if i == 0 else "", line) for i, line in enumerate([str(folder.path), *begins])]
+    typer.echo(sizes_in_words(config, algorithm))
+    for name, text in rows:
+        typer.echo(f"{name:<11} {text}")
+    typer.echo("dry run: nothing was started, and nothing was written")
+
+
+def _files(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
+    from asyncgrpo.config.rules import local_model
+    from asyncgrpo.data.prompts import load_prompts
+    from asyncgrpo.data.tokenizer import load_tokenizer
+
+    tokenizer = None
+    if (model := local_model(config.model.path)) is not None:
+        tokenizer = load_tokenizer(config.model.path)
+        yield "model", str(model.absolute() if shown is config else Path(shown.model.path))
+    else:
+        yield "model", f"{shown.model.path}, to be downloaded: no prompt was counted"
+    keys: tuple[Literal["train", "eval"], ...] = ("train", "eval")
+    for key in keys:
+        path: str | None = getattr(config.data, key)
+        if path is None:
+            continue
+        text = str(Path(getattr(shown.data, key)).absolute())
+        if tokenizer is not None:
+            limit = config.data.eval_rows if key == "eval" else None
+            loaded = load_prompts(path, key, tokenizer, config.data, limit=limit)
+            text += f": {len(loaded.prompts):,} prompts, {loaded.dropped_too_long:,} longer than data.max_prompt_tokens"
+        yield f"data.{key}", text
+    yield "reward", config.reward.function or "by data_source"
+
+
+def _processes(config: Config) -> str:
+    from asyncgrpo.cluster.wiring import uses_cuda
+
+    generators = config.generators
+    learner = "one GPU each" if uses_cuda(config) else "on CPU"
+    engine = f"{generators.gpus_each} GPUs each" if generators.gpus_each else "on CPU"
+    return (
+        f"driver 1; buffer 1; learner {config.learner.ranks} ({learner}); generator {generators.count} "
+        f"({generators.engine}, {engine}), with reward worker {config.reward.workers} each"
+    )
+
+
+def _gpus(config: Config) -> str:
+    """How many it needs, of those that are here; `check_run` has compared the two."""
+    import torch
+
+    from asyncgrpo.cluster.ray_session import gpus_wanted
+    from asyncgrpo.cluster.wiring import uses_cuda
+
+    wanted = gpus_wanted(config, learner_on_gpu=uses_cuda(config))
+    if config.cluster.ray_address is not None:
+        return f"{wanted} wanted, of the cluster at {config.cluster.ray_address}"
+    return f"{wanted} wanted, {torch.cuda.device_count()} here"

@@ -9,9 +9,8 @@ from asyncgrpo.cli.options import AlgorithmOption
 from asyncgrpo.cli.output import JsonOption, print_json
 
 if TYPE_CHECKING:  # importing the learner imports torch
-    from asyncgrpo.cluster.replay import Replayed
-    from asyncgrpo.cluster.timeline import Timeline
-    from asyncgrpo.recording.comparison import Pair
+    from asyncgrpo.tools.replay import Pair, Replayed
+    from asyncgrpo.tools.timeline import Timeline
 
 
 def register(app: typer.Typer) -> None:
@@ -40,11 +39,10 @@ def replay(
     Nothing changed, every number must be equal to the bit (on a CPU), and the command ends with 1 if one is not. With
     --with or --algorithm both trainings are shown side by side: the same groups in the same order, another objective.
     """
-    from asyncgrpo.cluster.replay import Replay
-    from asyncgrpo.cluster.replay_settings import replay_config
-    from asyncgrpo.cluster.timeline import read_timeline
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events
+    from asyncgrpo.tools.replay import Replay, replay_config
+    from asyncgrpo.tools.timeline import read_timeline
 
     timeline = read_timeline(run, from_step=from_step, to_step=to_step)
     configs = [replay_config(leg.config, with_ or (), algorithm=algorithm) for leg in timeline.legs]
@@ -134,7 +132,7 @@ class _SideBySide:
     """Two objectives on one stream."""
 
     def __init__(self) -> None:
-        from asyncgrpo.recording.comparison import QUANTITIES
+        from asyncgrpo.tools.replay import QUANTITIES
 
         self._quantities = QUANTITIES
         names = "".join(f"{name:^20}" for name in QUANTITIES.values())
@@ -146,7 +144,7 @@ class _SideBySide:
         return f"{pair.step:>6}{pair.replayed['reward_mean']:>8.3f}{_mean_lag(pair):>6.2f}{cells}"
 
     def last_line(self, result: "Replayed") -> str:
-        from asyncgrpo.recording.comparison import means
+        from asyncgrpo.tools.replay import means
 
         parts = []
         for field, name in self._quantities.items():
@@ -170,7 +168,7 @@ def _short(value: float | None) -> str:
 
 
 def _as_json(result: "Replayed", folder: Path, changes: list[str]) -> dict[str, object]:
-    from asyncgrpo.recording.comparison import QUANTITIES
+    from asyncgrpo.tools.replay import QUANTITIES
 
     steps = []
     for pair in result.pairs:

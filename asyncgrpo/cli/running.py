@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from asyncgrpo.config import Config
-from asyncgrpo.config_help import sizes_in_words
+from asyncgrpo.config.explain import sizes_in_words
+from asyncgrpo.config.schema import Config
 
 if TYPE_CHECKING:  # importing the cluster imports ray
-    from asyncgrpo.cluster.chaos import Plan
     from asyncgrpo.cluster.folder import RunFolder
     from asyncgrpo.cluster.run import Outcome
+    from asyncgrpo.tools.chaos import Plan
 
 
 def choose_folder(default: str, explicit: str | None) -> Path:
@@ -39,9 +39,8 @@ def execute(
         AsyncGRPOError: in one sentence, whatever ended the run.
     """
     from asyncgrpo.cli.preflight import check_run
-    from asyncgrpo.cluster.folder import RunFolder
+    from asyncgrpo.cluster.folder import RunFolder, look, record
     from asyncgrpo.cluster.run import Run
-    from asyncgrpo.cluster.starts import look, record
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -83,7 +82,7 @@ def _last_words(folder: "RunFolder") -> str:
     """Draw the curves, and sum the run up."""
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events
-    from asyncgrpo.recording.summary import summary
+    from asyncgrpo.recording.text import summary
 
     history = list(read_events(folder.path / "metrics.jsonl"))
     if any(event["event"] == "step" for event in history):

@@ -36,9 +36,9 @@ def train(
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a model on a file of prompts. The same command goes on after an interruption."""
-    from asyncgrpo.cli.preview import preview
+    from asyncgrpo.cli.preflight import preview
     from asyncgrpo.cli.running import choose_folder, execute
-    from asyncgrpo.config_loading import load_config
+    from asyncgrpo.config.load import load_config
 
     folder = choose_folder("runs/train", out)
     settings = options.train_overrides(
@@ -78,9 +78,9 @@ def serve(
     Either lets what is under way finish, writes a checkpoint and exits with 0. Started again, it goes on from its newest
     checkpoint. `run.steps` and `run.epochs` count only on the command line.
     """
-    from asyncgrpo.cli.preview import preview
+    from asyncgrpo.cli.preflight import preview
     from asyncgrpo.cli.running import execute
-    from asyncgrpo.config_loading import load_config
+    from asyncgrpo.config.load import load_config
 
     settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
     resolved = load_config(config, settings, algorithm=algorithm, tell=typer.echo)

@@ -8,20 +8,58 @@ may stand by: its processes are there and have imported everything before they a
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from asyncgrpo.cluster.actors import BufferActor, BufferReady, LearnerActor, LearnerReady, Setup, uses_cuda
-from asyncgrpo.cluster.placement import Placement
-from asyncgrpo.cluster.pulse import Watch
-from asyncgrpo.cluster.results import has_ended, result, results
-from asyncgrpo.config import Config
-from asyncgrpo.errors import ProcessLost, StalledError
+from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.cluster.ray_session import Placement, has_ended, result, results
+from asyncgrpo.cluster.wiring import BufferActor, BufferReady, LearnerActor, LearnerReady, Setup, uses_cuda
+from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.wire.messages import Drain, GeneratorLost, Moved
 from asyncgrpo.wire.sockets import Client
+
+# -- how often something may be started again --------------------------------------------------------------------------
+
+
+WINDOW_S = 3600.0
+
+
+class Budget:
+    """Restarts of one thing."""
+
+    def __init__(self, name: str, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            allowed: restarts within any hour.
+        """
+        self._name = name
+        self._allowed = allowed
+        self._clock = clock
+        self._recent: deque[float] = deque()
+        self.count = 0
+        """Of all times."""
+
+    def spend(self, reason: str) -> int:
+        """One more restart; returns their count. Raises AsyncGRPOError when that is one too many."""
+        now = self._clock()
+        while self._recent and now - self._recent[0] > WINDOW_S:
+            self._recent.popleft()
+        if len(self._recent) >= self._allowed:
+            raise AsyncGRPOError(
+                f"{self._name} ended {len(self._recent) + 1} times within an hour "
+                f"({self._allowed} restarts are allowed); the last time: {reason}"
+            )
+        self._recent.append(now)
+        self.count += 1
+        return self.count
+
+
+# -- the gang ----------------------------------------------------------------------------------------------------------
 
 
 class Core:

@@ -10,12 +10,10 @@ from typing import Any
 import ray
 
 from asyncgrpo import metrics
-from asyncgrpo.cluster.actors import GeneratorActor, Setup, incarnation_of
-from asyncgrpo.cluster.budget import Budget
-from asyncgrpo.cluster.core import Core
-from asyncgrpo.cluster.placement import Placement
-from asyncgrpo.cluster.pulse import Watch
-from asyncgrpo.cluster.results import has_ended, result
+from asyncgrpo.cluster.core import Budget, Core
+from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.cluster.ray_session import Placement, has_ended, result
+from asyncgrpo.cluster.wiring import GeneratorActor, Setup, incarnation_of
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.messages import Moved

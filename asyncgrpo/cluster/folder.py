@@ -1,15 +1,31 @@
-"""A run's folder: who owns it, which start of the run this is, and whether there is something to go on from."""
+"""A run's folder: who owns it, which start of the run this is, and what it was configured with.
+
+<run>/config.yaml                what the last start was configured with
+<run>/starts/0003/config.yaml    the same of each start, by its lineage
+<run>/starts/0003/files.json     the files that it named: where they were, and a digest of what they held
+"""
 
 import contextlib
 import fcntl
 import os
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from asyncgrpo.errors import CheckpointError
-from asyncgrpo.learner.checkpoints import Checkpoints
-from asyncgrpo.recording.events import read_events
+import msgspec
+import xxhash
+
+from asyncgrpo.config.load import read_plain, to_yaml
+from asyncgrpo.config.resume import Change, Settings, Source, changes, values_in, values_of
+from asyncgrpo.config.rules import local_model
+from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import CheckpointError, ConfigError
+from asyncgrpo.learner.checkpoints import Checkpoints, read_state
+from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.scratch import is_unheld
+
+# -- the folder and its owner ------------------------------------------------------------------------------------------
 
 
 class RunFolder:
@@ -118,3 +134,161 @@ def unused(path: Path) -> Path:
     while RunFolder(candidate).status() == "done":
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
+
+
+# -- what each start was configured with -------------------------------------------------------------------------------
+
+
+_SAMPLED_ABOVE = 2**24
+"""Bytes above which a file of a model is sampled, not read: two of one shape differ nearly everywhere."""
+_SAMPLES, _SAMPLE_BYTES = 64, 2**12
+_OF_A_MODEL = ("config.json", "tokenizer.json", "*.safetensors", "*.bin")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run would begin in its folder, and what has changed since the start before it."""
+
+    checkpoint: Path | None
+    step: int
+    """Of the checkpoint; 0 without one."""
+    is_new: bool
+    """No start of the run has come as far as an event."""
+    changes: tuple[Change, ...]
+    settings: Settings
+    """Of this start."""
+    unknown: str = ""
+    """What of the earlier start nobody wrote down."""
+
+    def lines(self, out: str) -> list[str]:
+        """For the person who starts it."""
+        if self.is_new:
+            return []
+        if self.checkpoint is not None:
+            said = [f"going on from step {self.step} ({self.checkpoint})"]
+        else:
+            said = [f"{out} has no checkpoint yet: starting again from step 0"]
+        said += [self.unknown] if self.unknown else []
+        for change in self.changes:
+            if change.effect == "ignored":
+                said.append(f"no effect on a resume: {change} ({change.why})")
+            else:
+                said.append(f"changed: {change}")
+        return said
+
+
+def look(config: Config, folder: RunFolder) -> Standing:
+    """How `config` stands to what is in `folder`. Only reads.
+
+    Raises:
+        ConfigError: the run in it is over, or a resume cannot change what was changed.
+        CheckpointError: what the start before it left cannot be read.
+    """
+    settings = settings_of(config)
+    checkpoint, status = folder.checkpoint(), folder.status()
+    if checkpoint is None and status == "new":
+        return Standing(None, 0, True, (), settings)
+    step = read_state(checkpoint).step if checkpoint is not None else 0
+    if config.run.steps is not None and step >= config.run.steps:
+        raise ConfigError(
+            f"run.out {config.run.out} holds a run with {step} steps done and run.steps is {config.run.steps}; "
+            "raise run.steps to go on, or choose another folder"
+        )
+    before, unknown = _read_last(folder.path)
+    found = changes(before, settings) if before is not None else []
+    if checkpoint is None:  # nothing was kept of what the earlier start trained
+        found = [replace(change, effect="applied", why="") for change in found]
+    if refused := [change for change in found if change.effect == "refused"]:
+        raise ConfigError(_refusal(config.run.out, step, refused))
+    return Standing(checkpoint, step, False, tuple(found), settings, unknown)
+
+
+def _refusal(out: str, step: int, refused: list[Change]) -> str:
+    return (
+        f"run.out {out} holds a run of {step} steps, and a resume cannot change "
+        + "; nor ".join(f"{change} ({change.why})" for change in refused)
+        + "; give what it was to go on, or another folder (--out, or run.out=...) for a new run"
+    )
+
+
+def record(config: Config, folder: RunFolder, standing: Standing) -> None:
+    """Write down what this start is configured with, and what has changed. Raises CheckpointError."""
+    text, place = to_yaml(config), folder.path / "starts" / f"{folder.lineage + 1:04d}"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config.yaml").write_text(text, encoding="utf-8")
+        temporary = place / ".files.json"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(standing.settings.sources)))
+        os.replace(temporary, place / "files.json")  # last: a start without it does not count
+        (folder.path / "config.yaml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"the configuration of this start cannot be written to {place}: {error}") from error
+    events = EventLog(folder.path / "metrics.jsonl")
+    for change in standing.changes:
+        events.write("changed", key=change.key, before=change.before, now=change.now, effect=change.effect)
+
+
+def _read_last(run: Path) -> tuple[Settings | None, str]:
+    """The start before this one, and what of it is not known, in words. Raises CheckpointError, ConfigError."""
+    files = max((run / "starts").glob("[0-9]*/files.json"), default=None)
+    if files is not None:
+        try:
+            sources = msgspec.json.decode(files.read_bytes(), type=dict[str, Source])
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"{files} is not what a start of a run writes: {error}") from error
+        return Settings(values=values_in(read_plain(files.with_name("config.yaml"))), sources=sources), ""
+    if (run / "config.yaml").exists():
+        written = values_in(read_plain(run / "config.yaml"))
+        unknown = "whether its model, data and reward hold what they held is not known"
+        return Settings(values=written, sources=_places(written)), f"{run} was started by an older release: {unknown}"
+    return None, f"{run} does not say how it was started before: what has changed since is not known"
+
+
+def settings_of(config: Config) -> Settings:
+    """Of a start, with the files that it names as they are now."""
+    values = values_of(config)
+    return Settings(values=values, sources={key: _with_digest(key, found) for key, found in _places(values).items()})
+
+
+def _places(values: dict[str, Any]) -> dict[str, Source]:
+    """Where the files are that the knobs name. Relative paths are of the folder that we run in."""
+    places = {key: values.get(key) for key in ("data.train", "data.eval", "reward.function")}
+    found = {key: Source(path=os.path.realpath(path)) for key, path in places.items() if path is not None}
+    model = Path(values["model.path"]).expanduser()
+    return found | {"model.path": Source(path=os.path.realpath(model) if model.is_dir() else values["model.path"])}
+
+
+def _with_digest(key: str, source: Source) -> Source:
+    digest = xxhash.xxh3_64()
+    files = _files_of_model(source.path) if key == "model.path" else [_file_of(source.path)]
+    for file in files:
+        if key == "model.path":
+            digest.update(f"{file.name}\0".encode())
+        _feed(digest, file, sampled_above=_SAMPLED_ABOVE if key == "model.path" else None)
+    return Source(path=source.path, digest=digest.hexdigest() if files else "")
+
+
+def _files_of_model(path: str) -> list[Path]:
+    """None for a hub id that is not here yet."""
+    folder = local_model(path)
+    return sorted(file for name in _OF_A_MODEL for file in folder.glob(name)) if folder is not None else []
+
+
+def _file_of(path: str) -> Path:
+    """Of FILE or FILE:NAME."""
+    return Path(path if Path(path).is_file() else path.rpartition(":")[0])
+
+
+def _feed(digest: Any, path: Path, *, sampled_above: int | None) -> None:
+    """The size of a file and its bytes; of a large one its head and an even sample."""
+    size = path.stat().st_size
+    digest.update(f"{size}\0".encode())
+    with open(path, "rb") as file:
+        if sampled_above is None or size <= sampled_above:
+            while block := file.read(2**20):
+                digest.update(block)
+            return
+        digest.update(file.read(2**20))
+        for sample in range(_SAMPLES):
+            file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))

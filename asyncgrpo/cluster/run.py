@@ -15,24 +15,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from asyncgrpo import logs, metrics
-from asyncgrpo.cluster.actors import BufferReady, Setup, host_of, uses_cuda
-from asyncgrpo.cluster.budget import Budget
-from asyncgrpo.cluster.chaos import Chaos, Plan
-from asyncgrpo.cluster.core import Core, Cores
+from asyncgrpo.cluster.core import Budget, Core, Cores
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
-from asyncgrpo.cluster.placement import Placement
-from asyncgrpo.cluster.pulse import Watch
-from asyncgrpo.cluster.results import POLL_S
-from asyncgrpo.cluster.session import ray_session
-from asyncgrpo.config import Config
+from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.cluster.ray_session import POLL_S, Placement, ray_session
+from asyncgrpo.cluster.wiring import BufferReady, Setup, host_of, uses_cuda
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.targets import remove_targets_beside, write_targets
+from asyncgrpo.wire.messages import Moved
 from asyncgrpo.wire.sockets import Keys, is_loopback
 
 log = logging.getLogger(__name__)
@@ -56,10 +53,29 @@ class Outcome:
     run_dir: Path
 
 
+class Faults(Protocol):
+    """Faults on purpose, in one run (`tools/chaos.py`)."""
+
+    def route(self, home: Moved) -> Moved:
+        """The endpoints that generators are told, for a core at `home`."""
+
+    def tend(self, core: Core, *, may_strike: bool) -> None:
+        """A few times a second while `core` trains."""
+
+    def end(self) -> None:
+        """Let nothing of it outlive the run."""
+
+
+class FaultPlan(Protocol):
+    """Which faults a run gets."""
+
+    def begin(self, watch: Watch, fleet: Fleet, events: EventLog) -> Faults: ...
+
+
 class Run:
     """One run in one folder. `execute` blocks until it is over."""
 
-    def __init__(self, config: Config, folder: RunFolder, sizes: str, chaos: Plan | None = None) -> None:
+    def __init__(self, config: Config, folder: RunFolder, sizes: str, chaos: FaultPlan | None = None) -> None:
         """
         Args:
             folder: claimed by this process.
@@ -123,7 +139,7 @@ class Run:
             start_with=config.generators.count,
         )
         fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
-        chaos = Chaos(self._plan, watch, fleet, self._events) if self._plan is not None else None
+        chaos = self._plan.begin(watch, fleet, self._events) if self._plan is not None else None
         cores = Cores(config, placement, watch)
         budget, losses_in_a_row = Budget("buffer and learner", config.cluster.restarts), 0
         tell("the buffer, the learner and the engines are starting")
@@ -166,7 +182,7 @@ class Run:
             watch.close()
 
     def _train(
-        self, core: Core, cores: Cores, fleet: Fleet, watch: Watch, chaos: Chaos | None, tell: Callable[[str], None]
+        self, core: Core, cores: Cores, fleet: Fleet, watch: Watch, chaos: Faults | None, tell: Callable[[str], None]
     ) -> str:
         """With one core, to the end. Raises ProcessLost when another may go on, another AsyncGRPOError when none can."""
 

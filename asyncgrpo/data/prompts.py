@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from asyncgrpo.config import DataConfig
-from asyncgrpo.data.files import read_rows
-from asyncgrpo.data.schemas import Record, recognise
+from asyncgrpo.config.schema import DataConfig
+from asyncgrpo.data.rows import Record, read_rows, recognise
 from asyncgrpo.data.tokenizer import render
 from asyncgrpo.errors import CheckpointError, ConfigError, DataError
 from asyncgrpo.types import Frozen, Prompt

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncgrpo import metrics
+from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
-from asyncgrpo.generators.engine import Engine
 from asyncgrpo.generators.rollout import NONE, Decode, GivenUp, GroupUnderWay, Redundancy, TooFewAnswers
-from asyncgrpo.liveness import Turns
+from asyncgrpo.metrics import Turns
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, WeightVersion
-from asyncgrpo.weights.base import AdapterMerger
+from asyncgrpo.weights.adapters import AdapterMerger
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire.codec import pack_group
 from asyncgrpo.wire.messages import (

@@ -17,20 +17,16 @@ from torch.distributed.tensor import DTensor
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
 from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
-from asyncgrpo.config import Config, LearnerConfig
-from asyncgrpo.learner import checkpoint, exporting, foresight
-from asyncgrpo.learner.adapters import PublishedAdapters
-from asyncgrpo.learner.answers import Shaping
-from asyncgrpo.learner.batching import PackedBatch, StepBatch, pack
-from asyncgrpo.learner.guard import GradientGuard
+from asyncgrpo.config.algorithm_rules import check_algorithm
+from asyncgrpo.config.schema import Config, LearnerConfig
+from asyncgrpo.learner import precompute, saving
+from asyncgrpo.learner.batch import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.head import Reference
-from asyncgrpo.learner.model import build_model, keep_gathered, reshard, without_adapters
+from asyncgrpo.learner.model import Scored, build_model, keep_gathered, reshard, whole, without_adapters
 from asyncgrpo.learner.objective import Known, MicrobatchObjective, is_elementwise
-from asyncgrpo.learner.offload import OptimizerOffload
-from asyncgrpo.learner.publishing import PublishedWeights
+from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload
+from asyncgrpo.learner.publishing import PublishedAdapters, PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report
-from asyncgrpo.learner.scorer import Scored, whole
-from asyncgrpo.learner.settings import check_algorithm
 from asyncgrpo.types import Group, WeightVersion
 
 
@@ -82,7 +78,7 @@ class Learner:
         with clock("pack"):
             parts = self._minibatches(groups)
             # Later parts meet weights that sampled nothing, and compare with them only where the first ones are known.
-            knows_start = foresight.is_needed(self.config.algorithm, self.config.learner.minibatches)
+            knows_start = precompute.is_needed(self.config.algorithm, self.config.learner.minibatches)
             batches = [self._pack(part, version if n == 0 or knows_start else None) for n, part in enumerate(parts)]
         with clock("forward_backward"):
             ahead = [self._look_ahead(batch) for batch in batches]
@@ -107,12 +103,12 @@ class Learner:
     def save(self, folder: str) -> None:
         """Write what `load` needs to go on exactly here. Collective. Raises CheckpointError."""
         with self._offload.at_hand():
-            checkpoint.save(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
+            saving.save(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
         with self._offload.at_hand():
-            loaded = checkpoint.load(folder, self.model, self.optimizer, self._guard.memory())
+            loaded = saving.load(folder, self.model, self.optimizer, self._guard.memory())
         self.steps, steered, memory = loaded
         if self.config.algorithm.kl_target is not None:
             self.kl_coef = steered
@@ -123,7 +119,7 @@ class Learner:
 
         Raises CheckpointError.
         """
-        exporting.export(folder, self.model, self._published, tokenizer_path)
+        saving.export(folder, self.model, self._published, tokenizer_path)
 
     def _minibatches(self, groups: list[Group]) -> list[list[Group]]:
         """The groups of each update, in order."""
@@ -155,18 +151,18 @@ class Learner:
     def _look_ahead(self, batch: StepBatch) -> tuple[StepBatch, list[Known]]:
         """The minibatch, and what each of its micro-batches must know of the step before its gradient."""
         settings = self.config.algorithm
-        if not foresight.is_needed(settings, self.config.learner.minibatches):
+        if not precompute.is_needed(settings, self.config.learner.minibatches):
             return batch, [Known()] * len(batch.trained)
-        return foresight.look_ahead(batch, self._before, settings, kl_coef=self.kl_coef)
+        return precompute.look_ahead(batch, self._before, settings, kl_coef=self.kl_coef)
 
     @torch.no_grad()
-    def _before(self, batch: PackedBatch) -> foresight.Scored:
+    def _before(self, batch: PackedBatch) -> precompute.Scored:
         """A micro-batch under the weights at the start of the step."""
         batch = batch.to(self.device)
         scored: Scored = self.model(batch)
         reshard(self.model)
         reference = self._score_reference(batch).scores.logprobs if self.has_reference else None
-        return foresight.Scored(scored.scores.logprobs, reference, scored.values)
+        return precompute.Scored(scored.scores.logprobs, reference, scored.values)
 
     def _accumulate(self, batch: StepBatch, known: Sequence[Known], version: WeightVersion) -> Sums:
         """Forward and backward of a minibatch; gradients of its share are left in the parameters."""
@@ -294,7 +290,7 @@ def has_only_policy_gradient(config: Config) -> bool:
         and algorithm.entropy_coef == 0
         and algorithm.behaviour_kl_coef == 0
         and algorithm.loss not in ("dro", "pairwise")
-        and not foresight.is_needed(algorithm, config.learner.minibatches)
+        and not precompute.is_needed(algorithm, config.learner.minibatches)
     )
 
 

@@ -10,17 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms import anchors, corrections, diagnostics
+from asyncgrpo.algorithms import corrections, diagnostics
 from asyncgrpo.algorithms.aggregation import token_weights, weighted_sum
 from asyncgrpo.algorithms.corrections import Correction
 from asyncgrpo.algorithms.diagnostics import Sums
 from asyncgrpo.algorithms.penalties import kl_penalty
 from asyncgrpo.algorithms.surrogates import SEQUENCE_LEVEL, SURROGATES, Surrogate
-from asyncgrpo.config import AlgorithmConfig, CorrectionConfig
-from asyncgrpo.learner.batching import PackedBatch, StepBatch
+from asyncgrpo.config.schema import PAIRWISE, AlgorithmConfig, CorrectionConfig
+from asyncgrpo.learner.batch import PackedBatch, StepBatch
 from asyncgrpo.learner.head import Slopes, TokenScores
-
-PAIRWISE = "pairwise"
 
 
 class Known(NamedTuple):
@@ -178,7 +176,7 @@ class MicrobatchObjective:
             case "behaviour":
                 return tokens.behaviour
             case "interpolated":
-                return anchors.interpolated(policy, tokens.behaviour, tokens.versions, self.version)
+                return corrections.interpolated(policy, tokens.behaviour, tokens.versions, self.version)
         return policy if tokens.known.proximal is None else tokens.known.proximal
 
     def _surrogate(self, tokens: _Tokens, policy: Tensor, anchor: Tensor) -> Surrogate:

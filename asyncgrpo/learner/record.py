@@ -1,8 +1,17 @@
-"""What the learner writes down of each step: events, metrics, samples. It reads, and changes nothing of the run."""
+"""What the learner writes down of each step: events, metrics, samples. It reads, and changes nothing of the run.
+
+generated = trained + masked + filtered + dropped (stale, failed, aborted, duplicate, unusable) + waiting + undone
+
+A start counts from its checkpoint on. What the start before it had counted then is known, and so is what the journal
+brought back; the difference was generated and is gone, because a crash undid what had become of it: `undone`.
+
+A pure function of the events of a run, in order; a start that resumes feeds it the events so far.
+"""
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,16 +19,122 @@ from typing import Any
 import numpy as np
 
 from asyncgrpo import metrics
-from asyncgrpo.config import Config
-from asyncgrpo.learner.learner import StepReport
-from asyncgrpo.learner.ledger import DROPPED, Ledger
+from asyncgrpo.config.schema import Config
+from asyncgrpo.learner.report import StepReport
 from asyncgrpo.recording.events import Event, EventLog, read_events
 from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
-from asyncgrpo.recording.training_watch import TrainingWatch
 from asyncgrpo.types import Group, Rollout, WeightVersion
 from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.wire.messages import EvalResult
+
+# -- what became of every sampled token --------------------------------------------------------------------------------
+
+
+KEPT = ("trained", "masked", "filtered")
+DROPPED = ("stale", "failed", "aborted", "duplicate", "unusable")
+_PREFIX = "tokens_"
+_OF_NOW = ("tokens_in_flight", "tokens_recovered", "prompts_done")
+"""Counters that are not of the run so far, or that the buffer counts over all starts by itself."""
+
+
+class Ledger:
+    """The counters of a run, from those of this start's buffer."""
+
+    def __init__(self, before: Mapping[str, float] | None = None, seen: float = 0.0) -> None:
+        """
+        Args:
+            before: `totals` in the checkpoint that this start goes on from.
+            seen: tokens generated as the start before it said last, after that checkpoint.
+        """
+        self._before: Mapping[str, float] = defaultdict(float, before or {})
+        self._seen = max(seen, self._before["tokens_generated"])
+
+    def totals(self, counters: Mapping[str, float]) -> dict[str, float]:
+        """Of the run so far; for the next checkpoint.
+
+        Args:
+            counters: of the buffer of this start (`buffer/numbers.py`).
+        """
+        before = self._before
+        totals: dict[str, float] = defaultdict(float, before)
+        for name, count in counters.items():
+            if name not in _OF_NOW and not name.startswith("bias_"):
+                totals[name] += count
+        left = sum(before[_PREFIX + fate] for fate in (*KEPT, *DROPPED, "undone"))
+        waited = before["tokens_generated"] - left
+        gone = self._seen - before["tokens_generated"] + waited - counters.get("tokens_recovered", 0.0)
+        # What came back and nobody had said was generated after the last event, by a start that was killed.
+        totals["tokens_generated"] = self._seen + max(0.0, -gone) + counters.get("tokens_generated", 0.0)
+        totals["tokens_undone"] = before["tokens_undone"] + max(0.0, gone)
+        return totals
+
+    def tokens(self, counters: Mapping[str, float]) -> dict[str, int]:
+        """The sum at the top of this file: `generated`, and what it is made of."""
+        totals = self.totals(counters)
+        fates = {fate: int(totals[_PREFIX + fate]) for fate in ("generated", *KEPT, *DROPPED, "undone")}
+        return fates | {"waiting": int(counters.get("tokens_in_flight", 0.0))}
+
+
+# -- what a person should be told of the curves ------------------------------------------------------------------------
+
+
+WINDOW = 20
+"""Steps that the share of groups with signal is averaged over."""
+LITTLE, ENOUGH = 0.25, 0.5
+"""Mean shares below which it is little, and above which it is enough again."""
+FALL = 0.05
+"""Of what the best evaluation had gained over the first: two evaluations in a row that lie further below it than this."""
+
+
+class TrainingWatch:
+    """Says each warning once, and again when what it warned of was over in between."""
+
+    def __init__(self) -> None:
+        self._shares: deque[float] = deque(maxlen=WINDOW)
+        self._has_little = False
+        self._first: float | None = None
+        self._best = self._before = (0, -math.inf)  # evaluations: step, mean reward
+        self._has_fallen = False
+
+    def see(self, event: Event) -> tuple[str, str] | None:
+        """Take one event in. Returns what it is about, `signal` or `evaluation`, and the warning, if there is one."""
+        if event["event"] == "step" and event.get("zero_signal_groups") is not None:
+            return self._see_step(event)
+        if event["event"] == "eval" and event.get("reward_mean") is not None:
+            return self._see_evaluation(event["step"], event["reward_mean"])
+        return None
+
+    def _see_step(self, step: Event) -> tuple[str, str] | None:
+        self._shares.append(1 - step["zero_signal_groups"] / max(sum(step["lags"].values()), 1))
+        mean = sum(self._shares) / len(self._shares)
+        if len(self._shares) < WINDOW or LITTLE <= mean <= ENOUGH:
+            return None
+        had_little, self._has_little = self._has_little, mean < LITTLE
+        if had_little or not self._has_little:
+            return None
+        return "signal", (
+            f"only {mean:.0%} of the groups of the last {WINDOW} steps have two different rewards (mean reward "
+            f"{step['reward_mean']:.4g}): the others are solved, or hopeless, and teach nothing; "
+            "give other prompts, or set algorithm.filter_zero_signal=true"
+        )
+
+    def _see_evaluation(self, step: int, reward: float) -> tuple[str, str] | None:
+        self._first = reward if self._first is None else self._first
+        before, self._before = self._before, (step, reward)
+        best_step, best = self._best = max(self._best, self._before, key=lambda seen: seen[1])
+        floor = best - FALL * (best - self._first)
+        had_fallen, self._has_fallen = self._has_fallen, max(before[1], reward) < floor
+        if had_fallen or not self._has_fallen:
+            return None
+        return "evaluation", (
+            f"the evaluation has fallen to {reward:.4g} at step {step}, from {best:.4g} at step {best_step}: "
+            "the run unlearns; docs/stability.md says what to look at"
+        )
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 

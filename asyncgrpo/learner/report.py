@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from asyncgrpo.algorithms.diagnostics import Sums, lag_report, merge, ratio_report, shares, update_report
-from asyncgrpo.learner.batching import StepBatch
+from asyncgrpo.learner.batch import StepBatch
 
 AnswerKey = tuple[str, int]
 """group_id, and the index of the answer in its group."""

@@ -17,14 +17,13 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncgrpo import metrics
-from asyncgrpo.config import Config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, GeneratorsGone, TrainingError, WireError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
-from asyncgrpo.learner.inbox import Inbox, Taken
+from asyncgrpo.learner.inbox import Inbox, Order, Taken, Team
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.record import Recorder
-from asyncgrpo.learner.team import Order, Team
-from asyncgrpo.liveness import Turns
+from asyncgrpo.metrics import Turns
 from asyncgrpo.types import TensorInfo, WeightVersion
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode, unpack_batch

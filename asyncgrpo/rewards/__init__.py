@@ -13,7 +13,7 @@ from asyncgrpo.rewards.rules import RuleReward
 from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function
 
 if TYPE_CHECKING:  # workers import this package too, and have no use for the configuration
-    from asyncgrpo.config import RewardConfig
+    from asyncgrpo.config.schema import RewardConfig
 
 __all__ = ["Reward", "RuleReward", "UserReward", "build_reward", "check_user_function", "load_user_function"]
 

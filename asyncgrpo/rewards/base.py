@@ -1,11 +1,21 @@
-"""What a reward is: one question, one answer, one score, before a deadline.
+"""What a reward is, and how what it returned or raised becomes a `Score`: a number within bounds or a named failure.
 
 A reward never raises and never hangs for its caller. What goes wrong inside comes back as a named failure.
 """
 
-from typing import Protocol
+import math
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, Protocol
 
+from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.types import Prompt, Score
+
+# -- the protocol ------------------------------------------------------------------------------------------------------
 
 
 class Reward(Protocol):
@@ -16,3 +26,120 @@ class Reward(Protocol):
 
     async def close(self) -> None:
         """End every worker process."""
+
+
+# -- from what a function returned or raised to a score ----------------------------------------------------------------
+
+
+MAX_DETAIL = 500
+"""Characters; the bound that `Score.detail` promises."""
+MAX_PARTS = 32
+"""Parts become metrics, and metrics must stay few."""
+LARGEST = 1e6
+"""Bound on the size of a reward. Advantages square rewards and sum the squares: far above it they overflow, and the group,
+or the whole batch, silently teaches nothing."""
+
+_ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
+"""Of a detail that `describe` made: place and type."""
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {os.path.dirname(os.path.abspath(__file__)) + os.sep, "<"}
+)
+
+
+def failed(failure: str, detail: str = "", *, seconds: float = 0.0) -> Score:
+    """A score that says what went wrong instead of a number."""
+    return Score(failure=failure, detail=detail[:MAX_DETAIL], seconds=seconds)
+
+
+def score_of_call(function: Callable[[], Any]) -> Score:
+    """Call `function` and turn whatever happens into a score. Nothing escapes, not even `SystemExit`."""
+    try:
+        return score_of_value(function())
+    except BaseException as error:
+        return failed("exception", describe(error))
+
+
+def score_of_value(value: Any) -> Score:
+    """The score that a returned value stands for: a real number, or a mapping with one under `score`."""
+    if not isinstance(value, Mapping):
+        return _score_of_number(value, "a reward")
+    if "score" not in value:
+        return failed("bad_type", f"the reward is a dict without 'score'; it has {sorted(map(str, value))}")
+    score = _score_of_number(value["score"], "the reward's 'score'")
+    if score.failure is not None:
+        return score
+    parts, left_out = _parts(value)
+    why = f"not within {LARGEST:g}, or more than {MAX_PARTS}"
+    detail = f"parts left out, {why}: {', '.join(left_out)}" if left_out else ""
+    return Score(value=score.value, parts=parts, detail=detail[:MAX_DETAIL])
+
+
+def _parts(value: Mapping[Any, Any]) -> tuple[dict[str, float], list[str]]:
+    """The named numbers beside `score`, and the names of those that cannot be kept. What is no number is no part."""
+    parts: dict[str, float] = {}
+    left_out = []
+    for name, part in value.items():
+        number = _number(part)
+        if name == "score" or number is None:
+            continue
+        if abs(number) <= LARGEST and len(parts) < MAX_PARTS:
+            parts[str(name)] = number
+        else:
+            left_out.append(str(name))
+    return parts, left_out
+
+
+def _score_of_number(value: Any, what: str) -> Score:
+    number = _number(value)
+    if number is None:
+        return failed("bad_type", f"{what} must be a number or a dict with 'score', not {_clip(value)}")
+    if not math.isfinite(number):
+        return failed("not_finite", f"{what} is {number}")
+    if abs(number) > LARGEST:
+        return failed("too_large", f"{what} is {number:.8g}, and rewards reach from {-LARGEST:g} to {LARGEST:g}")
+    return Score(value=number)
+
+
+def _number(value: Any) -> float | None:
+    """`value` as a float; None if it is no real number. Takes bool, int, float and scalars of numpy or torch."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond the largest float
+        return math.inf
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an error, and the user's line that it came from. An error of ours is a sentence already."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be printed)"
+    if isinstance(error, AsyncGRPOError):
+        return text
+    place = place_of(
+        [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
+    )
+    name = type(error).__name__
+    # The place goes first: a long text must not push it over the end.
+    return f"{place}: {name}: {text}" if place else f"{name}: {text}"
+
+
+def kind_of(score: Score) -> str:
+    """What kind of failure this is: its name, and of an exception its type and place, but never its text."""
+    origin = _ORIGIN.match(score.detail) if score.failure == "exception" else None
+    return f"{score.failure} {origin[0]}" if origin else str(score.failure)
+
+
+def place_of(frames: list[tuple[str, int]]) -> str:
+    """`FILE:LINE` of the innermost frame outside of libraries, or nothing. Frames are innermost first."""
+    return next((f"{path}:{line}" for path, line in frames if not path.startswith(_LIBRARIES)), "")
+
+
+def _clip(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:80]}{'…' if len(text) > 80 else ''}"

@@ -1,14 +1,4 @@
-"""A circuit breaker around a reward: while every call fails, completions wait for their score and only probes call it.
-
-closed      Calls go through. A failure is a score by name, as ever.
-half-open   So many calls failed in a row that it may be an outage, or a group would be lost for want of scores. What
-            worked last is called again, then a call that failed. Does either work: closed, and the failures were the
-            prompts' own. Does neither: open.
-open        One probe at a time, at growing intervals. The first that works closes it.
-
-While it is not closed new calls wait, for HOLD_S at most: then `RewardsPaused` says that the group is better given back.
-It lives in the generator, where the completions are that wait: docs/reliability.md says why.
-"""
+"""How often each thing happened, and when that is news: the first time, the tenth, the hundredth, and so on."""
 
 import asyncio
 import logging
@@ -17,10 +7,37 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncgrpo import metrics
-from asyncgrpo.rewards.base import Reward
-from asyncgrpo.rewards.outcome import kind_of
-from asyncgrpo.rewards.tally import Tally
+from asyncgrpo.rewards.base import Reward, kind_of
 from asyncgrpo.types import Prompt, RewardHealth, Score
+
+# -- when a count is news ----------------------------------------------------------------------------------------------
+
+
+MAX_KINDS = 32
+"""A kind made of a message that is never the same must not fill the memory, nor the log."""
+REST = "others"
+
+
+class Tally:
+    """Counts by kind."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+
+    def add(self, kind: str, count: int = 1) -> int | None:
+        """Count; returns how many there are by now if that should be told, else None."""
+        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
+            kind = REST
+        total = self._counts[kind] = self._counts.get(kind, 0) + count
+        if total < 10 * self._told.get(kind, 0):
+            return None
+        self._told[kind] = total
+        return total
+
+
+# -- the circuit breaker -----------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import time
 import msgspec
 
 from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.base import failed, place_of
 from asyncgrpo.rewards.frames import LENGTH, MAX_REPLY, Call, Hello, frame
-from asyncgrpo.rewards.outcome import failed, place_of
 from asyncgrpo.rewards.worker import command
 from asyncgrpo.types import Score
 

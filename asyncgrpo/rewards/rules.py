@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.base import failed, score_of_call
 from asyncgrpo.rewards.maths import last_boxed
-from asyncgrpo.rewards.outcome import failed, score_of_call
 from asyncgrpo.rewards.pool import Pool
 from asyncgrpo.rewards.user import call_of
 from asyncgrpo.types import Prompt, Score

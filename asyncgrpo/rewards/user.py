@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.base import describe
 from asyncgrpo.rewards.frames import Call
-from asyncgrpo.rewards.outcome import describe
 from asyncgrpo.rewards.pool import START_TIMEOUT_S, Pool
 from asyncgrpo.types import Prompt, Score
 

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.rewards.base import describe, score_of_call
 from asyncgrpo.rewards.frames import Call, Hello, frame, read_frame
-from asyncgrpo.rewards.outcome import describe, score_of_call
 from asyncgrpo.types import Score
 
 Scorer = Callable[[Call], Any]

@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from asyncgrpo.config import WeightsConfig
+from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import GeneratorsGone, WeightsError, WireError
 from asyncgrpo.types import TensorInfo, WeightVersion
 from asyncgrpo.weights.group import BroadcastGroup, serve_store

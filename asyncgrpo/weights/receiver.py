@@ -14,10 +14,9 @@ from torch import Tensor
 
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.weights.base import AdapterMerger
+from asyncgrpo.weights.adapters import AdapterMerger, content_digest
 from asyncgrpo.weights.group import BroadcastGroup, visit_store
 from asyncgrpo.weights.layout import add_digests, digest, plan_buckets
-from asyncgrpo.weights.merging import content_digest
 from asyncgrpo.wire.messages import Assemble, Join, Message, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
 from asyncgrpo.wire.sockets import Client, Keys
 

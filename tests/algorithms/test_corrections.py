@@ -7,8 +7,17 @@ import pytest
 import torch
 
 from asyncgrpo.algorithms import corrections
-from asyncgrpo.algorithms.anchors import interpolated
-from asyncgrpo.algorithms.corrections import Correction, combine, divergence, importance, m2po, normalise, opsm, veto
+from asyncgrpo.algorithms.corrections import (
+    Correction,
+    combine,
+    divergence,
+    importance,
+    interpolated,
+    m2po,
+    normalise,
+    opsm,
+    veto,
+)
 from tests.algorithms import oracle_losses as oracle
 from tests.algorithms.batches import UNTRAINED, VERSION, batch, tensor
 

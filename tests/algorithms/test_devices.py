@@ -7,8 +7,7 @@ import torch
 
 from asyncgrpo.algorithms import diagnostics
 from asyncgrpo.algorithms.aggregation import Aggregation, token_weights, weighted_sum
-from asyncgrpo.algorithms.anchors import interpolated
-from asyncgrpo.algorithms.corrections import combine, divergence, importance, m2po, normalise, opsm, veto
+from asyncgrpo.algorithms.corrections import combine, divergence, importance, interpolated, m2po, normalise, opsm, veto
 from asyncgrpo.algorithms.penalties import KlKind, entropy, entropy_gradient, full_kl, kl_penalty
 from asyncgrpo.algorithms.surrogates import SURROGATES
 

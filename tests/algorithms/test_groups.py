@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from asyncgrpo.algorithms.advantages import grpo
-from asyncgrpo.algorithms.groups import signal_share
+from asyncgrpo.algorithms.advantages import grpo, signal_share
 
 
 def share(*groups: list[float]) -> float:

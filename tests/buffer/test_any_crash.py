@@ -13,17 +13,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.buffer import Buffer, Entry, State
-from asyncgrpo.buffer.history import read_history
-from asyncgrpo.buffer.numbers import counters
-from asyncgrpo.buffer.records import FORMAT, Began, Committed
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.counters import counters
+from asyncgrpo.buffer.groups import Entry, State
 from asyncgrpo.buffer.recovery import bring_back, reopen
-from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.learner.ledger import Ledger
+from asyncgrpo.journal.format import FORMAT, Began, Committed
+from asyncgrpo.journal.history import read_history
+from asyncgrpo.learner.record import Ledger
 from asyncgrpo.types import Lease, Sampling, WeightVersion
-from tests.buffer.journals import Clock
 from tests.buffer.test_buffer import deliver, prompts
+from tests.journal.journals import Clock
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.promises import Kept, Promises, Weights
 

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.bias import BIAS_WINDOW, LEAST, BiasMonitor, ks_distance, total_variation
+from asyncgrpo.buffer.group_health import BIAS_WINDOW, LEAST, BiasMonitor, ks_distance, total_variation
 from asyncgrpo.types import Lease, Prompt, Sampling
 from asyncgrpo.wire.messages import Deliver
 from tests.buffer.test_buffer import deliver, v

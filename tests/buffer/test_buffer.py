@@ -6,11 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.deadlines import KNOWN_AFTER
-from asyncgrpo.buffer.seeds import group_seed
-from asyncgrpo.buffer.signal import zero_signal
-from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.group_health import KNOWN_AFTER
+from asyncgrpo.buffer.groups import State, group_seed, zero_signal
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Discarded, Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
 from asyncgrpo.wire.messages import Deliver, RolloutHeader

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from asyncgrpo.buffer.deadlines import DEADLINE_WINDOW, FLOOR_S, KNOWN_AFTER, Deadlines
+from asyncgrpo.buffer.group_health import DEADLINE_WINDOW, FLOOR_S, KNOWN_AFTER, Deadlines
 
 
 def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.history import read_history
-from asyncgrpo.buffer.quarantine import FILE, Case, Quarantine
-from asyncgrpo.buffer.records import Dropped, Interrupted
+from asyncgrpo.buffer.group_health import FILE, SUSPECT_AFTER, Case, Quarantine, Suspects
+from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.recovery import past_of
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.buffer.suspects import SUSPECT_AFTER, Suspects
-from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
+from asyncgrpo.journal.format import Dropped, Interrupted
+from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import Lease, Sampling, WeightVersion
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.messages import (
@@ -35,9 +35,9 @@ from asyncgrpo.wire.messages import (
     Take,
     TakeSnapshot,
 )
-from tests.buffer.journals import delivered, group, journal
 from tests.buffer.test_buffer import deliver, lease_all, prompts, v
 from tests.buffer.test_recovery import start
+from tests.journal.journals import delivered, group, journal
 
 
 def make_buffer(count=8, per_step=4, max_lag=0, epochs=1, quarantine=None, **settings) -> Buffer:

@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.policies import POLICIES
-from asyncgrpo.config import BufferConfig
+from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.groups import State
+from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.types import Lease, Score, VersionSpan
 from asyncgrpo.wire.messages import Deliver, RolloutHeader
 from tests.buffer.test_buffer import lease_all, make_buffer, v

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.history import read_history
-from asyncgrpo.buffer.records import FORMAT, Began, Committed, Dropped
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.recovery import bring_back, reopen, surviving_path
-from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.journal.format import FORMAT, Began, Committed, Dropped
+from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import Lease, Sampling, WeightVersion
 from tests.buffer.test_buffer import deliver, prompts
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncgrpo.buffer.scoring import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, Scoring
-from asyncgrpo.buffer.signal import LEAST
+from asyncgrpo.buffer.groups import LEAST
+from asyncgrpo.buffer.reward_health import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, Scoring
 from asyncgrpo.types import Prompt, RewardHealth
 from asyncgrpo.wire.messages import (
     PROTOCOL,

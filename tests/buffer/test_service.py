@@ -10,7 +10,7 @@ import pytest
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, Score, VersionSpan, WeightVersion
 from asyncgrpo.wire.codec import pack_group

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.history import read_history
-from asyncgrpo.buffer.records import Committed, Handed
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config import AlgorithmConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.journal.format import Committed, Handed
+from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import Sampling, WeightVersion
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.messages import (
@@ -28,8 +28,8 @@ from asyncgrpo.wire.messages import (
     TakeSnapshot,
     Waiting,
 )
-from tests.buffer.journals import Clock, FailingDisk, groups_in, journal
 from tests.buffer.test_buffer import deliver, prompts, v
+from tests.journal.journals import Clock, FailingDisk, groups_in, journal
 
 
 class Line:

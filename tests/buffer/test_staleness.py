@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncgrpo.buffer.staleness import lag_is_kept
+from asyncgrpo.buffer.admission import lag_is_kept
 
 
 def test_what_remains_must_fit_into_the_steps_that_are_left():

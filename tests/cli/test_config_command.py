@@ -4,9 +4,9 @@ import io
 import json
 import shlex
 
-from asyncgrpo.config_files import algorithm_names
-from asyncgrpo.config_help import knobs
-from asyncgrpo.config_loading import load_config
+from asyncgrpo.config.explain import knobs
+from asyncgrpo.config.files import algorithm_names
+from asyncgrpo.config.load import load_config
 
 
 def test_explain_prints_one_key_or_all(asyncgrpo):

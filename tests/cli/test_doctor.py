@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from asyncgrpo.cli import checks
-from asyncgrpo.cli.checks import Finding, can_train, engines
+from asyncgrpo.cli import doctor
+from asyncgrpo.cli.doctor import Finding, can_train, engines
 
 FINE = [Finding("torch", "ok", ""), Finding("torch engine", "ok", "")]
 
@@ -25,7 +25,7 @@ def test_this_machine_can_train_and_scripts_are_told_so(asyncgrpo, tmp_path):
 
 def test_a_person_gets_a_line_for_each_finding_and_how_to_mend_it(asyncgrpo, tmp_path, monkeypatch):
     broken = Finding("gloo", "failed", "two ranks cannot meet", "export GLOO_SOCKET_IFNAME=lo")
-    monkeypatch.setattr(checks, "all_findings", lambda out: iter([*FINE, broken]))
+    monkeypatch.setattr(doctor, "all_findings", lambda out: iter([*FINE, broken]))
     ended = asyncgrpo("doctor", "--out", tmp_path)
     assert ended.code == 1
     assert "✗ gloo" in ended.out
@@ -53,7 +53,7 @@ def test_training_needs_one_engine():
 
 def test_a_runs_folder_that_cannot_be_made_is_found(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    finding = checks.check_runs_folder(tmp_path / "file" / "runs")
+    finding = doctor.check_runs_folder(tmp_path / "file" / "runs")
     assert finding.status == "failed"
     assert finding.fix
 
@@ -62,7 +62,7 @@ def test_too_few_open_files_are_found():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-        finding = checks.check_open_files()
+        finding = doctor.check_open_files()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert finding.status == "warning"
@@ -70,10 +70,10 @@ def test_too_few_open_files_are_found():
 
 
 def test_a_package_that_is_missing_or_broken_is_found(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "version_of", lambda package: None)
-    assert checks.check_ray().fix == "pip install 'ray>=2.60,<2.61'"
+    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    assert doctor.check_ray().fix == "pip install 'ray>=2.60,<2.61'"
     monkeypatch.undo()
     (tmp_path / "ray.py").write_text("raise OSError('libsomething.so is missing')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    assert "does not import: OSError: libsomething.so is missing" in checks.check_ray().detail
+    assert "does not import: OSError: libsomething.so is missing" in doctor.check_ray().detail

@@ -12,10 +12,10 @@ from asyncgrpo.cli.options import (
     NGpusOption,
     RewardFuncOption,
     RolloutNOption,
-    split_gpus,
     train_overrides,
 )
-from asyncgrpo.config_loading import load_config
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.verl import split_gpus
 from asyncgrpo.errors import ConfigError
 
 

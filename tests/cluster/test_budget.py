@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncgrpo.cluster.budget import WINDOW_S, Budget
+from asyncgrpo.cluster.core import WINDOW_S, Budget
 from asyncgrpo.errors import AsyncGRPOError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from asyncgrpo.cluster import fleet as module
-from asyncgrpo.cluster.actors import Setup
 from asyncgrpo.cluster.fleet import BACKOFF_S, Fleet
-from asyncgrpo.config import Config, DataConfig, GeneratorConfig, ModelConfig
+from asyncgrpo.cluster.wiring import Setup
+from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.wire.messages import Moved
 

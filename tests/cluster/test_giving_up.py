@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncgrpo.cluster.run import Run
-from asyncgrpo.config import ClusterConfig, Config, DataConfig, ModelConfig
+from asyncgrpo.config.schema import ClusterConfig, Config, DataConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo import scratch
-from asyncgrpo.cluster.session import check_ray
+from asyncgrpo.cluster.ray_session import check_ray
 from asyncgrpo.errors import ConfigError
 from tests.runs import assert_nothing_left, environment
 
 PROGRAM = """
 import os, pathlib, stat
 import grpc, ray
-from asyncgrpo.cluster.session import ray_session
+from asyncgrpo.cluster.ray_session import ray_session
 
 with ray_session(None, True):
     token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"])
@@ -55,7 +55,7 @@ def test_a_request_without_the_token_is_refused(tmp_path, mode):
 
 HOLD = """
 import time
-from asyncgrpo.cluster.session import ray_session
+from asyncgrpo.cluster.ray_session import ray_session
 
 with ray_session(None, True):
     print("up", flush=True)

@@ -6,10 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncgrpo.cluster.folder import RunFolder
-from asyncgrpo.cluster.starts import look, record
-from asyncgrpo.config import Config
-from asyncgrpo.config_loading import load_config
+from asyncgrpo.cluster.folder import RunFolder, look, record
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.recording.events import EventLog, read_events

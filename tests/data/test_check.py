@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from asyncgrpo.config import DataConfig
-from asyncgrpo.data.check import Lengths, check_file
+from asyncgrpo.cli.data import Lengths, check_file
+from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.errors import DataError
 from asyncgrpo.types import Score
 

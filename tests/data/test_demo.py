@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from asyncgrpo.config import DataConfig
+from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.data.demo import TASKS, demo_score, make_demo_model, write_demo_task
 from asyncgrpo.data.prompts import load_prompts
 from asyncgrpo.errors import ConfigError

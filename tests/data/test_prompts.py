@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.config import DataConfig
+from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
 from asyncgrpo.errors import CheckpointError, DataError
 from asyncgrpo.types import Prompt

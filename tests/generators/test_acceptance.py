@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
+from asyncgrpo.engines.base import Answer
+from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators import rollout
-from asyncgrpo.generators.acceptance import Launched, choose
-from asyncgrpo.generators.fake_engine import FakeEngine
-from asyncgrpo.generators.requests import Answer
-from asyncgrpo.generators.rollout import NONE, GroupUnderWay, Redundancy, TooFewAnswers, retry_seed
+from asyncgrpo.generators.rollout import NONE, GroupUnderWay, Launched, Redundancy, TooFewAnswers, choose, retry_seed
 from asyncgrpo.types import Completion, Group, Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
 from tests.simulation.clock import VirtualLoop
 

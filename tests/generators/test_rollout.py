@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncgrpo.generators.fake_engine import FakeEngine
+from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.generators.rollout import GivenUp, GroupUnderWay
 from asyncgrpo.types import Lease, Prompt, Sampling, Score, WeightVersion
 

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.seeds import group_seed
+from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.fake_engine import FakeEngine
 from asyncgrpo.generators.rollout import NONE, Redundancy
 from asyncgrpo.generators.service import SICK_AFTER, GeneratorService
 from asyncgrpo.rewards.base import Reward

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from asyncgrpo.config import Config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.learner import head
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncgrpo.config import AlgorithmConfig, CorrectionConfig
+from asyncgrpo.config.schema import AlgorithmConfig, CorrectionConfig
 from asyncgrpo.types import Group
 from tests.algorithms import oracle_advantages, oracle_losses
 from tests.learner.helpers import load

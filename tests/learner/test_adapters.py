@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from asyncgrpo.config import WeightsConfig
+from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.errors import ConfigError, WeightsError
-from asyncgrpo.generators.torch_engine import TorchEngine
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.weights.base import AdapterMerger
+from asyncgrpo.weights.adapters import AdapterMerger
 from asyncgrpo.weights.layout import size_bytes
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver

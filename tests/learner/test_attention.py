@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncgrpo.learner import cpu_attention
+from asyncgrpo.learner import attention
 from asyncgrpo.learner.attention import KERNELS, Family, Segments
 
 ON_CPU = ("cpu", "sdpa")
@@ -128,8 +128,8 @@ def test_heads_may_share_keys(kernel, heads, groups):
 LENGTHS = {
     "one token": [(1, [])],
     "segments of one token": [(1, [1, 1, 1]), (1, []), (2, [1])],
-    "exactly a block": [(cpu_attention.OWN_BLOCK, [cpu_attention.OWN_BLOCK])],
-    "a token more than a block": [(cpu_attention.OWN_BLOCK + 1, [1, cpu_attention.OWN_BLOCK + 1])],
+    "exactly a block": [(attention.OWN_BLOCK, [attention.OWN_BLOCK])],
+    "a token more than a block": [(attention.OWN_BLOCK + 1, [1, attention.OWN_BLOCK + 1])],
     "two blocks of queries over one prefix": [(3, [500, 400, 300])],
     "a long prefix": [(700, [30, 2])],
 }
@@ -143,8 +143,8 @@ def test_blocks_of_the_backward_pass_meet_without_a_seam(lengths, dtype):
 
 @pytest.mark.parametrize(("own", "prefix"), [(1, 1), (2, 3), (7, 5)])
 def test_blocks_of_any_size_do(monkeypatch, own, prefix):
-    monkeypatch.setattr(cpu_attention, "OWN_BLOCK", own)
-    monkeypatch.setattr(cpu_attention, "PREFIX_BLOCK", prefix)
+    monkeypatch.setattr(attention, "OWN_BLOCK", own)
+    monkeypatch.setattr(attention, "PREFIX_BLOCK", prefix)
     for seed in range(3):
         check("cpu", random_families(seed, groups=3, longest=12), torch.float64, seed=seed)
 

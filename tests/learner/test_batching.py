@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from asyncgrpo.algorithms.advantages import ESTIMATORS
-from asyncgrpo.learner.answers import Shaping
-from asyncgrpo.learner.batching import pack
+from asyncgrpo.learner.batch import Shaping, pack
 from asyncgrpo.types import VersionSpan, WeightVersion
 from tests.algorithms import oracle_advantages
 from tests.learner.helpers import OLDER, VERSION, make_group, random_groups

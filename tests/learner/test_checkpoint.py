@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.learner import exporting, guard
+from asyncgrpo.learner import optimizer, saving
 from tests.learner.helpers import VERSION, learner, load, plain_logprobs, random_groups, weights, with_true_logprobs
 from tests.models import make_tiny_llama, make_tiny_qwen3
 
@@ -36,7 +36,7 @@ def test_a_resumed_learner_takes_the_same_next_step_bit_for_bit(path, tmp_path):
 
 
 def test_a_resumed_learner_knows_which_gradients_are_usual(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(guard, "ENOUGH", 2)
+    monkeypatch.setattr(optimizer, "ENOUGH", 2)
     settings = {"learner": {"spike_factor": 1.001, "grad_clip": 1e-6, "warmup_steps": 10}}
     first = learner(path, **settings)
     reports = [first.step(groups, VERSION) for groups in (GROUPS, MORE, GROUPS)]
@@ -126,7 +126,7 @@ def test_an_export_has_the_log_probs_of_the_learner(tmp_path, tie):
 
 
 def test_a_large_export_is_split_into_files_and_keeps_the_tokenizer(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(saving, "FILE_BYTES", 100_000)
     source = tmp_path / "tokenizer"
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):

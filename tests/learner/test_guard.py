@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from asyncgrpo.config import LearnerConfig
+from asyncgrpo.config.schema import LearnerConfig
 from asyncgrpo.errors import TrainingError
-from asyncgrpo.learner import guard
-from asyncgrpo.learner.guard import ENOUGH, WINDOW, GradientGuard
+from asyncgrpo.learner import optimizer
+from asyncgrpo.learner.optimizer import ENOUGH, WINDOW, GradientGuard
 from tests.learner.helpers import VERSION, learner, make_group, random_groups, weights
 from tests.models import make_tiny_qwen3
 
@@ -132,7 +132,7 @@ def loud(groups, factor: float) -> list:
 
 
 def test_the_learner_skips_a_spike_and_goes_on_as_if_it_had_not_been(path, monkeypatch):
-    monkeypatch.setattr(guard, "ENOUGH", 2)
+    monkeypatch.setattr(optimizer, "ENOUGH", 2)
     settings = {
         "algorithm": {"advantage": "dr_grpo"},
         "learner": {"spike_factor": 5.0, "lr": 1e-3, "warmup_steps": 9, "grad_clip": 0.1},
@@ -153,7 +153,7 @@ def test_the_learner_skips_a_spike_and_goes_on_as_if_it_had_not_been(path, monke
 
 
 def test_one_skipped_update_of_several_is_reported(path, monkeypatch):
-    monkeypatch.setattr(guard, "ENOUGH", 1)
+    monkeypatch.setattr(optimizer, "ENOUGH", 1)
     settings = {
         "algorithm": {"advantage": "dr_grpo"},
         "learner": {"spike_factor": 20.0, "minibatches": 3, "grad_clip": 0.1},

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.config_loading import load_config
-from asyncgrpo.learner.ledger import DROPPED, KEPT, Ledger
-from asyncgrpo.learner.record import Recorder
+from asyncgrpo.config.load import load_config
+from asyncgrpo.learner.record import DROPPED, KEPT, Ledger, Recorder
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.recording.progress import Progress
-from asyncgrpo.recording.summary import summary
+from asyncgrpo.recording.text import summary
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.weights.publisher import Publication
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from asyncgrpo.config import AlgorithmConfig
+from asyncgrpo.config.schema import AlgorithmConfig
 from asyncgrpo.learner.learner import Learner
 from tests.learner import objectives
 from tests.learner.helpers import (

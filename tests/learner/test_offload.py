@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from asyncgrpo.learner import offload
-from asyncgrpo.learner.offload import OptimizerOffload
+from asyncgrpo.learner import optimizer as learner_optimizer
+from asyncgrpo.learner.optimizer import OptimizerOffload
 from tests.learner.helpers import VERSION, learner, random_groups, weights
 from tests.models import make_tiny_qwen3
 
@@ -26,11 +26,11 @@ def local_device(tensor: torch.Tensor) -> str:
 def test_a_sharded_tensor_that_is_moved_really_is_there(path):
     learner(path)  # makes the process group
     sharded = distribute_tensor(torch.arange(12.0).view(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
-    moved = offload._moved(sharded, META)
+    moved = learner_optimizer._moved(sharded, META)
     assert isinstance(moved, DTensor) and moved.to_local().is_meta and moved.device == META
     assert (moved.placements, moved.shape, moved.dtype) == (sharded.placements, sharded.shape, sharded.dtype)
     assert not sharded.to_local().is_meta and not moved.requires_grad
-    back = offload._moved(sharded, torch.device("cpu"))
+    back = learner_optimizer._moved(sharded, torch.device("cpu"))
     assert torch.equal(back.full_tensor(), sharded.full_tensor())
 
 
@@ -45,7 +45,7 @@ def moments_of_a_parameter_on(device: torch.device) -> tuple[torch.optim.AdamW, 
 
 def test_moments_are_at_hand_inside_the_block_and_away_after_it_even_if_it_fails(monkeypatch):
     """The meta device stands for a GPU; nothing can be copied out of it, so moments lose their values on the way."""
-    monkeypatch.setattr(offload, "_moved", lambda tensor, device: torch.empty_like(tensor, device=device))
+    monkeypatch.setattr(learner_optimizer, "_moved", lambda tensor, device: torch.empty_like(tensor, device=device))
     optimizer, state = moments_of_a_parameter_on(META)
     with pytest.raises(RuntimeError, match="inside"), OptimizerOffload(optimizer, is_on=True).at_hand():
         assert state["exp_avg"].is_meta and state["exp_avg_sq"].is_meta

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from asyncgrpo.learner import attention
-from asyncgrpo.learner.batching import PackedBatch, pack
+from asyncgrpo.learner.batch import PackedBatch, pack
 from asyncgrpo.learner.head import Slopes, TokenScores
-from asyncgrpo.learner.scorer import TokenScorer
+from asyncgrpo.learner.model import TokenScorer
 from tests.learner.helpers import VERSION, assert_same_gradient, cut_head, load, make_group, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 

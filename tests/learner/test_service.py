@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from asyncgrpo.config import Config, DataConfig, ModelConfig, RunConfig
+from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncgrpo.errors import AsyncGRPOError, GeneratorsGone, StalledError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import read_state
-from asyncgrpo.learner.inbox import Taken
+from asyncgrpo.learner.inbox import Taken, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.learner.team import Team
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.wire.messages import Snapshot
 

@@ -10,11 +10,9 @@ from rich.console import Console
 
 from asyncgrpo.recording.curves import plot
 from asyncgrpo.recording.events import Event, EventLog
-from asyncgrpo.recording.lines import line_of
 from asyncgrpo.recording.progress import Progress, mean_lag, sync_line
-from asyncgrpo.recording.screen import Screen, watch
-from asyncgrpo.recording.summary import summary
-from asyncgrpo.recording.textplot import bar, line_plot, resample
+from asyncgrpo.recording.screen import Screen, bar, line_plot, resample, watch
+from asyncgrpo.recording.text import line_of, summary
 
 
 def step(n: int, **more) -> Event:

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.rewards.breaker import FIRST_PROBE_S, HOLD_S, LAST_PROBE_S, STREAK, Breaker, RewardsPaused
-from asyncgrpo.rewards.tally import MAX_KINDS, REST, Tally
+from asyncgrpo.rewards.breaker import (
+    FIRST_PROBE_S,
+    HOLD_S,
+    LAST_PROBE_S,
+    MAX_KINDS,
+    REST,
+    STREAK,
+    Breaker,
+    RewardsPaused,
+    Tally,
+)
 from asyncgrpo.types import Prompt, Score
 from tests.simulation.clock import VirtualLoop
 

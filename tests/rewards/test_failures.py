@@ -6,7 +6,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from asyncgrpo.rewards import UserReward
+from asyncgrpo.rewards.user import UserReward
 from tests.rewards.conftest import prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

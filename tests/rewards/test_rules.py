@@ -2,10 +2,10 @@
 
 import pytest
 
-from asyncgrpo.config import RewardConfig
+from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import RuleReward, build_reward
-from asyncgrpo.rewards.rules import exact_match, label_match, text_match
+from asyncgrpo.rewards import build_reward
+from asyncgrpo.rewards.rules import RuleReward, exact_match, label_match, text_match
 from tests.rewards.conftest import prompt, workers_of
 
 MATHS = [

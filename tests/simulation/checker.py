@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.history import History
-from asyncgrpo.buffer.quarantine import Quarantine
-from asyncgrpo.buffer.seeds import group_seed
-from asyncgrpo.buffer.suspects import SUSPECT_AFTER
-from asyncgrpo.config import Config
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.group_health import SUSPECT_AFTER, Quarantine
+from asyncgrpo.buffer.groups import State, group_seed
+from asyncgrpo.config.schema import Config
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy
+from asyncgrpo.journal.history import History
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.wire.messages import REWARDS_PAUSED, Ack, Batch, Cancel, Grant, Message, Snapshot

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncgrpo.buffer.history import SUFFIX
-from asyncgrpo.buffer.journal import Disk
-from asyncgrpo.buffer.records import Record, Whole, scan
+from asyncgrpo.journal.format import Record, Whole, scan
+from asyncgrpo.journal.history import SUFFIX
+from asyncgrpo.journal.log import Disk
 from asyncgrpo.wire.codec import Buffer
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncgrpo.buffer import journal as journal_module
 from asyncgrpo.buffer import recovery
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.history import History
-from asyncgrpo.buffer.journal import Journal
-from asyncgrpo.buffer.records import Committed, Handed, Record
 from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.journal import log as journal_module
+from asyncgrpo.journal.format import Committed, Handed, Record
+from asyncgrpo.journal.history import History
+from asyncgrpo.journal.log import Journal
 from asyncgrpo.types import Lease
 
 Change = tuple[Any, str, Any]

@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
-from asyncgrpo.buffer import policies
-from asyncgrpo.buffer.buffer import Buffer, Entry, State
-from asyncgrpo.buffer.policies import Mask, Policy, Wait, Window
-from asyncgrpo.buffer.quarantine import Quarantine
+from asyncgrpo.buffer import admission
+from asyncgrpo.buffer.admission import Mask, Policy, Wait, Window
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.group_health import Quarantine, Suspects
+from asyncgrpo.buffer.groups import Entry, State
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.buffer.suspects import Suspects
 from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.engines.base import Answer
 from asyncgrpo.generators import rollout
 from asyncgrpo.generators import service as generator_service
-from asyncgrpo.generators.acceptance import Launched
-from asyncgrpo.generators.requests import Answer
+from asyncgrpo.generators.rollout import Launched
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
@@ -127,7 +127,7 @@ def no_check_at_take() -> list[Change]:
     """Only admission bounds the lag: a batch is taken as it comes."""
     return [
         (Policy, "evict", lambda self, waiting, version: []),
-        (policies, "lag_is_kept", lambda *arguments: True),
+        (admission, "lag_is_kept", lambda *arguments: True),
     ]
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from asyncgrpo.engines.base import Answer
+from asyncgrpo.engines.fake import FakeEngine, Misfortune
 from asyncgrpo.errors import GeneratorsGone, WeightsError
-from asyncgrpo.generators.fake_engine import FakeEngine, Misfortune
-from asyncgrpo.generators.requests import Answer
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.rewards.breaker import Breaker

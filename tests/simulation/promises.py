@@ -7,10 +7,11 @@ Weights are told apart by their history, not by their name: a step makes a child
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.history import History
-from asyncgrpo.buffer.records import Began, Delivered, Handed, Record
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.groups import State
 from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.journal.format import Began, Delivered, Handed, Record
+from asyncgrpo.journal.history import History
 from asyncgrpo.types import WeightVersion
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncgrpo.buffer import deadlines, history, journal, quarantine, recovery
+from asyncgrpo.buffer import group_health, recovery
 from asyncgrpo.buffer import service as buffer_service
-from asyncgrpo.buffer.numbers import Gauges
+from asyncgrpo.buffer.counters import Gauges
 from asyncgrpo.generators import service as generator_service
+from asyncgrpo.journal import history, log
 from asyncgrpo.learner import inbox
 from asyncgrpo.learner import service as learner_service
 from asyncgrpo.learner.checkpoints import RunState
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 SCALED = ((generator_service, "HEARTBEAT_S", 2.0), (generator_service, "RESEND_AFTER_S", 6.0),
           (buffer_service, "SILENT_AFTER_S", 15.0), (buffer_service, "WAITING_EVERY_S", 5.0),
           (breaker, "HOLD_S", 10.0), (breaker, "LAST_PROBE_S", 10.0),
-          (deadlines, "FLOOR_S", 2.0), (deadlines, "KNOWN_AFTER", 3))  # fmt: skip
+          (group_health, "FLOOR_S", 2.0), (group_health, "KNOWN_AFTER", 3))  # fmt: skip
 """The product's waits, shorter, so that a short run meets each of them many times."""
 LOGS = tuple(
     module.__name__
@@ -33,10 +34,10 @@ LOGS = tuple(
         generator_service,
         inbox,
         learner_service,
-        journal,
+        log,
         history,
         recovery,
-        quarantine,
+        group_health,
         breaker,
     )
 )

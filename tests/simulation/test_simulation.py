@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.policies import POLICIES
 from tests.simulation.schedules import _short, failure_of, report
 from tests.simulation.world import World, without_faults
 

@@ -10,16 +10,13 @@ from typing import Any
 
 import msgspec
 
+from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.history import read_history
-from asyncgrpo.buffer.journal import Journal
-from asyncgrpo.buffer.policies import POLICIES
-from asyncgrpo.buffer.quarantine import Quarantine
-from asyncgrpo.buffer.records import FORMAT, Began
+from asyncgrpo.buffer.group_health import Quarantine
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config import (
+from asyncgrpo.config.schema import (
     AlgorithmConfig,
     BufferConfig,
     Config,
@@ -29,14 +26,16 @@ from asyncgrpo.config import (
     RunConfig,
 )
 from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.engines.base import Answer
+from asyncgrpo.engines.fake import Misfortune
 from asyncgrpo.errors import AsyncGRPOError, StalledError
-from asyncgrpo.generators.fake_engine import Misfortune
-from asyncgrpo.generators.requests import Answer
 from asyncgrpo.generators.rollout import Redundancy
+from asyncgrpo.journal.format import FORMAT, Began
+from asyncgrpo.journal.history import read_history
+from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
-from asyncgrpo.learner.inbox import Inbox
+from asyncgrpo.learner.inbox import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.learner.team import Team
 from asyncgrpo.types import Prompt, Sampling, WeightVersion
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import decode

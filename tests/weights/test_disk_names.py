@@ -19,7 +19,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from asyncgrpo.weights.disk_names import disk_pieces, disk_tensors, saved_tensors
+from asyncgrpo.weights.files import disk_pieces, disk_tensors, saved_tensors
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
 

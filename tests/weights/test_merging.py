@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncgrpo.errors import WeightsError
-from asyncgrpo.weights.base import AdapterMerger, BaseWeights
-from asyncgrpo.weights.merging import SAMPLES, content_digest, fingerprint, merge, pairs
+from asyncgrpo.weights.adapters import SAMPLES, AdapterMerger, BaseWeights, content_digest, fingerprint, merge, pairs
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncgrpo.config import WeightsConfig
+from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import GeneratorsGone, WeightsError
 from asyncgrpo.types import TensorInfo, WeightVersion
 from asyncgrpo.weights.layout import add_digests, digest, digest_of, plan_buckets

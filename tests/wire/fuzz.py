@@ -23,10 +23,11 @@ import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config import AlgorithmConfig, BufferConfig, WeightsConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig, WeightsConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import RefusedError
 from asyncgrpo.types import (

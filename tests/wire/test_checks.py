@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.buffer import State
+from asyncgrpo.buffer.groups import State
 from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import Lease, Prompt, Sampling, VersionSpan, WeightVersion
 from asyncgrpo.wire import messages

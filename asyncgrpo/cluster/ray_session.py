@@ -1,0 +1,255 @@
+"""Ray for the length of one run: its session, what its references hold, and which GPUs each role gets.
+
+Whoever may speak to Ray may run code in it. A Ray that is started here asks for a token, has no dashboard, and its token
+is for nobody else to read. What stays open all the same is in docs/security.md.
+"""
+
+import logging
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncgrpo import scratch
+from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, WeightsError, WireError
+
+# -- GPUs for each role ------------------------------------------------------------------------------------------------
+
+
+RESERVE_TIMEOUT_S = 60.0
+
+
+def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
+    """GPUs of a whole run."""
+    generators = config.generators
+    return config.learner.ranks * learner_on_gpu + generators.gpus_each * generators.count
+
+
+def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
+    """Raise ConfigError if a run needs more GPUs than there are."""
+    wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
+    if there >= wanted:
+        return
+    hint = "lower one of them" if there else "without a GPU use --n-gpus 0 (generators.gpus_each=0)"
+    generators = config.generators
+    raise ConfigError(
+        f"this run needs {wanted} GPUs (learner.ranks {config.learner.ranks}{'' if learner_on_gpu else ' on the CPU'}, "
+        f"generators.count {generators.count} x generators.gpus_each {generators.gpus_each}), the cluster has {there}; "
+        f"{hint}"
+    )
+
+
+class Placement:
+    """The places of one run: bundle 0..ranks-1 for the learner, then one bundle a generator."""
+
+    def __init__(self, config: Config, *, learner_on_gpu: bool) -> None:
+        """Reserve all GPUs at once. Raises ConfigError when the cluster has too few."""
+        self._learner_gpus = 1 if learner_on_gpu else 0
+        self._generator_gpus = config.generators.gpus_each
+        self._ranks = config.learner.ranks
+        self._group: PlacementGroup | None = None
+        wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
+        if not wanted:
+            return
+        check_gpus(config, int(ray.cluster_resources().get("GPU", 0)), learner_on_gpu=learner_on_gpu)
+        bundles = [self._bundle(self._learner_gpus)] * self._ranks
+        bundles += [self._bundle(self._generator_gpus)] * config.generators.count
+        self._group = placement_group(bundles, strategy="PACK")
+        if not self._group.wait(RESERVE_TIMEOUT_S):
+            raise ConfigError(f"no place for {wanted} GPUs within {RESERVE_TIMEOUT_S:.0f} s; other jobs hold them")
+
+    @staticmethod
+    def _bundle(gpus: int) -> dict[str, float]:
+        return {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 1.0}
+
+    def learner(self, rank: int) -> dict[str, Any]:
+        """Ray options of a learner rank."""
+        return self._options(rank, self._learner_gpus)
+
+    def generator(self, index: int) -> dict[str, Any]:
+        """Ray options of a generator."""
+        return self._options(self._ranks + index, self._generator_gpus)
+
+    def anywhere(self) -> dict[str, Any]:
+        """Ray options of the buffer."""
+        return {"num_cpus": 0, "max_restarts": 0}
+
+    def _options(self, bundle: int, gpus: int) -> dict[str, Any]:
+        if self._group is None:
+            return self.anywhere()
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+# -- what references hold ----------------------------------------------------------------------------------------------
+
+
+POLL_S = 0.2
+
+
+def result(reference: Any, name: str) -> Any:
+    """Of an actor's method that has ended.
+
+    Args:
+        name: of the process, with which the message of a loss begins.
+    Raises:
+        ProcessLost: the process died, or lost touch with one that did; another may take its place.
+        AsyncGRPOError: what it found wrong itself; another would find the same.
+    """
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        while isinstance(cause, BaseExceptionGroup):  # of the tasks of a generator the first says why
+            cause = cause.exceptions[0]
+        if isinstance(cause, AsyncGRPOError) and not isinstance(cause, (WireError, WeightsError)):
+            raise cause from None
+        reason = str(cause).strip() or repr(cause)
+        loss = ProcessLost(f"{name}: {reason.splitlines()[-1][:300]}")
+        loss.is_error = True
+        raise loss from error
+    except ray.exceptions.RayActorError as error:
+        raise ProcessLost(f"{name}: its process died") from error
+
+
+def results(references: dict[str, Any], while_waiting: Callable[[], None]) -> list[Any]:
+    """Of all of them, in order; raises as soon as one has failed.
+
+    Args:
+        references: by the name of the process.
+        while_waiting: called a few times a second.
+    """
+    waiting = dict(references)
+    while waiting:
+        ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=POLL_S)
+        for name in [name for name, reference in waiting.items() if has_ended(reference)]:
+            result(waiting.pop(name), name)
+        while_waiting()
+    return [result(reference, name) for name, reference in references.items()]
+
+
+def has_ended(reference: Any) -> bool:
+    """Whether the method has returned or failed."""
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
+# -- the session -------------------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # a run must not need the internet
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # nobody sees them, and Ray keeps stderr in files that may not take them
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_MODE = "RAY_AUTH_MODE"
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Nothing of ours travels through Ray's object store but addresses."""
+RAY_ANSWERS_S = 5.0
+"""For a connection to the address of a cluster."""
+_LONGEST_FOLDER = 41
+"""Characters: the sockets of a session, 66 more below its folder, must stay below the 108 that the kernel takes."""
+
+
+@contextmanager
+def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
+    """Connect to the cluster at `address`, or start one here.
+
+    Raises:
+        ConfigError: there is no cluster at `address`.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if cpu_only:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ray would say in a warning at every start that it asks for a token.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    common = {
+        "namespace": "asyncgrpo",
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "configure_logging": False,
+    }
+    try:
+        if address is not None:
+            check_ray(address)
+            ray.init(address=address, **common)
+        else:
+            os.environ.pop(_MODE, None)  # whatever it says: left to choose, Ray asks for a token and says so here
+            ray.init(
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=_temporary(),
+                **common,
+            )
+            _hold_back_token()
+    except ConnectionError as error:
+        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there") from error
+    session = _session_folder() if address is None else None
+    try:
+        yield
+    except Exception:
+        if address is None:
+            scratch.keep()  # Ray's logs may say why
+        raise
+    finally:
+        ray.shutdown()
+    if session is not None:
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def check_ray(address: str) -> None:
+    """Raise ConfigError where nobody listens at a `cluster.ray_address`, for which Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # `auto`, or an address of Ray's own client, `ray://...`
+        return
+    try:
+        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_ANSWERS_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there ({error})") from error
+
+
+def _temporary() -> str | None:
+    """Where Ray keeps its session, which a later start removes if this process is killed. None: Ray's usual place."""
+    folder = str(scratch.folder())
+    return folder if len(folder) <= _LONGEST_FOLDER else None
+
+
+def _hold_back_token() -> None:
+    """Make sure that Ray asks for its token, and that nobody else on this machine reads it.
+
+    Raises:
+        ConfigError: this Ray asks for none.
+    """
+    if os.environ.get(_MODE, "").lower() != "token":
+        ray.shutdown()
+        raise ConfigError(f"Ray {ray.__version__} started without asking for a token; asyncgrpo needs one that does")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if path.is_file() and path.stat().st_uid == os.getuid() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+        path.chmod(0o600)  # Ray makes it as the umask says
+
+
+def _session_folder() -> str | None:
+    """Where the Ray that we started keeps sockets and logs. Ray has no public name for it."""
+    node = getattr(ray._private.worker.global_worker, "node", None)
+    return node.get_session_dir_path() if node is not None else None

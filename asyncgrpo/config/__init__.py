@@ -1,0 +1,1 @@
+"""Every setting: its schema, how it is read, checked and explained."""

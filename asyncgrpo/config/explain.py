@@ -1,0 +1,355 @@
+"""What the knobs mean, in words: a catalogue read from the structs, `explain` for a person, a run's sizes in words.
+
+Nothing is written twice: types, bounds, defaults and descriptions come from `config.py`.
+"""
+
+import difflib
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from asyncgrpo.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from asyncgrpo.config.verl import bare, ending_in, misspelt, pattern_of, verl_keys
+from asyncgrpo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One key of the configuration."""
+
+    key: str
+    """Dotted, as on the command line."""
+    type: inspect.Type
+    required: bool
+    default: Any
+    description: str
+    section: str
+    """First line of the section's docstring."""
+
+    @property
+    def takes_text(self) -> bool:
+        """True where a value is text whatever it looks like, so that `run.out=2024` needs no quotes."""
+        members = self.type.types if isinstance(self.type, inspect.UnionType) else (self.type,)
+        return any(isinstance(member, inspect.StrType) for member in members)
+
+    @property
+    def is_mapping(self) -> bool:
+        """True where the keys below are free (`generators.extra.attention_backend`)."""
+        return isinstance(self.type, inspect.DictType)
+
+    @property
+    def fields(self) -> dict[str, "Knob"]:
+        """Of a list of mappings such as `algorithm.corrections`: what each of them may say. Else empty."""
+        item = self.type.item_type if isinstance(self.type, inspect.VarTupleType) else None
+        if not isinstance(item, inspect.StructType):
+            return {}
+        section = _section(item)
+        return {field.name: _knob(field, f"{self.key}[].", section) for field in item.fields}
+
+
+def _bare(kind: inspect.Type) -> tuple[inspect.Type, str]:
+    """The type without its metadata wrapper, and the description that the wrapper held."""
+    description = ""
+    while isinstance(kind, inspect.Metadata):
+        description = (kind.extra_json_schema or {}).get("description", description)
+        kind = kind.type
+    return kind, description
+
+
+def _knob(field: inspect.Field, prefix: str, section: str) -> Knob:
+    kind, description = _bare(field.type)
+    default = field.default if field.default is not msgspec.NODEFAULT else None
+    if field.default_factory is not msgspec.NODEFAULT:
+        default = field.default_factory()
+    return Knob(prefix + field.name, kind, field.required, default, description, section)
+
+
+def _section(struct: inspect.StructType) -> str:
+    return " ".join((struct.cls.__doc__ or "").split("\n\n")[0].split())
+
+
+@cache
+def knobs() -> dict[str, Knob]:
+    """Every knob by its dotted key, in the order of `config.py`."""
+    found: dict[str, Knob] = {}
+
+    def walk(struct: inspect.StructType, prefix: str) -> None:
+        for field in struct.fields:
+            kind, _ = _bare(field.type)
+            if isinstance(kind, inspect.StructType):
+                walk(kind, f"{prefix}{field.name}.")
+            else:
+                knob = _knob(field, prefix, _section(struct))
+                found[knob.key] = knob
+
+    root = inspect.type_info(Config)
+    assert isinstance(root, inspect.StructType)
+    walk(root, "")
+    return found
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Dotted names of the sections: `algorithm`, `model.lora`, ..."""
+    return frozenset(key.rpartition(".")[0] for key in knobs())
+
+
+def bounds_in_words(kind: inspect.Type) -> str:
+    """`above 0 and at most 1`; empty for a type without bounds. A union's bounds are those of its number."""
+    if isinstance(kind, inspect.UnionType):
+        return next((words for member in kind.types if (words := bounds_in_words(_bare(member)[0]))), "")
+    if not isinstance(kind, inspect.IntType | inspect.FloatType):
+        return ""
+    limits = (("at least", kind.ge), ("above", kind.gt), ("at most", kind.le), ("below", kind.lt))
+    return " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+
+
+def type_in_words(kind: inspect.Type) -> str:
+    """What a value must be, as the end of "must be ..."."""
+    kind, _ = _bare(kind)
+    bounds = bounds_in_words(kind)
+    match kind:
+        case inspect.UnionType():
+            members = [type_in_words(m) for m in kind.types if not isinstance(_bare(m)[0], inspect.NoneType)]
+            return " or ".join(members) + " (or null)" * (len(members) < len(kind.types))
+        case inspect.IntType():
+            return "a whole number" + (f", {bounds}" if bounds else "")
+        case inspect.FloatType():
+            return "a number" + (f", {bounds}" if bounds else "")
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.StrType():
+            return "text"
+        case inspect.LiteralType():
+            return "one of " + ", ".join(map(str, kind.values))
+        case inspect.VarTupleType():
+            return f"a list, each {type_in_words(kind.item_type)}"
+        case inspect.TupleType():
+            return f"a list of {len(kind.item_types)}, each {type_in_words(kind.item_types[0])}"
+        case inspect.DictType(value_type=inspect.AnyType()):
+            return "a mapping"
+        case inspect.DictType():
+            return f"a mapping, each value {type_in_words(kind.value_type)}"
+        case inspect.StructType():
+            return f"a mapping of {', '.join(field.name for field in kind.fields)}"
+    return type(kind).__name__
+
+
+def choices(key: str) -> list[str]:
+    """The values of a key that takes one of a few; empty for any other, or for none of ours."""
+    kind = knobs()[key].type if key in knobs() else None
+    if isinstance(kind, inspect.BoolType):
+        return ["true", "false"]
+    return [str(value) for value in kind.values] if isinstance(kind, inspect.LiteralType) else []
+
+
+def value_in_words(value: Any) -> str:
+    """A value as it would be written in YAML or on the command line. Of a struct, what differs from its defaults."""
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, tuple) and value and all(isinstance(item, msgspec.Struct) for item in value):
+        return json.dumps([_changed(item) for item in value])
+    return json.dumps(msgspec.to_builtins(value))
+
+
+def _changed(struct: msgspec.Struct) -> dict[str, Any]:
+    plain = type(struct)()
+    names = struct.__struct_fields__
+    return {name: getattr(struct, name) for name in names if getattr(struct, name) != getattr(plain, name)}
+
+
+def explain(key: str | None = None) -> str:
+    """What `key` means; without a key, a table of all of them; with a section, a table of its knobs.
+
+    Raises:
+        ConfigError: there is no such key; the message says which one was probably meant.
+    """
+    if key is None or key in sections():
+        return "\n".join(_row(knob) for knob in knobs().values() if key is None or knob.key.startswith(key + "."))
+    parent, _, name = key.rpartition(".")
+    knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
+    if knob is None:
+        hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all of them"
+        raise ConfigError(f"there is no configuration key `{key}`: {hint}")
+    default = "none, it must be given" if knob.required else value_in_words(knob.default)
+    lines = [
+        f"{knob.key}: {knob.description}",
+        f"  value    {type_in_words(knob.type)}",
+        f"  default  {default}",
+        f"  section  {knob.section}",
+    ]
+    lines += [f"  {field.key} ({value_in_words(field.default)}): {field.description}" for field in knob.fields.values()]
+    return "\n".join(lines)
+
+
+def _row(knob: Knob) -> str:
+    default = "(required)" if knob.required else value_in_words(knob.default)
+    return f"{knob.key:34} {default:14} {knob.description}"
+
+
+def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
+    """What a step, the objective, a run and the machines come to, in four lines; printed before anything starts.
+
+    Args:
+        algorithm: name of the preset that was asked for, to be said too.
+    """
+    prompts, answers = config.buffer.prompts_per_step, config.algorithm.group_size
+    sequences = prompts * answers
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    step = (
+        f"{prompts:,} prompts x {answers} answers = {sequences:,} sequences per step, of at most {longest:,} tokens "
+        f"each; {_lag_in_words(config)}; up to {config.buffer.num_slots:,} groups under way"
+    )
+    engine_gpus = config.generators.count * config.generators.gpus_each
+    engines = f"{_count(config.generators.count, 'generator')} ({config.generators.engine}"
+    engines += f", {_count(config.generators.gpus_each, 'GPU')} each)" if engine_gpus else ", on CPU)"
+    ranks = _count(config.learner.ranks, "learner rank")
+    total = f" = {engine_gpus + config.learner.ranks} GPUs" if engine_gpus and config.learner.device != "cpu" else ""
+    lora = config.model.lora
+    trained = f"LoRA of rank {lora.rank}" if lora.rank else "all weights"
+    places = (
+        f"{engines} + {ranks}{total}; {trained} trained in microbatches of at most "
+        f"{config.learner.tokens_per_microbatch:,} tokens per rank"
+    )
+    named = f"algorithm {algorithm}" if algorithm is not None else "algorithm"
+    return f"{step}\n{named}: {algorithm_in_words(config.algorithm)}\n{places}\n{_ends_in_words(config)}"
+
+
+def algorithm_in_words(settings: AlgorithmConfig) -> str:
+    """The objective in one line, as `grpo advantages, ppo_clip(low=0.2) around proximal, token truncate(high=2), token-mean`."""
+    parts = [
+        f"{settings.advantage} advantages",
+        f"{_called(settings.loss, settings.loss_args)} around {settings.anchor}",
+        *map(_correction_in_words, settings.corrections),
+        settings.aggregation,
+    ]
+    if settings.kl_coef:
+        parts.append(f"{settings.kl_kind} KL in the {settings.kl_in} x {settings.kl_coef:g}")
+    if settings.behaviour_kl_coef:
+        parts.append(f"KL to the samplers x {settings.behaviour_kl_coef:g}")
+    if settings.entropy_coef:
+        parts.append(f"entropy x {settings.entropy_coef:g}")
+    return ", ".join(parts)
+
+
+def _correction_in_words(one: CorrectionConfig) -> str:
+    level = {"importance": one.level, "divergence": f"{one.level} {one.estimator}"}.get(one.kind, "")
+    name = one.action if one.kind == "importance" else one.kind
+    bounds = {"low": one.low, "high": one.high, "threshold": one.threshold}
+    return f"{level} {_called(name, bounds)}".strip()
+
+
+def _called(name: str, arguments: dict[str, Any]) -> str:
+    given = {n: v for n, v in arguments.items() if v is not None}
+    said = [f"{n}={v:g}" if isinstance(v, float) else f"{n}={value_in_words(v)}" for n, v in given.items()]
+    return f"{name}({', '.join(said)})" if said else name
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _lag_in_words(config: Config) -> str:
+    lag, policy = config.buffer.max_lag, config.buffer.policy
+    if lag == 0:
+        return "synchronous (lag 0)"
+    bound = f"lag at most {_count(lag, 'step')}"
+    return {
+        "wait": bound,
+        "window": f"{bound}, in prompt order",
+        "drop": f"{bound}, older groups are dropped",
+        "mask": f"{bound}, older tokens are masked",
+        "train": f"{_count(lag, 'step')} ahead at most, lag without bound",
+    }[policy]
+
+
+def _ends_in_words(config: Config) -> str:
+    run = config.run
+    ends = [_count(run.steps, "step")] if run.steps else []
+    ends += [_count(run.epochs, "epoch")] if run.epochs else []
+    until = f"ends after {' or '.join(ends)}{', whichever is first' * (len(ends) > 1)}" if ends else "has no end"
+    evaluation = f"evaluation every {_count(run.eval_every, 'step')}" if config.data.eval else "no evaluation"
+    return f"{until}; checkpoint every {_count(run.checkpoint_every, 'step')}, {evaluation}; writes to {run.out}"
+
+
+# -- names that people write for ours ----------------------------------------------------------------------------------
+
+
+# Keys that were ours, and what says it now.
+_RENAMED: dict[str, str] = {
+    "algorithm.clip_low": "algorithm.loss_args.low, an argument of algorithm.loss",
+    "algorithm.clip_high": "algorithm.loss_args.high, an argument of algorithm.loss",
+    "algorithm.importance_cap": "the `high` of an entry of algorithm.corrections, as algorithm.corrections=[{high: 2.0}]",
+}
+
+
+# How alike two names must be, from 0 to 1, to be the same with a slip: `grp_size` and `group_size` are 0.89,
+# `max_steps` and `max_attempts` 0.76. Higher where the section differs too.
+_ALIKE, _ALIKE_ELSEWHERE = 0.8, 0.85
+
+
+def suggest(key: str, known: Collection[str]) -> str:
+    """A hint of one clause for a key that is not in `known`; empty when nothing comes near.
+
+    Looked for in this order: our old name, verl's name (or the end of it: `rollout.n`), a slip within the section, our
+    key in another section or without one (`lr`), a slip elsewhere, a slip in verl's name.
+    """
+    key = bare(key)
+    renamed = _RENAMED.get(key) or _RENAMED.get(f"algorithm.{key}")
+    if renamed is not None:
+        return f"it is now {renamed}"
+    if key in known:
+        return f"write it as `{key}`"
+    verls = verls_name(key, known)
+    if verls is not None:
+        return _from_verl(verls)
+    if meant := _slip(key, known):
+        return f"did you mean `{meant}`?"
+    return f"did you mean verl's `{theirs}`?" if (theirs := misspelt(key)) else ""
+
+
+def verls_name(key: str, known: Collection[str] = ()) -> str | None:
+    """verl's full name, if `key` is one or the end of one, without a slip, and not the end of one in `known`."""
+    key = bare(key)
+    if key in verl_keys():
+        return key
+    if any(other.endswith(f".{key}") for other in known):
+        return None
+    return ending_in(key) or (key if pattern_of(key) and not misspelt(key) else None)
+
+
+def _slip(key: str, known: Collection[str]) -> str | None:
+    """The one of `known` that was meant."""
+    section, _, last = key.rpartition(".")
+    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    for end in difflib.get_close_matches(last, beside, n=1, cutoff=_ALIKE):
+        return beside[end]
+    namesakes = [other for other in known if other.rpartition(".")[2] == last]
+    if namesakes:
+        return max(namesakes, key=lambda other: difflib.SequenceMatcher(None, other, key).ratio())
+    ends = {other.rpartition(".")[2]: other for other in known}
+    return next((ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=_ALIKE_ELSEWHERE)), None)
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """`did you mean ...?` of the one of `known` that looks most like `name`; empty when none does."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else ""
+
+
+def _from_verl(key: str) -> str:
+    pattern = pattern_of(key)
+    assert pattern is not None
+    entry = verl_keys()[pattern]
+    if entry.ours:
+        return f"that is verl's name for `{entry.ours}`"
+    return (
+        f"that is verl's: {entry.by_hand}"
+        if entry.by_hand
+        else f"that is verl's, and has no counterpart: {entry.absent}"
+    )

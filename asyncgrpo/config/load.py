@@ -1,0 +1,316 @@
+"""The one door of the configuration: YAML files and `key=value` in, one frozen `Config` out.
+
+A file may say `extends: OTHER.yaml` (relative to itself), name a shipped file (`extends: one_node_8gpu`) or an algorithm
+(`extends: algorithms/gspo`), or list several of these: they are read first, in order, later ones win, and every key here
+wins over them all. Other paths inside a file are not touched; they are relative to the folder in which the command runs.
+
+OmegaConf reads and merges (later wins: built-in, the files that are extended, the file, the algorithm that was named, the
+command line) and resolves interpolations; msgspec converts once. Whatever is wrong ends in one sentence that names where
+it was written, the key, the value and what to change.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from asyncgrpo.config.explain import bounds_in_words, knobs, near, sections, type_in_words, value_in_words
+from asyncgrpo.config.files import Layer, algorithm_file, find, flat, read, yaml_value
+from asyncgrpo.config.rules import check
+from asyncgrpo.config.schema import AlgorithmConfig, Config
+from asyncgrpo.config.unknown_keys import Unknown, refusal
+from asyncgrpo.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+# Where a bound has a reason that its number does not tell.
+_REASONS = {"algorithm.group_size": "GRPO compares the answers to one prompt"}
+
+
+# Which keys of `algorithm` are the arguments of which other one.
+_ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
+
+# The keys of `learner` that are part of a recipe; of `algorithm` all are, but for the sizes of a run.
+_RECIPE_IN_LEARNER = ("learner.minibatches", "learner.ess_lr")
+_SIZES = ("algorithm.group_size", "algorithm.min_answers")
+
+
+def load_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    base: dict[str, Any] | None = None,
+    algorithm: str | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Config:
+    """The configuration of a run.
+
+    Args:
+        path: a YAML file, or the bare name of one that comes with the package (`quickstart`); none: only the rest.
+        overrides: `key.sub=value`, the value read as YAML; later ones win, and all win over the file.
+        base: nested values that everything else wins over.
+        algorithm: name of a preset in `configs/algorithms/`; the objective is the preset's alone, whatever the file says.
+        tell: gets a sentence about what the file sets and the preset replaced, where there is any.
+    Raises:
+        ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
+    """
+    written = [Layer("built-in values", base)] if base else []
+    written += read(find(path)) if path is not None else []
+    written += read(algorithm_file(algorithm)) if algorithm is not None else []
+    written += [Layer(COMMAND_LINE, _parse(overrides))]
+    named = {"--config": path, "--algorithm": algorithm}
+    options = {flag: str(value) for flag, value in named.items() if value is not None}
+    _refuse_unknown(written, options, overrides)
+    given = [layer._replace(values=_known_only(layer.name, layer.values)) for layer in written]
+    layers, where = _under_presets(given), str(path) if path is not None else COMMAND_LINE
+    config = _convert(_merge(layers, where), layers, where)
+    try:
+        check(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if tell is not None and algorithm is not None and path is not None:
+        *files, _, command_line = given
+        without = _under_presets([*files, command_line])
+        replaced = _replaced(files, _convert(_merge(without, where), without, where), config)
+        said = ", ".join(f"{key}={value_in_words(value)}" for key, value in replaced.items())
+        if said:
+            tell(
+                f"--algorithm {algorithm} replaces what {where} sets: {said}; a key=value on the command line keeps one"
+            )
+    return config
+
+
+def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
+    """`config` with `key=value` in it, read and checked as `load_config` does; raises what that raises."""
+    return load_config(None, overrides, base=_escape(msgspec.to_builtins(config)), algorithm=algorithm)
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `load_config` reads back to an equal one; the copy in the run folder."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(msgspec.to_builtins(config))))
+
+
+def read_plain(path: Path) -> Any:
+    """What `to_yaml` wrote, of whatever release: nested plain values, unchecked. Raises ConfigError."""
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is no configuration ({_first_line(error)})") from error
+
+
+def _escape(node: Any) -> Any:
+    """Literal `${` kept literal: OmegaConf would read it as an interpolation."""
+    if isinstance(node, dict):
+        return {name: _escape(value) for name, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_escape(value) for value in node]
+    if isinstance(node, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", node)
+    return node
+
+
+def _parse(overrides: Sequence[str]) -> dict[str, Any]:
+    values = OmegaConf.create()
+    for override in overrides:
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if not equals or not key:
+            raise ConfigError(f"{COMMAND_LINE}: `{override}` is not of the form key=value, for example learner.lr=1e-6")
+        if key in sections():
+            example = next(knob for knob in knobs() if knob.startswith(key + "."))
+            raise ConfigError(f"{COMMAND_LINE}: `{key}` is a section; set one of its keys, for example {example}=...")
+        try:
+            OmegaConf.update(values, key, _parse_value(key, text), force_add=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{COMMAND_LINE}: `{override}` cannot be set ({_first_line(error)})") from error
+    plain = OmegaConf.to_container(values)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """`text` as YAML reads it; as it stands where the knob takes text, unless it is quoted or says null."""
+    if key in knobs() and knobs()[key].takes_text and text[:1] not in ("'", '"'):
+        return None if text in ("", "~", "null") else text
+    try:
+        return yaml_value(text)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{COMMAND_LINE}: the value of {key}, `{text}`, is not valid YAML") from error
+
+
+def _refuse_unknown(layers: Sequence[Layer], options: dict[str, str], overrides: Sequence[str]) -> None:
+    """Raise ConfigError that tells of every key that does not exist, in files and on the command line."""
+    unknown = [
+        Unknown(layer.name, key, value)
+        for layer in layers
+        for key, value in flat(layer.values).items()
+        if not _is_known(key)
+    ]
+    if unknown:
+        right = [override for override in overrides if _is_known(override.partition("=")[0].strip())]
+        raise refusal(unknown, options, right)
+
+
+def _is_known(key: str) -> bool:
+    """A key, an empty section, or a name below a mapping (`generators.extra.x`)."""
+    above = key.split(".")
+    return key in sections() or any(".".join(above[:length]) in knobs() for length in range(1, len(above) + 1))
+
+
+def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`values` without its empty sections (`reward:` and nothing below it). Raises ConfigError for a section's value."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key in knobs():
+            kept[name] = value
+        elif isinstance(value, dict):
+            kept[name] = _known_only(origin, value, f"{key}.")
+        elif value is not None:
+            raise ConfigError(f"{origin}: `{key}` is a section and must be a mapping; it is {value_in_words(value)}")
+    return kept
+
+
+def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
+    """One nested dict of plain values, interpolations resolved, with the two sections that have required knobs."""
+    try:
+        merged = OmegaConf.merge({"model": {}, "data": {}}, *_without_leftovers(layers))
+        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{where}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def is_part_of_a_preset(key: str) -> bool:
+    """Whether a preset decides this key, if only by leaving it at its default."""
+    return key in _RECIPE_IN_LEARNER or (key.startswith("algorithm.") and key not in _SIZES)
+
+
+def _under_presets(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, those below a preset without the keys that it decides: a preset is the same over any file."""
+    last = max((number for number, layer in enumerate(layers) if layer.is_preset), default=0)
+    return [
+        layer._replace(values=_without_recipe(layer.values)) if number < last else layer
+        for number, layer in enumerate(layers)
+    ]
+
+
+def _without_recipe(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    kept = {name: value for name, value in values.items() if not is_part_of_a_preset(f"{prefix}{name}")}
+    nested = ("algorithm", "learner")
+    return {n: _without_recipe(v, f"{n}.") if not prefix and n in nested else v for n, v in kept.items()}
+
+
+def _replaced(files: Sequence[Layer], before: Config, after: Config) -> dict[str, Any]:
+    """What the files set, by key, as they wrote it, where a preset made something else of it."""
+    there, here = msgspec.to_builtins(before), msgspec.to_builtins(after)
+    written = {key: [value for f in files if (value := _look_up(f.values, key)) is not None] for key in knobs()}
+    return {
+        key: values[-1]
+        for key, values in written.items()
+        if values and is_part_of_a_preset(key) and _look_up(there, key) != _look_up(here, key)
+    }
+
+
+def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """The layers' values, each without the arguments of what a later layer replaces by something else.
+
+    PPO's clip bounds in a file would be a thousand times too wide for the GSPO that a later layer chooses.
+    """
+    kept = [layer.values for layer in layers]
+    for choice, arguments in _ARGUMENTS_OF.items():
+        chosen = getattr(AlgorithmConfig(), choice)
+        for number, values in enumerate(kept):
+            other = _look_up(values, f"algorithm.{choice}")
+            if other is not None and other != chosen:
+                kept[:number] = [_without(below, arguments) for below in kept[:number]]
+                chosen = other
+    return kept
+
+
+def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    algorithm = values.get("algorithm")
+    if not isinstance(algorithm, dict) or name not in algorithm:
+        return values
+    return values | {"algorithm": {key: value for key, value in algorithm.items() if key != name}}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Config:
+    try:
+        # Not strict, so that a number from ${oc.env:...} and `tokens_per_microbatch: 16e3` are what they look like.
+        config = msgspec.convert(values, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), values, layers, where) from None
+    for key, value in _leaves(msgspec.to_builtins(config)):
+        if (wrong := _unwritable(value)) is not None:
+            origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
+            raise ConfigError(f"{origin}: {key} must be {wrong}; it is {value}")
+    return config
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value, with the dotted key of what it is in."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _leaves(inner, key)
+    else:
+        yield key, value
+
+
+def _unwritable(value: Any) -> str | None:
+    """What a value that no message and no file of ours can hold must be instead; none: it can be held."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "below 2^63 in size"
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        return "UTF-8 text"
+    return None
+
+
+def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:
+    """msgspec's message, which has a path but neither value nor origin, as a sentence for the person who wrote it."""
+    problem, _, path = message.partition(" - at `$.")
+    key = re.sub(r"\[.*", "", path.rstrip("`"))  # `data.columns[...]`, `run.loggers[0]`
+    if missing := re.search(r"missing required field `(\w+)`", problem):
+        key = f"{key}.{missing[1]}"
+        what = knobs()[key].description
+        return ConfigError(f"{where}: {key} is missing ({what}); write it in the file or {key}=... on the command line")
+    knob, value = knobs()[key], _look_up(values, key)
+    origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
+    place = re.fullmatch(r"[\w.]+\[(\d+)\](?:\.(\w+))?", path.rstrip("`"))
+    if knob.fields and place is not None and isinstance(value, list):  # in an entry of a list of mappings
+        value, key = value[int(place[1])], f"{key}[{place[1]}]"
+        if unknown := re.search(r"unknown field `(\w+)`", problem):
+            hint = near(unknown[1], knob.fields) or f"there are: {', '.join(knob.fields)}"
+            return ConfigError(f"{origin}: {key} has no field `{unknown[1]}`: {hint}")
+        if place[2] is not None:
+            knob, value, key = knob.fields[place[2]], value[place[2]], f"{key}.{place[2]}"
+        else:
+            return ConfigError(f"{origin}: {key} must be a mapping; it is {value_in_words(value)}")
+    out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
+    needs = bounds_in_words(knob.type) if out_of_bounds else type_in_words(knob.type)
+    reason = f"{_REASONS[key]}, so " if key in _REASONS else ""
+    hint = "; put it in quotes" if knob.takes_text and isinstance(value, int | float) else ""
+    return ConfigError(f"{origin}: {reason}{key} must be {needs}; it is {value_in_words(value)}{hint}")
+
+
+def _look_up(values: Any, key: str) -> Any:
+    """The value at a dotted key of nested dicts; none where there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values

@@ -1,0 +1,416 @@
+"""Every knob of asyncgrpo, on one page.
+
+A YAML file is read and merged with `key=value` overrides by OmegaConf, then converted once to the frozen structs below
+(`config/load.py`). After that nothing parses, defaults or edits. Lengths are in tokens, times in seconds,
+lag in optimizer steps. A field's unit and meaning are in its description; `asyncgrpo config explain KEY` prints it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+CRITIC = "gae"
+"""The value of `algorithm.advantage` that trains a critic."""
+PAIRWISE = "pairwise"
+"""The value of `algorithm.loss` that learns from pairs of completions."""
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+AtLeastTwo = Annotated[int, Meta(ge=2)]
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections: frozen (said again in each, for type checkers), by keyword, unknown keys refused."""
+
+
+class RunConfig(Section, frozen=True):
+    """How long the run is, what it writes and when."""
+
+    out: Annotated[str, Meta(description="run folder; every output goes below it")] = "runs/run"
+    seed: Annotated[int, Meta(ge=0, description="seeds the prompt order, the sampling and what is initialised")] = 0
+    steps: Annotated[AtLeastOne | None, Meta(description="optimizer steps to run; none: until `epochs` are done")] = (
+        None
+    )
+    epochs: Annotated[AtLeastOne | None, Meta(description="passes over the training file; none: without an end")] = 1
+    checkpoint_every: Annotated[int, Meta(ge=1, description="steps between two checkpoints")] = 20
+    keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints kept")] = 2
+    eval_every: Annotated[int, Meta(ge=1, description="steps between two evaluations of data.eval")] = 5
+    loggers: Annotated[
+        tuple[Literal["wandb", "tensorboard", "trackio", "mlflow"], ...],
+        Meta(description="loggers beside metrics.jsonl and the console"),
+    ] = ()
+    samples_every: Annotated[int, Meta(ge=1, description="steps between two Parquet files of samples")] = 1
+
+
+class LoraConfig(Section, frozen=True):
+    """Low-rank adapters. Rank 0: all weights are trained."""
+
+    rank: Annotated[int, Meta(ge=0, description="rank of the adapters; 0 turns LoRA off")] = 0
+    alpha: Annotated[float, Meta(gt=0, description="scale of the adapters, divided by the rank")] = 16.0
+    targets: Annotated[tuple[str, ...], Meta(description="names of the linear layers; none: every linear layer")] = ()
+
+
+class ModelConfig(Section, frozen=True):
+    """Which model is trained."""
+
+    path: Annotated[str, Meta(description="folder of a Hugging Face model, or its hub id")]
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], Meta(description="of the forward pass, the published weights and the engines")
+    ] = "bfloat16"
+    lora: LoraConfig = LoraConfig()
+
+
+class DataConfig(Section, frozen=True):
+    """Which prompts, and how they are read."""
+
+    train: Annotated[str, Meta(description="Parquet, JSONL or JSON file of training prompts")]
+    eval: Annotated[str | None, Meta(description="held-out file; none: no evaluation")] = None
+    columns: Annotated[
+        dict[str, str],
+        Meta(description="our field to the file's column, where no known schema fits: prompt, answer, source"),
+    ] = {}
+    max_prompt_tokens: Annotated[int, Meta(ge=1, description="longer prompts are dropped, with a count")] = 512
+    shuffle: Annotated[bool, Meta(description="a new seeded order every epoch; false: the file's order")] = True
+    system_prompt: Annotated[str | None, Meta(description="put before every prompt that has no system turn")] = None
+    eval_rows: Annotated[AtLeastOne | None, Meta(description="rows of the held-out file to use; none: all")] = None
+
+
+class RewardConfig(Section, frozen=True):
+    """How answers are scored."""
+
+    function: Annotated[
+        str | None, Meta(description="file with compute_score, or FILE:NAME; none: rules by data_source")
+    ] = None
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one call, seconds")] = 10.0
+    workers: Annotated[int, Meta(ge=1, description="reward processes beside each generator")] = 1
+
+
+class SamplingConfig(Section, frozen=True):
+    """How answers are sampled while training; evaluation samples with `eval_temperature`."""
+
+    temperature: Annotated[float, Meta(gt=0, description="softmax temperature")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="nucleus; 1 is off")] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, description="tokens kept; -1 is off")] = -1
+    max_tokens: Annotated[int, Meta(ge=1, description="longest answer, tokens")] = 1024
+    stop: Annotated[
+        tuple[str, ...], Meta(description="single-token strings that end an answer, beside the model's own")
+    ] = ()
+    eval_temperature: Annotated[float, Meta(ge=0, description="temperature of evaluation; 0 is greedy")] = 0.0
+
+
+class CorrectionConfig(Section, frozen=True):
+    """One off-policy correction. Weights of several multiply, and a token is trained only if all of them keep it."""
+
+    kind: Annotated[
+        Literal["importance", "veto", "opsm", "m2po", "divergence"],
+        Meta(description="importance: weight tokens by proximal / behaviour policy; the others only reject"),
+    ] = "importance"
+    level: Annotated[
+        Literal["token", "sequence", "geometric"],
+        Meta(description="whose ratio: the token's, the answer's product, or its geometric mean"),
+    ] = "token"
+    action: Annotated[
+        Literal["truncate", "clip", "mask", "reject"],
+        Meta(description="what happens outside [low, high]: mask gives weight 0, reject keeps weight 1 inside"),
+    ] = "truncate"
+    low: Annotated[float | None, Meta(description="lower bound of the ratio")] = None
+    high: Annotated[float | None, Meta(description="upper bound of the ratio, or of the divergence")] = None
+    threshold: Annotated[float | None, Meta(description="opsm: delta, nats; m2po: largest mean square, nats²")] = None
+    estimator: Annotated[Literal["k2", "k3"], Meta(description="divergence: which estimator is bounded")] = "k3"
+
+
+class CriticConfig(Section, frozen=True):
+    """A value head on the policy's last hidden state, for `algorithm.advantage: gae`."""
+
+    gamma: Annotated[float, Meta(gt=0, le=1, description="discount of rewards, per token")] = 1.0
+    lam: Annotated[float, Meta(ge=0, le=1, description="lambda of generalised advantage estimation")] = 0.95
+    value_coef: Annotated[float, Meta(gt=0, description="weight of the value loss")] = 0.5
+    value_clip: Annotated[
+        float | None, Meta(description="how far a value may move before its loss is clipped; none: no clipping")
+    ] = 0.5
+    lr_scale: Annotated[
+        float, Meta(gt=0, description="learning rate of the value head, as a multiple of learner.lr")
+    ] = 10.0
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """The objective. `configs/algorithms/` has a file for each paper; docs/algorithms.md has the formulas."""
+
+    group_size: Annotated[int, Meta(ge=2, description="answers to each prompt; GRPO compares them, so at least 2")] = 8
+    min_answers: Annotated[
+        AtLeastTwo | None,
+        Meta(
+            description="a group that lost answers to failures or to its deadline is trained if it has so many; "
+            "none: group_size",
+        ),
+    ] = None
+    filter_zero_signal: Annotated[
+        bool,
+        Meta(
+            description="groups whose rewards are all equal are not trained; each is replaced by exactly one other prompt"
+        ),
+    ] = False
+    advantage: Annotated[
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "lite",
+            "max_rl",
+            "opo",
+            "gpg",
+            "pass_at_k",
+            "reinforce_plus_plus_baseline",
+            "remax",
+            "gae",
+        ],
+        Meta(description="from rewards to advantages; gae uses a learned critic, the others compare a group's answers"),
+    ] = "grpo"
+    loss: Annotated[
+        Literal[
+            "ppo_clip",
+            "gspo",
+            "cispo",
+            "dppo_tv",
+            "dppo_kl",
+            "sapo",
+            "gmpo",
+            "vespo",
+            "dro",
+            "topr",
+            "reinforce",
+            "pairwise",
+        ],
+        Meta(description="the surrogate that is maximised"),
+    ] = "ppo_clip"
+    loss_args: Annotated[
+        dict[str, float | str | bool | None],
+        Meta(
+            description="arguments of the loss, as its function names them; a later file that sets loss starts afresh"
+        ),
+    ] = {}
+    anchor: Annotated[
+        Literal["proximal", "behaviour", "interpolated"],
+        Meta(
+            description="centre of the trust region: weights at the start of the step, those that sampled, or between"
+        ),
+    ] = "proximal"
+    corrections: Annotated[
+        tuple[CorrectionConfig, ...],
+        Meta(description="off-policy corrections of older tokens, all applied (docs/algorithms.md)"),
+    ] = (CorrectionConfig(high=2.0),)
+    aggregation: Annotated[
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"],
+        Meta(description="how token losses are averaged over the step"),
+    ] = "token-mean"
+    kl_coef: Annotated[
+        float, Meta(ge=0, description="weight of the KL to the initial model; 0: no reference model")
+    ] = 0.0
+    kl_kind: Annotated[
+        Literal["k1", "abs", "k2", "k3", "low_var_kl", "full", "k1+", "abs+", "k3+", "low_var_kl+", "k3_reweighted"],
+        Meta(description="estimator of that KL; with + its value, and the gradient of k2"),
+    ] = "low_var_kl"
+    kl_in: Annotated[Literal["loss", "reward"], Meta(description="where the KL is charged")] = "loss"
+    kl_target: Annotated[
+        float | None, Meta(description="kl_coef is steered towards this mean KL, nats; none: it stays")
+    ] = None
+    kl_horizon: Annotated[int, Meta(ge=1, description="answers over which kl_coef is steered")] = 10_000
+    behaviour_kl_coef: Annotated[
+        float, Meta(ge=0, description="weight of a k2 penalty to the policy that sampled the tokens")
+    ] = 0.0
+    entropy_coef: Annotated[float, Meta(ge=0, description="weight of an entropy bonus")] = 0.0
+    truncated: Annotated[
+        Literal["keep", "mask", "zero"],
+        Meta(description="answers cut at sampling.max_tokens: train them, only compare with them, or reward them 0"),
+    ] = "keep"
+    overlong_buffer: Annotated[
+        int, Meta(ge=0, description="tokens before sampling.max_tokens in which a length penalty grows; 0: none")
+    ] = 0
+    overlong_factor: Annotated[float, Meta(ge=0, description="that penalty at sampling.max_tokens")] = 1.0
+    critic: CriticConfig = CriticConfig()
+
+
+class BufferConfig(Section, frozen=True):
+    """How far generators may run ahead of the learner."""
+
+    prompts_per_step: Annotated[int, Meta(ge=1, description="groups trained by one optimizer step")] = 64
+    max_lag: Annotated[
+        int,
+        Meta(
+            ge=0, description="optimizer steps from a group's oldest token to the step that trains it; 0 is synchronous"
+        ),
+    ] = 4
+    policy: Annotated[
+        Literal["wait", "window", "drop", "mask", "train"],
+        Meta(
+            description="too old for max_lag: wait for it, wait in prompt order, drop the group, mask tokens, or train all"
+        ),
+    ] = "wait"
+    bias_threshold: Annotated[
+        float,
+        Meta(ge=0, le=1, description="distance of trained from generated groups (0 to 1) that is warned of"),
+    ] = 0.1
+    lease_timeout_s: Annotated[float, Meta(gt=0, description="a group not finished by then is leased again")] = 1800.0
+    max_attempts: Annotated[int, Meta(ge=1, description="leases of one prompt before it is dropped, with a count")] = 3
+    straggler_factor: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="a lease's deadline as a multiple of the median time of a group, at most lease_timeout_s; "
+            "0: always lease_timeout_s",
+        ),
+    ] = 0.0
+    durability: Annotated[
+        Literal["memory", "written", "fsync_interval", "fsync_each"],
+        Meta(description="where a group is before it is acknowledged; memory: no journal (docs/reliability.md)"),
+    ] = "fsync_interval"
+    after_resume: Annotated[
+        Literal["keep", "drop"],
+        Meta(description="groups of an earlier start that no step has trained: train those of weights still there"),
+    ] = "keep"
+
+    keep_journal: Annotated[
+        bool,
+        Meta(description="trained groups stay in the journal, so that `asyncgrpo replay` can train them again"),
+    ] = False
+
+    @property
+    def num_slots(self) -> int:
+        """Groups that may be under way or ready at once."""
+        return (self.max_lag + 1) * self.prompts_per_step
+
+
+class GeneratorConfig(Section, frozen=True):
+    """The inference side."""
+
+    engine: Annotated[Literal["sglang", "torch", "fake"], Meta(description="inference engine")] = "sglang"
+    count: Annotated[int, Meta(ge=1, description="generators; each owns one engine")] = 1
+    gpus_each: Annotated[int, Meta(ge=0, description="GPUs of one engine (tensor parallel); 0: CPU")] = 1
+    groups_in_flight: Annotated[int, Meta(ge=1, description="groups that one generator works on at once")] = 32
+    memory_fraction: Annotated[float, Meta(gt=0, lt=1, description="share of GPU memory for weights and KV cache")] = (
+        0.85
+    )
+    keep_kv: Annotated[
+        bool, Meta(description="a weight change keeps the keys and values of answers in flight; false recomputes them")
+    ] = True
+    prefix_cache: Annotated[
+        bool, Meta(description="share prompt prefixes between answers (never across weight versions)")
+    ] = True
+    extra_answers: Annotated[
+        int, Meta(ge=0, description="answers launched beyond group_size, in reserve for some that fail or are late")
+    ] = 0
+    answer_retries: Annotated[
+        int, Meta(ge=0, description="times that one answer is sampled again after its request or its reward failed")
+    ] = 0
+    extra: Annotated[dict[str, Any], Meta(description="further arguments of sglang.Engine, as they are")] = {}
+    restarts: Annotated[
+        int, Meta(ge=0, description="restarts of one generator within an hour before the run gives up")
+    ] = 10
+
+
+class LearnerConfig(Section, frozen=True):
+    """The training side."""
+
+    ranks: Annotated[int, Meta(ge=1, description="learner processes (FSDP2 shards the model over them)")] = 1
+    device: Annotated[Literal["auto", "cuda", "cpu"], Meta(description="auto: cuda where there is a GPU")] = "auto"
+    lr: Annotated[float, Meta(gt=0, description="peak learning rate of AdamW")] = 1e-6
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up from 0")] = 0
+    betas: Annotated[tuple[float, float], Meta(description="AdamW moments")] = (0.9, 0.95)
+    weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay")] = 0.01
+    grad_clip: Annotated[float, Meta(gt=0, description="largest gradient norm")] = 1.0
+    minibatches: Annotated[
+        int, Meta(ge=1, description="optimizer updates made from the groups of one step, each group in one of them")
+    ] = 1
+    spike_factor: Annotated[
+        float | None,
+        Meta(
+            description="a gradient norm above this multiple of both the recent median and grad_clip skips the update; "
+            "none: only one that is not finite does"
+        ),
+    ] = 1000.0
+    max_skips: Annotated[int, Meta(ge=1, description="skipped updates in a row that end the run with an error")] = 20
+    full_lr_signal: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="where so many of the groups that are solved or have a signal have one, the learning rate is whole; "
+            "below, it falls with the root of the share; 0: always whole (docs/stability.md)",
+        ),
+    ] = 1.0
+    ess_lr: Annotated[
+        bool, Meta(description="scale the learning rate by the root of the effective sample share (VCPO)")
+    ] = False
+    tokens_per_microbatch: Annotated[
+        int, Meta(ge=1, description="packed tokens of one forward and backward on one rank")
+    ] = 16384
+    share_prompts: Annotated[
+        bool, Meta(description="compute a prompt once for the answers to it that share a microbatch")
+    ] = True
+    compile: Annotated[
+        bool, Meta(description="torch.compile of the decoder layers: slower to start, faster from then on")
+    ] = False
+    activation_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
+    offload_reference: Annotated[bool, Meta(description="keep the reference model on the CPU between uses")] = True
+    offload_optimizer: Annotated[bool, Meta(description="keep the optimizer's moments on the CPU between updates")] = (
+        False
+    )
+    attention: Annotated[
+        Literal["auto", "sdpa", "varlen", "flash_attention_2"],
+        Meta(
+            description="kernel for packed sequences; auto: flash_attn where installed, else torch's own for the device"
+        ),
+    ] = "auto"
+
+
+class WeightsConfig(Section, frozen=True):
+    """How new weights reach the generators."""
+
+    backend: Annotated[Literal["auto", "nccl", "gloo"], Meta(description="auto: nccl between GPUs, else gloo")] = "auto"
+    bucket_mb: Annotated[int, Meta(ge=1, description="MiB sent at once")] = 64
+    adapters_only: Annotated[
+        bool,
+        Meta(description="with LoRA: send the adapters, and each generator merges them; false: send merged weights"),
+    ] = True
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of each wait in one publication, seconds")] = 120.0
+
+
+class ClusterConfig(Section, frozen=True):
+    """Where things run and how they talk."""
+
+    bind: Annotated[
+        str, Meta(description="address our sockets bind to; anything but loopback turns encryption (CURVE) on")
+    ] = "127.0.0.1"
+    ray_address: Annotated[
+        str | None, Meta(description="of a running Ray cluster, or `auto`; none: start one here")
+    ] = None
+    stall_timeout_s: Annotated[
+        float, Meta(gt=0, description="nothing trained for so long: stop with an error, seconds")
+    ] = 3600.0
+    silent_timeout_s: Annotated[
+        float, Meta(gt=0, description="a process or engine that gives no sign of life for so long is replaced, seconds")
+    ] = 120.0
+    restarts: Annotated[
+        int, Meta(ge=0, description="restarts of buffer and learner within an hour before the run gives up")
+    ] = 10
+    standby_after_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="after so long without a loss the next buffer and learner stand by, if on CPU, seconds; null: never"
+        ),
+    ] = 60.0
+
+
+class Config(Section, frozen=True):
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig
+    run: RunConfig = RunConfig()
+    reward: RewardConfig = RewardConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    buffer: BufferConfig = BufferConfig()
+    generators: GeneratorConfig = GeneratorConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    cluster: ClusterConfig = ClusterConfig()

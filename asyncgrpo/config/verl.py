@@ -1,0 +1,469 @@
+"""verl's configuration in our keys. The map is data, `verl_keys.yaml`; here it is looked up and applied.
+
+A rule takes the value, all of verl's keys that were given, and the key of ours that the map names. It returns our keys
+with their values, or words saying why there are none.
+
+A key of verl's is renamed, translated (by a table, under a condition, or by a rule that reads several of its keys), left
+to do by hand, or has no counterpart, with the reason. Hydra's `+key` and `++key` are the same key.
+"""
+
+import difflib
+import os
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asyncgrpo.errors import ConfigError
+
+# -- GPUs for generators and learner, where only their sum is known ----------------------------------------------------
+
+
+# Above this share of the GPUs the learner gets no more. Half: full training keeps 16 bytes a parameter on the learner's
+# GPUs alone, so that an 8B model fits 4 of 8 GPUs and not 2, and the learner passes over each token two to three times.
+_LEARNER_SHARE = 0.5
+
+
+def split_gpus(
+    n_gpus: int, gpus_each: int = 1, *, count: int | None = None, ranks: int | None = None
+) -> tuple[int, int]:
+    """Shares GPUs between generators and learner.
+
+    The learner gets the largest power of two that is at most half (so that its ranks share the usual batch sizes
+    equally), generators of `gpus_each` GPUs get the rest, and what is too little for one more generator goes back to
+    the learner as far as that makes a larger power of two: 8 is 4 + 4, 12 is 8 + 4, 3 is 2 + 1.
+
+    Args:
+        n_gpus: at least 2, because learner and generators do not share one.
+        count: generators, where that is decided already; the learner then gets the rest.
+        ranks: learner ranks, where that is decided already; the generators then get the rest.
+    Returns:
+        Generators and learner ranks. Together they use at most `n_gpus`, unless both were given.
+    Raises:
+        ConfigError: one side would get nothing.
+    """
+    if n_gpus < 2:
+        raise ConfigError(
+            f"--n-gpus {n_gpus} is too few: learner and generators do not share a GPU, so give at least 2, or 0 for CPU"
+        )
+    if ranks is None:
+        rest = n_gpus - _power_of_two(int(n_gpus * _LEARNER_SHARE))
+        wanted = max(1, rest // gpus_each) if count is None else count
+        ranks = _power_of_two(n_gpus - wanted * gpus_each)
+    if count is None:
+        count = (n_gpus - ranks) // gpus_each
+    if count < 1 or ranks < 1:
+        raise ConfigError(
+            f"--n-gpus {n_gpus} cannot hold {max(count, 1)} x {gpus_each} GPUs of generators and {max(ranks, 1)} "
+            "learner ranks; give more GPUs, or lower generators.gpus_each, generators.count or learner.ranks"
+        )
+    return count, ranks
+
+
+def _power_of_two(at_most: int) -> int:
+    """The largest power of two that is not above `at_most`; 0 for none."""
+    return 1 << (at_most.bit_length() - 1) if at_most > 0 else 0
+
+
+# -- translations that a table cannot say ------------------------------------------------------------------------------
+
+
+Given = dict[str, Any]
+Translated = dict[str, Any] | str
+
+_ACTOR, _ROLLOUT, _CORRECTION = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.rollout.",
+    "algorithm.rollout_correction.",
+)
+
+# verl's defaults, where a rule needs a key that was not given.
+_MINI_BATCH, _KL_COEF, _THRESHOLD = 256, 0.001, 2.0
+
+_CLIPPED = {"vanilla", "ppo_clip", "gspo", "cispo", "geo_mean", "dppo_tv", "dppo_kl"}
+"""Losses with a lower and an upper bound."""
+
+_ADVANTAGES = {
+    name: name for name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "remax", "gae", "reinforce_plus_plus_baseline")
+} | {"grpo_passk": "pass_at_k", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+
+
+def _one_file(value: Any, _: Given, ours: str) -> Translated:
+    files = value if isinstance(value, list) else [value]
+    if len(files) != 1:
+        return f"{ours} takes one file; these are {len(files)}, to be put together"
+    return {ours: os.path.expanduser(str(files[0]))}
+
+
+def _prompts_per_step(value: Any, given: Given, ours: str) -> Translated:
+    """0 in the fully asynchronous recipe: a step is as many mini-batches as are asked for at once."""
+    mini = given.get(f"{_ACTOR}ppo_mini_batch_size", _MINI_BATCH)
+    return {ours: value or mini * given.get("async_training.require_batches", 1)}
+
+
+def _minibatches(value: Any, given: Given, ours: str) -> Translated:
+    batch = given.get("data.train_batch_size")
+    if not _is_count(value) or not isinstance(batch, int):
+        return "the number of updates of a step, data.train_batch_size / ppo_mini_batch_size"
+    updates = max(1, round(batch / value)) if batch else given.get("async_training.require_batches", 1)
+    return {ours: updates}
+
+
+def _warmup_steps(value: Any, given: Given, ours: str) -> Translated:
+    steps = given.get("trainer.total_training_steps")
+    if value and not _is_count(steps):
+        return "learner.warmup_steps counts steps: this share of run.steps"
+    return {ours: round(value * steps) if value else 0}
+
+
+def _lora_targets(value: Any, _: Given, ours: str) -> Translated:
+    if value == "all-linear":
+        return {ours: []}
+    return {ours: value if isinstance(value, list) else [value]}
+
+
+def _loggers(value: Any, _: Given, ours: str) -> Translated:
+    named = value if isinstance(value, list) else [value]
+    return {ours: [name for name in named if name in ("wandb", "tensorboard", "trackio", "mlflow")]}
+
+
+def _reward_function(_: Any, given: Given, ours: str) -> Translated:
+    for section in ("custom_reward_function", "reward.custom_reward_function"):
+        path, name = given.get(f"{section}.path"), given.get(f"{section}.name")
+        if path is not None:
+            return {ours: path if name in (None, "compute_score") else f"{path}:{name}"}
+    return "custom_reward_function.path is not given"
+
+
+def _gpus(_: Any, given: Given, __: str) -> Translated:
+    """verl's GPUs do both jobs in turn, or each its own where the rollout has some of its own (fully asynchronous)."""
+    each = given.get(f"{_ROLLOUT}tensor_model_parallel_size", 1)
+    gpus, of_rollout = _nodes_times_gpus("trainer", given), _nodes_times_gpus("rollout", given)
+    if gpus is None or not _is_count(each):
+        return "generators.count x generators.gpus_each + learner.ranks are the GPUs, nnodes x n_gpus_per_node"
+    if of_rollout is not None:
+        return {"generators.count": max(1, of_rollout // each), "learner.ranks": gpus}
+    try:
+        count, ranks = split_gpus(gpus, each)
+    except ConfigError:
+        return f"{gpus} GPUs cannot be shared by engines of {each} and a learner"
+    return {"generators.count": count, "learner.ranks": ranks}
+
+
+def _nodes_times_gpus(section: str, given: Given) -> int | None:
+    nodes, gpus = given.get(f"{section}.nnodes", 1), given.get(f"{section}.n_gpus_per_node")
+    return nodes * gpus if _is_count(nodes) and _is_count(gpus) else None
+
+
+# -- the objective -----------------------------------------------------------------------------------------------------
+
+
+def _advantage(_: Any, given: Given, ours: str) -> Translated:
+    named = str(given.get("algorithm.adv_estimator", "grpo"))
+    if named not in _ADVANTAGES:
+        return f"{named} is not here"
+    centred = named.startswith("grpo") and given.get("algorithm.norm_adv_by_std_in_grpo", True) is False
+    if centred and named == "grpo_passk":
+        return "pass_at_k always divides by the std"
+    return {ours: "dr_grpo" if centred else _ADVANTAGES[named]}
+
+
+def _loss(given: Given) -> str:
+    return str(given.get(f"{_ACTOR}policy_loss.loss_mode", given.get(f"{_ACTOR}loss_mode", "vanilla")))
+
+
+def _clip(value: Any, given: Given, _: str) -> Translated:
+    if _loss(given) not in _CLIPPED:
+        return f"the loss {_loss(given)} has no such bound"
+    sides = {"algorithm.loss_args.low": "clip_ratio_low", "algorithm.loss_args.high": "clip_ratio_high"}
+    written = {ours: given.get(f"{_ACTOR}{side}") for ours, side in sides.items()}
+    return {ours: value if side is None else side for ours, side in written.items()}
+
+
+def _clip_side(value: Any, given: Given, ours: str) -> Translated:
+    if _loss(given) not in _CLIPPED:
+        return f"the loss {_loss(given)} has no such bound"
+    return {ours: value}
+
+
+def _clip_dual(value: Any, given: Given, ours: str) -> Translated:
+    if _loss(given) in ("dppo_tv", "dppo_kl"):
+        return {"algorithm.loss_args.cap": value}
+    if _loss(given) not in ("vanilla", "ppo_clip"):
+        return f"the loss {_loss(given)} has no such bound"
+    return {ours: value}
+
+
+def _kl_in_loss(value: Any, given: Given, ours: str) -> Translated:
+    if value:
+        return {ours: given.get(f"{_ACTOR}kl_loss_coef", _KL_COEF)}
+    return "the KL is in the reward" if given.get("algorithm.use_kl_in_reward") else {ours: 0.0}
+
+
+def _kl_in_reward(value: Any, given: Given, ours: str) -> Translated:
+    if not value:
+        return {ours: "loss"}
+    if given.get(f"{_ACTOR}use_kl_loss"):
+        return "the KL is in the loss or in the reward, not in both"
+    return {ours: "reward", "algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", _KL_COEF)}
+
+
+def _truncation_cap(value: Any, _: Given, ours: str) -> Translated:
+    if isinstance(value, str | list | dict):
+        return "a number, the largest weight"
+    return {ours: [{"high": value}] if value > 0 else []}
+
+
+def _anchor(value: Any, given: Given, ours: str) -> Translated:
+    if not value:
+        return {ours: "proximal"}
+    corrections = _corrections(value, given, "algorithm.corrections")
+    return {ours: "behaviour"} | (corrections if isinstance(corrections, dict) else {})
+
+
+def _corrections(_: Any, given: Given, ours: str) -> Translated:
+    """The weight (`rollout_is`), then the rejection (`rollout_rs`). A bypass whose loss has the ratio takes no weight."""
+    level = given.get(f"{_CORRECTION}rollout_is")
+    bypass = given.get(f"{_CORRECTION}bypass_mode") or given.get("async_training.use_rollout_log_probs")
+    has_ratio = bypass and given.get(f"{_CORRECTION}loss_type", "ppo_clip") != "reinforce"
+    found: list[dict[str, Any]] = []
+    if level is not None and not has_ratio:
+        found.append({"level": level} | _weight_bounds(given.get(f"{_CORRECTION}rollout_is_threshold", _THRESHOLD)))
+    for kind in _names(given.get(f"{_CORRECTION}rollout_rs")):
+        rejection = _rejection(kind, given.get(f"{_CORRECTION}rollout_rs_threshold"))
+        if isinstance(rejection, str):
+            return rejection
+        found.append(rejection)
+    return {ours: found}
+
+
+def _weight_bounds(threshold: Any) -> dict[str, Any]:
+    low, high = _bounds(threshold)
+    if low is None:
+        return {"action": "truncate", "high": high}
+    return {"action": "mask", "low": low, "high": high}
+
+
+def _rejection(kind: str, threshold: Any) -> dict[str, Any] | str:
+    """verl's *_k1 bound behaviour / policy, ours policy / behaviour; its *_k2 and *_k3 a divergence from above."""
+    whose, _, estimator = kind.rpartition("_")
+    low, high = _bounds(threshold)
+    if threshold is None or high is None:
+        return "rollout_rs needs rollout_rs_threshold"
+    ratios = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+    divergences = {"token": "token", "seq_mean": "sequence"}
+    if estimator == "k1" and whose in ratios:
+        bounds = {"low": 1 / high, "high": 1 / low if low else high}
+        return {"level": ratios[whose], "action": "reject"} | bounds
+    if estimator in ("k2", "k3") and whose in divergences:
+        return {"kind": "divergence", "level": divergences[whose], "estimator": estimator, "high": high}
+    return f"there is no rejection by {kind}"
+
+
+def _bounds(threshold: Any) -> tuple[float | None, float | None]:
+    """verl writes a number for an upper bound, and `0.5_5.0` for both."""
+    low, _, high = str(threshold).rpartition("_")
+    try:
+        return (float(low) if low else None), float(high)
+    except ValueError:
+        return None, None
+
+
+def _names(value: Any) -> list[str]:
+    return [name.strip() for name in str(value).split(",")] if value is not None else []
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+RULES: dict[str, Callable[[Any, Given, str], Translated]] = {
+    "one_file": _one_file,
+    "prompts_per_step": _prompts_per_step,
+    "minibatches": _minibatches,
+    "warmup_steps": _warmup_steps,
+    "lora_targets": _lora_targets,
+    "loggers": _loggers,
+    "reward_function": _reward_function,
+    "gpus": _gpus,
+    "advantage": _advantage,
+    "clip": _clip,
+    "clip_side": _clip_side,
+    "clip_dual": _clip_dual,
+    "kl_in_loss": _kl_in_loss,
+    "kl_in_reward": _kl_in_reward,
+    "truncation_cap": _truncation_cap,
+    "anchor": _anchor,
+    "corrections": _corrections,
+}
+
+
+# -- the map, looked up and applied ------------------------------------------------------------------------------------
+
+
+_READS_NULL = {"corrections"}
+"""Rules to which null says something."""
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What becomes of one key of verl's; the head of each section of `verl_keys.yaml` says what the fields mean."""
+
+    ours: str = ""
+    values: dict[str, Any] | None = None
+    special: dict[str, Any] = {}
+    without: dict[str, str] = {}
+    when: dict[str, str] = {}
+    rule: str = ""
+    note: str = ""
+    by_hand: str = ""
+    absent: str = ""
+
+
+class _ByHand(msgspec.Struct, forbid_unknown_fields=True):
+    do: str
+    keys: list[str]
+
+
+class _Absent(msgspec.Struct, forbid_unknown_fields=True):
+    why: str
+    keys: list[str]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    renamed: dict[str, str]
+    translated: dict[str, Entry]
+    by_hand: list[_ByHand]
+    absent: list[_Absent]
+    defaults: dict[str, Any]
+    without_a_key: dict[str, Any]
+
+
+class TranslatedKey(NamedTuple):
+    """One key of verl's, translated."""
+
+    key: str
+    """verl's, without Hydra's plus."""
+    value: Any
+    name: str
+    """Our key that the map names; empty where there is none."""
+    ours: dict[str, Any]
+    """Our keys and their values; empty where this value has no counterpart."""
+    words: str
+    """Why there is none or what to do by hand; beside a counterpart, what else to know."""
+    pattern: str
+    """Entry of the map that it came from: the key, or the start of it and `*`."""
+    by_hand: bool = False
+
+
+@cache
+def _file() -> _File:
+    text = (Path(__file__).parent / "verl_keys.yaml").read_bytes()
+    return msgspec.yaml.decode(text, type=_File)
+
+
+@cache
+def verl_keys() -> dict[str, Entry]:
+    """The map, in the order of its file; a key that ends in `*` stands for all that begin so."""
+    file = _file()
+    entries = {key: Entry(ours=ours) for key, ours in file.renamed.items()} | file.translated
+    for left in file.by_hand:
+        entries |= {key: Entry(by_hand=left.do) for key in left.keys}
+    for absent in file.absent:
+        entries |= {key: Entry(absent=absent.why) for key in absent.keys}
+    return entries
+
+
+def bare(key: str) -> str:
+    """`key` without the plus with which Hydra adds a key."""
+    return key.lstrip("+")
+
+
+def pattern_of(key: str) -> str | None:
+    """The entry of the map that `key` falls under; none where it is no key of verl's."""
+    key, known = bare(key), verl_keys()
+    if key in known and not key.endswith("*"):
+        return key
+    return next((entry for entry in known if entry.endswith("*") and key.startswith(entry[:-1])), None)
+
+
+def ending_in(tail: str) -> str | None:
+    """verl's key for its end, such as `rollout.n`, if all keys that end so mean the same here."""
+    found = [key for key in verl_keys() if key.endswith(f".{bare(tail)}")]
+    meanings = {str(verl_keys()[key]) for key in found}
+    return found[0] if len(meanings) == 1 else None
+
+
+def misspelt(key: str) -> str | None:
+    """verl's key that `key` is with a slip in its last part."""
+    section, _, last = bare(key).rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in verl_keys() if name.rpartition(".")[0] == section}
+    return next((beside[name] for name in difflib.get_close_matches(last, beside, n=1, cutoff=0.9)), None)
+
+
+def translate(given: dict[str, Any]) -> list[TranslatedKey]:
+    """Each key of `given` that the map has, with what says the same here; other keys are left out.
+
+    Args:
+        given: verl's keys, dotted, and their values as YAML reads them.
+    """
+    given = {bare(key): value for key, value in given.items()}
+    return [_row(key, value, given) for key, value in given.items() if pattern_of(key) is not None]
+
+
+def merged(rows: Iterable[TranslatedKey]) -> dict[str, Any]:
+    """Our keys and their values, of all rows together."""
+    return {key: value for row in rows for key, value in row.ours.items()}
+
+
+def unwritten(given: dict[str, Any]) -> dict[str, Any]:
+    """Our keys with what verl does where `given` says nothing, as far as it is something else than our default."""
+    given = {bare(key): value for key, value in given.items()}
+    written = merged(translate(given))
+    does = merged(translate(_file().defaults | given)) | _file().without_a_key
+    return {key: value for key, value in does.items() if key not in written}
+
+
+def _row(key: str, value: Any, given: dict[str, Any]) -> TranslatedKey:
+    pattern = pattern_of(key)
+    assert pattern is not None
+    entry = verl_keys()[pattern]
+    ours, words = _applied(entry, key, pattern, value, given)
+    return TranslatedKey(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand))
+
+
+def _applied(entry: Entry, key: str, pattern: str, value: Any, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Our keys, and words."""
+    said = as_text(value)
+    if entry.absent and pattern != key and (meant := misspelt(key)):
+        return {}, f"did you mean verl's `{meant}`?"
+    if entry.by_hand or entry.absent:
+        return {}, entry.by_hand or entry.absent
+    for other, needed in entry.when.items():
+        if as_text(given.get(other)) != needed:
+            return {}, f"{other} is not {needed}, so it does nothing"
+    if said in entry.without:
+        return {}, entry.without[said]
+    if value is None and entry.rule not in _READS_NULL and said not in (entry.values or {}) | entry.special:
+        return {}, "null leaves the default"
+    if entry.rule:
+        found = RULES[entry.rule](value, given, entry.ours)
+        return ({}, found) if isinstance(found, str) else (found, entry.note)
+    if entry.values is not None:
+        if said not in entry.values:
+            return {}, entry.note or f"{said} is not here"
+        ours = entry.values[said]
+        return {entry.ours: ours}, "" if as_text(ours) == said else entry.note
+    if said in entry.special:
+        return {entry.ours: entry.special[said]}, entry.note
+    if pattern.endswith("*"):
+        return {entry.ours[:-1] + key.removeprefix(pattern[:-1]): value}, entry.note
+    return {entry.ours: value}, entry.note
+
+
+def as_text(value: Any) -> str:
+    """A value as YAML writes it, for looking up: `true`, `null`, `-1`, `vllm`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

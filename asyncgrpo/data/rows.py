@@ -1,0 +1,399 @@
+"""A data file of any of the field's schemas, as one kind of record.
+
+Parquet, JSON Lines and JSON (a list of objects, or {"data": [...]}) are understood; the extension decides. What cannot
+be read ends in a `DataError` that names the file, the line or row, and what was expected. Which column means what is
+`schemas.py`'s business.
+
+The first row decides the schema of the whole file; a later row that does not fit is an error that names the row and the
+spellings that would do. Files of verl, SkyRL, TRL, verifiers and the plain `{prompt, ground_truth, data_source}` are
+read as they are; anything else goes through the `columns` map of the configuration.
+"""
+
+import base64
+import datetime
+import decimal
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncgrpo.errors import ConfigError, DataError
+from asyncgrpo.wire.messages import PROMPT_BYTES
+
+# -- reading a file ----------------------------------------------------------------------------------------------------
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Every row of a file, in the file's order, at least one.
+
+    Values are what JSON can hold: Parquet's dates become ISO text, decimals become floats, bytes become text (base64
+    where they are not UTF-8).
+
+    Raises:
+        DataError: missing, empty or broken file, unknown extension, or a row that is no object.
+    """
+    path = Path(path)
+    reader = _READERS.get(path.suffix.lower())
+    if not path.is_file():
+        raise DataError(_why_missing(path, known_extension=reader is not None))
+    if reader is None:
+        raise DataError(f"{path}: unknown extension {path.suffix!r}; expected {', '.join(_READERS)}")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path} is empty (0 bytes)")
+    rows = reader(path)
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return rows
+
+
+def _why_missing(path: Path, *, known_extension: bool) -> str:
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _READERS)
+        return f"{path} is a folder; give one file" + (f" of it: {', '.join(inside[:5])}" if inside else "")
+    if not known_extension and not path.parent.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return (
+            f"{path} is no file; if it is a Hugging Face dataset id, download it and give its Parquet or JSONL file: "
+            "asyncgrpo reads local files only"
+        )
+    if not path.parent.is_dir():
+        return f"{path}: no such file, and no folder {path.parent}"
+    close = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_file()], n=3)
+    return f"{path}: no such file" + (f"; did you mean {' or '.join(close)}?" if close else "")
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {_one_line(error)}") from error
+    return [{name: _plain_value(value) for name, value in row.items()} for row in rows]
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}, column {error.colno}: broken JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {number}: broken JSON: {_unreadable(error)}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: expected a JSON object, got {_kind(row)}")
+        rows.append(row)
+    return rows
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        hint = " (one object a line? then name the file .jsonl)" if error.msg == "Extra data" else ""
+        raise DataError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}{hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: broken JSON: {_unreadable(error)}") from error
+    if isinstance(content, dict) and isinstance(content.get("data"), list):
+        content = content["data"]
+    if not isinstance(content, list):
+        raise DataError(f'{path}: expected a list of objects or {{"data": [...]}}, got {_kind(content)}')
+    for index, row in enumerate(content):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, row {index}: expected a JSON object, got {_kind(row)}")
+    return content
+
+
+_READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _unreadable(error: ValueError | RecursionError) -> str:
+    """Of JSON that may be well formed, but has numbers without end or lists in lists."""
+    return "nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
+
+
+def _plain_value(value: Any) -> Any:
+    """What Arrow gives, as what JSON can hold."""
+    if isinstance(value, dict):
+        return {str(key): _plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(item) for item in value]
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return base64.b64encode(value).decode()
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+# -- recognising whose schema it has -----------------------------------------------------------------------------------
+
+
+DataRow = Mapping[str, Any]
+Message = dict[str, Any]
+
+PROMPT_SPELLINGS = ("prompt", "question")
+ANSWER_SPELLINGS = ("reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "answer", "solution")
+
+
+_MOST_BYTES = PROMPT_BYTES - 2**16
+"""Of what a row holds beside its prompt; the rest is for the prompt."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row, whatever its schema was."""
+
+    messages: list[Message]
+    """Chat turns, each with `role` and `content`; at least one. A prompt that was a string is one user turn."""
+    answer: Any
+    """Ground truth as the file has it; None where it has none."""
+    source: str
+    """Names the origin of the row; rule-based rewards choose their rule by it. Empty where the file says nothing."""
+    info: dict[str, Any]
+    """What else a reward may want to see."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """How the rows of one file are read."""
+
+    name: str
+    file: str
+    convert: Callable[[DataRow], Record]
+
+    def to_record(self, row: DataRow, index: int) -> Record:
+        """DataRow `index` (from 0) of the file. Raises DataError, which names file, row and the spellings accepted."""
+        try:
+            record = self.convert(row)
+            _check_travels(record)
+            return record
+        except _Misfit as misfit:
+            raise DataError(f"{self.file}, row {index}: {misfit} (schema {self.name}, from row 0)") from None
+
+
+class _Misfit(Exception):
+    """A row does not fit; its message lacks file and row."""
+
+
+def _check_travels(record: Record) -> None:
+    """Raise _Misfit for what no message could carry from here to a generator."""
+    fields = {"prompt": record.messages, "answer": record.answer, "source": record.source, "info": record.info}
+    sizes = {name: _encoded_bytes(name, value) for name, value in fields.items()}
+    if (beside := sizes["answer"] + sizes["info"]) > _MOST_BYTES:
+        raise _Misfit(f"its answer and info have {beside:,} bytes; a message holds {_MOST_BYTES:,} of them")
+
+
+def _encoded_bytes(name: str, value: Any) -> int:
+    try:
+        return len(msgspec.msgpack.encode(value))
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise _Misfit(f"its {name} holds {half!r}, half of a surrogate pair, which is no text") from None
+    except OverflowError:
+        raise _Misfit(f"its {name} holds a whole number of more than 64 bits; write it as text") from None
+
+
+def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data") -> Schema:
+    """The schema of a file, decided by its first row.
+
+    Args:
+        rows: the file's rows, at least one.
+        columns: our field (`prompt`, `answer`, `source`) to the file's column; empty: recognise.
+        file: name for error messages.
+    Raises:
+        ConfigError: `columns` has a field that is not ours.
+        DataError: the first row fits no schema, or a mapped column does not exist.
+    """
+    first = rows[0]
+    if columns:
+        return Schema("columns", file, _mapped(first, columns, file))
+    for name, (fits, convert) in _SCHEMAS.items():
+        if fits(first):
+            return Schema(name, file, convert)
+    raise DataError(
+        f"{file}, row 0: no prompt among the columns {', '.join(first) or '(none)'}; expected "
+        f"{' or '.join(PROMPT_SPELLINGS)}, or a data.columns map such as {{prompt: input, answer: label}}"
+    )
+
+
+def _mapped(first: DataRow, columns: Mapping[str, str], file: str) -> Callable[[DataRow], Record]:
+    fields = ("prompt", "answer", "source")
+    for field in columns:
+        if field not in fields:
+            raise ConfigError(f"data.columns.{field}: unknown field; expected {', '.join(fields)}")
+    for field, column in columns.items():
+        if column not in first:
+            close = difflib.get_close_matches(column, list(first), n=1)
+            raise DataError(
+                f"{file}, row 0: no column {column!r}, which data.columns.{field} names; "
+                + (f"did you mean {close[0]!r}?" if close else f"the columns are {', '.join(first)}")
+            )
+    prompt = columns.get("prompt", "prompt")
+    answer = columns.get("answer", "")
+    source = columns.get("source", "data_source")
+
+    def convert(row: DataRow) -> Record:
+        return Record(
+            messages=_messages(row, prompt),
+            answer=_required(row, answer) if answer else None,
+            source=_source(row, source),
+            info=_others(row, prompt, answer, source),
+        )
+
+    return convert
+
+
+def _verl(row: DataRow) -> Record:
+    reward_model = _object(row, "reward_model")
+    return Record(
+        messages=_messages(row, "prompt"),
+        answer=_required(reward_model, "ground_truth", shown="reward_model.ground_truth"),
+        source=_source(row, "data_source"),
+        info=_info(row, "extra_info"),
+    )
+
+
+def _skyrl(row: DataRow) -> Record:
+    reward_spec = _object(row, "reward_spec")
+    env_class = {"env_class": row["env_class"]} if row.get("env_class") else {}
+    return Record(
+        messages=_messages(row, "prompt"),
+        answer=_required(reward_spec, "ground_truth", shown="reward_spec.ground_truth"),
+        source=_source(row, "data_source"),
+        info=env_class | _info(row, "extra_info"),
+    )
+
+
+def _plain(row: DataRow) -> Record:
+    return Record(
+        messages=_messages(row, "prompt"),
+        answer=_required(row, "ground_truth"),
+        source=_source(row, "data_source"),
+        info=_others(row, "prompt", "ground_truth", "data_source", "extra_info") | _info(row, "extra_info"),
+    )
+
+
+def _verifiers(row: DataRow) -> Record:
+    prompt = "prompt" if row.get("prompt") is not None else "question"
+    source = "data_source" if row.get("data_source") else "task"
+    return Record(
+        messages=_messages(row, prompt),
+        answer=None if "info" in row and "answer" not in row else _required(row, "answer"),
+        source=_source(row, source),
+        info=_others(row, prompt, "answer", source, "info") | _info(row, "info"),
+    )
+
+
+def _trl(row: DataRow) -> Record:
+    # TRL hands every column to the reward by name, so `solution`, its usual ground truth, stays in `info` as well.
+    return Record(
+        messages=_messages(row, "prompt"),
+        answer=row.get("solution"),
+        source=_source(row, "data_source"),
+        info=_others(row, "prompt", "data_source"),
+    )
+
+
+# Tried in this order: from the schema with the most telling column to the one that asks only for a prompt.
+_SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]]] = {
+    "verl": (lambda row: "prompt" in row and "reward_model" in row, _verl),
+    "skyrl": (lambda row: "prompt" in row and "reward_spec" in row, _skyrl),
+    "plain": (lambda row: "prompt" in row and "ground_truth" in row, _plain),
+    "verifiers": (
+        lambda row: "question" in row or ("prompt" in row and ("answer" in row or "info" in row)),
+        _verifiers,
+    ),
+    "trl": (lambda row: "prompt" in row, _trl),
+}
+
+
+def _messages(row: DataRow, column: str) -> list[Message]:
+    value = row.get(column)
+    if value is None:
+        raise _Misfit(f"no {column}; a prompt is spelt {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise _Misfit(f"{column} is neither text nor a list of chat turns")
+    for turn, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _Misfit(f"turn {turn} of {column} is no object with role and content")
+        if not isinstance(message.get("content"), str):
+            raise _Misfit(f"the content of turn {turn} of {column} is not text (images and parts are not supported)")
+    # Parquet gives every turn every key, so keys without a value are left out again.
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _required(row: DataRow, key: str, *, shown: str = "") -> Any:
+    """The value of `key`, which may be null (`data check` counts those) but not absent."""
+    if key not in row:
+        raise _Misfit(f"no {shown or key}; an answer is spelt {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns")
+    return row[key]
+
+
+def _object(row: DataRow, key: str) -> DataRow:
+    value = row.get(key)
+    if not isinstance(value, dict):
+        raise _Misfit(f"{key} is no object with ground_truth")
+    return value
+
+
+def _source(row: DataRow, key: str) -> str:
+    value = row.get(key)
+    return "" if value is None else str(value)
+
+
+def _info(row: DataRow, key: str) -> dict[str, Any]:
+    """An object, or the JSON text of one; nothing counts as an empty one."""
+    value = row.get(key)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _Misfit(f"{key} is text but not JSON: {error}") from error
+    if not value:
+        return {}
+    if not isinstance(value, dict):
+        raise _Misfit(f"{key} is neither an object nor the JSON text of one")
+    return value
+
+
+def _others(row: DataRow, *used: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in used}

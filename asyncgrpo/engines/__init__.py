@@ -1,0 +1,1 @@
+"""Inference engines behind one protocol: `sglang`, `torch` and `fake`."""

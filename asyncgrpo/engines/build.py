@@ -1,0 +1,87 @@
+"""The engine that a configuration asks for, and whether it can run here.
+
+the process. Whoever is about to start engines asks first, and prints the sentence it gets.
+"""
+
+import sys
+from importlib.util import find_spec
+
+import torch
+
+from asyncgrpo.config.schema import Config
+from asyncgrpo.engines.base import Engine
+from asyncgrpo.errors import EngineError
+
+# -- whether SGLang can run here ---------------------------------------------------------------------------------------
+
+
+OLDEST_PYTHON = (3, 11)
+
+
+def why_sglang_cannot_run() -> str | None:
+    """One sentence that names what is missing and the command that mends it, or None if SGLang can be started.
+
+    Says nothing about the model, and nothing about the GPU driver: those show when the engine starts.
+    """
+    has_gpu = torch.cuda.is_available()
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        python = ".".join(map(str, sys.version_info[:2]))
+        return f"the engine sglang needs Python 3.11 or later, and this is {python}: python3.11 -m venv VENV"
+    if find_spec("sglang") is None:
+        # SGLang declares the CUDA build of torch and its kernels, which a machine without a GPU has no use for.
+        mend = "pip install 'asyncgrpo[sglang]'" if has_gpu else "./setup.sh in a checkout of asyncgrpo"
+        return f"the engine sglang needs the package sglang, which is not installed here: {mend}"
+    if not has_gpu and find_spec("sgl_kernel") is None:
+        return (
+            "without a GPU, the engine sglang needs a stand-in for its compiled kernels (module sgl_kernel), "
+            "which is not installed here: pip install ./packaging/cpu-shims"
+        )
+    return None
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def build_engine(config: Config, *, seed: int) -> Engine:
+    """An engine that is not started yet.
+
+    Args:
+        seed: for engines that sample with a stream of their own. Must differ between the engines of a run, and between
+            its starts: with equal streams they explore the same answers.
+    Raises:
+        EngineError: it cannot run here.
+    """
+    generators = config.generators
+    dtype = getattr(torch, config.model.dtype)
+    max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+    max_answers = generators.groups_in_flight * (config.algorithm.group_size + generators.extra_answers)
+    if generators.engine == "sglang":
+        if (why := why_sglang_cannot_run()) is not None:
+            raise EngineError(f"generators.engine is sglang, which cannot run here: {why}")
+        from asyncgrpo.engines.sglang.engine import SGLangEngine
+
+        return SGLangEngine(
+            config.model.path,
+            dtype=dtype,
+            max_context=max_context,
+            device="cuda" if generators.gpus_each else "cpu",
+            tensor_parallel=max(1, generators.gpus_each),
+            max_answers=max_answers,
+            memory_fraction=generators.memory_fraction,
+            prefix_cache=generators.prefix_cache,
+            random_seed=seed,
+            extra=dict(generators.extra),
+        )
+    if generators.engine == "torch":
+        from asyncgrpo.engines.torch.engine import TorchEngine
+
+        device = torch.device("cuda" if generators.gpus_each else "cpu")
+        return TorchEngine(
+            config.model.path, dtype=dtype, device=device, max_context=max_context, max_answers=max_answers
+        )
+    from asyncgrpo.data.tokenizer import vocabulary_size
+    from asyncgrpo.engines.fake import FakeEngine
+
+    # A token of no time at all would leave the rest of a small machine none either.
+    own = {"vocab_size": vocabulary_size(config.model.path) or 256, "seconds_per_token": 0.005}
+    return FakeEngine(**own | generators.extra)

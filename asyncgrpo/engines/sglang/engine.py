@@ -1,0 +1,385 @@
+"""The `sglang` engine: token ids in, token ids, log-probs and the version of each token out, weights in place.
+
+SGLang runs the model in processes of its own; this class lives on the caller's event loop and talks to them. It must be
+started from the main thread (SGLang's processes end with the thread that started them), and the main module needs an
+`if __name__ == "__main__"` guard (they are spawned). One engine for each process.
+
+    generate ──▶ one message, n SGLang requests ══▶ scheduler ══▶ completions, one by one
+    load_weights ──▶ hold new requests │ pause │ write │ label │ go on ──▶ let them start, under the new label
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncgrpo.engines.base import Request, check_request
+from asyncgrpo.errors import EngineError, RequestError
+from asyncgrpo.types import Completion, Sampling, VersionSpan, WeightVersion
+
+# -- keeping the host process as it was --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Restores the event loop policy, the start method of multiprocessing and the root logger; silences warnings, also
+    those of processes that are started meanwhile.
+    """
+    policy = asyncio.get_event_loop_policy()
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    root.handlers = []  # a guest that configures logging anew would close those that it finds
+    python_warnings = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if python_warnings is not None:
+            os.environ["PYTHONWARNINGS"] = python_warnings
+        root.handlers, root.level = handlers, level
+        multiprocessing.set_start_method(start_method, force=True)
+        asyncio.set_event_loop_policy(policy)
+
+
+# -- our words and SGLang's --------------------------------------------------------------------------------------------
+
+
+LOG_OF_ZERO = -1e30
+"""SGLang writes the smallest float where a log-prob is minus infinity; anything below this is one."""
+
+
+def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
+    """SGLang's parameters of a request; `room` is what the context leaves for an answer, tokens."""
+    return {
+        "temperature": sampling.temperature,  # at 0 SGLang takes the likeliest token
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": min(sampling.max_tokens, room),
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+
+
+def completion_of(output: dict[str, Any], index: int) -> Completion:
+    """What SGLang returned for one answer. A stop token is its last token. Raises EngineError if a number is broken."""
+    meta = output["meta_info"]
+    token_ids = np.array(output["output_ids"], dtype=np.int32)
+    # An answer that was aborted before its first token may have the log-prob of a token that was not kept.
+    logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    reason = meta["finish_reason"]
+    is_finite = np.isfinite(logprobs) & (logprobs > LOG_OF_ZERO)
+    if not is_finite.all() or reason.get("matched") == "NaN happened":
+        raise EngineError(f"a log-prob is not finite under weights {meta['weight_version']}, which are probably broken")
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
+    return Completion(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        spans=tuple(
+            VersionSpan(WeightVersion.parse(span["version"]), span["start"], span["end"])
+            for span in spans
+            if span["start"] < span["end"]
+        ),
+        finish_reason=reason["type"],
+    )
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class SGLangEngine:
+    """See `engine.Engine` for the methods.
+
+    A failure reaches every request in flight, and from then on `generate` refuses until `load_weights` succeeds. If one
+    of SGLang's processes dies the failure is final: close this engine and start another. SGLang's seeds are its own:
+    the `seed` of a request changes nothing.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: torch.dtype,
+        max_context: int,
+        device: str = "auto",
+        tensor_parallel: int = 1,
+        max_answers: int = 256,
+        memory_fraction: float = 0.85,
+        prefix_cache: bool = True,
+        random_seed: int = 0,
+        extra: dict[str, Any] | None = None,
+    ):
+        """Nothing is started before `start`.
+
+        Args:
+            model_path: folder in Hugging Face's format, or its hub id.
+            dtype: of weights, keys and values.
+            max_context: longest prompt plus answer, tokens; an answer that reaches it ends with "length".
+            device: "cuda", "cpu", or "auto": cuda where there is a GPU.
+            tensor_parallel: GPUs of this engine.
+            max_answers: answers that run at once; more wait.
+            memory_fraction: share of GPU memory for weights and cache.
+            prefix_cache: answers share the keys and values of common prefixes, never across weight versions.
+            random_seed: of SGLang's sampling; the same seed and the same requests in the same batches repeat.
+            extra: further arguments of `sglang.Engine`; they override all others.
+        """
+        self.model_path = model_path
+        self.dtype = dtype
+        self.max_context = max_context
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self.tensor_parallel = tensor_parallel
+        self.max_answers = max_answers
+        self.memory_fraction = memory_fraction
+        self.prefix_cache = prefix_cache
+        self.random_seed = random_seed
+        self.extra = extra or {}
+        self._requests: dict[str, _Running] = {}
+        self._failure: EngineError | None = EngineError("the engine was not started")
+        self._serial = itertools.count()
+        self._engine: Any = None
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    async def start(self, version: WeightVersion) -> None:
+        """Blocks the event loop until the model is loaded: SGLang's processes must be children of the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            raise EngineError("the sglang engine must be started from the main thread of its process")
+        if self.device == "cpu":
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores make it ten times slower
+        self._former_handler = signal.getsignal(signal.SIGQUIT)
+        try:
+            with kept():
+                from asyncgrpo.engines.sglang import processes
+
+                own = processes.arguments(
+                    self.model_path,
+                    dtype=self.dtype,
+                    max_context=self.max_context,
+                    device=self.device,
+                    tensor_parallel=self.tensor_parallel,
+                    max_answers=self.max_answers,
+                    memory_fraction=self.memory_fraction,
+                )
+                switches = {"disable_radix_cache": not self.prefix_cache, "random_seed": self.random_seed}
+                self._engine = processes.launch(weight_version=str(version), **own | switches | self.extra)
+        except Exception as error:
+            raise EngineError(f"SGLang cannot start with the model {self.model_path}: {error}") from error
+        self._connect()
+        self._version = version
+        self._failure = None
+        # What was imported lives for ever; without this every full garbage collection walks all of it.
+        await self._manager.freeze_gc()
+
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        self._require_running()
+        if self._failure:
+            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
+        if request_id in self._requests:
+            raise EngineError(f"request {request_id} is already in flight")
+        request = Request(request_id, prompt, num_answers, sampling, seed)
+        check_request(request, vocab_size=self._manager.model_config.vocab_size, max_context=self.max_context)
+        running = self._requests[request_id] = _Running(request)
+        self._spawn(running, self._submit(running))
+        try:
+            async for completion in request.completions():
+                yield completion
+        finally:  # whoever stops listening early ends what runs
+            del self._requests[request_id]
+            self._end(running)
+
+    async def abort(self, request_id: str) -> None:
+        if running := self._requests.get(request_id):
+            running.is_aborted = True
+            self._abort(running)
+
+    async def load_weights(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: WeightVersion,
+        *,
+        keep_kv: bool = True,
+        partial: bool = False,
+    ) -> None:
+        self._require_running()
+        try:
+            await self._reply(self._replace_weights(tensors, version, keep_kv))
+        except BaseException as error:
+            failure = EngineError(f"weights {version} cannot be loaded: {error or type(error).__name__}")
+            self._fail(failure)
+            if not isinstance(error, Exception):
+                raise
+            raise failure from error
+        self._version = version
+        self._failure = None
+
+    async def checksum(self) -> str:
+        self._require_running()
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        call = self._manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
+        success, message, _, digest = await self._reply(call)
+        if not success or digest is None:
+            raise EngineError(f"SGLang cannot compute the checksum of its weights: {message}")
+        return str(digest)
+
+    async def probe(self) -> None:
+        """Every scheduler answers between two batches; a long prefill is cut into several."""
+        self._require_running()
+        await self._reply(self._manager.get_internal_state())
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        self._fail(EngineError("the engine was closed"))
+        await asyncio.sleep(0)  # requests just cancelled tell SGLang so
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGQUIT)
+        signal.signal(signal.SIGQUIT, self._former_handler)
+        self._receiving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._receiving
+        engine.shutdown()
+
+    def _connect(self) -> None:
+        """Tie SGLang's end in this process to the running event loop."""
+        loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[None] = loop.create_future()
+        self._may_submit = asyncio.Event()
+        self._may_submit.set()
+        self._loading = asyncio.Lock()
+        self._manager = self._engine.tokenizer_manager
+        # SGLang would start this task itself, and with it take over SIGTERM and kill this process when something fails.
+        self._manager.event_loop = loop
+        self._receiving = loop.create_task(self._manager.handle_loop(), name="sglang-receive")
+        self._receiving.add_done_callback(lambda task: self._die("its replies cannot be read"))
+        loop.add_signal_handler(signal.SIGQUIT, self._die, "one of its processes died")
+
+    async def _submit(self, running: "_Running") -> None:
+        """Send all answers of a request to the scheduler in one message, which costs much less than one for each."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request, manager = running.request, self._manager
+        await self._may_submit.wait()
+        if running.is_aborted:
+            for answer in request.answers:
+                answer.complete([], [], "abort")
+            return
+        # Nothing waits from here until the message is sent, so the version is still right when it is. Told to abort an
+        # id, SGLang ends every request whose id starts with it; a number of fixed width in front keeps them apart.
+        num_answers = len(request.answers)
+        call = GenerateReqInput(
+            rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_answers)],
+            input_ids=[list(request.prompt)] * num_answers,
+            sampling_params=sampling_params(request.sampling, room=self.max_context - len(request.prompt)),
+            return_logprob=True,
+            extra_key=[str(self._version)] * num_answers if self.prefix_cache else None,
+        )
+        call.normalize_batch_and_arguments()
+        manager._init_req_state(call)
+        running.rids = call.rid
+        await manager._send_batch_request(await manager._batch_tokenize_and_process(num_answers, call))
+        for index in range(num_answers):
+            self._spawn(running, self._receive(request, index, manager._wait_one_response(call[index])))
+
+    async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
+        async for output in outputs:  # one, as we do not ask for a stream
+            request.deliver(completion_of(output, index))
+
+    def _spawn(self, running: "_Running", work: Coroutine[Any, Any, None]) -> None:
+        """Work for a request; if it fails, so does the request."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                running.request.fail(RequestError(f"request {running.request.request_id}: {error}"))
+
+        running.tasks.append(asyncio.create_task(guarded()))
+
+    async def _replace_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, keep_kv: bool
+    ) -> None:
+        from asyncgrpo.engines.sglang.weights import replace_weights
+
+        async with self._loading:
+            self._may_submit.clear()
+            try:
+                await replace_weights(
+                    self._manager, tensors, str(version), keep_kv=keep_kv, num_schedulers=self.tensor_parallel
+                )
+                self._version = version
+            finally:
+                self._may_submit.set()
+
+    async def _reply(self, call: Coroutine[Any, Any, T]) -> T:
+        """What SGLang answers, or EngineError if it dies first. Cancelling the caller leaves the call under way: SGLang
+        would take its late answer for that of the next call."""
+        task = asyncio.create_task(call)
+        awaited: list[asyncio.Future[Any]] = [task, self._death]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise EngineError(str(self._failure))
+        return task.result()
+
+    def _die(self, what: str) -> None:
+        """SGLang is gone: nothing that is awaited will come."""
+        if not self._death.done() and self._engine is not None:
+            log.error("SGLang ended: %s", what)
+            self._fail(EngineError(f"SGLang ended: {what}"))
+            self._death.set_result(None)
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = failure
+        for running in self._requests.values():
+            running.request.fail(failure)
+            self._end(running)
+
+    def _end(self, running: "_Running") -> None:
+        """Nobody waits for its answers any more."""
+        for task in running.tasks:
+            task.cancel()
+        self._abort(running)
+
+    def _abort(self, running: "_Running") -> None:
+        for rid in running.rids:
+            self._manager.abort_request(rid)  # no-op for those that are complete
+
+    def _require_running(self) -> None:
+        if self._engine is None:
+            raise EngineError(str(self._failure))
+
+
+class _Running:
+    """A request, and what goes on for its sake."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.tasks: list[asyncio.Task[None]] = []
+        self.rids: list[str] = []
+        self.is_aborted = False

@@ -1,0 +1,296 @@
+"""The processes of one SGLang engine: how they are launched, what we change in them, and how they end.
+
+SGLang's `torch_native` backend calls attention once for every sequence and layer. With the short sequences of a CPU run
+that loop is most of the scheduler's time. Here keys are gathered into one padded tensor and attention is called once a
+layer: the same numbers up to rounding. Where padding would cost more than the loop, the loop runs.
+
+this process                                    one process for each GPU (one on a CPU)
+    SGLangEngine ── TokenizerManager ══ zmq ipc ══▶ Scheduler: queue, batches, the model
+
+Importing this module imports SGLang, which takes seconds: only an engine that starts does. SGLang's usual third
+process, the detokenizer, is not launched, because we exchange token ids only.
+"""
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Collection
+from typing import Any
+
+import psutil
+import torch
+from sglang.srt.entrypoints import engine
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.managers import scheduler
+from sglang.srt.managers.load_snapshot import shm_path_for
+from sglang.srt.server_args import PortArgs
+from sglang.srt.utils.hf_transformers_utils import get_context_length
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, PretrainedConfig
+
+from asyncgrpo import scratch
+from asyncgrpo.errors import EngineError
+
+# -- attention on a CPU ------------------------------------------------------------------------------------------------
+
+
+LARGEST_PADDING = 4
+"""Padded keys for each real one, above which sequences are taken one by one."""
+LARGEST_MASK = 1 << 22
+"""Entries (sequences x queries x keys) of a prefill's mask, above which sequences are taken one by one."""
+
+
+class BatchedTorchAttention(TorchNativeAttnBackend):
+    """`torch_native` with one call of attention for a layer, for causal self-attention without a window."""
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """What all layers of this forward share: which places of the cache hold the keys, and who may look at what."""
+        super().init_forward_metadata(forward_batch)
+        self._is_padded = False
+        mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
+        if forward_batch.encoder_lens is not None or not len(lengths) or not (mode.is_decode() or mode.is_extend()):
+            return
+        longest, total = int(lengths.max()), int(lengths.sum())
+        if longest * len(lengths) > LARGEST_PADDING * total:
+            return
+        key_places = torch.arange(longest)
+        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
+        # Behind its end a sequence repeats its first key. What else lies there may not be finite, and 0 x NaN is NaN.
+        self._key_rows = torch.where(key_places < lengths[:, None], rows, rows[:, :1])
+        if mode.is_decode():
+            self._mask = (key_places < lengths[:, None])[:, None, None, :]
+        else:
+            prefix, new = forward_batch.extend_prefix_lens.long(), forward_batch.extend_seq_lens.long()
+            most_new = int(new.max())
+            if longest * len(lengths) * most_new > LARGEST_MASK:
+                return
+            query_places = torch.arange(most_new)
+            self._is_query = query_places < new[:, None]
+            first = torch.cumsum(new, 0) - new
+            self._query_rows = (first[:, None] + query_places).clamp_(max=int(new.sum()) - 1)
+            # A padded query sees at least the first key, so no row of the softmax is empty.
+            self._mask = (key_places <= (prefix[:, None] + query_places)[..., None])[:, None]
+        self._is_padded = True
+
+    def _run_sdpa_forward_decode(
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """One query for each sequence. Shapes: query and output [sequences, heads, head_dim], caches [places, kv_heads,
+        head_dim]."""
+        if not self._can_batch(query, k_cache, kwargs):
+            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
+        keys, values = self._gather(k_cache), self._gather(v_cache)
+        # The heads that share a key head ask as if they were several queries: keys need not be repeated.
+        shape = (len(query), k_cache.shape[1], -1)
+        attended = scaled_dot_product_attention(
+            query.view(*shape, query.shape[-1]), keys, values, attn_mask=self._mask, scale=kwargs["scaling"]
+        )
+        output.view(*shape, output.shape[-1])[:] = attended
+        return output
+
+    def _run_sdpa_forward_extend(
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Several queries for each sequence, one sequence after the other in `query`. Shapes as above."""
+        if not self._can_batch(query, k_cache, kwargs) or not kwargs["causal"]:
+            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *args, **kwargs)
+        attended = scaled_dot_product_attention(
+            query[self._query_rows].transpose(1, 2),
+            self._gather(k_cache),
+            self._gather(v_cache),
+            attn_mask=self._mask,
+            scale=kwargs["scaling"],
+            enable_gqa=kwargs["enable_gqa"],
+        )
+        output[:] = attended.transpose(1, 2)[self._is_query]
+        return output
+
+    def _can_batch(self, query: Tensor, k_cache: Tensor, kwargs: dict[str, Any]) -> bool:
+        return (
+            self._is_padded
+            and not kwargs["is_cross_attn"]
+            and kwargs["sliding_window_size"] is None
+            and query.dtype == k_cache.dtype
+        )
+
+    def _gather(self, cache: Tensor) -> Tensor:
+        """[sequences, kv_heads, longest, head_dim]; what lies behind a sequence's end counts for nothing."""
+        return cache[self._key_rows].transpose(1, 2)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+CONTEXT_RESERVE = 7
+"""Tokens by which SGLang's context must exceed the longest prompt plus answer: it keeps that many to itself."""
+CACHE_BYTES_ON_CPU = 1 << 30
+"""Largest cache of keys and values without a GPU."""
+
+
+class OurScheduler(scheduler.Scheduler):
+    """SGLang's scheduler, with two promises more.
+
+    A request that still waits for its first token when the weights change starts under the new ones, so its prefix is
+    looked up among theirs: otherwise it would find keys that the old weights computed. And an answer ends at the stop
+    tokens of its request only; SGLang adds the model's own end tokens, and with `ignore_eos` heeds neither.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.model_config.hf_eos_token_id = set()
+
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        super().record_weight_version_change(new_version)
+        if new_version is not None:
+            for request in self.waiting_queue:
+                if request.extra_key is not None and not request.output_ids:
+                    request.extra_key = new_version
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """Main function of a scheduler process."""
+
+    register_attention_backend("torch_native")(BatchedTorchAttention)
+    scheduler.Scheduler = OurScheduler
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def raise_launch_failure(signum: int, frame: object) -> None:
+    """SIGQUIT is how a child says that it cannot start; SGLang's own answer is to kill this process."""
+    signal.signal(signum, signal.SIG_IGN)
+    raise EngineError("one of its processes could not start; the reason is in its output above")
+
+
+class OurPortArgs:
+    """SGLang's choice of names, so that what a killed engine leaves is known to be ours, and is removed."""
+
+    @staticmethod
+    def init_new(*args: Any, **kwargs: Any) -> PortArgs:
+        temporary, tempfile.tempdir = tempfile.tempdir, str(scratch.folder())
+        try:
+            names = PortArgs.init_new(*args, **kwargs)
+        finally:
+            tempfile.tempdir = temporary
+        names.instance_id = f"{scratch.mark()}-{names.instance_id}"
+        return names
+
+
+class OurEngine(Engine):
+    """SGLang's engine, without a detokenizer, and ending only the processes that it started."""
+
+    tokenizer_manager: Any
+    run_scheduler_process_func = staticmethod(run_scheduler)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
+        return [], []
+
+    def shutdown(self) -> None:
+        """Kill the schedulers and wait until they are gone. SGLang's own version kills all children of this process."""
+        atexit.unregister(self.shutdown)
+        manager, self.tokenizer_manager = self.tokenizer_manager, None
+        if manager is None:
+            return
+        manager._subprocess_watchdog.stop()
+        kill(self.get_all_child_pids())
+        for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler, self.send_to_rpc):
+            socket.close(linger=0)
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        """Sockets and shared memory that SGLang leaves behind."""
+        addresses = [value for value in vars(self.port_args).values() if isinstance(value, str)]
+        files = [address.removeprefix("ipc://") for address in addresses if address.startswith("ipc://")]
+        for file in [*files, shm_path_for(self.port_args.instance_id)]:
+            with contextlib.suppress(OSError):
+                os.unlink(file)
+
+
+def launch(**arguments: Any) -> OurEngine:
+    """Start one engine; blocks until its model is loaded. Raises whatever stops it, and leaves nothing."""
+    before = set(multiprocessing.active_children())
+    handler = signal.getsignal(signal.SIGQUIT)
+    engine.PortArgs = OurPortArgs
+    multiprocessing.current_process()._config["semprefix"] = f"/{scratch.mark()}"  # type: ignore[attr-defined]
+    logging.getLogger(Engine.__module__).setLevel(logging.CRITICAL)  # it logs our handler of SIGQUIT as an error
+    try:
+        return OurEngine(**arguments, custom_sigquit_handler=raise_launch_failure)
+    except BaseException:
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # it may come once more, anywhere in what follows
+        kill([child.pid for child in set(multiprocessing.active_children()) - before])
+        signal.signal(signal.SIGQUIT, handler)
+        raise
+
+
+def kill(pids: Collection[int | None]) -> None:
+    """End these children and theirs at once, and wait until they are gone."""
+    handles = [child for child in multiprocessing.active_children() if child.pid in pids]
+    processes = [process for pid in pids for process in _tree(pid)]
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for handle in handles:  # first, as a handle never learns of an end that another has waited for
+        handle.join(60)
+    psutil.wait_procs(processes, timeout=60)
+
+
+def arguments(
+    model_path: str,
+    *,
+    dtype: torch.dtype,
+    max_context: int,
+    device: str,
+    tensor_parallel: int,
+    max_answers: int,
+    memory_fraction: float,
+) -> dict[str, Any]:
+    """Of SGLang's engine, for what `SGLangEngine` was asked. Raises EngineError if the model cannot attend that far."""
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    context = max_context + CONTEXT_RESERVE
+    limit = get_context_length(config)
+    if max_context > limit:
+        raise EngineError(f"max_context ({max_context}) is above the {limit} tokens that the model can attend to")
+    if context > limit:  # the reserve is never attended to
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    common = {
+        "model_path": model_path,
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "context_length": context,
+        "max_running_requests": max_answers,
+        "tp_size": tensor_parallel,
+        "skip_tokenizer_init": True,
+        "log_level": "error",
+    }
+    if device != "cpu":
+        return common | {"mem_fraction_static": memory_fraction}
+    room = CACHE_BYTES_ON_CPU // _cache_bytes_per_token(config, dtype)
+    return common | {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+        "sleep_on_idle": True,
+        "max_total_tokens": max(context, min(max_answers * context, room)),
+    }
+
+
+def _cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """A key and a value for every layer and key head."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize)
+
+
+def _tree(pid: int | None) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

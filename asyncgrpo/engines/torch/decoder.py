@@ -1,0 +1,327 @@
+"""One batch that answers join and leave between any two tokens: the synchronous heart of the `torch` engine.
+
+Where several query heads share one head of keys and values, transformers repeats those before PyTorch's attention when
+there is a mask, which on a CPU is most of a decode step. Here the query heads of a group are the "query tokens" of one
+attention instead: the same sum without the copy. Everything else is left to transformers' own `sdpa`.
+
+Slot r belongs to row r of the running batch. Rows are kept dense (0 .. R-1), so that one decode step reads a view of
+the block and copies nothing; the price is one copy of a slot when an answer in the middle ends.
+
+admit ──▶ prefill each prompt once, copy its keys and values to the rows of its answers
+    step  ──▶ one forward over one token per running row ──▶ sample ──▶ answers that ended leave
+
+A row holds one running answer: its tokens here, its keys and values in the slot of the same number. The cache of a row
+of n tokens holds n - 1 of them; the last one is what the next step feeds. So a prompt is prefilled without its last
+token, and the first sampled token comes out of an ordinary step.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+
+from asyncgrpo.engines.base import Answer, Request
+from asyncgrpo.engines.torch.sampling import Knobs, sample, uniforms
+from asyncgrpo.errors import EngineError
+from asyncgrpo.types import FinishReason, WeightVersion
+
+# -- attention of one new token a row ----------------------------------------------------------------------------------
+
+
+NAME = "asyncgrpo_sdpa"
+"""What a model is told as `attn_implementation`, after `register`."""
+
+
+def register() -> None:
+    """Make the implementation known to transformers, in this process. Again does nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """In transformers' own form.
+
+    Args:
+        query: [R, heads, Q, head_dim].
+        key, value: [R, kv_heads, L, head_dim].
+        attention_mask: [R, 1, Q, L] bool, true where a query may look.
+        options: `scaling`, and others that only transformers' implementation knows.
+    Returns:
+        [R, Q, heads, head_dim], and no attention weights.
+    """
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    has_more = any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
+    if num_queries != 1 or attention_mask is None or has_more:
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **options)
+    grouped = query.reshape(num_rows, key.shape[1], num_heads // key.shape[1], head_dim)
+    attended = scaled_dot_product_attention(grouped, key, value, attention_mask, scale=options.get("scaling"))
+    return attended.reshape(num_rows, 1, num_heads, attended.shape[-1]), None
+
+
+# -- keys and values ---------------------------------------------------------------------------------------------------
+
+
+class SlotCache(Cache):
+    """A transformers cache for batches of one new token per row, each row at its own position.
+
+    Memory is taken at the first `fill`: layers * num_slots * max_length * (key + value) numbers, zeroed, because a NaN
+    in an unused place would survive the attention mask (0 * NaN).
+    """
+
+    def __init__(self, num_slots: int, max_length: int):
+        super().__init__(layers=[])
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self._keys: list[Tensor] = []  # one [num_slots, kv_heads, max_length, head_dim] per layer
+        self._values: list[Tensor] = []
+        self._rows = torch.empty(0, dtype=torch.long)
+        self._positions = torch.empty(0, dtype=torch.long)
+        self._length = 0
+
+    def fill(self, prefilled: DynamicCache, sources: Tensor, slots: Tensor) -> None:
+        """Copy the keys and values of whole sequences into slots, from position 0.
+
+        Args:
+            prefilled: what a forward over B sequences, padded on the right to T tokens, left behind. Keys of padding
+                are copied too; they are overwritten before a mask lets anyone see them.
+            sources: [S] int64, which of the B sequences goes to each slot.
+            slots: [S] int64.
+        """
+        for index, layer in enumerate(prefilled.layers):
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if keys is None or values is None:
+                raise EngineError(f"layer {index} of the model keeps no keys and values: {type(layer).__name__}")
+            if index == len(self._keys):
+                self._keys.append(keys.new_zeros(self._shape(keys)))
+                self._values.append(values.new_zeros(self._shape(values)))
+            self._keys[index][slots, :, : keys.shape[2]] = keys[sources]
+            self._values[index][slots, :, : values.shape[2]] = values[sources]
+
+    def move(self, sources: Tensor, slots: Tensor, length: int) -> None:
+        """Copy the first `length` positions of `sources` over those of `slots` ([S] int64 each, disjoint)."""
+        for block in (*self._keys, *self._values):
+            block[slots, :, :length] = block[sources, :, :length]
+
+    def wipe(self) -> None:
+        """Zero everything, NaNs of a failed forward included."""
+        for block in (*self._keys, *self._values):
+            block.zero_()
+
+    def begin_step(self, positions: Tensor, length: int) -> None:
+        """The next forward has one token per row, row r at `positions[r]` ([R] int64), and attends to [0, length)."""
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._positions = positions
+        self._length = length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Each attention layer stores the new token's [R, kv_heads, 1, head_dim] and gets all up to `length`."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._rows, :, self._positions] = key_states[:, :, 0]
+        values[self._rows, :, self._positions] = value_states[:, :, 0]
+        num_rows = len(self._rows)
+        return keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length - 1
+
+    def _shape(self, states: Tensor) -> tuple[int, int, int, int]:
+        return self.num_slots, states.shape[1], self.max_length, states.shape[3]
+
+
+# -- the decoder -------------------------------------------------------------------------------------------------------
+
+
+PREFILL_TOKENS = 16384
+"""Padded tokens of one prefill forward, unless one sequence alone has more: bounds its memory."""
+LENGTH_STEP = 32
+"""A step attends to a multiple of this, so that shapes, and what allocators cache by shape, stay few."""
+
+_ROW = np.dtype(
+    [
+        ("prompt_length", np.int64),
+        ("length", np.int64),  # tokens so far, prompt included
+        ("limit", np.int64),  # the answer ends when `length` reaches it
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_p", np.float64),
+        ("top_k", np.int64),
+    ],
+    align=True,
+)
+
+
+class Decoder:
+    """Owns the rows and the cache. Every method leaves a batch that can go on, unless it raises: then `clear`."""
+
+    def __init__(self, model: PreTrainedModel, *, max_context: int, max_answers: int):
+        self.max_context = max_context
+        self.max_answers = max_answers
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self._model = model
+        self._device: torch.device = model.device  # a search through all modules, so done once
+        self._cache = SlotCache(max_answers, max_context)
+        self._answers: list[Answer] = []  # by row; rows are dense
+        self._rows = np.zeros(max_answers, _ROW)
+        self._tokens = np.zeros((max_answers, max_context), np.int32)
+        self._logprobs = np.zeros((max_answers, max_context), np.float32)  # of the tokens, at the same places
+        self._stops = np.full((max_answers, 1), -1)  # grows to the longest list of stop tokens
+        self._knobs: Knobs | None = None  # None: rows changed since it was made
+
+    @property
+    def num_running(self) -> int:
+        return len(self._answers)
+
+    @property
+    def num_free(self) -> int:
+        return self.max_answers - len(self._answers)
+
+    @torch.inference_mode()
+    def admit(self, batches: Sequence[Sequence[Answer]], version: WeightVersion) -> None:
+        """Give each answer a row. The answers of one batch share their request, which is prefilled once."""
+        slots: list[list[int]] = []
+        for answers in batches:
+            slots.append(list(range(self.num_running, self.num_running + len(answers))))
+            self._add(answers[0].request, answers, slots[-1])
+            for answer in answers:
+                answer.sampled_by(version, 0)
+        self._knobs = None
+        self._prefill([np.array(answers[0].request.prompt[:-1]) for answers in batches], slots)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Sample one token in every row; the answers that ended are handed over and leave."""
+        num_rows = self.num_running
+        all_rows, row = np.arange(num_rows), self._rows[:num_rows]
+        lengths = row["length"]
+        logits = self._forward(self._tokens[all_rows, lengths - 1], lengths - 1)
+        noise = uniforms(row["seed"], lengths - row["prompt_length"])
+        sampled, sampled_logprobs = sample(logits, self._current_knobs(), self._on_device(noise))
+        tokens, logprobs = sampled.cpu().numpy(), sampled_logprobs.cpu().numpy()
+        if not np.isfinite(logprobs).all():
+            raise EngineError("the model gives logits that are not finite")
+        self._tokens[all_rows, lengths] = tokens
+        self._logprobs[all_rows, lengths] = logprobs
+        row["length"] += 1
+        stopped = (tokens[:, None] == self._stops[:num_rows]).any(axis=1)
+        ended = stopped | (row["length"] >= row["limit"])
+        if ended.any():
+            self._remove(np.flatnonzero(ended), ["stop" if stop else "length" for stop in stopped[ended]])
+
+    def end(self, request: Request) -> None:
+        """Every running answer of the request leaves with what it has."""
+        rows = [row for row, answer in enumerate(self._answers) if answer.request is request]
+        self._remove(np.array(rows, np.int64), ["abort"] * len(rows))
+
+    def change_version(self, version: WeightVersion) -> None:
+        """From now on tokens are sampled by `version`."""
+        for answer, row in zip(self._answers, self._rows, strict=False):
+            answer.sampled_by(version, int(row["length"] - row["prompt_length"]))
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Replace the keys and values of every row by those of the weights that the model has now."""
+        lengths = self._rows["length"]
+        self._prefill(
+            [self._tokens[row, : lengths[row] - 1] for row in range(self.num_running)],
+            [[row] for row in range(self.num_running)],
+        )
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Forget every row, after a failure."""
+        self._answers.clear()
+        self._knobs = None
+        self._cache.wipe()
+
+    def _add(self, request: Request, answers: Sequence[Answer], slots: list[int]) -> None:
+        prompt, sampling = request.prompt, request.sampling
+        limit = min(len(prompt) + sampling.max_tokens, self.max_context)
+        for slot, answer in zip(slots, answers, strict=True):
+            self._rows[slot] = (
+                len(prompt),
+                len(prompt),
+                limit,
+                answer.seed & 0xFFFF_FFFF_FFFF_FFFF,
+                sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+            )
+        self._tokens[slots, : len(prompt)] = prompt
+        missing = len(sampling.stop_token_ids) - self._stops.shape[1]
+        if missing > 0:
+            self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=-1)
+        self._stops[slots] = -1
+        self._stops[slots, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        self._answers.extend(answers)
+
+    def _remove(self, rows: np.ndarray, reasons: Iterable[FinishReason]) -> None:
+        """Complete the answers of `rows` (ascending) and move the last rows into the holes they leave."""
+        for row, reason in zip(rows, reasons, strict=True):
+            sampled = slice(self._rows["prompt_length"][row], self._rows["length"][row])
+            self._answers[row].complete(self._tokens[row, sampled], self._logprobs[row, sampled], reason)
+        num_left = self.num_running - len(rows)
+        holes = rows[rows < num_left]
+        stays = np.ones(self.num_running, bool)
+        stays[rows] = False
+        movers = num_left + np.flatnonzero(stays[num_left:])
+        if len(movers):
+            for table in (self._rows, self._tokens, self._logprobs, self._stops):
+                table[holes] = table[movers]
+            for hole, mover in zip(holes, movers, strict=True):
+                self._answers[hole] = self._answers[mover]
+            longest = int(self._rows["length"][holes].max())
+            with torch.inference_mode():
+                self._cache.move(self._on_device(movers), self._on_device(holes), longest)
+        del self._answers[num_left:]
+        self._knobs = None
+
+    def _prefill(self, sequences: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
+        """Fill `slots[i]` with the keys and values of `sequences[i]`, in forwards of about PREFILL_TOKENS."""
+        todo = sorted((i for i, tokens in enumerate(sequences) if len(tokens)), key=lambda i: -len(sequences[i]))
+        while todo:  # longest first, so that padding is short
+            count = max(1, PREFILL_TOKENS // len(sequences[todo[0]]))
+            self._prefill_together([sequences[i] for i in todo[:count]], [slots[i] for i in todo[:count]])
+            todo = todo[count:]
+
+    def _prefill_together(self, sequences: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
+        """One forward over sequences padded on the right: causality hides the padding from every real token."""
+        padded = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+        for row, tokens in enumerate(sequences):
+            padded[row, : len(tokens)] = tokens
+        prefilled = DynamicCache()
+        self._model.base_model(input_ids=self._on_device(padded), past_key_values=prefilled, use_cache=True)
+        sources = np.repeat(np.arange(len(slots)), [len(targets) for targets in slots])
+        targets = np.array([slot for targets in slots for slot in targets])
+        self._cache.fill(prefilled, self._on_device(sources), self._on_device(targets))
+
+    def _forward(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Feed one token per row ([R] each): logits [R, V]."""
+        longest = int(positions.max()) + 1
+        length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.max_context)
+        places = self._on_device(positions)
+        self._cache.begin_step(places, length)
+        visible = torch.arange(length, device=places.device) <= places[:, None]
+        return self._model(
+            input_ids=self._on_device(tokens.astype(np.int64))[:, None],
+            position_ids=places[:, None],
+            attention_mask=visible[:, None, None, :],  # of 4 dimensions: transformers takes it as it is
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, 0]
+
+    def _current_knobs(self) -> Knobs:
+        if self._knobs is None:
+            row = self._rows[: self.num_running]
+            self._knobs = Knobs.of(row["temperature"], row["top_p"], row["top_k"], self.vocab_size, self._device)
+        return self._knobs
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

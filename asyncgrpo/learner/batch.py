@@ -1,0 +1,528 @@
+"""Groups become packed micro-batches for every rank: usable answers, rows of about equal size, tensors.
+
+All ranks hold all of them, so advantages need no communication unless the reward itself does (a KL in the reward, a
+critic).
+
+A row is one forward and backward of one rank. Answers to one prompt stay together as far as they can, because a row
+computes their prompt once; where a row has room left that no whole group fits, a group is divided and its prompt
+computed twice. Only lengths are looked at, so every rank finds the same rows without communication.
+
+Every rank calls `pack` with the same groups and builds its own share, without communication. Every sampled token of a
+usable answer is in exactly one micro-batch of one rank, no answer is split, and all ranks get the same number of
+micro-batches, because a sharded model runs its collectives in each. Advantages are made of whole groups, before
+anything is split.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncgrpo.algorithms.advantages import ESTIMATORS, groups_with_signal, signal_share
+from asyncgrpo.algorithms.shaping import TruncationRule, apply_truncation, overlong_penalty
+from asyncgrpo.config.schema import CRITIC
+from asyncgrpo.learner.attention import Family, Segments
+from asyncgrpo.types import Completion, Group, Rollout, WeightVersion
+
+# -- answers and their rewards -----------------------------------------------------------------------------------------
+
+
+"""The advantage that a critic makes; the others are functions of rewards."""
+
+
+LEAST_LOGPROB = -1e4
+"""Nats. No sampler in float32 draws a token that is less likely."""
+ROUNDING = 1e-2
+"""Nats that the log-prob of a certain token may be above 0."""
+
+
+class Shaping(NamedTuple):
+    """What happens to rewards before they are compared."""
+
+    truncated: TruncationRule = "keep"
+    """What becomes of an answer cut at the longest length: `keep`, `mask` or `zero`."""
+    longest: int = 0
+    """Tokens at which an answer is cut."""
+    overlong_buffer: int = 0
+    """Tokens before that in which a penalty grows; 0: no penalty."""
+    overlong_factor: float = 1.0
+    """The penalty at `longest`."""
+
+
+UNSHAPED = Shaping()
+
+
+class Answers(NamedTuple):
+    """A usable answers, in the order of their groups."""
+
+    completions: tuple[Completion, ...]
+    keys: tuple[tuple[str, int], ...]
+    """group_id, and the index of the answer in its group."""
+    groups: Tensor
+    """[A] int64, number of the group, from 0."""
+    rewards: Tensor
+    """[A] float64, shaped."""
+    baseline_rewards: Tensor
+    """[A] float64, of the greedy answer to the same prompt; NaN where there is none."""
+    lengths: Tensor
+    """[A] int64, sampled tokens."""
+    is_trained: Tensor
+    """[A] bool; the others are only compared with."""
+    num_unusable: int
+    """Answers left out: without a finite score, aborted, or malformed."""
+    num_malformed: int
+    """Of these, answers with a behaviour log-prob that cannot be one."""
+
+    def advantages(self, estimator: str, rewards: Tensor | None = None) -> Tensor:
+        """[A] float64 by the estimator of that name, of these rewards or of others; 0 where a critic is to say."""
+        if estimator == CRITIC:
+            return torch.zeros_like(self.rewards)
+        rewards = self.rewards if rewards is None else rewards
+        return ESTIMATORS[estimator](rewards, self.groups, lengths=self.lengths, baseline_rewards=self.baseline_rewards)
+
+
+def read_answers(groups: Sequence[Group], *, group_size: int, shaping: Shaping) -> Answers:
+    """The usable answers of `groups`.
+
+    Args:
+        group_size: an answer with this index or a higher one is greedy, a baseline that is not trained.
+        shaping: of the rewards.
+    """
+    assert all(g.prompt.token_ids for g in groups), "a prompt without tokens gives its answer's first token no context"
+    found = [
+        (number, group.group_id, rollout, _reward(rollout))
+        for number, group in enumerate(groups)
+        for rollout in group.rollouts
+    ]
+    greedy = {number: reward for number, _, r, reward in found if r.completion.index >= group_size}
+    sampled = [entry for entry in found if entry[2].completion.index < group_size]
+    usable = [entry for entry in sampled if not np.isnan(entry[3])]
+    completions = tuple(rollout.completion for _, _, rollout, _ in usable)
+    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
+    rewards = torch.tensor([reward for *_, reward in usable], dtype=torch.float64)
+    if shaping.overlong_buffer:
+        rewards = rewards + overlong_penalty(
+            lengths, max_length=shaping.longest, buffer=shaping.overlong_buffer, factor=shaping.overlong_factor
+        )
+    is_cut = torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool)
+    rewards, is_trained = apply_truncation(rewards, is_cut, rule=shaping.truncated)
+    return Answers(
+        completions=completions,
+        keys=tuple((group_id, rollout.completion.index) for _, group_id, rollout, _ in usable),
+        groups=torch.tensor([number for number, *_ in usable], dtype=torch.int64),
+        rewards=rewards,
+        baseline_rewards=torch.tensor([greedy.get(number, np.nan) for number, *_ in usable], dtype=torch.float64),
+        lengths=lengths,
+        is_trained=is_trained,
+        num_unusable=len(sampled) - len(usable),
+        num_malformed=sum(_is_malformed(rollout.completion) for _, _, rollout, _ in sampled),
+    )
+
+
+def _reward(rollout: Rollout) -> float:
+    """NaN where the answer takes no part in training."""
+    completion, value = rollout.completion, rollout.score.value
+    if value is None or not math.isfinite(value) or completion.finish_reason == "abort" or _is_malformed(completion):
+        return math.nan
+    return value
+
+
+def _is_malformed(completion: Completion) -> bool:
+    """Whether a number that came as a behaviour log-prob is none: not finite, above 0, or of what is never sampled."""
+    return not bool(((completion.logprobs >= LEAST_LOGPROB) & (completion.logprobs <= ROUNDING)).all())
+
+
+# -- rows of about equal size ------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Some answers to one prompt, in one row."""
+
+    group: int
+    answers: tuple[int, ...]
+    """Indices into the lengths of that group."""
+
+
+PackedRow = list[Piece]
+
+_SLACK = (1.0, 1.01, 1.03, 1.1)
+"""Rows are first tried as small as equal shares, then a little larger."""
+
+_CANDIDATES = 4
+"""Pieces that are looked at to be divided, largest first."""
+
+_Sized = tuple[int, int, tuple[int, ...]]
+"""Tokens of a piece, its group, its answers; longest first."""
+
+
+def rows_for_ranks(
+    prompts: Sequence[int],
+    answers: Sequence[Sequence[int]],
+    *,
+    world: int,
+    budget: int,
+    share_prompts: bool,
+    pair_cost: float = 0.0,
+) -> list[list[PackedRow]]:
+    """Rows by rank, `[world][rows of a rank]`, equally many for each; a rank without work gets empty ones.
+
+    There are as few rows as the budget allows, in a multiple of `world`. The k-th rows of all ranks, which wait for one
+    another, are those that cost about the same.
+
+    Args:
+        prompts: [G] tokens of each group's prompt.
+        answers: [G] of lists: tokens of each answer.
+        world: number of ranks.
+        budget: tokens of one row; only a single longer sequence may exceed it.
+        share_prompts: a row computes the prompt of a group once; false: once for each answer.
+        pair_cost: cost of one query-key pair of attention, in tokens.
+    """
+    pieces = _pieces(prompts, answers, share_prompts)
+    if not pieces:
+        return [[] for _ in range(world)]
+    rows = _fill(prompts, answers, pieces, budget)
+    wanted = -(-len(rows) // world) * world
+    total = sum(size for size, _, _ in pieces)
+    for slack in _SLACK:
+        capacity = min(budget, int(slack * -(-total // wanted)))
+        equal = _fill(prompts, answers, pieces, capacity)
+        if len(equal) <= wanted:
+            rows = equal
+            break
+    rows.sort(key=lambda row: -_cost(row, prompts, answers, pair_cost))
+    rows += [[] for _ in range(wanted - len(rows))]
+    return [rows[rank::world] for rank in range(world)]
+
+
+def row_tokens(row: PackedRow, prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> int:
+    """Tokens that a row computes."""
+    return sum(prompts[piece.group] + sum(answers[piece.group][a] for a in piece.answers) for piece in row)
+
+
+def _pieces(prompts: Sequence[int], answers: Sequence[Sequence[int]], share_prompts: bool) -> list[_Sized]:
+    """What can be laid into rows, smallest first."""
+    pieces: list[_Sized] = []
+    for group, lengths in enumerate(answers):
+        order = sorted(range(len(lengths)), key=lambda a: -lengths[a])
+        if share_prompts and order:
+            pieces.append((prompts[group] + sum(lengths), group, tuple(order)))
+        else:
+            pieces += [(prompts[group] + lengths[a], group, (a,)) for a in order]
+    return sorted(pieces)
+
+
+def _fill(
+    prompts: Sequence[int], answers: Sequence[Sequence[int]], pieces: list[_Sized], capacity: int
+) -> list[PackedRow]:
+    """Rows of at most `capacity` tokens: always the largest piece that fits, and at last a part of one that does not."""
+    left = list(pieces)
+    rows: list[PackedRow] = []
+    while left:
+        row: PackedRow = []
+        room = capacity
+        while left:
+            fitting = bisect_left(left, (room + 1,))
+            part = left.pop(fitting - 1) if fitting else _divide(left, prompts, answers, room, is_empty=not row)
+            if part is None:
+                break
+            size, group, members = part
+            row.append(Piece(group, members))
+            room -= size
+        rows.append(row)
+    return rows
+
+
+def _divide(
+    left: list[_Sized], prompts: Sequence[int], answers: Sequence[Sequence[int]], room: int, *, is_empty: bool
+) -> _Sized | None:
+    """Take the answers that fit out of a piece that does not; none if there are no such answers.
+
+    An empty row takes the longest answer of the largest piece whatever its size: it fits nowhere.
+    """
+    for index in range(len(left) - 1, max(-1, len(left) - 1 - _CANDIDATES), -1):
+        size, group, members = left[index]
+        lengths, free = answers[group], room - prompts[group]
+        if free < lengths[members[-1]] and not is_empty:
+            continue
+        chosen = []
+        for a in members:
+            if lengths[a] <= free:
+                chosen.append(a)
+                free -= lengths[a]
+        chosen = chosen or [members[0]]
+        taken = sum(lengths[a] for a in chosen)
+        del left[index]
+        if len(chosen) < len(members):
+            kept = tuple(a for a in members if a not in chosen)
+            insort(left, (size - taken, group, kept))
+        return prompts[group] + taken, group, tuple(chosen)
+    return None
+
+
+def _cost(row: PackedRow, prompts: Sequence[int], answers: Sequence[Sequence[int]], pair_cost: float) -> float:
+    """Of a forward pass, in tokens."""
+    cost = 0.0
+    for group, members in row:
+        prompt = prompts[group]
+        cost += prompt * (1 + pair_cost * prompt / 2)
+        for a in members:
+            cost += answers[group][a] * (1 + pair_cost * (prompt + answers[group][a] / 2))
+    return cost
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch: T tokens that the model runs on, without padding, and the N sampled tokens that they predict.
+
+    The last token of an answer predicts nothing and is not run; a prompt that several answers share is run once.
+    """
+
+    token_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64, from 0 in every sequence."""
+    segments: Segments
+    """Which tokens attend to which."""
+    read_at: Tensor
+    """[N] int64, in T: the token before each sampled token."""
+    targets: Tensor
+    """[N] int64, the sampled tokens."""
+    cu_seqlens: Tensor
+    """[S+1] int64, where each answer starts in N; the last is N."""
+    mask: Tensor
+    """[N] bool, false on answers that are only compared with."""
+    behaviour_logprobs: Tensor
+    """[N] float32, nats, as the generator sampled them."""
+    advantages: Tensor
+    """[N] float32, the answer's."""
+    versions: Tensor
+    """[N] int64, the number of the weights that sampled each token."""
+    is_current: Tensor
+    """[N] bool, true on the tokens of answers that the learner's present weights sampled from first to last."""
+    answers: Tensor
+    """[S] int64, which of the step's answers each is."""
+    tokens_in_group: Tensor
+    """[S] int64, trained tokens of all answers of the same group, in the whole step."""
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """The same on another device."""
+        moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
+        return PackedBatch(**moved)
+
+    def with_advantages(self, advantages: Tensor) -> "PackedBatch":
+        """The same with the advantages [N] of its tokens."""
+        return replace(self, advantages=advantages.to(self.mask.device, torch.float32))
+
+
+def _moved(value: Tensor | Segments, device: torch.device) -> Tensor | Segments:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's share of a minibatch, and the counts of the whole, which are the same on all ranks."""
+
+    trained: tuple[PackedBatch, ...]
+    """Micro-batches to run forward and backward; at least one, perhaps of no answer."""
+    silent: tuple[PackedBatch, ...]
+    """Micro-batches whose gradient is zero for certain: forward only, for the report."""
+    answers: Answers
+    """All usable answers, of all ranks."""
+    num_tokens: int
+    """Trained tokens in all micro-batches of all ranks."""
+    num_answers: int
+    """Trained answers; one without tokens counts."""
+    num_groups: int
+    """Groups with a trained token."""
+    zero_signal_groups: int
+    """Groups whose usable answers all have the same reward, or that have fewer than two."""
+    signal_share: float
+    """Of the groups that are solved or have a signal, how many have a signal (`algorithms.groups`). Of a critic: 1."""
+    advantages: Tensor
+    """[A] float64. Of a critic: the mean over the answer's tokens."""
+
+    def with_advantages(self, advantages: Tensor, of_microbatches: Sequence[Tensor]) -> "StepBatch":
+        """The same with other advantages: of the answers [A], and of the tokens [N] of each trained micro-batch."""
+        trained = tuple(m.with_advantages(a) for m, a in zip(self.trained, of_microbatches, strict=True))
+        return replace(self, trained=trained, advantages=advantages)
+
+
+def pack(
+    groups: Sequence[Group],
+    version: WeightVersion | None,
+    *,
+    rank: int,
+    world: int,
+    tokens_per_microbatch: int,
+    advantage: str = "grpo",
+    group_size: int | None = None,
+    shaping: Shaping = UNSHAPED,
+    share_prompts: bool = True,
+    pair_cost: float = 0.0,
+    skip_silent: bool = False,
+) -> StepBatch:
+    """This rank's micro-batches of a minibatch.
+
+    Args:
+        groups: all groups of the minibatch, the same on every rank.
+        version: the learner's weights, to mark the tokens that they sampled; none: mark none.
+        rank, world: this rank, and how many there are.
+        tokens_per_microbatch: budget of one micro-batch; only a single longer sequence may exceed it.
+        advantage: a name in `algorithms.advantages.ESTIMATORS`, or `gae`, which leaves 0 for the critic to replace.
+        group_size: answers from this index on are greedy baselines; none: there are none.
+        shaping: of the rewards.
+        share_prompts: compute a prompt once for the answers to it in one micro-batch.
+        pair_cost: cost of a query-key pair of attention, in tokens, to deal micro-batches of like cost to the ranks.
+        skip_silent: answers with advantage 0 have no gradient: set them apart.
+    """
+    largest = max((len(group.rollouts) for group in groups), default=0)
+    answers = read_answers(groups, group_size=largest if group_size is None else group_size, shaping=shaping)
+    advantages = answers.advantages(advantage)
+    in_group = torch.zeros(len(groups), dtype=torch.int64)
+    in_group.index_add_(0, answers.groups, answers.lengths * answers.is_trained)
+    rows = _Rows(groups, answers, advantages, in_group[answers.groups], version, share_prompts)
+    is_silent = (advantages == 0) & skip_silent
+
+    def share(wanted: Tensor) -> tuple[PackedBatch, ...]:
+        dealt = rows.deal(wanted & (answers.lengths > 0), world, tokens_per_microbatch, pair_cost)
+        return tuple(rows.build(row) for row in dealt[rank])
+
+    with_signal = groups_with_signal(answers.rewards, answers.groups)
+    teaches = (advantages != 0) & answers.is_trained & (answers.lengths > 0)
+    return StepBatch(
+        trained=share(~is_silent) or (rows.build([]),),
+        silent=share(is_silent),
+        answers=answers,
+        num_tokens=int(in_group.sum()),
+        num_answers=int(answers.is_trained.sum()),
+        num_groups=int((in_group > 0).sum()),
+        zero_signal_groups=len(groups) - answers.groups[with_signal].unique().numel(),
+        signal_share=1.0 if advantage == CRITIC else signal_share(answers.rewards, answers.groups, teaches),
+        advantages=advantages,
+    )
+
+
+class _Rows:
+    """Builds micro-batches of the answers of a minibatch."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        answers: Answers,
+        advantages: Tensor,
+        tokens_in_group: Tensor,
+        version: WeightVersion | None,
+        share_prompts: bool,
+    ) -> None:
+        self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
+        self.answers, self.advantages, self.tokens_in_group = answers, advantages, tokens_in_group
+        self.version, self.share_prompts = version, share_prompts
+
+    def deal(self, wanted: Tensor, world: int, budget: int, pair_cost: float) -> list[list[list[list[int]]]]:
+        """`[world][micro-batch][piece]` lists of answers; those of a piece have the same prompt."""
+        members: list[list[int]] = [[] for _ in self.prompts]
+        for answer in wanted.nonzero().squeeze(-1).tolist():
+            members[int(self.answers.groups[answer])].append(answer)
+        lengths = self.answers.lengths.tolist()
+        dealt = rows_for_ranks(
+            [len(prompt) for prompt in self.prompts],
+            [[lengths[answer] - 1 for answer in group] for group in members],
+            world=world,
+            budget=budget,
+            share_prompts=self.share_prompts,
+            pair_cost=pair_cost,
+        )
+        return [[[[members[p.group][a] for a in p.answers] for p in row] for row in rows] for rows in dealt]
+
+    def build(self, pieces: list[list[int]]) -> PackedBatch:
+        """One micro-batch. Without answers it has one token, which nothing reads, so that the model can run it."""
+        layout = _Layout()
+        for piece in pieces:
+            prompt = self.prompts[int(self.answers.groups[piece[0]])]
+            layout.add(prompt, [self.answers.completions[answer].token_ids for answer in piece], self.share_prompts)
+        if not pieces:
+            layout.add(np.zeros(1, np.int64), [], True)
+        chosen = [answer for piece in pieces for answer in piece]
+        index = torch.tensor(chosen, dtype=torch.int64)
+        completions = [self.answers.completions[answer] for answer in chosen]
+        lengths = self.answers.lengths[index]
+        return PackedBatch(
+            token_ids=_joined(layout.token_ids, np.int64),
+            position_ids=_joined(layout.position_ids, np.int64),
+            segments=Segments.of(layout.families),
+            read_at=_joined(layout.read_at, np.int64),
+            targets=_joined([c.token_ids for c in completions], np.int64),
+            cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            mask=self.answers.is_trained[index].repeat_interleave(lengths),
+            behaviour_logprobs=_joined([c.logprobs for c in completions], np.float32),
+            advantages=self.advantages[index].repeat_interleave(lengths).float(),
+            versions=_joined([_versions(c) for c in completions], np.int64),
+            is_current=torch.tensor(
+                [_is_current(c, self.version) for c in completions], dtype=torch.bool
+            ).repeat_interleave(lengths),
+            answers=index,
+            tokens_in_group=self.tokens_in_group[index],
+        )
+
+
+class _Layout:
+    """Where the tokens of a row lie."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.token_ids: list[np.ndarray] = []
+        self.position_ids: list[np.ndarray] = []
+        self.read_at: list[np.ndarray] = []
+        self.families: list[Family] = []
+
+    def add(self, prompt: np.ndarray, answers: Sequence[np.ndarray], share_prompt: bool) -> None:
+        """A prompt and the answers to it: the prompt once, or each answer after a prompt of its own."""
+        if share_prompt and len(answers) != 1:
+            start = self._run(prompt, 0)
+            prefix = (start, self.size)
+            self.families.append(Family((start, start), prefix))
+            bounds = [self.size]
+            for answer in answers:
+                first = self._run(answer[:-1], len(prompt))
+                self.read_at.append(np.concatenate([[prefix[1] - 1], np.arange(first, self.size)]))
+                bounds += [self.size] * (self.size > first)
+            if len(bounds) > 1:
+                self.families.append(Family(prefix, tuple(bounds)))
+        else:
+            for answer in answers:
+                first = self._run(np.concatenate([prompt, answer[:-1]]), 0)
+                self.read_at.append(np.arange(first + len(prompt) - 1, self.size))
+                self.families.append(Family((first, first), (first, self.size)))
+
+    def _run(self, token_ids: np.ndarray, position: int) -> int:
+        """Append tokens; where they start."""
+        self.token_ids.append(token_ids)
+        self.position_ids.append(np.arange(position, position + len(token_ids)))
+        self.size += len(token_ids)
+        return self.size - len(token_ids)
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
+
+
+def _versions(completion: Completion) -> np.ndarray:
+    """[L] number of the weights that sampled each token."""
+    return np.concatenate([np.full(span.end - span.start, span.version.version) for span in completion.spans])
+
+
+def _is_current(completion: Completion, version: WeightVersion | None) -> bool:
+    """True if `version` sampled the answer from its first token to its last.
+
+    An answer that began under older weights may go on with their keys and values: its later tokens are not what these
+    weights alone would say, so they tell nothing of how well two kernels agree.
+    """
+    return all(span.version == version for span in completion.spans)

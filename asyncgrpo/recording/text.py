@@ -1,0 +1,205 @@
+"""A run as text: one tidy line for each event that a person wants in a log, and the last words of a run."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from asyncgrpo.recording.events import Event
+from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag, short_version
+
+# -- a line for an event -----------------------------------------------------------------------------------------------
+
+
+_WARNINGS = frozenset(
+    {"restart", "drain", "stall", "fault", "warning"}
+    | {"reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
+)
+
+
+def line_of(event: Event, progress: Progress) -> str | None:
+    """One line for an event that a person wants in a log, or None. `progress` has taken the event in already."""
+    kind = event["event"]
+    if kind == "start":
+        return f"start {event.get('run', '')} at step {event.get('step')}"
+    if kind == "step":
+        return _step_line(event, progress)
+    if kind == "eval":
+        line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
+        return line + (f"  failures: {counts_in_words(failures)}" if (failures := event.get("failures")) else "")
+    if kind == "checkpoint":
+        return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
+    if kind == "recovered":
+        return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
+    is_bad_sync = kind == "sync" and (event.get("checksum") != "ok" or event.get("left_out"))
+    if kind in _WARNINGS or is_bad_sync:
+        return f"warning: {progress.warnings[-1]}"
+    if kind == "end":
+        return f"end   {event.get('status')} at step {event.get('step')}"
+    return None
+
+
+def _step_line(step: Event, progress: Progress) -> str:
+    lags = {int(lag): groups for lag, groups in (step.get("lags") or {}).items()}
+    generated, trained = progress.tokens_per_second()
+    seconds = step.get("seconds") or {}
+    waited = seconds.get("wait_data", 0.0) / total if (total := sum(seconds.values())) > 0 else 0.0
+    width = len(str(progress.total_steps or 0))
+    of = f"/{progress.total_steps}" if progress.total_steps else ""
+    line = (
+        f"step {step['step']:>{max(3, width)}}{of}  reward {number(step.get('reward_mean'))}"
+        f"  lag {mean_lag(lags):.1f} (max {max(lags, default=0)})  loss {number(step.get('loss'), 4)}"
+        f"  tok/s {thousands(generated)} gen {thousands(trained)} train  wait {waited:3.0%}"
+    )
+    if progress.syncs:
+        sync = progress.syncs[-1]
+        line += f"  sync {short_version(str(sync['version']))} {sync.get('ms') or 0:.0f} ms {sync.get('checksum')}"
+    if failures := step.get("failures"):
+        line += f"  failures {sum(failures.values())}"
+    return line
+
+
+def position(progress: Progress) -> str:
+    """Steps done of all, "17/60", or "17" where their number is not known."""
+    return f"{progress.step}/{progress.total_steps}" if progress.total_steps else f"{progress.step}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure with so many digits after the point, a large one with four in all; "-" for none."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def thousands(value: float) -> str:
+    """Three significant digits: "870", "1.7k", "29.4k", "3.1M"."""
+    for unit in ("", "k", "M"):
+        if abs(value) < 999.5:
+            return f"{value:.0f}{unit}" if not unit else f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+# -- the last words ----------------------------------------------------------------------------------------------------
+
+
+_ENDS = 5
+"""Steps averaged for the first and the last reward."""
+
+
+def summary(events: Iterable[Event], run_dir: Path | None = None) -> str:
+    """A few aligned lines about the whole run.
+
+    Args:
+        events: all of them, as `read_events` gives them.
+        run_dir: names the files it holds, if given.
+    """
+    progress = Progress.of(events)
+    rows = [("run", f"{progress.run or '-'}: {_status(progress)}")]
+    if progress.steps:
+        rows += [*_learning(progress), *_flow(progress)]
+    if dropped := progress.untrained("dropped"):
+        rows.append(("dropped", f"{dropped.total():,} groups: {counts_in_words(dropped)}"))
+    if filtered := progress.untrained("filtered"):
+        rows.append(("filtered", f"{filtered.total():,} groups without signal: {counts_in_words(filtered)}"))
+    if progress.checkpoints:
+        rows.append(("checkpoint", f"{progress.checkpoints[-1]['path']} (step {progress.checkpoints[-1]['step']})"))
+    if run_dir is not None:
+        rows += [("files" if first else "", text) for first, text in _files(Path(run_dir))]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
+
+
+def _status(progress: Progress) -> str:
+    of = f" of {progress.total_steps}" if progress.total_steps else ""
+    status = progress.end.get("status", "ended") if progress.end else "not ended"
+    return f"{status} at step {progress.step}{of}, {progress.training_seconds:.1f} s of training"
+
+
+def _learning(progress: Progress) -> list[tuple[str, str]]:
+    rewards = progress.rewards()
+    first, last = rewards[:_ENDS], rewards[-_ENDS:]
+    rows = []
+    if rewards:
+        rows.append(
+            ("reward", f"{number(_mean(first))} -> {number(_mean(last))} (means of {len(first)} first and last steps)")
+        )
+    if progress.evals:
+        scores = [number(event["reward_mean"]) for event in progress.evals if event.get("reward_mean") is not None]
+        rows.append(("eval", " -> ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else "no score"))
+    return rows
+
+
+def _flow(progress: Progress) -> list[tuple[str, str]]:
+    lags = progress.lags()
+    good = progress.num_syncs - progress.num_bad_syncs
+    rows = [
+        ("tokens", _tokens(progress)),
+        ("lag", f"mean {mean_lag(lags):.2f}, max {max(lags, default=0)} steps"),
+        ("weight syncs", f"{good} of {progress.num_syncs} proved by checksum"),
+    ]
+    gaps = [step["logprob_gap_max"] for step in progress.steps if step.get("logprob_gap_max") is not None]
+    if gaps:
+        rows.append(("log-prob gap", f"max {max(gaps):.2g} nats between learner and engine"))
+    rows.append(("waiting", f"{progress.time_shares().get('wait_data', 0.0):.0%} of the learner's time"))
+    if progress.num_restarts:
+        rows.append(("restarts", str(progress.num_restarts)))
+    if progress.undone_steps:
+        rows.append(
+            ("undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again")
+        )
+    if progress.faults:
+        rows += _survived(progress)
+    return rows
+
+
+def _tokens(progress: Progress) -> str:
+    """`1,000 generated = 900 trained + 70 dropped (stale 50, unusable 20) + 30 waiting`."""
+    tokens = progress.tokens
+    if not tokens:  # an older release wrote no ledger
+        return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained():,} trained"
+    named = {"masked": "masked", "filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
+    dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
+    parts = [f"{tokens['trained']:,} trained", f"{sum(dropped.values()):,} dropped"]
+    parts[-1] += f" ({counts_in_words(dropped)})" if dropped else ""
+    parts += [f"{tokens[fate]:,} {words}" for fate, words in named.items() if tokens.get(fate)]
+    return f"{tokens['generated']:,} generated = {' + '.join(parts)}"
+
+
+def _survived(progress: Progress) -> list[tuple[str, str]]:
+    """What `--chaos` did, and how long it took until every process was up and a step was trained after it."""
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for event in progress.recoveries:
+        role = event["actor"].partition("-")[0]
+        by_kind[f"{event['fault']} {role}"].append(event["seconds"])
+    rows = [("faults", f"{len(progress.faults)} done, {len(progress.recoveries)} survived; seconds to recovery:")]
+    every = [seconds for kind in by_kind.values() for seconds in kind]
+    for kind, seconds in [*sorted(by_kind.items()), ("all", every)]:
+        if seconds:
+            rows.append(
+                (
+                    "",
+                    f"{kind:<18}{len(seconds):>4}   p50 {quantile(seconds, 0.5):5.1f}   p99 {quantile(seconds, 0.99):5.1f}",
+                )
+            )
+    return rows
+
+
+def _files(run_dir: Path) -> list[tuple[bool, str]]:
+    found = []
+    for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else []:
+        if path.is_dir():
+            count = sum(1 for inner in path.iterdir() if not inner.name.startswith("."))
+            found.append(f"{path}/ ({count} entr{'y' if count == 1 else 'ies'})")
+        elif not path.name.startswith("."):
+            found.append(str(path))
+    return [(i == 0, text) for i, text in enumerate(found)]
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of all does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

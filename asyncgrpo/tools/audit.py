@@ -1,0 +1,214 @@
+"""Does a run agree with itself? Journal, checkpoints and `metrics.jsonl`, held against each other.
+
+Nothing here trusts the code that wrote the files: what was trained is what the manifests on the path to the newest
+checkpoint say, and every promise of `docs/reliability.md` that the files can show is looked up in them. Each
+difference is one sentence that names the group, the prompt or the step.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.recovery import surviving_path
+from asyncgrpo.data.prompts import PromptState
+from asyncgrpo.journal.format import Began, Delivered, Dropped, Handed
+from asyncgrpo.journal.history import History, read_run
+from asyncgrpo.learner.checkpoints import Checkpoints, read_state
+from asyncgrpo.recording.events import read_events
+from asyncgrpo.types import WeightVersion
+
+TRAINED, WAITING, LOST = "trained", "in flight", "without a fate"
+
+
+@dataclass
+class Audit:
+    """What was found."""
+
+    step: int
+    """Of the newest checkpoint; 0 without one."""
+    starts: int
+    prompts_done: int
+    groups: Counter[str] = field(default_factory=Counter)
+    """Delivered groups by fate."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Their sampled tokens."""
+    lags: Counter[int] = field(default_factory=Counter)
+    """Groups trained on the path by lag, optimizer steps."""
+    differences: list[str] = field(default_factory=list)
+
+
+def audit(run: Path) -> Audit:
+    """Check the folder of a run, which may be over, killed or still going.
+
+    Raises:
+        JournalError: there is no journal, or not one start of the run is whole in it.
+    """
+    history = read_run(run)
+    newest = Checkpoints(run, keep=1).latest()
+    state = read_state(newest) if newest is not None else None
+    checkpoint = WeightVersion(state.lineage, state.step) if state is not None else None
+    prompts = msgspec.convert(state.prompts, PromptState) if state is not None else None
+    return _Auditor(run, history, checkpoint, prompts).audit()
+
+
+class _Auditor:
+    """One pass over the records, then one check after the other."""
+
+    def __init__(
+        self, run: Path, history: History, checkpoint: WeightVersion | None, prompts: PromptState | None
+    ) -> None:
+        self._run = run
+        self._history = history
+        self._path = surviving_path(history.starts, checkpoint)
+        self._prompts = prompts
+        self._step = checkpoint.version if checkpoint is not None else 0
+        self._delivered: dict[str, Delivered] = {}
+        self._manifests: list[Handed] = []
+        """Those on the path, by step."""
+        self._later: list[Handed] = []
+        """Those that no checkpoint holds."""
+        self._dropped: dict[str, Dropped] = {}
+        self.result = Audit(
+            step=self._step,
+            starts=len(history.starts),
+            prompts_done=prompts.frontier + len(prompts.done_beyond) if prompts is not None else 0,
+        )
+
+    def audit(self) -> Audit:
+        self.result.differences += [f"damaged journal: {sentence}" for sentence in self._history.damage]
+        self._read()
+        self._every_step_has_one_manifest()
+        self._nothing_is_trained_twice()
+        self._nothing_is_too_old()
+        self._no_prompt_is_skipped()
+        self._every_group_has_one_fate()
+        self._events_agree()
+        return self.result
+
+    def _differ(self, sentence: str) -> None:
+        self.result.differences.append(sentence)
+
+    def _read(self) -> None:
+        for found in self._history.found:
+            record = found.record
+            match record:
+                case Delivered():
+                    if record.lease_id in self._delivered:
+                        self._differ(f"group {record.lease_id} was delivered twice")
+                    self._delivered[record.lease_id] = record
+                case Handed():
+                    for lease_id in record.lease_ids:
+                        if lease_id not in self._delivered:
+                            self._differ(f"step {record.step} was given group {lease_id}, which was never delivered")
+                    on_path = record.step <= self._path.get(record.version.lineage, -1)
+                    (self._manifests if on_path else self._later).append(record)
+                case Dropped():
+                    self._dropped[record.lease_id] = record
+
+    def _every_step_has_one_manifest(self) -> None:
+        count = Counter(manifest.step for manifest in self._manifests)
+        for step in range(1, self._step + 1):
+            if count[step] != 1:
+                self._differ(
+                    f"step {step}, which the newest checkpoint holds, has {count[step]} manifests instead of 1"
+                )
+
+    def _nothing_is_trained_twice(self) -> None:
+        by_group: dict[str, int] = {}
+        by_order: dict[int, str] = {}
+        for manifest in self._manifests:
+            for lease_id in manifest.lease_ids:
+                if lease_id in by_group:
+                    self._differ(f"group {lease_id} was trained in step {by_group[lease_id]} and in {manifest.step}")
+                by_group[lease_id] = manifest.step
+                record = self._delivered.get(lease_id)
+                if record is None:
+                    continue  # said already
+                if (other := by_order.setdefault(record.order, lease_id)) != lease_id:
+                    self._differ(f"prompt {record.order} was trained twice, by the groups {other} and {lease_id}")
+        self._trained_groups, self._trained_orders = set(by_group), set(by_order)
+
+    def _nothing_is_too_old(self) -> None:
+        for manifest in [*self._manifests, *self._later]:
+            start = self._history.starts.get(manifest.version.lineage)
+            for record in filter(None, map(self._delivered.get, manifest.lease_ids)):
+                lag = manifest.version.version - record.versions[0].version
+                newest = record.versions[-1].version
+                bounded = _bounded_lag(record, manifest, start) if start is not None else None
+                if start is not None and bounded is not None and bounded > start.max_lag:
+                    self._differ(
+                        f"group {record.lease_id}: lag {bounded} in step {manifest.step}, max_lag {start.max_lag}"
+                    )
+                if newest > manifest.version.version:
+                    self._differ(f"group {record.lease_id} is of weights {newest}, newer than step {manifest.step}")
+                if manifest in self._manifests:
+                    self.result.lags[lag] += 1
+
+    def _no_prompt_is_skipped(self) -> None:
+        if self._prompts is None:
+            return
+        final = {r.order for r in self._dropped.values() if r.is_final and _lineage(r.lease_id) in self._path}
+        done = {*range(self._prompts.frontier), *self._prompts.done_beyond}
+        for order in sorted(done - self._trained_orders - final):
+            self._differ(f"prompt {order} is done in the newest checkpoint, but was neither trained nor dropped")
+        for order in sorted(self._trained_orders - done):
+            self._differ(f"prompt {order} was trained, but is not done in the newest checkpoint: it would come again")
+
+    def _every_group_has_one_fate(self) -> None:
+        last = max(self._history.starts)
+        later = [manifest for manifest in self._later if manifest.version.lineage == last]
+        handed = {lease_id for manifest in later for lease_id in manifest.lease_ids}
+        for lease_id, record in self._delivered.items():
+            dropped = self._dropped.get(lease_id)
+            if lease_id in self._trained_groups:
+                fate = TRAINED
+                if dropped is not None:
+                    self._differ(f"group {lease_id} was trained, and dropped as {dropped.reason}")
+            elif dropped is not None:
+                fate = dropped.reason
+            elif record.order not in self._trained_orders or lease_id in handed:
+                fate = WAITING
+            else:
+                fate = LOST
+                self._differ(f"group {lease_id} was neither trained nor dropped, and its prompt is done")
+            self.result.groups[fate] += 1
+            self.result.tokens[fate] += record.tokens
+
+    def _events_agree(self) -> None:
+        events = self._run / "metrics.jsonl"
+        if not events.exists():
+            self._differ(f"{events} is missing")
+            return
+        manifests = {manifest.step: manifest for manifest in self._manifests}
+        steps = [event for event in read_events(events) if event["event"] == "step"]
+        counted = Counter(event["step"] for event in steps)
+        for step in sorted(manifests):
+            if counted[step] != 1:
+                self._differ(f"step {step} is {counted[step]} times in metrics.jsonl")
+        for event in steps:
+            found = manifests.get(event["step"])
+            if found is None:
+                continue
+            records = [r for r in map(self._delivered.get, found.lease_ids) if r is not None]
+            lags = Counter(str(found.version.version - record.versions[0].version) for record in records)
+            if dict(lags) != event["lags"]:
+                self._differ(
+                    f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal"
+                )
+
+
+def _bounded_lag(record: Delivered, manifest: Handed, start: Began) -> int | None:
+    """The lag of the group that its policy promises to bound; None where it promises nothing."""
+    match POLICIES[start.policy].counts_from:
+        case "oldest":
+            return manifest.version.version - record.versions[0].version
+        case "newest":
+            return manifest.version.version - record.versions[-1].version
+    return None
+
+
+def _lineage(lease_id: str) -> int:
+    return int(lease_id.partition(".")[0])

@@ -1,0 +1,375 @@
+"""Train the steps of a run again from its journal: the same learner, the same batches, no generator.
+
+journal ──Batch──▶ [Learner.step] ──▶ metrics.jsonl of the replay, held against that of the run
+
+Each leg of the timeline has processes of its own and begins with what the one before it saved, as the starts of the run
+did, because a checkpoint does not hold all that a process knows (`learner/guard.py`).
+"""
+
+import multiprocessing
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from asyncgrpo.config.algorithm_rules import check_algorithm
+from asyncgrpo.config.explain import algorithm_in_words, knobs
+from asyncgrpo.config.load import to_yaml, with_overrides
+from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, TrainingError
+from asyncgrpo.learner.inbox import Order, Team
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.record import step_fields
+from asyncgrpo.learner.service import Stopwatch, follow
+from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
+from asyncgrpo.recording.loggers import flatten
+from asyncgrpo.tools.timeline import Leg, PlannedStep, Timeline
+from asyncgrpo.types import WeightVersion
+from asyncgrpo.weights.group import serve_store, visit_store
+from asyncgrpo.weights.layout import digest_of
+from asyncgrpo.wire.codec import encode, unpack_batch
+
+# -- the same step twice -----------------------------------------------------------------------------------------------
+
+
+COUNTED = (
+    *("tokens", "tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_done"),
+    *("dropped", "filtered", "discarded"),
+)
+"""What the buffer counted while the run was going; no replay can make it again."""
+_NOT_OF_THE_STEP = {"event", "time", "seconds", *COUNTED}
+
+QUANTITIES = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "clip_ratio": "clip share",
+    "diagnostics.kl_k3": "KL to samplers",
+    "diagnostics.ess_token": "ESS",
+}
+"""What is shown of two corrections side by side: field of a step, and its name. ESS is a share of the tokens."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One step, twice."""
+
+    step: int
+    recorded: Event | None
+    """None: the run was ended in it."""
+    replayed: Event
+
+    @cached_property
+    def differences(self) -> list[str]:
+        """Names of the fields that are not equal, in the order of the event; those that only one side has are none."""
+        if self.recorded is None:
+            return []
+        ours, theirs = _fields(self.replayed), _fields(self.recorded)
+        encode = msgspec.json.encode  # shortest text that reads back to the same bits
+        return [name for name in ours if name in theirs and encode(ours[name]) != encode(theirs[name])]
+
+    def values(self, field: str) -> tuple[Any, Any]:
+        """A field of both, with None where it is not known."""
+        recorded = _fields(self.recorded).get(field) if self.recorded is not None else None
+        return recorded, _fields(self.replayed).get(field)
+
+
+def _fields(event: Event) -> dict[str, Any]:
+    return flatten({name: value for name, value in event.items() if name not in _NOT_OF_THE_STEP}, ".")
+
+
+def means(pairs: Sequence[Pair], field: str) -> tuple[float | None, float | None]:
+    """Of a field over the steps, on both sides, each over those that have it."""
+    sides = zip(*(pair.values(field) for pair in pairs), strict=True)
+    recorded, replayed = ([value for value in side if value is not None] for side in sides)
+    return (sum(recorded) / len(recorded) if recorded else None), (sum(replayed) / len(replayed) if replayed else None)
+
+
+# -- what a replay may change ------------------------------------------------------------------------------------------
+
+
+_FIXED = {
+    "algorithm.group_size": "so many answers to each prompt are in the journal",
+    "algorithm.min_answers": "so many answers to each prompt are in the journal",
+    "algorithm.filter_zero_signal": "it decided which groups were trained",
+    "model": "the answers were sampled by this model",
+    "data": "the prompts came from there",
+    "reward": "the answers were scored by it",
+    "sampling": "the answers were sampled under it",
+    "buffer": "it decided which groups were trained in which step",
+    "run": "the steps, their order and their seeds are those of the journal",
+    "generators": "a replay has no generators",
+    "weights": "a replay publishes no weights",
+    "cluster": "a replay is one learner on this machine",
+}
+"""Keys and sections that stay as they were, and why."""
+
+
+def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
+    """The configuration of a replay.
+
+    Args:
+        recorded: of the run.
+        overrides: `key=value`, as on the command line.
+        algorithm: name of a preset that comes before them.
+    Raises:
+        ConfigError: it is not valid, or a key is set that would have changed what was generated.
+    """
+    if algorithm is not None:  # a preset sets this key too, and what it decides was decided when the groups were made
+        overrides = [f"algorithm.filter_zero_signal={recorded.algorithm.filter_zero_signal}", *overrides]
+    config = with_overrides(recorded, overrides, algorithm=algorithm)
+    before, after = _by_key(recorded), _by_key(config)
+    for key in (key for key in after if after[key] != before[key]):
+        fixed = next((name for name in _FIXED if f"{key}.".startswith(f"{name}.")), None)
+        if fixed is not None:
+            raise ConfigError(f"a replay cannot change {key}: {_FIXED[fixed]}")
+    if config.algorithm.advantage == "remax" != recorded.algorithm.advantage:
+        raise ConfigError(
+            "a replay cannot change algorithm.advantage to remax: it needs a greedy answer to each prompt, and the "
+            "journal has none"
+        )
+    check_algorithm(config)
+    return config
+
+
+def _by_key(config: Config) -> dict[str, Any]:
+    """Every knob's value."""
+    found = {}
+    plain = msgspec.to_builtins(config)
+    for key in knobs():
+        value = plain
+        for name in key.split("."):
+            value = value[name]
+        found[key] = value
+    return found
+
+
+# -- ranks without Ray -------------------------------------------------------------------------------------------------
+
+
+PATIENCE = timedelta(minutes=10)
+"""For another rank, which loads a model or computes a step; one that died before it joined is noticed only then."""
+
+
+@contextmanager
+def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Learner, Team]]:
+    """The learner of `config` and its team, as long as the block lasts.
+
+    Args:
+        checkpoint: folder that `Learner.save` wrote, to go on from; None: begin with the model's folder.
+    Raises:
+        ConfigError: the machine has too few GPUs, or the learner cannot be built.
+        CheckpointError: the checkpoint cannot be loaded.
+        TrainingError: another rank's process ended.
+    """
+    world = config.learner.ranks
+    _device(config, world - 1)  # says it here if there are too few
+    store = serve_store("127.0.0.1", PATIENCE.total_seconds())
+    spawn = multiprocessing.get_context("spawn")
+    others = [
+        spawn.Process(target=_follow, args=(config, rank, store.port, checkpoint), daemon=True)
+        for rank in range(1, world)
+    ]
+    for process in others:
+        process.start()
+    try:
+        learner, team = _join(config, 0, store, checkpoint), Team(0, world)
+        yield learner, team
+        team.tell(Order(what="end"))
+        for process in others:
+            process.join()
+    except RuntimeError as error:  # of a collective whose other side is gone
+        codes = {rank: process.exitcode for rank, process in enumerate(others, start=1) if process.exitcode}
+        if codes:
+            raise TrainingError(f"a rank of the learner ended: {codes} (rank: exit code)") from error
+        raise
+    finally:
+        for process in others:
+            process.kill()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _follow(config: Config, rank: int, port: int, checkpoint: str | None) -> None:
+    """Another rank. It ends with rank 0: by its order, or because their connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store = visit_store("127.0.0.1", port, PATIENCE.total_seconds())
+    with suppress(AsyncGRPOError):  # rank 0 meets the same and says it
+        follow(_join(config, rank, store, checkpoint), Team(rank, config.learner.ranks))
+        dist.destroy_process_group()
+
+
+def _join(config: Config, rank: int, store: dist.Store, checkpoint: str | None) -> Learner:
+    transformers_logging.disable_progress_bar()
+    device = _device(config, rank)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as in a run: the order of a sum depends on it
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=config.learner.ranks, timeout=PATIENCE)
+    learner = Learner(config, rank=rank, world=config.learner.ranks, device=device)
+    if checkpoint is not None:
+        learner.load(checkpoint)
+    return learner
+
+
+def _device(config: Config, rank: int) -> torch.device:
+    wish = config.learner.device
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if torch.cuda.device_count() <= rank:
+        raise ConfigError(
+            f"learner.ranks={config.learner.ranks} with learner.device={wish} needs as many GPUs, and this machine has "
+            f"{torch.cuda.device_count()}; learner.device=cpu would give nearly the same numbers, not equal ones"
+        )
+    return torch.device("cuda", rank)
+
+
+# -- the replay --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Replayed:
+    """What came of it."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    other_weights: list[str] = field(default_factory=list)
+    """Versions whose weights do not have the digest that the run published."""
+    same_weights: list[str] = field(default_factory=list)
+    """Versions whose weights do."""
+
+    @property
+    def num_compared(self) -> int:
+        """Steps that the run recorded."""
+        return sum(pair.recorded is not None for pair in self.pairs)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether steps could be compared, and these and all weights that could be are equal to the bit."""
+        differ = any(pair.differences for pair in self.pairs)
+        return self.num_compared > 0 and not differ and not self.other_weights
+
+
+class Replay:
+    """One replay into one new folder."""
+
+    def __init__(self, timeline: Timeline, configs: Sequence[Config], folder: Path, overrides: Sequence[str]) -> None:
+        """
+        Args:
+            configs: of each leg, with what is to be other than in the run.
+            folder: does not exist yet.
+            overrides: what is other, in words.
+        Raises:
+            CheckpointError: the folder cannot be made.
+        """
+        try:
+            folder.mkdir(parents=True)
+            (folder / "config.yaml").write_text(to_yaml(configs[-1]), encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"the folder {folder} cannot be made: {error.strerror}") from error
+        self._timeline, self._configs, self._folder = timeline, configs, folder
+        self._overrides = list(overrides)
+        self._events = EventLog(folder / "metrics.jsonl")
+        path = timeline.run / "metrics.jsonl"
+        recorded = list(read_events(path)) if path.exists() else []
+        self._steps = {event["version"]: event for event in recorded if event["event"] == "step"}
+        self._digests = {event["version"]: event.get("digest") for event in recorded if event["event"] == "sync"}
+        self._result = Replayed()
+
+    def run(self, on_step: Callable[[Pair], None] = lambda pair: None) -> Replayed:
+        """Train every step of the timeline again.
+
+        Args:
+            on_step: called after each step.
+        Raises:
+            JournalError: a group cannot be read.
+            ConfigError, CheckpointError, TrainingError: what the learner says.
+        """
+        steps = list(self._timeline.steps)
+        first = steps[0].version
+        self._events.write(
+            "start",
+            run=f"{self._timeline.run.name}, replayed",
+            lineage=first.lineage,
+            version=str(first),
+            step=first.version,
+            steps=steps[-1].number,
+            sizes=algorithm_in_words(self._configs[0].algorithm),
+            overrides=self._overrides,
+        )
+        try:
+            self._train(on_step)
+        except BaseException:
+            if not self._result.pairs:  # nothing to look at
+                shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._events.write("end", status="done", step=steps[-1].number)
+        return self._result
+
+    def _train(self, on_step: Callable[[Pair], None]) -> None:
+        checkpoint = self._timeline.checkpoint
+        begin = str(checkpoint / "resume") if checkpoint is not None else None
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix=".legs-") as legs:
+            for number, (leg, config) in enumerate(zip(self._timeline.legs, self._configs, strict=True)):
+                save = f"{legs}/{number}" if number + 1 < len(self._timeline.legs) else None
+                self._leg(leg, config, begin, save, on_step)
+                shutil.rmtree(f"{legs}/{number - 1}", ignore_errors=True)
+                begin = save
+
+    def _leg(
+        self, leg: Leg, config: Config, begin: str | None, save: str | None, on_step: Callable[[Pair], None]
+    ) -> None:
+        with learner_ranks(config, begin) as (learner, team):
+            self._compare_weights(leg.steps[0].version, learner, team, config)
+            clock = Stopwatch()
+            for planned in leg.steps:
+                pair = self._step(planned, learner, team, clock)
+                self._result.pairs.append(pair)
+                on_step(pair)
+            self._compare_weights(WeightVersion(leg.lineage, leg.steps[-1].number), learner, team, config)
+            if save is not None:
+                team.tell(Order(what="save", folder=save))
+                learner.save(save)
+
+    def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: Stopwatch) -> Pair:
+        with clock("wait_data"):
+            message, payload = self._timeline.batch(planned)
+            groups = unpack_batch(message, memoryview(payload))
+        with clock("forward_backward"):
+            if team.world > 1:
+                header, body = encode(message, payload)
+                team.tell(Order(what="step", version=planned.version, header=bytes(header), payload=bytes(body)))
+            report = learner.step(groups, planned.version)
+        version = f"{planned.version.lineage}.{planned.number}"
+        recorded = self._steps.get(version)
+        fields = {name: recorded[name] for name in COUNTED if name in recorded} if recorded is not None else {}
+        fields |= step_fields(groups, planned.version, report)
+        fields |= {"step": planned.number, "version": version, "seconds": clock.lap(report.seconds)}
+        return Pair(planned.number, recorded, as_written(self._events.write("step", **fields)))
+
+    def _compare_weights(self, version: WeightVersion, learner: Learner, team: Team, config: Config) -> None:
+        """Hold the learner's weights against those that the run published under this version, if it did."""
+        published = self._digests.get(str(version))
+        if published is None:
+            return
+        team.tell(Order(what="gather_weights"))
+        ours = digest_of(learner.sent.layout(), learner.sent.weights(), config.weights.bucket_mb * 2**20)
+        if ours == published:
+            self._result.same_weights.append(str(version))
+        elif not self._result.pairs:
+            place = self._timeline.checkpoint or config.model.path
+            raise CheckpointError(
+                f"{place} does not hold the weights that the run published as {version}, so nothing could be compared "
+                f"(their digest is {ours}, that of the run {published})"
+            )
+        else:
+            self._result.other_weights.append(str(version))

@@ -1,0 +1,209 @@
+"""Low-rank adapters and the base weights below them: one merge for the learner and for every generator, to the last bit.
+
+The product of an adapter's two matrices is exact in float64 before it is rounded, so it depends neither on the order in
+which a library sums nor on how many threads, which instructions or which device it uses. Whoever merges the same bytes
+holds the same bytes, and the checksums of engines on different machines can be compared.
+
+Files are mapped into memory and read tensor by tensor, so a base costs page cache and no copy.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from asyncgrpo.errors import WeightsError
+
+# -- the merge ---------------------------------------------------------------------------------------------------------
+
+
+DOWN, UP = ".lora_A", ".lora_B"
+"""A published adapter of the weight W is W.lora_A, [rank, in], and W.lora_B, [out, rank] with the scale multiplied in."""
+SAMPLES = 4096
+"""Values of one tensor that `fingerprint` looks at; all of a smaller one."""
+_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # elements merged at once: on a CPU all of it stays in a core's cache
+_EXACT = 53  # bits of a float64: integers up to 2^53 are exact
+
+
+@torch.no_grad()
+def merge(base: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
+    """base + up @ down, added in float32 and rounded once.
+
+    First every rank-one part gets a `down` of size about 1, by a power of two that `up` takes over. Then `up` and `down`
+    are rounded to 22 to 26 bits relative to the largest value of a row of `up` and of a column of `down`, which is about
+    what float32 itself keeps. Their product is exact until it is rounded to float32.
+
+    Args:
+        base: [out, in], any floating dtype.
+        up: [out, rank] float32, the adapter's scale multiplied in.
+        down: [rank, in] float32.
+        dtype: of the result.
+    Returns:
+        [out, in] on the device of `up`; of the same bits on every device.
+    """
+    rank = down.shape[0]
+    bits = (_EXACT - (rank - 1).bit_length()) // 2
+    size = _power_of_two(down.double(), dim=1)
+    up, down = _on_grid(up * size.T, bits, dim=1), _on_grid(down / size, bits, dim=0)
+    merged = torch.empty(base.shape, dtype=dtype, device=up.device)
+    rows = max(1, _CHUNK[up.device.type] // base.shape[1])
+    for start in range(0, base.shape[0], rows):
+        part = slice(start, start + rows)
+        merged[part] = (up[part] @ down).float().add_(base[part].to(up.device, torch.float32))
+    return merged
+
+
+def _on_grid(matrix: Tensor, bits: int, *, dim: int) -> Tensor:
+    """The nearest multiples of a power of two, at most 2^bits of them, one power for each line along `dim`.
+
+    Products of two such numbers are multiples of one power of two for each element of the result, and a sum of `rank` of
+    them stays below 2^53 multiples: every partial sum is exact.
+    """
+    step = _power_of_two(matrix, dim=dim) * 2.0**-bits
+    return (matrix / step).round_().mul_(step)
+
+
+def _power_of_two(matrix: Tensor, *, dim: int) -> Tensor:
+    """Float64, the smallest above every absolute value of a line along `dim`; 1 for a line of zeros."""
+    exponent = torch.frexp(matrix.abs().amax(dim, keepdim=True)).exponent.long()
+    return ((exponent + 1023) << 52).view(torch.float64)  # the bits of it, which `pow` need not hit
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Tells one set of base weights from another: 32 hex digits over names, shapes and an even sample of the values.
+
+    Two models that were trained apart differ nearly everywhere, so the sample finds them out; one changed value it may
+    miss. Values are compared as float32, whatever they are kept in.
+    """
+    digest = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        digest.update(f"{name} {list(tensor.shape)}\n".encode())
+        step = max(1, tensor.numel() // SAMPLES) | 1  # odd, so that it does not stay in one column
+        digest.update(tensor.detach().reshape(-1)[::step].float().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def content_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """32 hex digits over names and all bytes of CPU tensors, in their order."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def pairs(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name of the weight, `up` and `down` of each published adapter, from its two tensors one after the other."""
+    source = iter(tensors)
+    for (down_name, down), (up_name, up) in zip(source, source, strict=True):
+        name = down_name.removesuffix(DOWN)
+        assert (down_name, up_name) == (name + DOWN, name + UP), f"{down_name} and {up_name} are no adapter"
+        yield name, up, down
+
+
+# -- the base on disk --------------------------------------------------------------------------------------------------
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INSTEAD = "set weights.adapters_only=false"
+
+
+class BaseWeights:
+    """Tensors of a Hugging Face folder by their names on disk."""
+
+    def __init__(self, path: str) -> None:
+        """
+        Args:
+            path: folder of a model, or a hub id that is in the local cache.
+        Raises:
+            WeightsError: there are no safetensors, or they cannot be read.
+        """
+        self.path = path
+        folder = _folder(path)
+        try:
+            if (folder / INDEX).is_file():
+                names: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            else:
+                with safe_open(folder / SINGLE, framework="pt") as file:
+                    names = dict.fromkeys(file.keys(), SINGLE)
+            files: dict[str, Any] = {name: safe_open(folder / name, framework="pt") for name in set(names.values())}
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise WeightsError(
+                f"adapters are merged into the tensors of model.path ({path}), of which {folder} has no readable "
+                f"{SINGLE} or {INDEX}: {error}; {INSTEAD}"
+            ) from error
+        self._files = {name: files[file] for name, file in names.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, in its dtype on disk, on the CPU; its memory may be the file's. Raises WeightsError."""
+        if name not in self._files:
+            raise WeightsError(
+                f"adapters are merged into the tensors of model.path ({self.path}), which has none named {name}; "
+                f"{INSTEAD}"
+            )
+        return self._files[name].get_tensor(name)
+
+    def fingerprint(self, names: Iterable[str]) -> str:
+        """Of these tensors, in this order; compare with `merging.fingerprint` of others. Raises WeightsError."""
+        return fingerprint((name, self.tensor(name)) for name in names)
+
+
+class AdapterMerger:
+    """What a generator has to make whole weights of the adapters that it receives."""
+
+    def __init__(self, path: str, dtype: torch.dtype) -> None:
+        """Nothing is read before the first `merge`: then the engine has loaded the same files.
+
+        Args:
+            path: of the base model.
+            dtype: of the merged weights, the engine's.
+        """
+        self._path = path
+        self._dtype = dtype
+        self._base: BaseWeights | None = None
+        self._checked: tuple[str, tuple[str, ...]] | None = None
+
+    def merge(self, tensors: Sequence[tuple[str, Tensor]], base: str) -> list[tuple[str, Tensor]]:
+        """Whole weights on the CPU by their names on disk, one for each adapter; adapters' device does the work.
+
+        Args:
+            tensors: of `learner.adapters.PublishedAdapters`, in its order.
+            base: fingerprint of the base that the learner trains on.
+        Raises:
+            WeightsError: the base here is another one, or cannot be read.
+        """
+        adapters = list(pairs(tensors))
+        self._base = self._base or BaseWeights(self._path)
+        self._check(base, tuple(name for name, _, _ in adapters))
+        return [(name, merge(self._base.tensor(name), up, down, self._dtype).to("cpu")) for name, up, down in adapters]
+
+    def _check(self, base: str, names: tuple[str, ...]) -> None:
+        """Once for a base: its files are not expected to change below a running engine."""
+        assert self._base is not None
+        if self._checked == (base, names):
+            return
+        if (here := self._base.fingerprint(names)) != base:
+            raise WeightsError(
+                f"model.path ({self._path}) holds other weights here than where the learner runs (fingerprints {here} "
+                f"and {base}): copy the same files to every machine, or {INSTEAD}"
+            )
+        self._checked = base, names
+
+
+def _folder(path: str) -> Path:
+    """Where the files are. Raises WeightsError."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception as error:  # of many kinds, for an id that is none and one that is not there
+        raise WeightsError(f"model.path ({path}) is neither a folder nor in the local Hugging Face cache") from error

@@ -1,0 +1,93 @@
+"""Signs of life over a real socket: who lives, who is silent, what is awaited, and stacks on demand."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.cluster.heartbeat import Heart, Watch
+from asyncgrpo.wire.messages import GeneratorLost, Moved
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock: Clock) -> Iterator[Watch]:
+    watch = Watch("127.0.0.1", None, host="127.0.0.1", clock=clock)
+    yield watch
+    watch.close()
+
+
+def listen_until(watch: Watch, condition) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        watch.listen()
+        time.sleep(0.02)
+
+
+def test_a_process_that_is_silent_or_stands_still_is_found(watch: Watch, clock: Clock, tmp_path: Path):
+    age: list[float | None] = [None]
+    Heart(watch.endpoint, "buffer", "1", None, run_dir=tmp_path, loop_age_s=lambda: age[0])
+    assert watch.ailment("buffer", "1", silent_s=5.0, still_s=5.0) is None, "nothing was heard yet"
+    listen_until(watch, lambda: watch.pids("buffer"))
+    assert watch.ailment("buffer", "1", silent_s=5.0, still_s=5.0) is None
+    assert not watch.has_begun("buffer", "1")
+    clock.now_s = 6.0
+    assert "silent for 6 s" in (watch.ailment("buffer", "1", silent_s=5.0, still_s=5.0) or "")
+    assert watch.ailment("buffer", "2", silent_s=5.0, still_s=5.0) is None, "of another start nothing is known"
+    age[0] = 8.0
+    listen_until(watch, lambda: watch.has_begun("buffer", "1"))
+    assert "stands still for 8 s" in (watch.ailment("buffer", "1", silent_s=5.0, still_s=5.0) or "")
+    assert watch.ailment("buffer", "1", silent_s=5.0, still_s=9.0) is None
+
+
+def test_the_dead_of_an_earlier_start_are_not_taken_for_the_living(watch: Watch, tmp_path: Path):
+    Heart(watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, home=lambda: "old")
+    listen_until(watch, lambda: watch.home("generator-0", "1.0") == "old")
+    assert watch.home("generator-0", "1.1") is None and not watch.has_begun("generator-0", "1.1")
+
+
+def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
+    moved: list[Moved] = []
+    Heart(watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_moved=moved.append, step=lambda: 7)
+    listen_until(watch, lambda: watch.step("generator-0", "1.0") == 7)
+    watch.tell("generator-0", Moved(buffer_endpoint="a", weights_endpoint="b"))
+    watch.dump_stacks("nothing moves")
+    stacks = tmp_path / "logs" / "generator-0.stacks"
+    listen_until(watch, lambda: stacks.exists() and "test_a_process_is_told" in stacks.read_text())
+    assert moved == [Moved(buffer_endpoint="a", weights_endpoint="b")]
+    assert stacks.read_text().startswith("nothing moves, process ")
+
+
+def test_what_one_process_knows_of_a_generator_the_driver_knows_and_tells(watch: Watch, tmp_path: Path):
+    lost: list[GeneratorLost] = []
+    missing = ["generator-1"]
+    Heart(watch.endpoint, "learner-0", "1", None, run_dir=tmp_path, on_lost=lost.append, missing=lambda: tuple(missing))
+    listen_until(watch, lambda: watch.missing() == {"generator-1": "learner-0"})
+    message = GeneratorLost(generator_id="generator-1", incarnation="1.0")
+    watch.tell("learner-0", message)
+    listen_until(watch, lambda: lost == [message])
+    missing.clear()
+    listen_until(watch, lambda: not watch.missing())
+
+
+def test_what_is_awaited_for_long_is_said_again_and_again(watch: Watch, tmp_path: Path, caplog, monkeypatch):
+    monkeypatch.setattr("asyncgrpo.metrics.waits", lambda: {"batch": 31.0})
+    caplog.set_level("INFO")
+    Heart(watch.endpoint, "learner-0", "1", None, run_dir=tmp_path)
+    listen_until(watch, lambda: "learner-0 waits for batch for 31 s" in caplog.text)
+    monkeypatch.setattr("asyncgrpo.metrics.waits", lambda: {"batch": 62.0})
+    listen_until(watch, lambda: "learner-0 waits for batch for 62 s" in caplog.text)
+    assert caplog.text.count("batch for 31 s") == 1

@@ -1,0 +1,247 @@
+"""What `check_algorithm` refuses, and the sentence with which it does."""
+
+import pytest
+
+from asyncgrpo.config.algorithm_rules import check_algorithm, loss_arguments
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import AlgorithmConfig
+from asyncgrpo.errors import ConfigError
+from tests.learner.helpers import config
+
+NEEDED = ("model.path=m", "data.train=t")
+
+
+def message_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(load_config(None, [*NEEDED, *overrides]))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def accepts(*overrides: str) -> None:
+    check_algorithm(load_config(None, [*NEEDED, *overrides]))
+
+
+def test_the_defaults_are_accepted():
+    accepts()
+
+
+@pytest.mark.parametrize("loss", AlgorithmConfig.__annotations__["loss"].__origin__.__args__)
+def test_every_loss_has_arguments_of_known_kinds(loss):
+    required = [f"algorithm.loss_args.{name}=0.1" for name in ("beta",) if name in loss_arguments(loss)]
+    accepts(f"algorithm.loss={loss}", *required)
+    given = {name: p.default for name, p in loss_arguments(loss).items() if p.default is not p.empty}
+    check_algorithm(
+        config("m", algorithm={"loss": loss, "loss_args": given | dict.fromkeys(("beta",) if required else (), 0.1)})
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["loss_args.hihg=0.3"],
+            "loss_args.hihg (value 0.3) is no argument of ppo_clip: did you mean `high`? it takes low (0.2), high (0.28), ",
+        ),
+        (["loss=topr", "loss_args.low=0.3"], "is no argument of topr: it takes none"),
+        (["loss_args.low=wide"], "algorithm.loss_args.low must be a number, at least 0; it is wide"),
+        (["loss_args.low=true"], "algorithm.loss_args.low must be a number, at least 0; it is true"),
+        (["loss_args.low=null"], "algorithm.loss_args.low must be a number, at least 0; it is null"),
+        (["loss_args.low=.nan"], "algorithm.loss_args.low must be a finite number; it is nan"),
+        (["loss_args.dual=1"], "algorithm.loss_args.dual must be a number, above 1 (or null); it is 1.0"),
+        (["loss=sapo", "loss_args.tau_positive=0"], "tau_positive must be a number, above 0; it is 0.0"),
+        (["loss=dro"], "algorithm.loss=dro needs algorithm.loss_args.beta, which has no default"),
+        (["loss=pairwise"], "algorithm.loss=pairwise needs algorithm.loss_args.beta"),
+        (
+            ["loss=pairwise", "loss_args={beta: 1, pairs: some}"],
+            "loss_args.pairs must be one of best_worst, random, all; it is some",
+        ),
+        (
+            ["loss=pairwise", "loss_args={beta: 1, reference: 1}"],
+            "loss_args.reference must be true or false; it is 1.0",
+        ),
+        (
+            ["loss=pairwise", "loss_args={beta: 1, reference_logprobs: true}"],
+            "is no argument of pairwise: did you mean",
+        ),
+    ],
+)
+def test_arguments_that_a_loss_does_not_take_are_refused(overrides, sentence):
+    assert sentence in message_of(*(f"algorithm.{override}" for override in overrides))
+
+
+@pytest.mark.parametrize(
+    ("correction", "sentence"),
+    [
+        (
+            "{low: 0.5, high: 2}",
+            "corrections[0] truncates, which has no lower bound, but has low: 0.5; use action: clip",
+        ),
+        ("{action: mask}", "has action: mask and no bound, so there is nothing outside"),
+        ("{action: reject}", "has action: reject and no bound"),
+        ("{action: clip, low: 2, high: 1}", "has low: 2 above high: 1, so it would keep nothing"),
+        ("{high: 0}", "has high: 0, but it must be above 0"),
+        (
+            "{high: 2, threshold: 1}",
+            "corrections[0].threshold is 1.0, which kind importance does not read; it takes level, action, low, high",
+        ),
+        (
+            "{kind: veto}",
+            "is a veto without a bound, which rejects nothing; give low, high or both, for example low: 1e-4",
+        ),
+        (
+            "{kind: veto, low: 1e-4, level: sequence}",
+            "corrections[0].level is sequence, which kind veto does not read; it takes low, high",
+        ),
+        ("{kind: opsm}", "is opsm without threshold"),
+        (
+            "{kind: opsm, threshold: 0.5, high: 2}",
+            "corrections[0].high is 2.0, which kind opsm does not read; it takes threshold",
+        ),
+        (
+            "{kind: m2po, action: mask}",
+            "corrections[0].action is mask, which kind m2po does not read; it takes threshold",
+        ),
+        ("{kind: m2po, threshold: -1}", "has threshold: -1, but it must be above 0"),
+        ("{kind: divergence}", "is a divergence without high"),
+        (
+            "{kind: divergence, high: 0.01, level: geometric}",
+            "is a divergence at level geometric; it has the levels token and sequence",
+        ),
+        (
+            "{kind: divergence, high: 0.01, action: reject}",
+            "corrections[0].action is reject, which kind divergence does not read",
+        ),
+        ("{high: 2, estimator: k2}", "corrections[0].estimator is k2, which kind importance does not read"),
+    ],
+)
+def test_a_correction_that_would_do_nothing_or_half_is_refused(correction, sentence):
+    assert sentence in message_of(f"algorithm.corrections=[{correction}]")
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        "{}",
+        "{high: 2}",
+        "{level: sequence, action: clip, low: 0.1}",
+        "{level: geometric, action: reject, low: 0.99, high: 1.01}",
+        "{kind: veto, low: 1e-4}",
+        "{kind: m2po}",
+        "{kind: divergence, level: sequence, high: 0.01, estimator: k2}",
+    ],
+)
+def test_a_correction_that_does_something_is_accepted(correction):
+    accepts(f"algorithm.corrections=[{correction}]")
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "vespo", "topr"])
+def test_a_ratio_is_never_counted_twice(loss):
+    behaviour = ["algorithm.anchor=behaviour", f"algorithm.loss={loss}"]
+    assert "it would count twice" in message_of(*behaviour)
+    accepts(*behaviour, "algorithm.corrections=[{action: reject, high: 2}]")
+    accepts("algorithm.anchor=behaviour", "algorithm.loss=reinforce")
+    accepts("algorithm.anchor=interpolated", f"algorithm.loss={loss}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["algorithm.kl_target=0.1"],
+            "algorithm.kl_target is 0.1, but algorithm.kl_coef is 0, so there is no KL to steer",
+        ),
+        (["algorithm.kl_target=0", "algorithm.kl_coef=1"], "algorithm.kl_target must be above 0; it is 0"),
+        (["algorithm.kl_kind=k1", "algorithm.kl_coef=1"], "kl_kind=k1 has no gradient in expectation"),
+        (
+            ["algorithm.kl_kind=full", "algorithm.kl_coef=1", "algorithm.kl_in=reward"],
+            "full has no value for one sampled token",
+        ),
+        (
+            ["algorithm.kl_kind=k3_reweighted", "algorithm.kl_coef=1", "algorithm.kl_in=reward"],
+            "k3_reweighted is made for its gradient",
+        ),
+        (["algorithm.kl_kind=k1+", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], "k1+ is only another gradient"),
+        (
+            ["algorithm.loss=pairwise", "algorithm.loss_args.beta=1", "algorithm.kl_coef=1", "algorithm.kl_in=reward"],
+            "only asks which reward is higher",
+        ),
+        (
+            ["algorithm.overlong_buffer=1025"],
+            "algorithm.overlong_buffer (1025) is more than sampling.max_tokens (1024)",
+        ),
+        (
+            ["algorithm.overlong_buffer=9", "algorithm.truncated=zero"],
+            "rewards an answer that is cut (0) above one that ends just before",
+        ),
+        (
+            ["algorithm.overlong_buffer=9", "algorithm.advantage=max_rl"],
+            "but algorithm.overlong_buffer (9) subtracts from them",
+        ),
+        (
+            ["algorithm.kl_coef=1", "algorithm.kl_in=reward", "algorithm.advantage=max_rl"],
+            "but algorithm.kl_in=reward subtracts from them",
+        ),
+        (
+            ["algorithm.critic.lam=1"],
+            "algorithm.critic.lam is set, but algorithm.advantage=grpo has no critic; only gae has",
+        ),
+        (
+            ["algorithm.advantage=gae", "algorithm.critic.value_clip=0"],
+            "algorithm.critic.value_clip must be above 0 (or null); it is 0",
+        ),
+        (
+            ["algorithm.advantage=gae", "algorithm.filter_zero_signal=true"],
+            "its critic would never see a prompt that is always or never solved",
+        ),
+        (
+            ["algorithm.advantage=gae", "algorithm.loss=pairwise", "algorithm.loss_args.beta=1"],
+            "advantages that algorithm.loss=pairwise does not use",
+        ),
+        (
+            ["algorithm.advantage=gae", "algorithm.corrections=[{kind: opsm, threshold: 1}]"],
+            "algorithm.advantage=gae has one for each token",
+        ),
+        (
+            ["algorithm.anchor=interpolated", "algorithm.corrections=[{kind: opsm, threshold: 1}]"],
+            "judges anchor / behaviour (opsm)",
+        ),
+        (
+            ["algorithm.anchor=interpolated", "algorithm.corrections=[{action: reject, high: 2}]"],
+            "judges anchor / behaviour (rejection)",
+        ),
+        (
+            ["algorithm.anchor=interpolated", "learner.ess_lr=true"],
+            "learner.ess_lr measures the effective sample share of anchor / behaviour",
+        ),
+        (["learner.minibatches=65"], "learner.minibatches (65) is more than buffer.prompts_per_step (64)"),
+        (
+            ["learner.minibatches=2", "algorithm.loss=pairwise", "algorithm.loss_args.beta=1"],
+            "which only the first of several updates would have; use 1",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_are_refused(overrides, sentence):
+    assert sentence in message_of(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.kl_kind=k1", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+        ["algorithm.kl_kind=full", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"],
+        ["algorithm.overlong_buffer=1024", "algorithm.truncated=mask"],
+        ["algorithm.advantage=gae", "algorithm.critic.lam=1", "algorithm.critic.value_clip=null"],
+        ["learner.minibatches=64", "algorithm.loss=gspo"],
+        ["learner.ess_lr=true", "algorithm.anchor=behaviour", "algorithm.loss=reinforce"],
+    ],
+)
+def test_settings_that_fit_are_accepted(overrides):
+    accepts(*overrides)
+
+
+def test_a_learner_refuses_them_before_it_loads_a_model():
+    from asyncgrpo.learner.learner import Learner
+
+    with pytest.raises(ConfigError, match="no argument of ppo_clip"):
+        Learner(config("nowhere", algorithm={"loss_args": {"beta": 1.0}}), rank=0, world=1, device="cpu")

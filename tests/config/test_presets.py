@@ -1,0 +1,111 @@
+"""Every preset of configs/algorithms is a whole algorithm: it loads over any file, is accepted, and trains."""
+
+import json
+import math
+from functools import cache as cache_of
+
+import msgspec
+import pytest
+
+from asyncgrpo.config import files
+from asyncgrpo.config.algorithm_rules import check_algorithm, loss_arguments
+from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
+from asyncgrpo.config.load import is_part_of_a_preset, load_config
+from asyncgrpo.config.schema import AlgorithmConfig, Config
+from asyncgrpo.learner.learner import Learner
+from tests.learner.helpers import random_groups, with_true_logprobs
+from tests.models import make_tiny_qwen3
+
+PAPERS = {
+    "grpo", "dr_grpo", "rloo", "lite_ppo", "max_rl", "opo", "gpg", "pass_at_k", "reinforce_plus_plus", "remax", "dapo",
+    "gspo", "cispo_scalerl", "decoupled", "a3po", "tis", "sequence_mis", "geometric_rs", "icepop", "opsm", "m2po", "dppo",
+    "sapo", "gmpo", "vespo", "dro", "topr", "pairwise", "vcpo", "ppo",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+def test_the_presets_are_those_that_are_promised():
+    assert set(algorithm_names()) == PAPERS
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_preset_takes_a_step(name, path):
+    groups = random_groups(4, 4, seed=1, answer=(2, 6))  # in some group one answer is the best: pass_at_k
+    settings = [f"model.path={path}", "learner.tokens_per_microbatch=40", "learner.lr=1e-3"]
+    settings += ["algorithm.group_size=3" if name == "remax" else "algorithm.group_size=4"]
+    config = load_config("quickstart", settings, algorithm=name)
+    check_algorithm(config)
+    learner = Learner(config, rank=0, world=1, device="cpu")
+    if name == "geometric_rs":  # made for answers that engine and learner agree about
+        groups = with_true_logprobs(path, groups)
+    before = {info.name: tensor.clone() for info, tensor in learner.weights()}
+    report = learner.step(groups, groups[0].versions[0])
+    assert math.isfinite(report.loss) and math.isfinite(report.grad_norm)
+    assert report.skipped is None and report.grad_norm > 0
+    assert any((tensor != before[info.name]).any() for info, tensor in learner.weights())
+
+
+NEEDED = "model: {path: m}\ndata: {train: t}\n"
+
+
+def recipe(config: Config) -> tuple[AlgorithmConfig, int, bool]:
+    """What a preset decides."""
+    objective = msgspec.structs.replace(config.algorithm, group_size=8, min_answers=None)
+    return objective, config.learner.minibatches, config.learner.ess_lr
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_preset_is_the_same_over_every_other(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "load_values", cache_of(files.load_values))
+    alone = recipe(load_config(None, ["model.path=m", "data.train=t"], algorithm=name))
+    for other in algorithm_names():
+        (tmp_path / f"{other}.yaml").write_text(f"extends: algorithms/{other}\n{NEEDED}")
+        assert recipe(load_config(tmp_path / f"{other}.yaml", algorithm=name)) == alone, other
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
+    every = {
+        "filter_zero_signal": True, "advantage": "opo", "loss": "dppo_kl", "loss_args": {"low": 0.7, "cap": 3.0},
+        "anchor": "interpolated", "corrections": [{"high": 9.0}, {}], "aggregation": "seq-mean-token-sum",
+        "kl_coef": 0.5, "kl_kind": "k2", "kl_in": "reward", "kl_target": 0.1, "kl_horizon": 7, "behaviour_kl_coef": 0.3,
+        "entropy_coef": 0.2, "truncated": "mask", "overlong_buffer": 3, "overlong_factor": 2.0,
+        "critic": {"lam": 0.5, "gamma": 0.9, "value_coef": 2.0, "value_clip": None, "lr_scale": 3.0},
+        "group_size": 5, "min_answers": 3,
+    }  # fmt: skip
+    assert every.keys() == set(AlgorithmConfig.__struct_fields__), "a new key: is it part of a recipe?"
+    odd = tmp_path / "odd.yaml"
+    odd.write_text(f"{NEEDED}algorithm: {json.dumps(every)}\nlearner: {{minibatches: 7, ess_lr: true, lr: 0.5}}\n")
+    config, plain = (
+        load_config(odd, algorithm=name),
+        load_config(None, ["model.path=m", "data.train=t"], algorithm=name),
+    )
+    assert recipe(config) == recipe(plain)
+    sizes = (config.algorithm.group_size, config.algorithm.min_answers, config.learner.lr)
+    assert sizes == (5, 3, 0.5), "what is no part of a recipe is the file's"
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_preset_sets_nothing_but_its_recipe(name):
+    (layer,) = files.read(algorithm_file(name))
+    keys = [f"{section}.{key}" for section, values in layer.values.items() for key in values]
+    assert [key for key in keys if not is_part_of_a_preset(key)] == []
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_preset_says_what_it_is(name):
+    text = algorithm_file(name).read_text()
+    assert headline(algorithm_file(name)).count(": ") == 1
+    assert "# Use it" in text
+    assert "arXiv:" in text or name in ("sequence_mis", "geometric_rs")
+
+
+def test_our_defaults_are_the_preset_tis():
+    tis = load_config("quickstart", ["algorithm.group_size=8"], algorithm="tis").algorithm
+    assert msgspec.structs.replace(tis, loss_args={}) == AlgorithmConfig()
+    defaults = {name: parameter.default for name, parameter in loss_arguments("ppo_clip").items()}
+    assert tis.loss_args == defaults

@@ -1,0 +1,467 @@
+"""Configuration: what is written is what runs, and what cannot run is said in one sentence."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from asyncgrpo.config.explain import explain, knobs, sizes_in_words
+from asyncgrpo.config.files import shipped, shipped_names
+from asyncgrpo.config.load import load_config, to_yaml
+from asyncgrpo.config.rules import check, check_model
+from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, SamplingConfig
+from asyncgrpo.errors import ConfigError
+
+NEEDED = ("model.path=m", "data.train=t")
+
+
+def message_of(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides if path else [*NEEDED, *overrides])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {path: m}\ndata:\n  train: t\n")
+    return path
+
+
+class TestReading:
+    def test_numbers_in_scientific_notation_are_numbers(self, file):
+        file.write_text(file.read_text() + "learner:\n  lr: 1e-6\n")
+        assert load_config(file).learner.lr == 1e-6
+        assert load_config(None, [*NEEDED, "learner.lr=3e-5"]).learner.lr == 3e-5
+
+    def test_the_command_line_wins_over_the_file_and_the_file_over_the_base(self, file):
+        file.write_text(file.read_text() + "run: {steps: 7, seed: 3}\n")
+        config = load_config(file, ["run.seed=5"], base={"run": {"steps": 1, "seed": 1, "out": "here"}})
+        assert (config.run.steps, config.run.seed, config.run.out) == (7, 5, "here")
+
+    def test_the_last_of_two_equal_overrides_wins(self):
+        assert load_config(None, [*NEEDED, "run.seed=1", "run.seed=2"]).run.seed == 2
+
+    def test_a_file_extends_another_and_its_keys_win(self, file):
+        (file.parent / "child.yaml").write_text("extends: mine.yaml\ndata: {train: other}\nrun: {seed: 9}\n")
+        config = load_config(file.parent / "child.yaml")
+        assert (config.model.path, config.data.train, config.run.seed) == ("m", "other", 9)
+
+    def test_a_file_may_extend_one_that_comes_with_the_package(self, file):
+        file.write_text("extends: one_node_8gpu\nrun: {seed: 9}\n")
+        config = load_config(file)
+        assert (config.algorithm.group_size, config.run.seed) == (5, 9)
+
+    def test_a_file_may_extend_several_and_later_ones_win(self, file):
+        (file.parent / "a.yaml").write_text("run: {seed: 1, steps: 2}\nbuffer: {max_lag: 7}\n")
+        (file.parent / "b.yaml").write_text("extends: a.yaml\nrun: {seed: 3}\n")
+        file.write_text(file.read_text() + "extends: [a.yaml, b.yaml, algorithms/gspo]\nbuffer: {max_lag: 9}\n")
+        config = load_config(file)
+        assert (config.run.seed, config.run.steps, config.buffer.max_lag) == (3, 2, 9)
+        assert (config.algorithm.loss, config.learner.minibatches) == ("gspo", 4)
+
+    def test_an_algorithm_wins_over_the_file_and_the_command_line_over_the_algorithm(self):
+        config = load_config("one_node_8gpu", ["algorithm.loss_args.high=0.001"], algorithm="gspo")
+        assert (config.algorithm.group_size, config.algorithm.kl_coef) == (5, 0.0)
+        assert (config.algorithm.aggregation, config.learner.minibatches) == ("seq-mean-token-mean", 4)
+        assert config.algorithm.loss_args == {"low": 3e-4, "high": 0.001}
+        assert load_config("one_node_8gpu", algorithm="algorithms/gspo").algorithm.loss == "gspo"
+
+    def test_keys_beside_the_preset_that_a_file_extends_are_the_files(self, file):
+        (file.parent / "below.yaml").write_text("algorithm: {kl_coef: 0.5, entropy_coef: 0.5}\n")
+        file.write_text(file.read_text() + "extends: [below.yaml, algorithms/opsm]\nalgorithm: {entropy_coef: 0.1}\n")
+        algorithm = load_config(file).algorithm
+        assert (algorithm.kl_coef, algorithm.entropy_coef) == (0.001, 0.1)
+
+    def test_what_an_algorithm_replaces_of_a_file_is_said(self, file):
+        said: list[str] = []
+        assert load_config("quickstart", algorithm="grpo", tell=said.append).algorithm.entropy_coef == 0
+        assert said == [
+            "--algorithm grpo replaces what quickstart sets: algorithm.entropy_coef=0.02; a key=value on the command line "
+            "keeps one"
+        ]
+        file.write_text(
+            file.read_text() + "algorithm: {loss: gspo, kl_coef: 0.1}\nlearner: {minibatches: 2, lr: 1e-5}\n"
+        )
+        load_config(file, ["algorithm.kl_coef=0.2"], algorithm="gspo", tell=said.append)
+        assert said[1:] == [
+            f"--algorithm gspo replaces what {file} sets: learner.minibatches=2; a key=value on the command line keeps one"
+        ]
+        load_config(file, ["learner.minibatches=2"], algorithm="gspo", tell=said.append)
+        load_config(file, tell=said.append)
+        assert len(said) == 3 and "algorithm.kl_coef=0.1" in said[2] and "minibatches" not in said[2]
+
+    def test_text_needs_no_quotes_on_the_command_line(self):
+        config = load_config(None, [*NEEDED, "run.out=2024", "data.train=set #1.json", "data.system_prompt=A: b=[1"])
+        assert (config.run.out, config.data.train, config.data.system_prompt) == ("2024", "set #1.json", "A: b=[1")
+        assert load_config(None, [*NEEDED, "run.out='a: b'", "data.eval=null"]).run.out == "a: b"
+
+    def test_null_and_lists_and_free_keys_are_read_as_yaml(self):
+        overrides = ["run.epochs=null", "run.loggers=[wandb,tensorboard]", "generators.extra.page_size=16"]
+        config = load_config(None, [*NEEDED, *overrides])
+        assert config.run.epochs is None
+        assert config.run.loggers == ("wandb", "tensorboard")
+        assert config.generators.extra == {"page_size": 16}
+
+    def test_an_environment_variable_may_give_a_number(self, file, monkeypatch):
+        monkeypatch.setenv("MY_STEPS", "12")
+        file.write_text(file.read_text() + "run: {steps: '${oc.env:MY_STEPS}'}\nreward:\n")
+        assert load_config(file).run.steps == 12
+
+    @pytest.mark.parametrize("name", shipped_names())
+    def test_every_shipped_file_loads_and_reads_back_equal(self, name, tmp_path):
+        config = load_config(name)
+        assert config == load_config(shipped(name))
+        (tmp_path / "copy.yaml").write_text(to_yaml(config))
+        assert load_config(tmp_path / "copy.yaml") == config
+
+    def test_the_shipped_files_are_those_that_are_promised(self):
+        assert set(shipped_names()) == {"quickstart", "one_node_8gpu", "cluster_64gpu", "dr_grpo", "lora"}
+
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @example(text="${a} \\${b} \\\\${c} ${", number=1e-6, extra={"a": None})
+    @given(
+        text=st.text(alphabet="${}\\ab:'\"# \n-[]1e?", max_size=20).filter(lambda t: t != "???"),
+        number=st.floats(min_value=1e-12, max_value=1e12),
+        extra=st.dictionaries(
+            st.text("abc", min_size=1), st.one_of(st.integers(1 - 2**63, 2**63 - 1), st.booleans(), st.none())
+        ),
+    )
+    def test_any_configuration_reads_back_equal(self, tmp_path_factory, text, number, extra):
+        config = Config(
+            model=ModelConfig(path="m"),
+            data=DataConfig(train="t", system_prompt=text),
+            sampling=SamplingConfig(temperature=number, stop=(text,)),
+            generators=msgspec.convert({"extra": extra}, type(load_config(None, NEEDED).generators)),
+        )
+        copy = tmp_path_factory.mktemp("copy") / "config.yaml"
+        copy.write_text(to_yaml(config))
+        assert load_config(copy) == config
+
+
+class TestArgumentsGoWithTheirLoss:
+    FILE = "algorithm: {loss: ppo_clip, loss_args: {low: 0.1, dual: 3.0}, critic: {lam: 0.5}, advantage: gae}\n"
+
+    def test_another_loss_starts_afresh(self, file):
+        file.write_text(file.read_text() + self.FILE)
+        assert load_config(file).algorithm.loss_args == {"low": 0.1, "dual": 3.0}
+        assert load_config(file, ["algorithm.loss=gspo"]).algorithm.loss_args == {}
+        overrides = ["algorithm.loss_args.high=0.3", "algorithm.loss=cispo"]
+        assert load_config(file, overrides).algorithm.loss_args == {"high": 0.3}
+
+    def test_the_same_loss_said_again_keeps_them(self, file):
+        file.write_text(file.read_text() + self.FILE)
+        again = load_config(file, ["algorithm.loss=ppo_clip", "algorithm.loss_args.low=0.2"])
+        assert again.algorithm.loss_args == {"low": 0.2, "dual": 3.0}
+
+    def test_arguments_of_the_default_loss_are_dropped_too(self, file):
+        file.write_text(file.read_text() + "algorithm: {loss_args: {low: 0.1}}\n")
+        assert load_config(file).algorithm.loss_args == {"low": 0.1}
+        assert load_config(file, algorithm="topr").algorithm.loss_args == {}
+
+    def test_a_loss_that_comes_back_does_not_bring_them_back(self, file):
+        file.write_text(file.read_text() + self.FILE)
+        (file.parent / "b.yaml").write_text("extends: [mine.yaml, algorithms/gspo]\nalgorithm: {loss: ppo_clip}\n")
+        assert load_config(file.parent / "b.yaml").algorithm.loss_args == {}
+
+    def test_a_critic_goes_with_its_advantage(self, file):
+        file.write_text(file.read_text() + self.FILE)
+        assert load_config(file).algorithm.critic.lam == 0.5
+        assert load_config(file, ["algorithm.advantage=rloo"]).algorithm.critic.lam == 0.95
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("override", "sentence"),
+        [
+            ("algorithm.group_sise=8", "`algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?"),
+            ("group_size=8", "did you mean `algorithm.group_size`?"),
+            ("algorithm.max_lag=8", "did you mean `buffer.max_lag`?"),
+            ("rollout.n=5", "that is verl's name for algorithm.group_size=5"),
+            ("actor_rollout_ref.rollout.n=5", "that is verl's name for algorithm.group_size=5"),
+            ("+actor_rollout_ref.rollout.n=5", "that is verl's name for algorithm.group_size=5"),
+            ("+learner.lr=1e-6", "write it as `learner.lr`"),
+            ("trainer.save_freq=-1", "verl's name for run.checkpoint_every: checkpoints are always written"),
+            ("trainer.total_epochs=15", "that is verl's name for run.epochs=15"),
+            ("data.truncation=error", "has no counterpart here: longer prompts are dropped, never cut"),
+            ("filter_overlong_prompts=True", "prompts above data.max_prompt_tokens are always dropped"),
+            ("actor_rollout_ref.rollout.name=vllm", "generators.engine=sglang (SGLang generates; vLLM and"),
+            ("data.truncatoin=error", "did you mean verl's `data.truncation`?"),
+            ("actor_rollout_ref.rollout.temprature=1", "(value 1): did you mean `sampling.temperature`?"),
+            ("trainer.save_frq=1", "(value 1): did you mean verl's `trainer.save_freq`?"),
+            ("learner.rank=2", "did you mean `learner.ranks`?"),
+            ("buffer.max_steps=2", "(value 2): `asyncgrpo config explain` lists all keys"),
+            ("actor_rollout_ref.actor.use_kl_loss=True", "that is verl's name for algorithm.kl_coef=0.001"),
+            ("xyzzy=1", "`asyncgrpo config explain` lists all keys"),
+            ("algorithm.group_size=1", "answers to one prompt, so algorithm.group_size must be at least 2; it is 1"),
+            ("algorithm.group_size=many", "algorithm.group_size must be a whole number, at least 2; it is many"),
+            ("algorithm.group_size=8.5", "algorithm.group_size must be a whole number, at least 2; it is 8.5"),
+            ("sampling.top_p=2", "sampling.top_p must be above 0 and at most 1; it is 2"),
+            ("model.dtype=fp16", "model.dtype must be one of bfloat16, float32; it is fp16"),
+            ("run.loggers=wandb", "run.loggers must be a list"),
+            ("run.steps=0", "run.steps must be at least 1; it is 0"),
+            ("learner.betas=[0.9]", "learner.betas must be a list of 2, each a number; it is [0.9]"),
+            ("learner.lr=nan", "learner.lr must be above 0; it is nan"),
+            ("learner.lr", "`learner.lr` is not of the form key=value, for example learner.lr=1e-6"),
+            ("learner.betas=[[", "the value of learner.betas, `[[`, is not valid YAML"),
+            ("algorithm=grpo", "`algorithm` is a section; set one of its keys"),
+            ("algorithm.clip_low=0.1", "it is now algorithm.loss_args.low, an argument of algorithm.loss"),
+            ("clip_high=0.1", "it is now algorithm.loss_args.high"),
+            ("algorithm.importance_cap=5", "as algorithm.corrections=[{high: 2.0}]"),
+            ("clip_ratio_low=0.1", "that is verl's name for algorithm.loss_args.low=0.1"),
+            ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "that is verl's name for algorithm.loss=ppo_clip"),
+            ("rollout_correction.rollout_is=token", '[{"level": "token", "action": "truncate", "high": 2.0}]'),
+            ("rollout_correction.bypass_mode=true", "algorithm.anchor=behaviour"),
+            ("use_kl_in_reward=true", "algorithm.kl_in=reward"),
+            ("ppo_mini_batch_size=256", "verl's name for learner.minibatches: the number of updates of a step"),
+            ("algorithm.loss=ppo", "algorithm.loss must be one of "),
+            ("algorithm.loss_args.low=[1]", "algorithm.loss_args must be a mapping, each value a number or text"),
+            ("algorithm.corrections=[{high: 2}, {kidn: veto}]", "corrections[1] has no field `kidn`: did you mean `kind`?"),
+            ("algorithm.corrections=[{xyzzy: 1}]", "corrections[0] has no field `xyzzy`: there are: kind, level"),
+            ("algorithm.corrections=[{kind: vetoed}]", "algorithm.corrections[0].kind must be one of divergence, importance"),
+            ("algorithm.corrections=[{high: much}]", "algorithm.corrections[0].high must be a number (or null); it is much"),
+            ("algorithm.corrections=[veto]", "algorithm.corrections[0] must be a mapping; it is veto"),
+            ("algorithm.corrections.high=2", "algorithm.corrections must be a list, each a mapping of kind, level"),
+            ("run.out=${nowhere}", "run.out: Interpolation key 'nowhere' not found"),
+        ],
+    )  # fmt: skip
+    def test_a_bad_override_is_one_sentence(self, override, sentence):
+        message = message_of(override)
+        assert message.startswith("command line: ")
+        assert sentence in message
+
+    def test_the_file_that_holds_the_mistake_is_named_not_the_one_that_was_asked_for(self, file):
+        file.write_text(file.read_text() + "run: {steps: none at all}\n")
+        child = file.parent / "child.yaml"
+        child.write_text("extends: mine.yaml\n")
+        assert message_of(path=child).startswith(f"{file}: run.steps must be")
+
+    def test_a_number_where_text_belongs_is_told_to_be_quoted(self, file):
+        file.write_text("model: {path: 7}\ndata: {train: t}\n")
+        assert "model.path must be text; it is 7; put it in quotes" in message_of(path=file)
+
+    def test_a_required_key_that_is_missing_is_named(self, file):
+        file.write_text("model: {path: m}\n")
+        assert f"{file}: data.train is missing" in message_of(path=file)
+
+    def test_broken_yaml_is_named_with_its_line(self, file):
+        file.write_text("model:\n  path: m\n  - oops\n")
+        assert message_of(path=file).startswith(f"{file}, line 3: this is not valid YAML")
+
+    def test_a_key_written_twice_is_refused(self, file):
+        file.write_text("model: {path: m}\nmodel: {path: n}\n")
+        assert "duplicate key model" in message_of(path=file)
+
+    @pytest.mark.parametrize("content", ["- a\n- b\n", "just words\n"])
+    def test_a_file_that_is_no_mapping_is_refused(self, file, content):
+        file.write_text(content)
+        assert "mapping" in message_of(path=file)
+
+    def test_a_missing_file_is_answered_with_the_nearest(self, file):
+        assert f"did you mean {file}?" in message_of(path=file.parent / "mime.yaml")
+        assert "is called `quickstart`" in message_of(path=file.parent / "quickstart.yaml")
+        assert "did you mean quickstart?" in message_of(path=Path("quick_start"))
+
+    def test_a_circle_of_extends_is_refused(self, file):
+        file.write_text("extends: mine.yaml\n")
+        assert "leads back to this file" in message_of(path=file)
+
+    @pytest.mark.parametrize("extends", ["other.yaml", "[quickstart, other.yaml]"])
+    def test_an_extends_that_leads_nowhere_is_refused(self, file, extends):
+        file.write_text(f"extends: {extends}\n")
+        assert "extends names other.yaml, but there is no file" in message_of(path=file)
+
+    def test_an_unknown_algorithm_is_answered_with_the_nearest_and_with_all(self, file):
+        with pytest.raises(ConfigError, match=r"no algorithm `gspoo`; did you mean gspo\? There are: a3po, .*, vespo"):
+            load_config("quickstart", algorithm="gspoo")
+        file.write_text("extends: algorithms/grop\n")
+        assert "there is no algorithm `algorithms/grop`" in message_of(path=file)
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("learner.lr=inf", "command line: learner.lr must be a finite number; it is inf"),
+            ("reward.timeout_s=.inf", "command line: reward.timeout_s must be a finite number; it is inf"),
+            ("run.steps=99999999999999999999", "command line: run.steps must be below 2^63 in size; it is 9999"),
+            ("run.out=a\udcffb", "command line: run.out must be UTF-8 text; it is a\udcffb"),
+        ],
+    )
+    def test_a_value_that_nothing_can_hold_is_refused(self, override: str, expected: str):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            load_config(None, ["model.path=m", "data.train=t", override])
+
+    def test_several_misspelt_keys_are_all_told(self, file):
+        file.write_text(file.read_text() + "run: {epoch: 1}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, ["algorithm.group_sise=8", "xyzzy=1"])
+        assert str(caught.value).splitlines() == [
+            f"{file} and command line: 3 configuration keys do not exist",
+            "",
+            "run.epoch=1: did you mean `run.epochs`?",
+            "algorithm.group_sise=8: did you mean `algorithm.group_size`?",
+            "xyzzy=1: `asyncgrpo config explain` lists all keys",
+        ]
+
+
+class TestCrossChecks:
+    @pytest.mark.parametrize(
+        ("overrides", "sentence"),
+        [
+            (["learner.tokens_per_microbatch=1535"], "tokens_per_microbatch (1535) is smaller than the longest"),
+            (["learner.betas=[0.9,1.0]"], "learner.betas must each be at least 0 and below 1; 1 is not"),
+            (["algorithm.min_answers=9"], "algorithm.min_answers (9) is more than algorithm.group_size (8)"),
+            (["buffer.straggler_factor=1.2"], "or at least 1.5"),
+            (["sampling.top_k=0"], "write -1 for no limit"),
+            (["model.lora.targets=[q_proj]"], "model.lora.rank is 0, so all weights would be trained"),
+            (["data.eval_rows=10"], "data.eval names no file"),
+            (["weights.backend=nccl", "generators.gpus_each=0"], "on both sides, but generators.gpus_each is 0"),
+            (["weights.backend=nccl", "learner.device=cpu"], "but learner.device is cpu"),
+            (["learner.attention=flash_attention_2", "learner.device=cpu"], "use learner.attention=sdpa"),
+        ],
+    )  # fmt: skip
+    def test_fields_that_do_not_fit_each_other_are_refused(self, overrides, sentence):
+        assert sentence in message_of(*overrides)
+
+    def test_ranks_need_not_share_a_step_equally(self):
+        load_config(None, [*NEEDED, "learner.ranks=5"])
+
+    def test_the_defaults_fit_each_other(self):
+        check(load_config(None, NEEDED))
+
+
+class TestModelCheck:
+    @pytest.fixture
+    def model(self, tmp_path: Path, monkeypatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+        folder = tmp_path / "runs" / "tiny-model"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1536}))
+        return folder
+
+    def check(self, path: object, *overrides: str) -> None:
+        check_model(load_config(None, [f"model.path={path}", "data.train=t", *overrides]))
+
+    def message(self, path: object, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.check(path, *overrides)
+        return str(caught.value)
+
+    def test_a_prompt_and_an_answer_must_fit_the_context(self, model):
+        self.check(model)
+        message = self.message(model, "sampling.max_tokens=1025")
+        assert "is 1536 tokens, but data.max_prompt_tokens (512) + sampling.max_tokens (1025) = 1537" in message
+        assert message.endswith("lower sampling.max_tokens to 1024")
+        assert "lower data.max_prompt_tokens below 1536" in self.message(model, "data.max_prompt_tokens=2000")
+
+    def test_adapters_are_merged_into_safetensors_or_sent_merged(self, model):
+        assert "holds no *.safetensors; set weights.adapters_only=false" in self.message(model, "model.lora.rank=4")
+        self.check(model, "model.lora.rank=4", "weights.adapters_only=false")
+        (model / "model.safetensors").touch()
+        self.check(model, "model.lora.rank=4")
+
+    def test_the_gpus_of_an_engine_share_the_heads(self, model):
+        (model / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
+        self.check(model, "generators.gpus_each=4")
+        message = self.message(model, "generators.gpus_each=8")
+        assert "generators.gpus_each is 8, but the 12 attention heads of" in message and message.endswith(
+            "use one of 1, 2, 3, 4, 6, 12"
+        )
+
+    def test_the_context_of_a_nested_text_model_counts(self, model):
+        (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
+        assert "is 64 tokens" in self.message(model)
+
+    @pytest.mark.parametrize(
+        "path", ["runs/tiny_model", "./runs/tiny_model", "runs/tiny_model/hf", "{root}/runs/tiny_model"]
+    )
+    def test_a_missing_folder_is_answered_with_the_nearest(self, model, path):
+        message = self.message(path.format(root=model.parent.parent))
+        assert "does not exist; did you mean " in message
+        assert message.endswith("runs/tiny-model?")
+
+    def test_a_folder_without_a_model_says_what_it_holds(self, model):
+        assert "has no config.json" in self.message("runs")
+        assert "did you mean runs/tiny-model?" in self.message("runs")
+
+    def test_a_file_is_no_model(self, model):
+        assert "is a file; give the folder" in self.message(model / "config.json")
+
+    def test_a_hub_id_passes_unless_the_hub_is_off_and_the_cache_empty(self, model, monkeypatch):
+        self.check("Qwen/Qwen3-8B")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        assert "HF_HUB_OFFLINE is set" in self.message("Qwen/Qwen3-8B")
+        snapshot = model.parent.parent / "hub-home/hub/models--Qwen--Qwen3-8B/snapshots/abc"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"max_position_embeddings": 100}))
+        assert "context of Qwen/Qwen3-8B is 100 tokens" in self.message("Qwen/Qwen3-8B")
+
+
+class TestWords:
+    def test_every_knob_has_a_description(self):
+        assert [key for key, knob in knobs().items() if not knob.description] == []
+
+    def test_a_key_is_explained_with_value_default_and_section(self):
+        text = explain("algorithm.group_size")
+        assert "answers to each prompt" in text
+        assert "a whole number, at least 2" in text
+        assert "default  8" in text
+        assert "The objective." in text
+
+    def test_a_list_of_mappings_is_explained_field_by_field(self):
+        text = explain("algorithm.corrections")
+        assert "a list, each a mapping of kind, level, action" in text
+        assert 'default  [{"high": 2.0}]' in text
+        assert "algorithm.corrections[].threshold (null): opsm: delta" in text
+        assert "one of clip, mask, reject, truncate" in explain("algorithm.corrections.action")
+
+    def test_a_mapping_says_what_its_values_are(self):
+        assert "a mapping, each value a number or text or true or false (or null)" in explain("algorithm.loss_args")
+        assert "a mapping, each value text" in explain("data.columns")
+
+    def test_without_a_key_every_knob_has_a_row_and_a_section_only_its_own(self):
+        assert len(explain().splitlines()) == len(knobs())
+        assert {row.split(".")[0] for row in explain("buffer").splitlines()} == {"buffer"}
+
+    def test_an_unknown_key_is_answered_with_the_nearest(self):
+        with pytest.raises(ConfigError, match=r"did you mean `learner\.lr`"):
+            explain("learner.lrr")
+
+    def test_the_sizes_of_a_run_are_said_in_words(self):
+        text = sizes_in_words(load_config(None, [*NEEDED, "generators.count=3", "run.steps=10"]))
+        assert "64 prompts x 8 answers = 512 sequences per step" in text
+        assert "lag at most 4 steps; up to 320 groups under way" in text
+        assert "3 generators (sglang, 1 GPU each) + 1 learner rank = 4 GPUs" in text
+        assert "ends after 10 steps or 1 epoch, whichever is first; checkpoint every 20 steps, no evaluation" in text
+
+    def test_the_objective_of_a_run_is_said_in_words(self):
+        overrides = [
+            *NEEDED,
+            "algorithm.kl_coef=0.01",
+            "algorithm.corrections=[{level: sequence, high: 8}, {kind: m2po}]",
+        ]
+        text = sizes_in_words(load_config(None, overrides, algorithm="grpo"))
+        assert (
+            "\nalgorithm: grpo advantages, ppo_clip(low=0.2, high=0.2) around proximal, sequence truncate(high=8), "
+            in text
+        )
+        assert "m2po, seq-mean-token-mean, low_var_kl KL in the loss x 0.01\n" in text
+        assert "\nalgorithm gspo: " in sizes_in_words(load_config(None, NEEDED, algorithm="gspo"), "gspo")
+
+    def test_a_synchronous_run_says_so(self):
+        assert "synchronous (lag 0)" in sizes_in_words(load_config(None, [*NEEDED, "buffer.max_lag=0"]))
+
+    def test_a_policy_says_what_its_bound_is(self):
+        said = {
+            p: sizes_in_words(load_config(None, [*NEEDED, f"buffer.policy={p}"])) for p in ("wait", "drop", "train")
+        }
+        assert "lag at most 4 steps" in said["wait"] and "dropped" not in said["wait"]
+        assert "lag at most 4 steps, older groups are dropped" in said["drop"]
+        assert "lag without bound" in said["train"] and "lag at most" not in said["train"]

@@ -1,0 +1,344 @@
+"""verl's keys in ours: the map, the translation of values, and what is said about keys that do not exist."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncgrpo.config.explain import knobs
+from asyncgrpo.config.files import flat, load_values
+from asyncgrpo.config.from_verl import read_script, read_words
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import Config
+from asyncgrpo.config.unknown_keys import assignments
+from asyncgrpo.config.verl import RULES, merged, pattern_of, translate, unwritten, verl_keys
+from asyncgrpo.errors import ConfigError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+
+# The keys of verl's GRPO example for one node, with values of our own.
+GRPO = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_files": "train.parquet",
+    "data.val_files": "test.parquet",
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 1024,
+    "data.filter_overlong_prompts": True,
+    "data.truncation": "error",
+    "actor_rollout_ref.model.path": "Qwen/Qwen3-8B",
+    "actor_rollout_ref.model.use_remove_padding": True,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    f"{ACTOR}.optim.lr": 1e-6,
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 32,
+    f"{ACTOR}.use_kl_loss": True,
+    f"{ACTOR}.kl_loss_coef": 0.002,
+    f"{ACTOR}.kl_loss_type": "low_var_kl",
+    f"{ACTOR}.entropy_coeff": 0,
+    f"{ACTOR}.fsdp_config.param_offload": False,
+    f"{ACTOR}.fsdp_config.optimizer_offload": True,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 32,
+    f"{ROLLOUT}.tensor_model_parallel_size": 2,
+    f"{ROLLOUT}.name": "vllm",
+    f"{ROLLOUT}.gpu_memory_utilization": 0.6,
+    f"{ROLLOUT}.n": 5,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 32,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+    "algorithm.use_kl_in_reward": False,
+    "trainer.critic_warmup": 0,
+    "trainer.logger": ["console", "wandb"],
+    "trainer.project_name": "p",
+    "trainer.experiment_name": "e",
+    "trainer.val_before_train": False,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 2,
+    "trainer.save_freq": 20,
+    "trainer.test_freq": 5,
+    "trainer.total_epochs": 15,
+}
+
+
+def ours(given: dict) -> dict:
+    return merged(translate(given))
+
+
+def is_ours(key: str) -> bool:
+    return key in knobs() or any(knob.is_mapping and key.startswith(f"{knob.key}.") for knob in knobs().values())
+
+
+class TestTheMap:
+    def test_every_counterpart_is_a_key_of_ours(self):
+        named = {key for entry in verl_keys().values() if entry.ours for key in entry.ours.split(" and ")}
+        assert [key for key in named if not is_ours(key)] == []
+
+    def test_every_entry_says_one_thing_and_its_words_are_short(self):
+        for key, entry in verl_keys().items():
+            assert sum(map(bool, (entry.ours or entry.without, entry.by_hand, entry.absent))) == 1, key
+            for words in (entry.note, entry.by_hand, entry.absent, *entry.without.values()):
+                assert len(words) <= 110 and not words.endswith("."), key
+
+    def test_every_rule_and_every_condition_exists(self):
+        assert {entry.rule for entry in verl_keys().values() if entry.rule} == set(RULES)
+        assert [other for entry in verl_keys().values() for other in entry.when if other not in verl_keys()] == []
+
+    def test_translated_values_fit_the_keys_they_are_for(self):
+        for entry in verl_keys().values():
+            for value in [*(entry.values or {}).values(), *entry.special.values()]:
+                section, _, name = entry.ours.rpartition(".")
+                if entry.ours in knobs():  # raises where the key does not take the value
+                    nested = {"model": {"path": "m"}, "data": {"train": "t"}}
+                    nested[section] = nested.get(section, {}) | {name: value}
+                    msgspec.convert(nested, Config)
+
+    def test_a_starred_entry_comes_after_the_keys_that_it_would_cover(self):
+        assert pattern_of(f"{ROLLOUT}.engine_kwargs.sglang.dtype") == f"{ROLLOUT}.engine_kwargs.sglang.*"
+        assert pattern_of(f"{ROLLOUT}.engine_kwargs.vllm.dtype") == f"{ROLLOUT}.engine_kwargs.*"
+        assert pattern_of("trainer.no_such_key") == "trainer.*"
+        assert pattern_of("learner.lr") is None
+
+
+class TestTranslation:
+    def test_a_whole_example_becomes_a_configuration_that_loads(self):
+        rows = translate(GRPO)
+        assert [row.key for row in rows] == list(GRPO)
+        assert merged(rows) == {
+            "algorithm.advantage": "grpo",
+            "data.train": "train.parquet",
+            "data.eval": "test.parquet",
+            "buffer.prompts_per_step": 1024,
+            "data.max_prompt_tokens": 512,
+            "sampling.max_tokens": 1024,
+            "model.path": "Qwen/Qwen3-8B",
+            "learner.activation_checkpointing": True,
+            "learner.lr": 1e-6,
+            "learner.minibatches": 4,
+            "algorithm.kl_coef": 0.002,
+            "algorithm.kl_kind": "low_var_kl",
+            "algorithm.entropy_coef": 0,
+            "learner.offload_optimizer": True,
+            "generators.gpus_each": 2,
+            "generators.engine": "sglang",
+            "generators.memory_fraction": 0.6,
+            "algorithm.group_size": 5,
+            "learner.offload_reference": True,
+            "algorithm.kl_in": "loss",
+            "run.loggers": ["wandb"],
+            "generators.count": 4,
+            "learner.ranks": 8,
+            "run.checkpoint_every": 20,
+            "run.eval_every": 5,
+            "run.epochs": 15,
+        }
+        config = load_config(None, assignments(merged(rows)))
+        assert (config.learner.minibatches, config.run.loggers) == (4, ("wandb",))
+        assert all(row.words for row in rows if not row.ours)
+
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ({"+trainer.nnodes": 1, "++trainer.n_gpus_per_node": 2}, {"generators.count": 1, "learner.ranks": 1}),
+            ({"trainer.n_gpus_per_node": 1}, {}),
+            ({"trainer.nnodes": 1}, {}),
+            ({"trainer.n_gpus_per_node": "many"}, {}),
+            (
+                {"trainer.n_gpus_per_node": 4, "rollout.n_gpus_per_node": 8, "rollout.nnodes": 2},
+                {"generators.count": 16, "learner.ranks": 4},
+            ),
+            ({"trainer.total_training_steps": None}, {"run.steps": None}),
+            ({"trainer.max_actor_ckpt_to_keep": None}, {}),
+            ({f"{ROLLOUT}.name": None, "data.train_files": None, f"{ACTOR}.clip_ratio_low": None}, {}),
+            ({"trainer.save_freq": -1}, {}),
+            ({"algorithm.lam": 1.0}, {}),
+            (
+                {"algorithm.lam": 1.0, "algorithm.adv_estimator": "gae"},
+                {"algorithm.critic.lam": 1.0, "algorithm.advantage": "gae"},
+            ),
+            ({"data.val_max_samples": -1}, {"data.eval_rows": None}),
+            ({"data.train_files": ["a", "b"]}, {}),
+            ({"data.val_files": ["~/a"]}, {"data.eval": f"{Path.home()}/a"}),
+            ({f"{ACTOR}.ppo_mini_batch_size": 256}, {}),
+            (
+                {f"{ACTOR}.ppo_mini_batch_size": 64, "data.train_batch_size": 64},
+                {"learner.minibatches": 1, "buffer.prompts_per_step": 64},
+            ),
+            (
+                {"data.train_batch_size": 0, f"{ACTOR}.ppo_mini_batch_size": 32, "async_training.require_batches": 4},
+                {"buffer.prompts_per_step": 128, "learner.minibatches": 4},
+            ),
+            ({f"{ACTOR}.ppo_epochs": 1}, {}),
+            ({f"{ACTOR}.optim.lr_warmup_steps": -1}, {"learner.warmup_steps": 0}),
+            (
+                {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 200},
+                {"learner.warmup_steps": 20, "run.steps": 200},
+            ),
+            ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}, {}),
+            ({f"{ACTOR}.clip_ratio": 0.1}, {"algorithm.loss_args.low": 0.1, "algorithm.loss_args.high": 0.1}),
+            (
+                {f"{ACTOR}.clip_ratio": 0.1, f"{ACTOR}.clip_ratio_high": 0.3},
+                {"algorithm.loss_args.low": 0.1, "algorithm.loss_args.high": 0.3},
+            ),
+            ({f"{ACTOR}.clip_ratio_c": 10.0}, {"algorithm.loss_args.dual": 10.0}),
+            (
+                {f"{ACTOR}.clip_ratio_c": 10.0, f"{ACTOR}.policy_loss.loss_mode": "dppo_tv"},
+                {"algorithm.loss_args.cap": 10.0, "algorithm.loss": "dppo_tv"},
+            ),
+            (
+                {f"{ACTOR}.clip_ratio_low": 0.1, f"{ACTOR}.policy_loss.loss_mode": "gpg"},
+                {"algorithm.loss": "reinforce"},
+            ),
+            ({f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}, {}),
+            ({f"{ACTOR}.use_kl_loss": False, f"{ACTOR}.kl_loss_coef": 0.1}, {"algorithm.kl_coef": 0.0}),
+            (
+                {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1, "algorithm.kl_penalty": "kl"},
+                {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.kl_kind": "k1"},
+            ),
+            ({"algorithm.kl_ctrl.kl_coef": 0.1}, {}),
+            ({"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.1}, {"algorithm.kl_target": 0.1}),
+            ({"algorithm.norm_adv_by_std_in_grpo": False}, {"algorithm.advantage": "dr_grpo"}),
+            ({"algorithm.adv_estimator": "grpo_passk"}, {"algorithm.advantage": "pass_at_k"}),
+            ({"algorithm.adv_estimator": "reinforce_plus_plus"}, {}),
+            ({f"{ROLLOUT}.val_kwargs.temperature": 0.6}, {}),
+            (
+                {f"{ROLLOUT}.val_kwargs.temperature": 0.6, f"{ROLLOUT}.val_kwargs.do_sample": True},
+                {"sampling.eval_temperature": 0.6},
+            ),
+            ({f"{ROLLOUT}.engine_kwargs.sglang.attention_backend": "fa3"}, {"generators.extra.attention_backend": "fa3"}),
+            ({"actor_rollout_ref.model.target_modules": "all-linear"}, {"model.lora.targets": []}),
+            ({"custom_reward_function.path": "r.py", "custom_reward_function.name": "f"}, {"reward.function": "r.py:f"}),
+            ({"reward.custom_reward_function.path": "r.py"}, {"reward.function": "r.py"}),
+            (
+                {
+                    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": True,
+                    "reward_model.reward_kwargs.overlong_buffer_cfg.len": 4096,
+                },
+                {"algorithm.overlong_buffer": 4096},
+            ),
+            ({"reward_model.overlong_buffer.enable": False}, {"algorithm.overlong_buffer": 0}),
+            ({f"{CORRECTION}.rollout_is": None}, {"algorithm.corrections": []}),
+            (
+                {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
+                {"algorithm.corrections": [{"level": "sequence", "action": "mask", "low": 0.5, "high": 5.0}]},
+            ),
+            (
+                {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"},
+                {"algorithm.corrections": [{"level": "geometric", "action": "reject", "low": 0.5, "high": 2.0}]},
+            ),
+            (
+                {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
+                {"algorithm.anchor": "behaviour", "algorithm.corrections": []},
+            ),
+            ({"critic.model.path": "m", "trainer.unheard_of": 1, "learner.lr": 1}, {}),
+        ],
+    )  # fmt: skip
+    def test_values_are_translated_where_they_differ(self, given, expected):
+        assert ours(given) == expected
+        assert all(row.ours or row.words for row in translate(given))
+
+    def test_no_value_however_odd_breaks_the_translation(self):
+        odd = [None, True, 0, -1, 0.1, "x", "", "0.5_5", [], ["a", "b"], {}, "${a}", "token_k1"]
+        keys = [key for key in verl_keys() if not key.endswith("*")]
+        rng = random.Random(0)
+        for _ in range(500):
+            given = {key: rng.choice(odd) for key in rng.sample(keys, rng.randint(1, 25))}
+            assert all(row.ours or row.words for row in translate(given)), given
+            unwritten(given)
+
+    def test_what_verl_does_unasked_is_told_where_ours_is_another(self):
+        unasked = unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
+        assert unasked["algorithm.corrections"] == []
+        assert "run.epochs" not in unasked and "algorithm.loss_args.low" not in unasked
+
+
+SCRIPT = """
+#!/bin/bash
+set -x
+GPUS=${GPUS:-${OTHER:-8}}
+longest=$((1024 * 2))
+export both=$(((longest + 512) / 2))
+files="['a b.parquet']"   # one file
+if [ "$1" = npu ]; then
+    GPUS=16
+    EXTRA=(
+        actor_rollout_ref.rollout.mode=sync
+    )
+fi
+DATA=(
+    data.train_files="$files"
+    +data.max_response_length=${longest})
+python3 -m verl.trainer.main_ppo --config-name='grpo.yaml' \\
+    "${DATA[@]}" \\
+    trainer.n_gpus_per_node="${GPUS}" \\
+    data.max_prompt_length=$both \\
+    trainer.logger=['console','wandb'] \\
+    actor_rollout_ref.model.path=$NOWHERE \\
+    trainer.total_training_steps=null $@
+"""
+
+
+class TestSources:
+    def test_a_script_is_read_with_its_variables_and_sums(self):
+        given, left_out = read_script(SCRIPT, {"GPUS": ""})
+        assert given == {
+            "data.train_files": ["a b.parquet"],
+            "data.max_response_length": 2048,
+            "trainer.n_gpus_per_node": 8,
+            "data.max_prompt_length": 1280,
+            "trainer.logger": ["console", "wandb"],
+            "trainer.total_training_steps": None,
+        }
+        assert left_out == [
+            "GPUS: in an `if`, a `case` or a loop of the script",
+            "actor_rollout_ref.rollout.mode: in an `if`, a `case` or a loop of the script",
+            "actor_rollout_ref.model.path: `$NOWHERE` is not set in the script",
+        ]
+
+    def test_a_script_is_not_run(self, tmp_path):
+        read_script(f"x=$(touch {tmp_path}/x)\ntouch {tmp_path}/y\ndata.seed=`touch {tmp_path}/z`", {})
+        assert list(tmp_path.iterdir()) == []
+
+    def test_interpolations_of_a_file_are_worked_out_and_missing_values_are_null(self, tmp_path):
+        (tmp_path / "v.yaml").write_text(
+            "data: {max_prompt_length: 64, custom_cls: {path: null}}\n"
+            "actor_rollout_ref: {rollout: {name: '???', prompt_length: '${data.max_prompt_length}', n: '${oc.no:x}'}}\n"
+        )
+        assert flat(load_values(tmp_path / "v.yaml"))[f"{ROLLOUT}.n"] == "${oc.no:x}"
+        given, _ = read_words([str(tmp_path / "v.yaml"), "+data.seed=3"])
+        assert given[f"{ROLLOUT}.prompt_length"] == 64
+        assert given["data.custom_cls.path"] is None
+        assert given["data.seed"] == 3
+        assert given[f"{ROLLOUT}.name"] is None
+
+    @pytest.mark.parametrize("word", ["nowhere.sh", "nowhere.yaml", "--flag"])
+    def test_what_is_no_source_is_refused(self, word):
+        with pytest.raises(ConfigError, match=word):
+            read_words([word])
+
+
+class TestRefusal:
+    def test_all_keys_of_a_verl_command_line_are_answered_at_once(self, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "160")
+        typed = assignments(GRPO)
+        with pytest.raises(ConfigError) as refused:
+            load_config(None, [*typed, "learner.lr=3e-6"], algorithm="dapo")
+        table, _, command = str(refused.value).partition("\n\nType instead:\n\n")
+        rows = [line.split() for line in table.splitlines()]
+        assert ["data.max_prompt_length=512", "data.max_prompt_tokens=512", "512"] in rows
+        assert any(row[:4] == ["data.truncation=error", "no", "counterpart:", "longer"] for row in rows)
+        assert {row[0].partition("=")[0] for row in rows if row} >= set(GRPO)
+        words = command.replace("\\\n", "").split()
+        assert words[:4] == ["asyncgrpo", "train", "--algorithm", "dapo"]
+        assert words[-1] == "learner.lr=3e-6"
+        overrides = [word.strip("'") for word in words[4:]]
+        assert load_config(None, overrides).learner.ranks == 8
+
+    def test_a_verl_file_is_answered_with_the_same_table_and_the_way_out(self, tmp_path):
+        file = tmp_path / "verl.yaml"
+        file.write_text("data: {train_files: t, seed: 1}\ntrainer: {nnodes: 1}\ncritic: {a: {b: 1}, c: 2}\n")
+        with pytest.raises(ConfigError) as refused:
+            load_config(file)
+        assert "data.train_files=t" in str(refused.value)
+        assert "critic.* (2 keys)" in str(refused.value)
+        assert str(refused.value).endswith(f"asyncgrpo config from-verl {file} --yaml > mine.yaml")

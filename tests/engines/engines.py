@@ -1,0 +1,159 @@
+"""The engines that the suite runs, each with an event loop and, where it has a model, a transformers model beside it.
+
+A `Rig` knows which weights every version stood for, so any log-prob an engine returns can be recomputed by a plain
+transformers forward: the oracle of the suite.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from asyncgrpo.engines.base import Engine
+from asyncgrpo.engines.fake import FakeEngine
+from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.weights.files import disk_tensors
+from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
+
+VOCAB = 260
+MAX_CONTEXT = 256
+
+T = TypeVar("T")
+
+
+@dataclass
+class Rig:
+    """One engine under test."""
+
+    engine: Engine
+    reference_model: PreTrainedModel | None = None
+    """The same model in the same dtype; None for an engine without one."""
+    tolerance: float = 2e-5
+    """Largest difference of a log-prob (nats, absolute) from the reference forward in float32."""
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _base: dict[str, Tensor] = field(default_factory=dict)
+    _changes: dict[WeightVersion, int] = field(default_factory=dict)
+    _requests: int = 0
+
+    def start(self) -> "Rig":
+        if self.reference_model is not None:
+            self._base = {name: tensor.detach().clone() for name, tensor in disk_tensors(self.reference_model).items()}
+        else:
+            self._base = {"table": torch.zeros(4, 4)}
+        first = WeightVersion(0, 0)
+        self._changes[first] = 0
+        self.run(self.engine.start(first))
+        return self
+
+    def stop(self) -> None:
+        self.run(self.engine.close())
+        self.loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
+        """Await on the engine's own loop; something that hangs fails."""
+        return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))
+
+    def weights(self, change: int) -> dict[str, Tensor]:
+        """The model's tensors, moved by noise that `change` seeds; 0 is the model as it was saved."""
+        noise = torch.Generator().manual_seed(change)
+        scale = 0.1 if change else 0.0
+        return {name: base + scale * torch.randn(base.shape, generator=noise) for name, base in self._base.items()}
+
+    async def load(self, change: int, *, keep_kv: bool = True) -> WeightVersion:
+        """Load `weights(change)` as the next version."""
+        version = WeightVersion(0, self.engine.version.version + 1)
+        self._changes[version] = change
+        await self.engine.load_weights(iter(self.weights(change).items()), version, keep_kv=keep_kv)
+        return version
+
+    async def sample(
+        self, prompt: tuple[int, ...], num_answers: int = 1, *, seed: int = 0, request_id: str = "", **knobs: Any
+    ) -> list[Completion]:
+        """All answers of one request, in the order in which they came."""
+        self._requests += 1
+        request_id = request_id or f"request-{self._requests}"
+        answers = self.engine.generate(request_id, prompt, num_answers, Sampling(**knobs), seed)
+        return [answer async for answer in answers]
+
+    def logits(self, token_ids: list[int], version: WeightVersion) -> Tensor:
+        """[len(token_ids), VOCAB] float32 of a plain forward under the weights of `version`."""
+        model = self.model_of(version)
+        with torch.no_grad():
+            return model(torch.tensor([token_ids])).logits[0].float()
+
+    def expected_logprobs(self, prompt: tuple[int, ...], answer: Completion, temperature: float = 1.0) -> np.ndarray:
+        """[L] what `answer.logprobs` must be if each span saw keys and values of its own version only."""
+        tokens = list(prompt) + answer.token_ids.tolist()
+        logits = torch.cat(
+            [
+                self.logits(tokens, span.version)[len(prompt) + span.start - 1 : len(prompt) + span.end - 1]
+                for span in answer.spans
+            ]
+        )
+        return _chosen(logits / temperature, answer)
+
+    def expected_logprobs_kept(self, prompt: tuple[int, ...], answer: Completion) -> np.ndarray:
+        """[L] what `answer.logprobs` must be if each span kept the keys and values of earlier versions.
+
+        The token at place t is sampled by feeding the one before it, so the span [a, b) feeds places a - 1 .. b - 2.
+        """
+        tokens = list(prompt) + answer.token_ids.tolist()
+        cache, logits = DynamicCache(), []
+        for span in answer.spans:
+            fed = 0 if span.start == 0 else len(prompt) + span.start - 1
+            with torch.no_grad():
+                model = self.model_of(span.version)
+                part = model(torch.tensor([tokens[fed : len(prompt) + span.end - 1]]), past_key_values=cache).logits[0]
+            logits.append(part[-(span.end - span.start) :].float())
+        return _chosen(torch.cat(logits), answer)
+
+    def assert_logprobs(self, prompt: tuple[int, ...], answer: Completion, temperature: float = 1.0) -> None:
+        expected = self.expected_logprobs(prompt, answer, temperature)
+        np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=self.tolerance)
+
+    def model_of(self, version: WeightVersion) -> PreTrainedModel:
+        """The reference model, holding the weights of `version` until the next call."""
+        assert self.reference_model is not None, "this engine has no model"
+        places = disk_tensors(self.reference_model)
+        for name, tensor in self.weights(self._changes[version]).items():
+            places[name].data.copy_(tensor)
+        return self.reference_model
+
+
+def _chosen(logits: Tensor, answer: Completion) -> np.ndarray:
+    picked = torch.from_numpy(answer.token_ids).long()[:, None]
+    return logits.log_softmax(dim=-1).gather(1, picked)[:, 0].numpy()
+
+
+def torch_rig(path: Path, *, max_answers: int = 12) -> Rig:
+    from asyncgrpo.engines.torch.engine import TorchEngine
+
+    engine = TorchEngine(
+        str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=MAX_CONTEXT, max_answers=max_answers
+    )
+    return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+
+def sglang_rig(path: Path) -> Rig:
+    from asyncgrpo.engines.sglang.engine import SGLangEngine
+
+    engine = SGLangEngine(str(path), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu")
+    return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tolerance=1e-4)
+
+
+RIGS: dict[str, Callable[[Path], Rig]] = {
+    "fake": lambda folder: Rig(FakeEngine(vocab_size=VOCAB, max_context=MAX_CONTEXT)),
+    "torch-qwen3": lambda folder: torch_rig(make_tiny_qwen3(folder, vocab=VOCAB)),
+    "torch-llama": lambda folder: torch_rig(make_tiny_llama(folder, vocab=VOCAB)),
+    "torch-qwen3-moe": lambda folder: torch_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB)),
+    "torch-deepseek-v3": lambda folder: torch_rig(make_tiny_deepseek_v3(folder, vocab=VOCAB)),
+    "sglang": lambda folder: sglang_rig(make_tiny_qwen3(folder, vocab=VOCAB)),
+    "sglang-qwen3-moe": lambda folder: sglang_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB)),
+}
+"""How to build each engine, in an empty folder for its model."""

@@ -1,0 +1,58 @@
+"""A machine that cannot run SGLang says what is missing and how to mend it, without importing SGLang."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from asyncgrpo.engines import build
+from asyncgrpo.engines.build import why_sglang_cannot_run
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that these packages are missing, on a machine with or without a GPU."""
+
+    def pretend(*, missing: tuple[str, ...] = (), has_gpu: bool = False) -> None:
+        present = importlib.util.find_spec("math")
+        monkeypatch.setattr(build, "find_spec", lambda name: None if name in missing else present)
+        monkeypatch.setattr(build.torch.cuda, "is_available", lambda: has_gpu)
+
+    return pretend
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_nothing_is_said_where_everything_is_there(machine, has_gpu: bool) -> None:
+    machine(has_gpu=has_gpu)
+    assert why_sglang_cannot_run() is None
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_missing_sglang_is_named_with_the_command(machine, has_gpu: bool) -> None:
+    machine(missing=("sglang",), has_gpu=has_gpu)
+    why = why_sglang_cannot_run()
+    assert why and "sglang" in why and ("pip install" in why or "./setup.sh" in why) and "\n" not in why
+
+
+def test_the_stand_in_for_the_kernels_is_needed_without_a_gpu_only(machine) -> None:
+    machine(missing=("sgl_kernel",), has_gpu=False)
+    why = why_sglang_cannot_run()
+    assert why and "packaging/cpu-shims" in why
+    machine(missing=("sgl_kernel",), has_gpu=True)
+    assert why_sglang_cannot_run() is None
+
+
+def test_an_old_python_is_named(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    monkeypatch.setattr(build, "OLDEST_PYTHON", (99, 0))
+    why = why_sglang_cannot_run()
+    assert why and "Python" in why
+
+
+def test_asking_does_not_import_sglang() -> None:
+    ask = (
+        "import sys; from asyncgrpo.engines.build import why_sglang_cannot_run as why; why(); "
+        "print('sglang' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "False\n"

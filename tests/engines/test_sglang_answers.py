@@ -1,0 +1,69 @@
+"""SGLang's output in our words; the outputs are shaped like those of SGLang 0.5.23."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncgrpo.engines.sglang.engine import completion_of, sampling_params
+from asyncgrpo.errors import EngineError
+from asyncgrpo.types import Sampling, VersionSpan, WeightVersion
+
+
+def output(
+    token_ids: list[int], logprobs: list[float], reason: dict[str, Any] | None = None, **meta: Any
+) -> dict[str, Any]:
+    return {
+        "output_ids": token_ids,
+        "meta_info": {
+            "output_token_logprobs": [(logprob, 0, None) for logprob in logprobs],
+            "finish_reason": reason or {"type": "length", "length": len(token_ids)},
+            "weight_version": "2.7",
+            **meta,
+        },
+    }
+
+
+def test_tokens_log_probs_and_reason_are_kept() -> None:
+    answer = completion_of(output([5, 6], [-0.5, -1.5], {"type": "stop", "matched": 6}), 3)
+    assert (answer.index, answer.finish_reason) == (3, "stop")
+    assert (answer.token_ids.dtype, answer.logprobs.dtype) == (np.int32, np.float32)
+    assert (answer.token_ids.tolist(), answer.logprobs.tolist()) == ([5, 6], [-0.5, -1.5])
+
+
+def test_spans_are_those_of_sglang_without_empty_ones() -> None:
+    spans = [{"version": "2.6", "start": 0, "end": 0}, {"version": "2.7", "start": 0, "end": 1}]
+    spans += [{"version": "2.8", "start": 1, "end": 3}]
+    answer = completion_of(output([1, 2, 3], [-1.0] * 3, weight_versions=spans), 0)
+    assert answer.spans == (VersionSpan(WeightVersion(2, 7), 0, 1), VersionSpan(WeightVersion(2, 8), 1, 3))
+
+
+def test_without_spans_the_whole_answer_is_by_the_version_at_its_end() -> None:
+    assert completion_of(output([1, 2], [-1.0] * 2), 0).spans == (VersionSpan(WeightVersion(2, 7), 0, 2),)
+
+
+def test_an_answer_aborted_before_its_first_token_is_empty() -> None:
+    answer = completion_of(output([], [-1.0], {"type": "abort", "message": "Aborted"}), 0)
+    assert (len(answer.token_ids), len(answer.logprobs), answer.spans) == (0, 0, ())
+    assert answer.finish_reason == "abort"
+
+
+@pytest.mark.parametrize("broken", [np.nan, -np.inf, float(np.finfo(np.float32).min)])
+def test_a_log_prob_that_is_not_finite_is_an_error(broken: float) -> None:
+    with pytest.raises(EngineError, match=r"not finite under weights 2\.7"):
+        completion_of(output([1, 2], [-1.0, broken]), 0)
+
+
+def test_a_token_outside_the_vocabulary_is_an_error_and_no_stop() -> None:
+    with pytest.raises(EngineError, match="not finite"):
+        completion_of(output([1], [-1.0], {"type": "stop", "matched": "NaN happened"}), 0)
+
+
+def test_missing_log_probs_are_an_error() -> None:
+    with pytest.raises(EngineError, match="2 tokens with 1 log-probs"):
+        completion_of(output([1, 2], [-1.0]), 0)
+
+
+def test_an_answer_is_no_longer_than_its_room() -> None:
+    assert sampling_params(Sampling(max_tokens=100), room=30)["max_new_tokens"] == 30
+    assert sampling_params(Sampling(max_tokens=20), room=30)["max_new_tokens"] == 20

@@ -1,0 +1,369 @@
+"""What only SGLang can get wrong: its queue, its end tokens, its processes, and what it does to its host process.
+What all engines promise is in `test_engine.py`.
+"""
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncgrpo import scratch
+from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.errors import EngineError
+from asyncgrpo.types import Completion, Sampling, WeightVersion
+from tests.engines.engines import Rig
+from tests.models import make_tiny_qwen3
+
+pytest.importorskip("sglang")
+pytestmark = pytest.mark.slow
+
+PROMPT = tuple(range(3, 43))
+"""Long enough for the prefix cache to want it."""
+LONG = 150
+MAX_CONTEXT = 200
+AT_ONCE = 4
+END_TOKENS = list(range(0, 260, 10))
+"""End tokens of the model's own configuration: most answers would soon meet one."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), tie=True)
+    config = json.loads((folder / "config.json").read_text())
+    # As long as the context, so that SGLang's reserve does not fit.
+    config |= {"eos_token_id": END_TOKENS, "max_position_embeddings": MAX_CONTEXT}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_TOKENS}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rig(folder: Path) -> Iterator[Rig]:
+    # Engines of another module may have overlapped in this process, which a run's never do: each then restores what it
+    # found, and the last one found the other's handler.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    engine = SGLangEngine(
+        str(folder), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu", max_answers=AT_ONCE, prefix_cache=True
+    )
+    before = process_wide()
+    rig = Rig(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tolerance=1e-4).start()
+    assert process_wide() == before
+    yield rig
+    rig.stop()
+    assert signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
+
+
+def process_wide() -> list[object]:
+    """What belongs to the whole process, and SGLang sets when it is imported or launched."""
+    root = logging.getLogger()
+    return [
+        asyncio.get_event_loop_policy(),
+        multiprocessing.get_start_method(allow_none=True),
+        signal.getsignal(signal.SIGTERM),
+        signal.getsignal(signal.SIGINT),
+        root.level,
+        *root.handlers,
+    ]
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_process(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"not tensors")
+    before = set(multiprocessing.active_children())
+    handler = signal.getsignal(signal.SIGQUIT)
+    engine = SGLangEngine(str(tmp_path), dtype=torch.float32, max_context=64, device="cpu")
+    with pytest.raises(EngineError, match=str(tmp_path)):
+        asyncio.run(engine.start(WeightVersion(0, 0)))
+    assert set(multiprocessing.active_children()) == before
+    assert signal.getsignal(signal.SIGQUIT) == handler
+
+
+def test_what_a_killed_engine_would_leave_bears_our_mark(rig: Rig) -> None:
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in psutil.Process().children(recursive=True)]
+    # By their inodes: a semaphore is mapped before it has its name.
+    inodes = {int(line.split()[4]) for line in "".join(maps).splitlines() if "/dev/shm/" in line}
+    shared = [path.name for path in scratch.SHARED_MEMORY.iterdir() if path.stat().st_ino in inodes]
+    assert any(name.startswith("sem.") for name in shared) and any(name.startswith("sglang_") for name in shared)
+    assert [name for name in shared if scratch.mark() not in name] == []
+    assert any(path.is_socket() for path in scratch.folder().iterdir())
+
+
+def test_a_context_longer_than_the_model_can_attend_to_is_refused(folder: Path) -> None:
+    engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=MAX_CONTEXT + 1, device="cpu")
+    with pytest.raises(EngineError, match=rf"max_context \({MAX_CONTEXT + 1}\)"):
+        asyncio.run(engine.start(WeightVersion(0, 0)))
+
+
+def test_before_start_everything_is_refused(folder: Path) -> None:
+    engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=64, device="cpu")
+    with pytest.raises(EngineError, match="not started"):
+        asyncio.run(engine.load_weights([], WeightVersion(0, 1)))
+    with pytest.raises(EngineError, match="not started"):
+        asyncio.run(engine.checksum())
+    asyncio.run(engine.close())
+
+
+def test_a_request_still_queued_when_weights_change_does_not_find_old_keys(rig: Rig) -> None:
+    async def queue_behind_long_ones() -> list[Completion]:
+        await rig.sample(PROMPT, max_tokens=2)  # now the prefix cache holds PROMPT
+        long = asyncio.create_task(rig.sample(PROMPT[:2], AT_ONCE, max_tokens=LONG))
+        while len(rig.engine._manager.rid_to_state) < AT_ONCE:
+            await asyncio.sleep(0.01)
+        queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8))
+        await asyncio.sleep(0.05)
+        assert len(rig.engine._manager.rid_to_state) == AT_ONCE + 2
+        version = await rig.load(1)
+        answers = await queued
+        assert all(answer.spans[0].version == version for answer in answers)
+        assert all(len(answer.spans) == 2 for answer in await long)
+        return answers
+
+    for answer in rig.run(queue_behind_long_ones()):
+        rig.assert_logprobs(PROMPT, answer)
+
+
+def test_a_request_submitted_while_weights_change_waits_for_the_new_ones(rig: Rig) -> None:
+    async def submit_meanwhile() -> list[Completion]:
+        await rig.sample(PROMPT, max_tokens=2)
+        loading = asyncio.create_task(rig.load(2))
+        while rig.engine._may_submit.is_set():
+            await asyncio.sleep(0)
+        answers = await rig.sample(PROMPT, 2, max_tokens=4)
+        await loading
+        return answers
+
+    for answer in rig.run(submit_meanwhile()):
+        assert [span.version for span in answer.spans] == [rig.engine.version]
+        rig.assert_logprobs(PROMPT, answer)
+
+
+def test_the_prefix_cache_is_used_within_a_version(rig: Rig) -> None:
+    async def cached_tokens() -> int:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        await rig.load(0)
+        await rig.sample(PROMPT, max_tokens=2)
+        call = GenerateReqInput(
+            input_ids=list(PROMPT), sampling_params={"max_new_tokens": 1}, extra_key=str(rig.engine.version)
+        )
+        (output,) = [output async for output in rig.engine._manager.generate_request(call)]
+        return output["meta_info"]["cached_tokens"]
+
+    assert rig.run(cached_tokens()) >= len(PROMPT) - 1
+
+
+def test_the_end_tokens_of_the_model_do_not_end_an_answer(rig: Rig) -> None:
+    for stop in [(), (7,)]:
+        answers = rig.run(rig.sample(PROMPT, 8, max_tokens=30, stop_token_ids=stop))
+        met = {token for answer in answers for token in answer.token_ids[:-1].tolist()}
+        assert met & set(END_TOKENS)
+        assert {answer.finish_reason for answer in answers} <= {"length", "stop"}
+        assert all((answer.finish_reason == "stop") == (answer.token_ids[-1] in stop) for answer in answers)
+
+
+def test_an_answer_may_fill_the_whole_context(rig: Rig) -> None:
+    for length in (MAX_CONTEXT - 1, 5):
+        prompt = tuple(token % 260 for token in range(length))
+        (answer,) = rig.run(rig.sample(prompt, max_tokens=MAX_CONTEXT))
+        assert (len(answer.token_ids), answer.finish_reason) == (MAX_CONTEXT - length, "length")
+        rig.assert_logprobs(prompt, answer)
+
+
+def assert_mixed_lengths_are_right(rig: Rig) -> None:
+    async def mixed(prompts: list[tuple[int, ...]]) -> list[list[Completion]]:
+        return await asyncio.gather(*(rig.sample(prompt, max_tokens=10) for prompt in prompts))
+
+    for longest in (20, 180):  # padded, and one by one
+        prompts = [tuple(range(longest)), (1,), (2, 3), tuple(range(50, 60))]
+        for prompt, (answer,) in zip(prompts, rig.run(mixed(prompts)), strict=True):
+            rig.assert_logprobs(prompt, answer)
+
+
+def test_sequences_of_different_lengths_are_right(rig: Rig) -> None:
+    assert_mixed_lengths_are_right(rig)
+
+
+def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
+    async def abort_one() -> list[Completion]:
+        tasks = [
+            asyncio.create_task(rig.sample(PROMPT, request_id=name, max_tokens=40)) for name in ("g", "g-0", "g-00")
+        ]
+        await rig.sample((1,), max_tokens=3)
+        await rig.engine.abort("g")
+        return [answer for (answer,) in await asyncio.gather(*tasks)]
+
+    assert [answer.finish_reason for answer in rig.run(abort_one())] == ["abort", "length", "length"]
+
+
+def test_an_answer_aborted_in_the_queue_is_empty(rig: Rig) -> None:
+    async def abort_queued() -> list[Completion]:
+        long = asyncio.create_task(rig.sample(PROMPT[:2], AT_ONCE, max_tokens=LONG, request_id="long"))
+        while len(rig.engine._manager.rid_to_state) < AT_ONCE:
+            await asyncio.sleep(0.01)
+        queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8, request_id="queued"))
+        await asyncio.sleep(0.05)
+        await rig.engine.abort("queued")
+        answers = await queued
+        await rig.engine.abort("long")
+        await long
+        return answers
+
+    for answer in rig.run(abort_queued()):
+        assert (len(answer.token_ids), len(answer.logprobs), answer.spans) == (0, 0, ())
+        assert answer.finish_reason == "abort"
+
+
+def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
+    async def leave() -> None:
+        answers = rig.engine.generate(
+            "left", PROMPT, 3, Sampling(max_tokens=LONG, stop_token_ids=tuple(range(0, 260, 5))), 0
+        )
+        async for _ in answers:
+            break
+        await answers.aclose()  # type: ignore[attr-defined]
+        while rig.engine._manager.rid_to_state:
+            await asyncio.sleep(0.01)
+
+    rig.run(leave())
+
+
+def test_weights_may_come_in_many_buckets_of_either_kind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncgrpo.engines.sglang import weights
+
+    for change, (bucket, inline) in enumerate([(1, 1 << 20), (20_000, 0), (1 << 20, 0)]):
+        monkeypatch.setattr(weights, "BUCKET_BYTES", bucket)
+        monkeypatch.setattr(weights, "INLINE_BYTES", inline)
+        rig.run(rig.load(change + 3))
+        (answer,) = rig.run(rig.sample(PROMPT, max_tokens=20))
+        rig.assert_logprobs(PROMPT, answer)
+
+
+def test_only_the_tensors_of_one_bucket_and_one_more_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncgrpo.engines.sglang import weights
+
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 3 * 400)
+    made = 0
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal made
+        for made in range(1, 11):
+            yield f"t{made}", torch.zeros(100)
+
+    seen = [(bucket.is_last, made) for bucket in weights.pack(tensors(), 2)]
+    assert seen == [(False, 4), (False, 7), (False, 10), (True, 10)]
+
+
+def test_a_packed_bucket_unpacks_to_the_same_bits() -> None:
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    from asyncgrpo.engines.sglang.weights import pack
+
+    given = {
+        "a": torch.randn(3, dtype=torch.bfloat16),
+        "b": torch.randn(5, 7),
+        "c": torch.randn(6, 4).t(),
+        "d": torch.ones(()),
+    }
+    (bucket,) = pack(given.items(), 1)
+    content = MultiprocessingSerializer.deserialize(bucket.payloads[0])
+    got = dict(FlattenedTensorBucket(**content).reconstruct_tensors())
+    assert got.keys() == given.keys()
+    for name, tensor in given.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+
+
+def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: Rig) -> None:
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in rig.weights(0).items()}
+    rig.run(rig.engine.load_weights(broken.items(), rig.engine.version))
+    with pytest.raises(EngineError, match=r"request mine: .*not finite"):
+        rig.run(rig.sample(PROMPT, AT_ONCE, request_id="mine"))
+    rig.run(rig.load(0))
+    assert_mixed_lengths_are_right(rig)  # whatever the broken weights left in the cache
+
+
+def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncgrpo.engines.sglang import weights
+
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 1)
+
+    async def break_midway() -> WeightVersion:
+        def half_of_them():
+            yield from list(rig.weights(1).items())[:4]
+            raise ConnectionError("the learner went away")
+
+        before = rig.engine.version
+        running = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
+        await rig.sample(PROMPT, max_tokens=3)
+        with pytest.raises(EngineError, match="the learner went away"):
+            await rig.engine.load_weights(half_of_them(), WeightVersion(0, 999_999))
+        with pytest.raises(EngineError, match="the learner went away"):
+            await running
+        with pytest.raises(EngineError, match="does not sample"):
+            await rig.sample(PROMPT)
+        assert rig.engine.version == before
+        return await rig.load(2)
+
+    version = rig.run(break_midway())
+    (answer,) = rig.run(rig.sample(PROMPT, max_tokens=8))
+    assert [span.version for span in answer.spans] == [version]
+    rig.assert_logprobs(PROMPT, answer)
+
+
+def test_a_load_that_is_cancelled_is_a_failed_load(rig: Rig) -> None:
+    async def cancel() -> None:
+        loading = asyncio.create_task(rig.engine.load_weights(rig.weights(1).items(), WeightVersion(0, 999_999)))
+        while rig.engine._may_submit.is_set():
+            await asyncio.sleep(0)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        with pytest.raises(EngineError, match="does not sample"):
+            await rig.sample(PROMPT)
+        await rig.load(2)
+
+    rig.run(cancel())
+    (answer,) = rig.run(rig.sample(PROMPT, max_tokens=8))
+    rig.assert_logprobs(PROMPT, answer)
+
+
+def test_a_dead_scheduler_fails_what_waits_and_harms_no_other_process(rig: Rig) -> None:
+    """Ends the engine of this module: keep it last."""
+    rig.run(rig.load(0))
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    schedulers = [psutil.Process(pid) for pid in rig.engine._engine.get_all_child_pids()]
+
+    async def kill_midway() -> None:
+        running = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
+        await rig.sample(PROMPT, max_tokens=3)
+        for scheduler in schedulers:
+            scheduler.kill()
+        with pytest.raises(EngineError, match="one of its processes died"):
+            await running
+        with pytest.raises(EngineError, match="one of its processes died"):
+            await rig.load(1)
+        with pytest.raises(EngineError, match="one of its processes died"):
+            await rig.engine.checksum()
+        with pytest.raises(EngineError, match="does not sample"):
+            await rig.sample(PROMPT)
+        await rig.engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await rig.load(1)
+
+    try:
+        rig.run(kill_midway())
+        assert bystander.poll() is None
+        assert not any(scheduler.is_running() for scheduler in schedulers)
+    finally:
+        bystander.kill()
+        bystander.wait()

@@ -1,0 +1,81 @@
+"""Two SGLang engines in two Ray actors, as a run has them: they start inside a running event loop in the actor's main
+thread, and end with the actor.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.types import Completion, Sampling, WeightVersion
+from tests.models import make_tiny_qwen3
+
+pytest.importorskip("sglang")
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPT = (5, 77, 130, 9, 201)
+
+
+class Generator:
+    """No method is `async`: one would make this an actor whose event loop is Ray's, in another thread."""
+
+    def run(self, folder: str, change: float) -> dict[str, Any]:
+        self.engine = SGLangEngine(folder, dtype=torch.float32, max_context=64, device="cpu")
+        return asyncio.run(start_sample_and_load(self.engine, folder, change))
+
+
+async def start_sample_and_load(engine: SGLangEngine, folder: str, change: float) -> dict[str, Any]:
+    """The engine is left running."""
+    await engine.start(WeightVersion(3, 0))
+    sums = [await engine.checksum()]
+    long = asyncio.create_task(sample(engine, "long", 40))
+    short = await sample(engine, "short", 3)
+    tensors = {name: tensor * change for name, tensor in load_file(f"{folder}/model.safetensors").items()}
+    await engine.load_weights(tensors.items(), WeightVersion(3, 1))
+    sums.append(await engine.checksum())
+    return {"sums": sums, "answers": [*short, *await long], "pids": [os.getpid(), *engine._engine.get_all_child_pids()]}
+
+
+async def sample(engine: SGLangEngine, request_id: str, max_tokens: int) -> list[Completion]:
+    return [answer async for answer in engine.generate(request_id, PROMPT, 4, Sampling(max_tokens=max_tokens), seed=0)]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    paths = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ray.init(include_dashboard=False, num_cpus=2, log_to_driver=False, runtime_env={"env_vars": paths})
+    yield
+    ray.shutdown()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_two_engines_in_two_actors_sample_change_weights_and_end_with_them(cluster: None, tmp_path: Path) -> None:
+    folder = str(make_tiny_qwen3(tmp_path))
+    generators = [ray.remote(num_cpus=1)(Generator).remote() for _ in range(2)]
+    first, second = ray.get([generator.run.remote(folder, 0.5) for generator in generators])
+    assert first["sums"] == second["sums"]
+    assert first["sums"][0] != first["sums"][1]
+    for result in (first, second):
+        versions = {span.version for answer in result["answers"] for span in answer.spans}
+        assert versions == {WeightVersion(3, 0), WeightVersion(3, 1)}
+        assert sorted(len(answer.token_ids) for answer in result["answers"]) == [3] * 4 + [40] * 4
+    pids = first["pids"] + second["pids"]
+    assert len(set(pids)) == 4 and all(map(is_running, pids))
+    ray.shutdown()
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if is_running(pid)], timeout=30)
+    assert not any(map(is_running, pids))

@@ -1,0 +1,98 @@
+"""A mixture of experts goes from the learner into the `torch` engine, and both give its tokens the same log-probs."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import HrmTextConfig, HrmTextForCausalLM
+
+from asyncgrpo.engines.torch.engine import TorchEngine
+from asyncgrpo.errors import EngineError
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.types import Completion, Sampling, WeightVersion
+from tests.learner.helpers import VERSION, config, make_group, random_groups
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
+
+PROMPT = (5, 77, 130, 9, 201)
+MAKERS = {"qwen3_moe": make_tiny_qwen3_moe, "deepseek_v3": make_tiny_deepseek_v3}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def path(request, tmp_path_factory) -> Path:
+    return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def engine_of(path: Path) -> TorchEngine:
+    return TorchEngine(str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=64, max_answers=8)
+
+
+@pytest.fixture
+def trained(path) -> Learner:
+    learner = Learner(config(path, learner={"lr": 1e-2}), rank=0, world=1, device="cpu")
+    for seed in range(2):
+        learner.step(random_groups(4, 4, seed=seed), VERSION)
+    return learner
+
+
+def test_the_learner_agrees_with_what_the_engine_samples(path, trained):
+    """The gap that a run reports: between the engine's log-probs and the learner's own, under the same weights."""
+
+    async def sample() -> list[Completion]:
+        engine = engine_of(path)
+        await engine.start(WeightVersion(0, 0))
+        await engine.load_weights(((info.name, tensor) for info, tensor in trained.weights()), VERSION)
+        answers = [a async for a in engine.generate("r", PROMPT, 8, Sampling(max_tokens=24), 0)]
+        await engine.close()
+        return answers
+
+    answers = asyncio.run(sample())
+    group = make_group(
+        0,
+        [float(index % 2) for index in range(8)],
+        [answer.token_ids for answer in answers],
+        prompt=PROMPT,
+        logprobs=[answer.logprobs for answer in answers],
+    )
+    assert trained.step([group], VERSION).logprob_gap_max < 1e-4
+
+
+def test_an_engine_that_loaded_holds_what_an_engine_of_the_export_holds(path, trained, tmp_path):
+    trained.export(str(tmp_path))
+
+    async def checksums() -> list[str]:
+        loaded, started = engine_of(path), engine_of(tmp_path)
+        for engine in (loaded, started):
+            await engine.start(WeightVersion(0, 0))
+        before = await loaded.checksum()
+        await loaded.load_weights(((info.name, tensor) for info, tensor in trained.weights()), VERSION)
+        sums = [before, await loaded.checksum(), await started.checksum()]
+        for engine in (loaded, started):
+            await engine.close()
+        return sums
+
+    before, loaded, started = asyncio.run(checksums())
+    assert before != loaded == started
+
+
+def test_one_expert_that_is_missing_is_named(path, trained):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+    async def load() -> None:
+        engine = engine_of(path)
+        await engine.start(WeightVersion(0, 0))
+        try:
+            some = ((info.name, tensor) for info, tensor in trained.weights() if info.name != name)
+            await engine.load_weights(some, VERSION)
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match=f"lack 1 of the model's tensors, the first is {name}"):
+        asyncio.run(load())
+
+
+def test_a_model_whose_weights_could_not_be_replaced_does_not_start(tmp_path):
+    shape = {"hidden_size": 32, "intermediate_size": 16, "num_layers_per_stack": 1, "num_attention_heads": 2}
+    HrmTextForCausalLM(HrmTextConfig(**shape, head_dim=16, vocab_size=40)).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"cannot start with the model .*gqkv_proj\.weight on disk is made of"):
+        asyncio.run(engine_of(tmp_path).start(WeightVersion(0, 0)))

@@ -1,0 +1,217 @@
+"""The audit finds no difference in a run that kept its promises, and names each one that was broken."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from asyncgrpo.cli import app
+from asyncgrpo.data.prompts import PromptState
+from asyncgrpo.errors import JournalError
+from asyncgrpo.journal.format import Committed, Dropped, Handed, Interrupted
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState
+from asyncgrpo.recording.events import EventLog
+from asyncgrpo.tools.audit import audit
+from asyncgrpo.types import VersionSpan, WeightVersion
+from tests.journal.journals import delivered, group, journal
+
+
+def state(frontier: int, *beyond: int) -> PromptState:
+    return PromptState(frontier=frontier, done_beyond=beyond, seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
+
+
+class FakeRun:
+    """The files of a run, step by step."""
+
+    def __init__(self, folder: Path, policy: str = "wait") -> None:
+        self.folder = folder
+        self.events = EventLog(folder / "metrics.jsonl")
+        self.journal = journal(folder / "journal", durability="written", policy=policy)
+
+    def restart(self, lineage: int, parent: WeightVersion) -> None:
+        self.journal.close()
+        self.journal = journal(self.folder / "journal", lineage=lineage, parent=parent, durability="written")
+
+    def deliver(self, *orders: int, lineage: int = 1, version: int = 0, attempt: int = 0) -> None:
+        for order in orders:
+            self.journal.append(*delivered(*group(order, lineage=lineage, version=version, attempt=attempt)))
+
+    def train(self, step: int, *lease_ids: str, lineage: int = 1, lag: int = 0) -> None:
+        self.journal.append(Handed(step=step, version=WeightVersion(lineage, step - 1), lease_ids=lease_ids))
+        self.events.write(
+            "step",
+            step=step,
+            version=f"{lineage}.{step}",
+            reward_mean=0.0,
+            loss=0.0,
+            lags={str(lag): len(lease_ids)},
+            tokens_trained=1,
+            seconds={},
+        )
+
+    def drop(self, lease_id: str, reason: str, *, is_final: bool) -> None:
+        order = int(lease_id.split(".")[1])
+        self.journal.append(Dropped(lease_id=lease_id, order=order, reason=reason, is_final=is_final))
+
+    def checkpoint(self, step: int, prompts: PromptState, lineage: int = 1) -> None:
+        saved = RunState(step=step, lineage=lineage, prompts=msgspec.to_builtins(prompts))
+        Checkpoints(self.folder, keep=3).write(saved, lambda folder: None)
+        self.journal.append(Committed(step=step, prompts=prompts))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    """Two steps and a checkpoint; a third step that a crash undid; groups that were dropped and issued again."""
+    run = FakeRun(tmp_path / "run")
+    run.deliver(0, 1, 2)
+    run.drop("1.3.0", "failed", is_final=True)  # of prompt 3 no group came
+    run.train(1, "1.0.0", "1.1.0")
+    run.deliver(4, 5, version=1)
+    run.drop("1.2.0", "stale", is_final=False)
+    run.deliver(2, version=1, attempt=1)
+    run.train(2, "1.2.1", "1.4.0")
+    run.checkpoint(2, state(5))
+    run.deliver(6, version=2)
+    run.train(3, "1.5.0", "1.6.0", lag=1)
+    run.events.resume_at(2)
+    run.restart(2, WeightVersion(1, 2))
+    return run
+
+
+def test_a_run_that_kept_its_promises_has_no_difference(run: FakeRun):
+    found = audit(run.folder)
+    assert found.differences == []
+    assert found.groups == {"trained": 4, "stale": 1, "in flight": 2}
+    assert found.tokens == {"trained": 8, "stale": 2, "in flight": 4}
+    assert found.lags == {0: 4} and found.step == 2 and found.starts == 2 and found.prompts_done == 5
+    run.drop("1.6.0", "ahead", is_final=False)
+    run.deliver(6, lineage=2, version=2)
+    run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("1.5.0", "2.6.0")))
+    assert audit(run.folder).differences == []
+
+
+def test_prompts_in_quarantine_and_ends_of_generators_are_no_difference(run: FakeRun):
+    run.journal.append(Interrupted(generator_id="generator-0", orders=(7, 8)))
+    run.drop("2.7.0", "poison", is_final=False)
+    run.drop("2.7.1", "poison", is_final=True)
+    run.drop("2.8.0", "quarantined", is_final=True)
+    run.checkpoint(2, state(5, 7, 8))
+    assert audit(run.folder).differences == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "oldest", "newest", "sentence"),
+    [
+        ("drop", 5, 9, None),
+        ("drop", 4, 9, "lag 5 in step 10, max_lag 4"),
+        ("window", 4, 9, "lag 5 in step 10, max_lag 4"),
+        ("mask", 0, 5, None),
+        ("mask", 0, 4, "lag 5 in step 10, max_lag 4"),
+        ("train", 0, 0, None),
+    ],
+)
+def test_the_audit_asks_of_each_policy_what_it_promises(tmp_path: Path, policy, oldest, newest, sentence):
+    run = FakeRun(tmp_path, policy)
+    message, payload = group(0)
+    spans = VersionSpan(WeightVersion(1, oldest), 0, 1), VersionSpan(WeightVersion(1, newest), 1, 2)
+    rollouts = tuple(msgspec.structs.replace(r, num_tokens=2, spans=spans) for r in message.rollouts)
+    run.journal.append(*delivered(msgspec.structs.replace(message, rollouts=rollouts), 2 * payload))
+    run.journal.append(Handed(step=10, version=WeightVersion(1, 9), lease_ids=("1.0.0",)))
+    too_old = [difference for difference in audit(tmp_path).differences if "max_lag" in difference]
+    assert [sentence in difference for difference in too_old] == ([True] if sentence else [])
+
+
+def breakages():
+    """What goes wrong after the run of the fixture, and what the audit must say."""
+
+    def twice(run: FakeRun) -> None:
+        run.deliver(7, lineage=2, version=2)
+        run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("2.7.0", "1.0.0")))
+        run.checkpoint(3, state(5, 7), lineage=2)
+
+    def same_prompt(run: FakeRun) -> None:
+        run.deliver(4, lineage=2, version=2)
+        run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("2.4.0",)))
+        run.checkpoint(3, state(5), lineage=2)
+
+    def skipped(run: FakeRun) -> None:
+        run.checkpoint(2, state(6))
+
+    def forgotten(run: FakeRun) -> None:
+        run.checkpoint(2, state(4))
+
+    def never_delivered(run: FakeRun) -> None:
+        run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("2.9.0",)))
+
+    def too_old(run: FakeRun) -> None:
+        run.journal.append(Handed(step=9, version=WeightVersion(2, 8), lease_ids=("1.5.0",)))
+
+    def from_the_future(run: FakeRun) -> None:
+        run.deliver(7, lineage=2, version=5)
+        run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("2.7.0",)))
+
+    def no_manifest(run: FakeRun) -> None:
+        run.checkpoint(3, state(5), lineage=2)
+
+    def delivered_twice(run: FakeRun) -> None:
+        run.deliver(6, version=2)
+
+    def trained_and_dropped(run: FakeRun) -> None:
+        run.drop("1.0.0", "stale", is_final=False)
+
+    def no_fate(run: FakeRun) -> None:
+        run.deliver(4, lineage=2, version=2)
+
+    def other_lags(run: FakeRun) -> None:
+        run.events.resume_at(1)
+        run.events.write(
+            *("step",),
+            **{"step": 2, "version": "1.2", "reward_mean": 0.0, "loss": 0.0, "tokens_trained": 1, "seconds": {}},
+            lags={"1": 2},
+        )
+
+    def lost_event(run: FakeRun) -> None:
+        run.events.resume_at(1)
+
+    def damaged(run: FakeRun) -> None:
+        path = run.folder / "journal" / "00000001.journal"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    yield twice, "group 1.0.0 was trained in step 1 and in 3"
+    yield same_prompt, "prompt 4 was trained twice, by the groups 1.4.0 and 2.4.0"
+    yield skipped, "prompt 5 is done in the newest checkpoint, but was neither trained nor dropped"
+    yield forgotten, "prompt 4 was trained, but is not done in the newest checkpoint"
+    yield never_delivered, "step 3 was given group 2.9.0, which was never delivered"
+    yield too_old, "group 1.5.0: lag 7 in step 9, max_lag 4"
+    yield from_the_future, "group 2.7.0 is of weights 5, newer than step 3"
+    yield no_manifest, "step 3, which the newest checkpoint holds, has 0 manifests instead of 1"
+    yield delivered_twice, "group 1.6.0 was delivered twice"
+    yield trained_and_dropped, "group 1.0.0 was trained, and dropped as stale"
+    yield no_fate, "group 2.4.0 was neither trained nor dropped, and its prompt is done"
+    yield other_lags, "step 2: lags {'1': 2} in metrics.jsonl, {'0': 2} in the journal"
+    yield lost_event, "step 2 is 0 times in metrics.jsonl"
+    yield damaged, "damaged journal: "
+
+
+@pytest.mark.parametrize(("break_", "sentence"), breakages(), ids=lambda value: getattr(value, "__name__", ""))
+def test_each_broken_promise_is_named_and_ends_with_1(run: FakeRun, break_, sentence: str):
+    break_(run)
+    found = audit(run.folder)
+    assert any(sentence in difference for difference in found.differences), found.differences
+    result = CliRunner().invoke(app, ["audit", str(run.folder), "--json"])
+    assert result.exit_code == 1 and json.loads(result.stdout)["differences"] == found.differences
+
+
+def test_people_get_a_table(run: FakeRun):
+    result = CliRunner().invoke(app, ["audit", str(run.folder)])
+    assert result.exit_code == 0
+    assert "trained" in result.stdout and result.stdout.endswith("no difference\n")
+
+
+def test_a_run_without_a_journal_is_said_in_a_sentence(tmp_path: Path):
+    with pytest.raises(JournalError, match="has no journal"):
+        audit(tmp_path)

@@ -1,0 +1,69 @@
+"""Equal is equal in every bit, and what a replay cannot know is not compared."""
+
+import math
+from typing import Any
+
+import pytest
+
+from asyncgrpo.recording.events import as_written
+from asyncgrpo.tools.replay import Pair, means
+
+STEP: dict[str, Any] = {
+    "event": "step",
+    "time": 1.0,
+    "step": 3,
+    "version": "1.3",
+    "loss": 0.1,
+    "grad_norm": 2.0,
+    "diagnostics": {"kl_k3": 0.5, "ess_token": 0.9},
+    "lags": {"0": 4},
+    "kl_reference": None,
+    "seconds": {"optimizer": 1.0},
+    "tokens_generated": 100,
+}
+
+
+def differences(**changes: Any) -> list[str]:
+    return Pair(3, as_written(STEP), as_written(STEP | changes)).differences
+
+
+def test_the_same_numbers_are_equal_whatever_time_it_took():
+    assert differences(time=9.0, seconds={"optimizer": 7.0}, tokens_generated=0) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"loss": math.nextafter(0.1, 1.0)}, ["loss"]),
+        ({"loss": math.nan, "grad_norm": 2.5}, ["loss", "grad_norm"]),
+        ({"diagnostics": {"kl_k3": 0.5, "ess_token": 0.8}}, ["diagnostics.ess_token"]),
+        ({"kl_reference": 0.0}, ["kl_reference"]),
+        ({"lags": {"0": 3, "1": 1}}, ["lags.0"]),
+    ],
+)
+def test_one_bit_is_a_difference_and_is_named(changes: dict[str, Any], named: list[str]):
+    assert differences(**changes) == named
+
+
+def test_a_zero_has_a_sign():
+    assert Pair(3, STEP | {"loss": 0.0}, STEP | {"loss": -0.0}).differences == ["loss"]
+
+
+def test_numbers_that_are_not_finite_are_equal_as_they_are_written():
+    broken = STEP | {"loss": math.nan}
+    assert Pair(3, as_written(broken), as_written(broken)).differences == []
+
+
+def test_a_field_that_another_release_added_is_no_difference():
+    assert differences(entropy=0.3) == []
+
+
+def test_a_step_that_was_not_recorded_cannot_differ():
+    pair = Pair(3, None, STEP)
+    assert pair.differences == [] and pair.values("loss") == (None, 0.1)
+
+
+def test_means_are_over_the_steps_that_have_the_field():
+    pairs = [Pair(1, None, STEP | {"loss": 1.0}), Pair(2, STEP | {"loss": 4.0}, STEP | {"loss": 3.0})]
+    assert means(pairs, "loss") == (4.0, 2.0)
+    assert means(pairs, "kl_reference") == (None, None)

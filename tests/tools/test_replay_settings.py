@@ -1,0 +1,74 @@
+"""A replay may train otherwise on the stream; nothing that made the stream can be changed."""
+
+import pytest
+
+from asyncgrpo.config.load import load_config, with_overrides
+from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import ConfigError
+from asyncgrpo.tools.replay import replay_config
+
+
+@pytest.fixture
+def recorded() -> Config:
+    return load_config("quickstart", ["algorithm.loss_args.low=0.1", r"data.system_prompt=\${plain}"])
+
+
+def test_nothing_changed_is_the_same(recorded: Config):
+    assert replay_config(recorded, ()) == recorded
+    assert replay_config(recorded, ["sampling.max_tokens=4"]) == recorded
+
+
+def test_objective_and_learner_can_be_changed(recorded: Config):
+    config = replay_config(recorded, ["algorithm.corrections=[]", "learner.lr=1e-4", "algorithm.loss=gspo"])
+    assert config.algorithm.corrections == () and config.learner.lr == 1e-4
+    assert config.algorithm.loss == "gspo" and config.algorithm.loss_args == {}, "PPO's bounds are not GSPO's"
+    assert config.data.system_prompt == "${plain}"
+
+
+def test_a_preset_can_be_chosen(recorded: Config):
+    assert replay_config(recorded, (), algorithm="gspo").algorithm.loss == "gspo"
+
+
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_a_preset_leaves_alone_which_groups_were_trained(recorded: Config, is_filtered: bool):
+    recorded = with_overrides(recorded, [f"algorithm.filter_zero_signal={is_filtered}"])
+    for name in ("grpo", "dapo"):
+        assert replay_config(recorded, (), algorithm=name).algorithm.filter_zero_signal == is_filtered
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("algorithm.group_size=4", "so many answers"),
+        ("algorithm.filter_zero_signal=true", "which groups were trained"),
+        ("algorithm.advantage=remax", "greedy answer"),
+        ("sampling.temperature=0.5", "sampled under it"),
+        ("sampling.max_tokens=8", "sampled under it"),
+        ("data.train=other.jsonl", "prompts came from there"),
+        ("buffer.prompts_per_step=8", "which step"),
+        ("buffer.max_lag=1", "which step"),
+        ("model.path=other", "sampled by this model"),
+        ("model.lora.rank=8", "sampled by this model"),
+        ("run.seed=7", "those of the journal"),
+        ("reward.function=r.py", "scored by it"),
+        ("generators.count=5", "no generators"),
+        ("weights.bucket_mb=1", "publishes no weights"),
+        ("cluster.bind=0.0.0.0", "one learner"),
+    ],
+)
+def test_what_made_the_stream_is_refused_by_name_and_reason(recorded: Config, override: str, reason: str):
+    with pytest.raises(ConfigError, match=f"a replay cannot change {override.partition('=')[0]}.*{reason}"):
+        replay_config(recorded, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("policy.loss=gspo", "did you mean `algorithm.loss`"),
+        ("algorithm.loss=nothing", "algorithm.loss must be"),
+        ("algorithm.loss_args.gears=3", "no argument of ppo_clip"),
+    ],
+)
+def test_a_change_that_has_no_meaning_is_refused(recorded: Config, override: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        replay_config(recorded, [override])

@@ -1,0 +1,249 @@
+"""What of a journal can be trained again: the steps that stand, in order, or one sentence that says why not."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncgrpo.cli import main
+from asyncgrpo.config.schema import Config, DataConfig, LearnerConfig, ModelConfig
+from asyncgrpo.errors import JournalError
+from asyncgrpo.journal.format import Committed, Handed
+from asyncgrpo.journal.history import mend, read_history
+from asyncgrpo.journal.log import Journal
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState
+from asyncgrpo.tools.timeline import read_timeline
+from asyncgrpo.types import WeightVersion
+from tests.journal.journals import began, delivered, group
+
+
+def config(lr: float = 1e-6) -> Config:
+    return Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), learner=LearnerConfig(lr=lr))
+
+
+class FakeRun:
+    """The journal and the checkpoints of a run, start by start and step by step; two groups a step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lineage = self.step = self.orders = 0
+
+    def start(self, parent: WeightVersion | None = None, values: dict[str, Any] | None = None, **arguments) -> None:
+        self.lineage += 1
+        self.step = parent.version if parent is not None else 0
+        history = read_history(self.folder / "journal")
+        mend(history)
+        plain = msgspec.to_builtins(config(lr=self.lineage * 1e-6)) if values is None else values
+        this = msgspec.structs.replace(began(self.lineage, parent), config=plain)
+        self.journal = Journal(history, this, "written", segment_bytes=400, **arguments)
+
+    def train(self, count: int = 1) -> None:
+        for _ in range(count):
+            lease_ids = []
+            for order in (self.orders + 1, self.orders):  # they came in another order than that of the batch
+                message, payload = group(order, lineage=self.lineage, version=self.step, tokens=3)
+                self.journal.append(*delivered(message, payload))
+                lease_ids.insert(0, message.lease_id)
+            self.orders += 2
+            self.hand(*lease_ids)
+
+    def hand(self, *lease_ids: str) -> None:
+        version = WeightVersion(self.lineage, self.step)
+        self.step += 1
+        self.journal.append(Handed(step=self.step, version=version, lease_ids=lease_ids))
+
+    def checkpoint(self) -> WeightVersion:
+        saved = RunState(step=self.step, lineage=self.lineage, prompts={})
+        Checkpoints(self.folder, keep=9).write(saved, lambda folder: None)
+        self.journal.append(Committed(step=self.step, prompts=began().prompts))
+        return WeightVersion(self.lineage, self.step)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path)
+
+
+def steps_of(run: FakeRun, **arguments) -> dict[int, list[int]]:
+    """Steps by lineage."""
+    return {leg.lineage: [s.number for s in leg.steps] for leg in read_timeline(run.folder, **arguments).legs}
+
+
+def test_steps_that_a_crash_undid_are_left_out_and_each_start_keeps_its_configuration(run: FakeRun):
+    run.start(keep=True)
+    run.train(2)
+    parent = run.checkpoint()
+    run.train(2)  # undone
+    run.start(parent, keep=True)  # ended before it trained anything
+    run.start(parent, keep=True)
+    run.train(2)
+    assert steps_of(run) == {1: [1, 2], 3: [3, 4]}
+    timeline = read_timeline(run.folder)
+    assert [leg.config for leg in timeline.legs] == [config(1e-6), config(3e-6)]
+    assert [str(step.version) for step in timeline.steps] == ["1.0", "1.1", "3.2", "3.3"]
+    assert timeline.checkpoint is None
+
+
+def test_a_batch_is_what_the_manifest_says_in_its_order(run: FakeRun):
+    run.start(keep=True)
+    run.train(2)
+    timeline = read_timeline(run.folder)
+    message, payload = timeline.batch(list(timeline.steps)[1])
+    assert [deliver.order for deliver in message.groups] == [2, 3] and message.step == 1
+    assert message.groups[1] == group(3, version=1, tokens=3)[0]
+    assert payload == b"".join(group(order, version=1, tokens=3)[1] for order in (2, 3))
+    assert sum(message.payload_sizes) == len(payload)
+
+
+def test_a_start_that_is_not_over_counts_up_to_its_last_manifest(run: FakeRun):
+    run.start(keep=True)
+    run.train(2)
+    parent = run.checkpoint()
+    run.train(1)
+    assert steps_of(run) == {1: [1, 2, 3]}
+    run.start(parent, keep=True)  # step 3 is undone, and nothing is in its place yet
+    assert steps_of(run) == {1: [1, 2]}
+
+
+def test_a_start_without_a_checkpoint_begins_anew(run: FakeRun):
+    run.start(keep=True)
+    run.train(3)
+    run.start(keep=True)
+    run.train(1)
+    assert steps_of(run) == {2: [1]}
+
+
+def test_a_part_can_be_chosen_and_begins_with_its_checkpoint(run: FakeRun):
+    run.start(keep=True)
+    run.train(2)
+    parent = run.checkpoint()
+    run.train(2)
+    run.checkpoint()  # of step 4, whose weights the next start does not have
+    run.start(parent, keep=True)
+    run.train(3)
+    run.checkpoint()
+    assert steps_of(run, from_step=2) == {2: [3, 4, 5]}
+    assert read_timeline(run.folder, from_step=2).checkpoint == run.folder / "checkpoints" / "step_000002"
+    assert steps_of(run, to_step=3) == {1: [1, 2], 2: [3]}
+    with pytest.raises(JournalError, match=r"no checkpoint of step 4 .* there are: 2, 5"):
+        read_timeline(run.folder, from_step=4)
+    with pytest.raises(JournalError, match="up to 5; none of them is wanted"):
+        read_timeline(run.folder, from_step=5)
+
+
+def test_groups_that_were_taken_out_are_named_with_where_to_begin_instead(run: FakeRun):
+    run.start()
+    run.train(4)
+    parent = run.checkpoint()
+    run.start(parent)
+    run.train(2)
+    run.checkpoint()
+    with pytest.raises(JournalError, match=r"step 1 .* group 1\.0\.0 .*keep_journal=true") as error:
+        read_timeline(run.folder)
+    assert "--from-step 4" not in str(error.value), "the segments of step 5 are gone as well"
+    run.train(2)
+    with pytest.raises(JournalError, match=r"step 1 .* --from-step 6 begins behind"):
+        read_timeline(run.folder)
+    assert steps_of(run, from_step=6) == {2: [7, 8]}
+
+
+def without_manifest(run: FakeRun) -> None:
+    run.start(keep=True)
+    run.train(1)
+    run.step += 1
+    run.train(1)
+
+
+def handed_twice(run: FakeRun) -> None:
+    run.start(keep=True)
+    run.train(2)
+    run.step -= 1
+    run.hand("1.2.0", "1.3.0")
+
+
+def never_delivered(run: FakeRun) -> None:
+    run.start(keep=True)
+    run.hand("1.7.0")
+
+
+def untrained(run: FakeRun) -> None:
+    run.start(keep=True)
+
+
+def of_an_older_release(run: FakeRun) -> None:
+    run.start(values={}, keep=True)
+    run.train(1)
+
+
+def of_another_release(run: FakeRun) -> None:
+    run.start(values={**msgspec.to_builtins(config()), "gears": {"count": 3}}, keep=True)
+    run.train(1)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "sentence"),
+    [
+        (lambda run: None, "has no journal"),
+        (untrained, "no step of .* stands"),
+        (without_manifest, "does not say what step 2 was given"),
+        (handed_twice, "two manifests of step 2"),
+        (never_delivered, r"step 1 cannot be trained again: its group 1\.7\.0"),
+        (of_an_older_release, "older release"),
+        (of_another_release, "another release: .*gears"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_replayed_is_said_in_a_sentence(run: FakeRun, prepare, sentence: str):
+    prepare(run)
+    with pytest.raises(JournalError, match=sentence):
+        read_timeline(run.folder)
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path):
+    with pytest.raises(JournalError, match="no run folder"):
+        read_timeline(tmp_path / "nowhere")
+
+
+def test_a_body_that_is_damaged_is_said_at_its_step(run: FakeRun):
+    run.start(keep=True)
+    run.train(1)
+    timeline = read_timeline(run.folder)
+    first = next(timeline.steps)
+    path = run.folder / "journal" / f"{first.groups[0].segment:08d}.journal"
+    data = bytearray(path.read_bytes())
+    at = first.groups[0].body_at
+    data[at : at + 8] = bytes(8)
+    path.write_bytes(data)
+    with pytest.raises(JournalError, match=r"step 1 .* cannot be read"):
+        timeline.batch(first)
+    with pytest.raises(JournalError, match=r"step 1 .*damaged"):
+        read_timeline(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--with", "sampling.temperature=0.5"],
+            "cannot change sampling.temperature: the answers were sampled under it",
+        ),
+        (["--with", "learner.lr=fast"], "learner.lr must be a number"),
+        (["--with", "nonsense"], "not of the form key=value"),
+        (["--from-step", "1"], "no checkpoint of step 1"),
+        (["--name", "../elsewhere"], "--name ../elsewhere is not the name of a folder"),
+    ],
+)
+def test_the_command_ends_with_one_sentence_and_1_before_anything_is_trained(
+    run: FakeRun, arguments: list[str], words: str, monkeypatch, capsys
+):
+    run.start(keep=True)
+    run.train(2)
+    monkeypatch.setattr(sys, "argv", ["asyncgrpo", "replay", str(run.folder), *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capsys.readouterr()
+    assert end.value.code == 1 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert not (run.folder / "replays").exists()
