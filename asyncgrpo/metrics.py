@@ -10,15 +10,21 @@ prometheus_client reads it once, when it is imported.
 """
 
 import itertools
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import prometheus_client as prometheus
 
 from asyncgrpo import __version__
+
+# -- the metrics -------------------------------------------------------------------------------------------------------
+
 
 # -- the metrics -------------------------------------------------------------------------------------------------------
 
@@ -371,3 +377,49 @@ class Turns:
     def age_s(self) -> float | None:
         """Since the last time, seconds; None before the first."""
         return None if self._turned_s is None else time.monotonic() - self._turned_s
+
+
+# -- where Prometheus finds them ---------------------------------------------------------------------------------------
+
+
+def targets_path(run_dir: Path) -> Path:
+    """Where the targets of this run are written."""
+    run_dir = Path(run_dir).absolute()
+    return run_dir.parent / "prometheus" / f"{run_dir.name}.json"
+
+
+def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path:
+    """Replace the run's targets in one move.
+
+    Args:
+        run_dir: run folder; its name becomes the label `run`.
+        targets: `role` or `role-rank` to (host, port); role and rank become labels. Empty: the run has ended.
+    Returns:
+        The file, which does not exist if there are no targets.
+    """
+    path = targets_path(run_dir)
+    if not targets:
+        path.unlink(missing_ok=True)
+        return path
+    entries = []
+    for who, (host, port) in sorted(targets.items()):
+        role, _, rank = who.partition("-")
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        entries.append({"targets": [address], "labels": {"run": path.stem, "role": role, "rank": rank or "0"}})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def remove_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> None:
+    """Remove the targets of other runs in the same parent folder.
+
+    Args:
+        is_over: of a run folder, whether that is certain.
+    """
+    own = targets_path(run_dir)
+    for path in own.parent.glob("*.json"):
+        if path != own and is_over(own.parent.parent / path.stem):
+            path.unlink(missing_ok=True)

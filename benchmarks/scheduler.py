@@ -45,8 +45,8 @@ from asyncgrpo.learner.inbox import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score, WeightVersion
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import Message
 from benchmarks.measuring import line, rounded, show
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import BufferSocket, GeneratorLine, LearnerLine

@@ -38,9 +38,10 @@ from asyncgrpo.journal.format import FORMAT, Began
 from asyncgrpo.journal.history import History
 from asyncgrpo.journal.log import InMemory, Journal, Ledger
 from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, VersionSpan, WeightVersion
-from asyncgrpo.wire.checks import check_group
-from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
-from asyncgrpo.wire.messages import PROTOCOL, Ack, Deliver, Grant, Hello, Serving
+from asyncgrpo.wire import PROTOCOL
+from asyncgrpo.wire.codec import decode, encode
+from asyncgrpo.wire.groups import check_group, pack_group, unpack_group
+from asyncgrpo.wire.rollouts import Ack, Deliver, Grant, Hello, Serving
 from asyncgrpo.wire.sockets import Client, Server
 from benchmarks.measuring import line, rounded, show
 from benchmarks.rollouts import Lengths, make_groups

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from asyncgrpo.recording.event_kinds import KINDS
+from asyncgrpo.recording.events import KINDS
 
 REPOSITORY = Path(__file__).parent.parent
 MARK = "ASYNCGRPO_TEST_RUN"

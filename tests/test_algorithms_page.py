@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.algorithms import diagnostics
-from asyncgrpo.config.algorithm_rules import loss_arguments
 from asyncgrpo.config.files import algorithm_file, algorithm_names
 from asyncgrpo.config.load import load_config
+from asyncgrpo.config.rules import loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig, CorrectionConfig
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -13,10 +13,10 @@ import pytest
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, WeightsConfig
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.weights.group import serve_store
+from asyncgrpo.weights.broadcast import serve_store
 from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.wire.messages import Join
 from asyncgrpo.wire.sockets import Client, Keys
+from asyncgrpo.wire.weights import Join
 
 PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
 

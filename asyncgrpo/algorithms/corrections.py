@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.packed import MAX_LOG_RATIO, sequence_of_token, trained_sum, upcast
+from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, sequence_of_token, trained_sum, upcast
 
 # -- the anchor between two policies -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.algorithms.advantages import standardised
-from asyncgrpo.algorithms.packed import sequence_of_token
+from asyncgrpo.algorithms.aggregation import sequence_of_token
 
 
 class GaeResult(NamedTuple):

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, sequence_of_token, trained_sum
 from asyncgrpo.algorithms.corrections import Level, at_level
-from asyncgrpo.algorithms.packed import MAX_LOG_RATIO, sequence_of_token, trained_sum
 
 Sums = dict[str, Tensor]
 """Name to a scalar float64 tensor, on the device of the tokens."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncgrpo.algorithms.advantages import Groups, has_signal
-from asyncgrpo.algorithms.packed import sequence_of_token, sum_by_sequence
+from asyncgrpo.algorithms.aggregation import sequence_of_token, sum_by_sequence
 
 PairKind = Literal["best_worst", "random", "all"]
 

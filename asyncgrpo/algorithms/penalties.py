@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.packed import MAX_LOG_RATIO, upcast
+from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, upcast
 
 KlKind = Literal[
     "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl",

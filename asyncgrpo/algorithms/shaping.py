@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.packed import sum_by_sequence
+from asyncgrpo.algorithms.aggregation import sum_by_sequence
 
 TruncationRule = Literal["keep", "mask", "zero"]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.packed import MAX_LOG_RATIO, sequence_of_token, trained_sum, upcast
+from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, sequence_of_token, trained_sum, upcast
 
 MAX_GSPO_LOG_RATIO = 10.0
 

@@ -39,7 +39,7 @@ from typing import ClassVar, Literal, Protocol, TypeVar
 
 from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.wire.rollouts import Deliver
 
 # -- the bound on lag, and the proof that it holds ---------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from asyncgrpo.errors import DataError
 from asyncgrpo.journal.format import Dropped, Handed, Interrupted, delivered
 from asyncgrpo.journal.log import InMemory, Ledger
 from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.wire.rollouts import Deliver
 
 
 class Buffer:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
-from asyncgrpo.wire.messages import Deliver, EvalResult
+from asyncgrpo.wire.rollouts import Deliver, EvalResult
 
 MAX_ATTEMPTS = 3
 FREE_LOSSES = 2

@@ -48,7 +48,7 @@ import numpy as np
 
 from asyncgrpo.errors import JournalError
 from asyncgrpo.types import Frozen
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.wire.rollouts import Deliver
 
 # -- deadlines of leases -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncgrpo.types import Lease, Prompt, WeightVersion
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.wire.rollouts import Deliver
 
 # -- seeds -------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import RewardHealth
-from asyncgrpo.wire.messages import RewardFailed
+from asyncgrpo.wire.rollouts import RewardFailed
 
 NEVER_WORKED_S = 30.0
 """For which every call must have failed, the first included, before a reward is said never to have worked."""

@@ -1,14 +1,4 @@
-"""The buffer's process: one socket, one thread, one loop around the state machines of this folder.
-
-    generators ──Hello, Serving, Deliver, LeaseFailed──▶ ┌────────┐ ◀──Take, Published, RequestEval── learner
-               ◀──────────Grant, Ack, Nack, Cancel─────  │ buffer │ ──Batch, Waiting, NoMore────────▶
-                                                         └────────┘ ◀──Drain, GeneratorLost────────── driver
-
-It promises that every delivered group is acknowledged, once the journal has it, or refused by name; that whatever else
-cannot be read or believed is counted by reason and changes nothing; that a generator gets a lease only while it serves
-the version that was published last (or a newer one) and the journal can be written; and that whoever waits is told what
-for.
-"""
+"""A buffer in numbers: totals for the learner's record, and the metrics that this process exports."""
 
 import logging
 import time
@@ -20,7 +10,6 @@ import msgspec
 
 from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.counters import Gauges, counters
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.groups import Entry, State
 from asyncgrpo.buffer.reward_health import Scoring, Tell
@@ -30,29 +19,25 @@ from asyncgrpo.journal.format import Committed
 from asyncgrpo.metrics import Turns
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.wire.checks import check_answers_lease, check_group
+from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import Buffer as Frame
-from asyncgrpo.wire.codec import Kinds, decode
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
+from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, decode
+from asyncgrpo.wire.groups import check_answers_lease, check_group
+from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Ack,
     Batch,
     Cancel,
     Deliver,
-    Drain,
     EvalResult,
     Farewell,
     Finished,
-    GeneratorLost,
     Grant,
     Hello,
     LastEvals,
     LeaseFailed,
-    Message,
     Nack,
     NoMore,
-    OfLearnerOrDriver,
     Published,
     RequestEval,
     RewardFailed,
@@ -62,11 +47,59 @@ from asyncgrpo.wire.messages import (
     Snapshot,
     Take,
     TakeSnapshot,
-    ToBuffer,
     Waiting,
     Welcome,
 )
 from asyncgrpo.wire.sockets import Server
+from asyncgrpo.wire.supervision import Drain, GeneratorLost
+
+# -- a buffer in numbers -----------------------------------------------------------------------------------------------
+
+
+def counters(buffer: Buffer) -> dict[str, float]:
+    """Totals of this process: groups by outcome, those filtered by kind, tokens by fate. Of now: tokens in flight, bias."""
+    groups = {f"groups_{k}": float(v) for k, v in buffer.outcomes.items()}
+    filtered = {f"filtered_{k}": float(v) for k, v in buffer.filtered.items()}
+    tokens = {f"tokens_{k}": float(v) for k, v in buffer.tokens.items()}
+    answers = {f"answers_{k}": float(v) for k, v in buffer.discarded.items()}
+    bias = {f"bias_{k}": v for k, v in buffer.bias.distances().items()}
+    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
+    return groups | filtered | tokens | answers | bias | now
+
+
+class Gauges:
+    """Brings the metrics up to what a buffer counts."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[str, str], int] = {}
+
+    def show(self, buffer: Buffer, now_s: float) -> None:
+        """All of them; and says in the log what has become biased."""
+        for sentence in buffer.bias.news():
+            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
+        for name, distance in buffer.bias.distances().items():
+            metrics.bias_distance.labels(of=name).set(distance)
+        for metric, label, totals in (
+            (metrics.groups_total, "outcome", buffer.outcomes),
+            (metrics.tokens_total, "fate", buffer.tokens),
+            (metrics.answers_discarded_total, "why", buffer.discarded),
+        ):
+            for value, total in totals.items():
+                metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
+                self._shown[label, value] = total
+        metrics.lease_deadline_seconds.set(buffer.deadline_s)
+        metrics.quarantined_prompts.set(buffer.num_quarantined)
+        metrics.buffer_tokens.set(buffer.tokens_in_flight)
+        for state in State:
+            metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
+        oldest = buffer.oldest_lease()
+        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
+        metrics.epoch.set(buffer.epoch)
+        metrics.prompts_done.set(buffer.prompts_done)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 

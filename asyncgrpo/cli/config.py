@@ -74,9 +74,9 @@ def show(
     """
     import msgspec
 
-    from asyncgrpo.config.algorithm_rules import check_algorithm
     from asyncgrpo.config.explain import sizes_in_words
     from asyncgrpo.config.load import load_config, to_yaml
+    from asyncgrpo.config.rules import check_algorithm
 
     config = load_config(file, overrides or (), algorithm=algorithm, tell=partial(typer.echo, err=True))
     check_algorithm(config)
@@ -128,8 +128,8 @@ def from_verl(
 
 def _problem(ours: dict[str, Any]) -> str:
     """Why a run with these keys alone would be refused; empty where it would not."""
-    from asyncgrpo.config.algorithm_rules import check_algorithm
     from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.rules import check_algorithm
     from asyncgrpo.config.unknown_keys import assignments
 
     try:

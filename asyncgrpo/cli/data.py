@@ -179,7 +179,7 @@ def check(
 
 
 def _check(file: str, model: str | None, config: "Config") -> "CheckReport":
-    from asyncgrpo.cli.preflight import REWARD_IMPORT_S
+    from asyncgrpo.cli.running import REWARD_IMPORT_S
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.types import Prompt, Score

@@ -54,8 +54,7 @@ def demo(
     random Qwen3 and its own task in the run folder.
     """
     from asyncgrpo.cli.audit import report
-    from asyncgrpo.cli.preflight import preview
-    from asyncgrpo.cli.running import choose_folder, execute
+    from asyncgrpo.cli.running import choose_folder, execute, preview
     from asyncgrpo.config.files import algorithm_file
     from asyncgrpo.config.load import load_config
     from asyncgrpo.tools.chaos import Plan

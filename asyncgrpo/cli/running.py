@@ -1,16 +1,212 @@
-"""What `demo`, `train` and `serve` share: claim the run folder, show the run while it goes on, and sum it up."""
+"""What `demo`, `train` and `serve` share: check the run, preview it, claim its folder, show it while it goes on, sum it up.
 
+Reading the files once more costs seconds; finding out after the engines are up costs minutes of many GPUs. What is
+checked here is checked by the same functions again where it is used.
+"""
+
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import typer
 from rich.console import Console
 
+from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import ConfigError
+
+# -- before anything is started ----------------------------------------------------------------------------------------
+
+
+# -- before anything is started ----------------------------------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    from asyncgrpo.rewards.base import Reward
+
+REWARD_IMPORT_S = 10.0
+"""For a user's reward file to be imported, while nothing else runs here."""
+_ROOM_BESIDE = 2**26
+"""Bytes of a run folder for what is no checkpoint."""
+
+
+def check_run(config: Config) -> None:
+    """Everything about a run that can be known before it is started.
+
+    Raises ConfigError, DataError or RewardError, in one sentence.
+    """
+    from asyncgrpo.cluster.wiring import uses_cuda
+    from asyncgrpo.config.rules import check_algorithm
+    from asyncgrpo.recording.loggers import check_loggers
+    from asyncgrpo.wire.sockets import check_bind
+
+    check_algorithm(config)
+    check_bind(config.cluster.bind)
+    check_loggers(config.run.loggers)
+    _check_gpus(config, learner_on_gpu=uses_cuda(config))
+    check_inputs(config)
+    _check_training(config, learner_on_gpu=uses_cuda(config))
+
+
+def check_inputs(config: Config) -> None:
+    """The part of it that answering prompts needs too: engine, model, tokenizer, reward and prompts.
+
+    Raises ConfigError, DataError or RewardError, in one sentence.
+    """
+    from asyncgrpo.config.rules import check_model, local_model
+    from asyncgrpo.data.demo import demo_rules
+    from asyncgrpo.engines.build import why_sglang_cannot_run
+    from asyncgrpo.rewards import build_reward
+    from asyncgrpo.weights.files import check_weight_files
+
+    check_model(config)
+    if (folder := local_model(config.model.path)) is not None:
+        check_weight_files(folder, is_complete=Path(config.model.path).expanduser().is_dir())
+    if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
+        raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
+    reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
+    _check_prompts(config, reward)
+
+
+def _check_prompts(config: Config, reward: "Reward") -> None:
+    from asyncgrpo.data.prompts import check_prompts
+    from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
+    from asyncgrpo.rewards.rules import RuleReward
+
+    tokenizer = load_tokenizer(config.model.path)
+    stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
+    vocabulary = vocabulary_size(config.model.path)
+    for file, limit in ((config.data.train, None), (config.data.eval, config.data.eval_rows)):
+        if file is None:
+            continue
+        sources = check_prompts(file, tokenizer, config.data, vocabulary=vocabulary, limit=limit)
+        if isinstance(reward, RuleReward):
+            reward.check_sources(sources)
+
+
+def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
+    """Of this machine; those of a cluster are counted when it is reached."""
+    if config.cluster.ray_address is not None:
+        return
+    import torch
+
+    from asyncgrpo.cluster.ray_session import check_gpus
+
+    check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
+
+
+def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
+    """The model as the learner sees it, and room for a checkpoint of it. One that is still to be downloaded passes."""
+    import torch
+
+    from asyncgrpo.config.rules import local_model
+    from asyncgrpo.learner.model import check_language_model
+
+    if (folder := local_model(config.model.path)) is None:
+        return
+    model = check_language_model(str(folder), config, torch.device("cuda" if learner_on_gpu else "cpu"))
+    exported = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize
+    resumed = 3 * sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # weights and AdamW's two moments
+    _check_room(config.run.out, exported + resumed)
+
+
+def _check_room(out: str, checkpoint_bytes: int) -> None:
+    there = Path(out).absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if free < checkpoint_bytes + _ROOM_BESIDE:
+        raise ConfigError(
+            f"run.out {out}: a checkpoint takes about {size_in_words(checkpoint_bytes)}, and the disk has "
+            f"{size_in_words(free)} left; make room, or choose a folder on another disk"
+        )
+
+
+# -- --dry-run ---------------------------------------------------------------------------------------------------------
+
+
+def preview(config: Config, algorithm: str | None = None, *, shown: Config | None = None) -> None:
+    """Look at everything that `execute` looks at before it starts, and print it.
+
+    Args:
+        algorithm: name of the preset that `config` was made with.
+        shown: where the files of `config` only stand for those of the run: the configuration that names these.
+    Raises:
+        AsyncGRPOError: what the run would end with, in one sentence.
+    """
+    from asyncgrpo.cluster.folder import RunFolder, look
+    from asyncgrpo.config.explain import sizes_in_words
+
+    check_run(config)
+    folder = RunFolder(Path(config.run.out))
+    folder.check_free()
+    standing = look(config, folder)
+    rows = [*_files(config, shown or config), ("processes", _processes(config)), ("GPUs", _gpus(config))]
+    begins = ["new: it would begin at step 0"] if standing.is_new else standing.lines(config.run.out)
+    rows += [("folder" if i == 0 else "", line) for i, line in enumerate([str(folder.path), *begins])]
+    typer.echo(sizes_in_words(config, algorithm))
+    for name, text in rows:
+        typer.echo(f"{name:<11} {text}")
+    typer.echo("dry run: nothing was started, and nothing was written")
+
+
+def _files(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
+    from asyncgrpo.config.rules import local_model
+    from asyncgrpo.data.prompts import load_prompts
+    from asyncgrpo.data.tokenizer import load_tokenizer
+
+    tokenizer = None
+    if (model := local_model(config.model.path)) is not None:
+        tokenizer = load_tokenizer(config.model.path)
+        yield "model", str(model.absolute() if shown is config else Path(shown.model.path))
+    else:
+        yield "model", f"{shown.model.path}, to be downloaded: no prompt was counted"
+    keys: tuple[Literal["train", "eval"], ...] = ("train", "eval")
+    for key in keys:
+        path: str | None = getattr(config.data, key)
+        if path is None:
+            continue
+        text = str(Path(getattr(shown.data, key)).absolute())
+        if tokenizer is not None:
+            limit = config.data.eval_rows if key == "eval" else None
+            loaded = load_prompts(path, key, tokenizer, config.data, limit=limit)
+            text += f": {len(loaded.prompts):,} prompts, {loaded.dropped_too_long:,} longer than data.max_prompt_tokens"
+        yield f"data.{key}", text
+    yield "reward", config.reward.function or "by data_source"
+
+
+def _processes(config: Config) -> str:
+    from asyncgrpo.cluster.wiring import uses_cuda
+
+    generators = config.generators
+    learner = "one GPU each" if uses_cuda(config) else "on CPU"
+    engine = f"{generators.gpus_each} GPUs each" if generators.gpus_each else "on CPU"
+    return (
+        f"driver 1; buffer 1; learner {config.learner.ranks} ({learner}); generator {generators.count} "
+        f"({generators.engine}, {engine}), with reward worker {config.reward.workers} each"
+    )
+
+
+def _gpus(config: Config) -> str:
+    """How many it needs, of those that are here; `check_run` has compared the two."""
+    import torch
+
+    from asyncgrpo.cluster.ray_session import gpus_wanted
+    from asyncgrpo.cluster.wiring import uses_cuda
+
+    wanted = gpus_wanted(config, learner_on_gpu=uses_cuda(config))
+    if config.cluster.ray_address is not None:
+        return f"{wanted} wanted, of the cluster at {config.cluster.ray_address}"
+    return f"{wanted} wanted, {torch.cuda.device_count()} here"
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
 
 if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.folder import RunFolder
@@ -38,7 +234,6 @@ def execute(
     Raises:
         AsyncGRPOError: in one sentence, whatever ended the run.
     """
-    from asyncgrpo.cli.preflight import check_run
     from asyncgrpo.cluster.folder import RunFolder, look, record
     from asyncgrpo.cluster.run import Run
 

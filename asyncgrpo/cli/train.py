@@ -36,8 +36,7 @@ def train(
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a model on a file of prompts. The same command goes on after an interruption."""
-    from asyncgrpo.cli.preflight import preview
-    from asyncgrpo.cli.running import choose_folder, execute
+    from asyncgrpo.cli.running import choose_folder, execute, preview
     from asyncgrpo.config.load import load_config
 
     folder = choose_folder("runs/train", out)
@@ -78,8 +77,7 @@ def serve(
     Either lets what is under way finish, writes a checkpoint and exits with 0. Started again, it goes on from its newest
     checkpoint. `run.steps` and `run.epochs` count only on the command line.
     """
-    from asyncgrpo.cli.preflight import preview
-    from asyncgrpo.cli.running import execute
+    from asyncgrpo.cli.running import execute, preview
     from asyncgrpo.config.load import load_config
 
     settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]

@@ -20,8 +20,8 @@ from asyncgrpo.cluster.wiring import BufferActor, BufferReady, LearnerActor, Lea
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
-from asyncgrpo.wire.messages import Drain, GeneratorLost, Moved
 from asyncgrpo.wire.sockets import Client
+from asyncgrpo.wire.supervision import Drain, GeneratorLost, Moved
 
 # -- how often something may be started again --------------------------------------------------------------------------
 

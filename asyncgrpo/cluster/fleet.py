@@ -16,7 +16,7 @@ from asyncgrpo.cluster.ray_session import Placement, has_ended, result
 from asyncgrpo.cluster.wiring import GeneratorActor, Setup, incarnation_of
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.wire.messages import Moved
+from asyncgrpo.wire.supervision import Moved
 
 log = logging.getLogger(__name__)
 

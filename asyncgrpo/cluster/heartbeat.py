@@ -18,9 +18,10 @@ from pathlib import Path
 
 from asyncgrpo import metrics
 from asyncgrpo.errors import WireError
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import decode
-from asyncgrpo.wire.messages import DumpStacks, GeneratorLost, Message, Moved, Pulse
 from asyncgrpo.wire.sockets import Client, Keys, Server
+from asyncgrpo.wire.supervision import DumpStacks, GeneratorLost, Moved, Pulse
 
 log = logging.getLogger(__name__)
 

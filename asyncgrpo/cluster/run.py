@@ -27,10 +27,10 @@ from asyncgrpo.cluster.wiring import BufferReady, Setup, host_of, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
+from asyncgrpo.metrics import remove_targets_beside, write_targets
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.recording.targets import remove_targets_beside, write_targets
-from asyncgrpo.wire.messages import Moved
 from asyncgrpo.wire.sockets import Keys, is_loopback
+from asyncgrpo.wire.supervision import Moved
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from asyncgrpo.cluster.folder import hold
 from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.config.schema import Config
 from asyncgrpo.types import Sampling, WeightVersion
-from asyncgrpo.wire.messages import GeneratorLost, Moved
 from asyncgrpo.wire.sockets import Client, Keys, Server, is_loopback
+from asyncgrpo.wire.supervision import GeneratorLost, Moved
 
 if TYPE_CHECKING:  # torch and the tokenizer are imported where they are used
     from asyncgrpo.buffer.service import BufferService
@@ -339,7 +339,7 @@ class LearnerActor:
         if self._rank > 0:
             return LearnerReady(host, address)
 
-        from asyncgrpo.weights.group import serve_store
+        from asyncgrpo.weights.broadcast import serve_store
         from asyncgrpo.weights.publisher import Publisher
 
         self._store = serve_store(host, RANKS_START_WITHIN_S)

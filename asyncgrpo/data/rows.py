@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.errors import ConfigError, DataError
-from asyncgrpo.wire.messages import PROMPT_BYTES
+from asyncgrpo.wire.rollouts import PROMPT_BYTES
 
 # -- reading a file ----------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, WeightVersion
 from asyncgrpo.weights.adapters import AdapterMerger
 from asyncgrpo.weights.receiver import Receiver
-from asyncgrpo.wire.codec import pack_group
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
+from asyncgrpo.wire import PROTOCOL, Message
+from asyncgrpo.wire.groups import pack_group
+from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Ack,
     Cancel,
@@ -38,7 +38,6 @@ from asyncgrpo.wire.messages import (
     Grant,
     Hello,
     LeaseFailed,
-    Message,
     Nack,
     RewardFailed,
     SayHello,

@@ -20,7 +20,7 @@ import xxhash
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.wire.codec import DIGEST_BYTES, Buffer, decode, encode
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.wire.rollouts import Deliver
 
 MAGIC = b"\xa6AGJ"
 _LENGTHS = struct.Struct("<II")

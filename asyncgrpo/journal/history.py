@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncgrpo.errors import JournalError, WireError
 from asyncgrpo.journal.format import Began, Damage, Delivered, Record, Whole, delivered_again, scan
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
 

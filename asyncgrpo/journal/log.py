@@ -25,7 +25,7 @@ from asyncgrpo import metrics
 from asyncgrpo.journal.format import Began, Committed, Delivered, Dropped, Handed, Record, Whole, delivered, pack, scan
 from asyncgrpo.journal.history import SUFFIX, History, cut, segment_path
 from asyncgrpo.wire.codec import Buffer
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,11 @@ import torch.distributed as dist
 from asyncgrpo import metrics
 from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.types import Group, WeightVersion
-from asyncgrpo.wire.codec import unpack_batch
-from asyncgrpo.wire.messages import (
+from asyncgrpo.wire.groups import unpack_batch
+from asyncgrpo.wire.rollouts import (
     Batch,
-    Drain,
     EvalResult,
     Finished,
-    GeneratorLost,
     LastEvals,
     NoMore,
     Published,
@@ -38,6 +36,7 @@ from asyncgrpo.wire.messages import (
     Waiting,
 )
 from asyncgrpo.wire.sockets import Client
+from asyncgrpo.wire.supervision import Drain, GeneratorLost
 
 # -- from the first rank to the others ---------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
 from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
-from asyncgrpo.config.algorithm_rules import check_algorithm
+from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config, LearnerConfig
-from asyncgrpo.learner import precompute, saving
+from asyncgrpo.learner import objective, saving
 from asyncgrpo.learner.batch import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.head import Reference
 from asyncgrpo.learner.model import Scored, build_model, keep_gathered, reshard, whole, without_adapters
@@ -78,7 +78,7 @@ class Learner:
         with clock("pack"):
             parts = self._minibatches(groups)
             # Later parts meet weights that sampled nothing, and compare with them only where the first ones are known.
-            knows_start = precompute.is_needed(self.config.algorithm, self.config.learner.minibatches)
+            knows_start = objective.is_needed(self.config.algorithm, self.config.learner.minibatches)
             batches = [self._pack(part, version if n == 0 or knows_start else None) for n, part in enumerate(parts)]
         with clock("forward_backward"):
             ahead = [self._look_ahead(batch) for batch in batches]
@@ -151,18 +151,18 @@ class Learner:
     def _look_ahead(self, batch: StepBatch) -> tuple[StepBatch, list[Known]]:
         """The minibatch, and what each of its micro-batches must know of the step before its gradient."""
         settings = self.config.algorithm
-        if not precompute.is_needed(settings, self.config.learner.minibatches):
+        if not objective.is_needed(settings, self.config.learner.minibatches):
             return batch, [Known()] * len(batch.trained)
-        return precompute.look_ahead(batch, self._before, settings, kl_coef=self.kl_coef)
+        return objective.look_ahead(batch, self._before, settings, kl_coef=self.kl_coef)
 
     @torch.no_grad()
-    def _before(self, batch: PackedBatch) -> precompute.Scored:
+    def _before(self, batch: PackedBatch) -> objective.Scored:
         """A micro-batch under the weights at the start of the step."""
         batch = batch.to(self.device)
         scored: Scored = self.model(batch)
         reshard(self.model)
         reference = self._score_reference(batch).scores.logprobs if self.has_reference else None
-        return precompute.Scored(scored.scores.logprobs, reference, scored.values)
+        return objective.Scored(scored.scores.logprobs, reference, scored.values)
 
     def _accumulate(self, batch: StepBatch, known: Sequence[Known], version: WeightVersion) -> Sums:
         """Forward and backward of a minibatch; gradients of its share are left in the parameters."""
@@ -290,7 +290,7 @@ def has_only_policy_gradient(config: Config) -> bool:
         and algorithm.entropy_coef == 0
         and algorithm.behaviour_kl_coef == 0
         and algorithm.loss not in ("dro", "pairwise")
-        and not precompute.is_needed(algorithm, config.learner.minibatches)
+        and not objective.is_needed(algorithm, config.learner.minibatches)
     )
 
 

@@ -26,7 +26,7 @@ from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
 from asyncgrpo.types import Group, Rollout, WeightVersion
 from asyncgrpo.weights.publisher import Publication
-from asyncgrpo.wire.messages import EvalResult
+from asyncgrpo.wire.rollouts import EvalResult
 
 # -- what became of every sampled token --------------------------------------------------------------------------------
 

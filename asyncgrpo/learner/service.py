@@ -26,8 +26,9 @@ from asyncgrpo.learner.record import Recorder
 from asyncgrpo.metrics import Turns
 from asyncgrpo.types import TensorInfo, WeightVersion
 from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.wire.codec import decode, encode, unpack_batch
-from asyncgrpo.wire.messages import Batch
+from asyncgrpo.wire.codec import decode, encode
+from asyncgrpo.wire.groups import unpack_batch
+from asyncgrpo.wire.rollouts import Batch
 
 log = logging.getLogger(__name__)
 

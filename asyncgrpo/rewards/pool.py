@@ -17,8 +17,7 @@ import msgspec
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import failed, place_of
-from asyncgrpo.rewards.frames import LENGTH, MAX_REPLY, Call, Hello, frame
-from asyncgrpo.rewards.worker import command
+from asyncgrpo.rewards.worker import LENGTH, MAX_REPLY, Call, Hello, command, frame
 from asyncgrpo.types import Score
 
 log = logging.getLogger(__name__)

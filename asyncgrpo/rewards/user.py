@@ -19,8 +19,8 @@ from typing import Any
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import describe
-from asyncgrpo.rewards.frames import Call
 from asyncgrpo.rewards.pool import START_TIMEOUT_S, Pool
+from asyncgrpo.rewards.worker import Call
 from asyncgrpo.types import Prompt, Score
 
 DEFAULT_NAME = "compute_score"

@@ -1,8 +1,6 @@
-"""The inside of a worker process: load what scores, say hello, then score one call after the other in the main thread.
+"""What the pool and its workers say to each other: msgpack in frames that begin with their length.
 
-The pipes that the pool talks through are moved away from stdin and stdout at once, so prints land on stderr and a
-reward that reads stdin finds it empty. A worker dies with its parent, however that one ends. It protects the trainer
-from code that hangs or crashes; it is no sandbox against code that means harm.
+The pool sends a `Call` and the worker answers with a `Score`, one at a time. A worker's first frame is a `Hello`.
 """
 
 import asyncio
@@ -15,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -24,8 +23,50 @@ import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.rewards.base import describe, score_of_call
-from asyncgrpo.rewards.frames import Call, Hello, frame, read_frame
 from asyncgrpo.types import Score
+
+# -- between the pool and its workers ----------------------------------------------------------------------------------
+
+
+LENGTH = struct.Struct("!I")
+MAX_REPLY = 1 << 20
+"""Bytes. A longer reply means that something else wrote into the pipe."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker has loaded what it scores with, or says why it cannot."""
+
+    error: str = ""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer to score, and what a reward may look at."""
+
+    data_source: str
+    answer_text: str
+    ground_truth: Any
+    info: dict[str, Any] = {}
+    prompt_text: str = ""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Encode one message. Raises TypeError, ValueError or OverflowError for values that msgpack cannot hold."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def read_frame(file: BinaryIO) -> bytes | None:
+    """The body of the next frame, or None at the end of the file."""
+    head = file.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    body = file.read(length)
+    return body if len(body) == length else None
+
+
+# -- inside a worker ---------------------------------------------------------------------------------------------------
+
 
 Scorer = Callable[[Call], Any]
 """What a worker runs: gives a number or a dict, or an awaitable of one."""

@@ -24,7 +24,7 @@ from asyncgrpo.cluster.core import Core
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.wire.messages import Moved
+from asyncgrpo.wire.supervision import Moved
 
 # -- a cable that can be unplugged -------------------------------------------------------------------------------------
 

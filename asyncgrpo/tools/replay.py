@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
-from asyncgrpo.config.algorithm_rules import check_algorithm
 from asyncgrpo.config.explain import algorithm_in_words, knobs
 from asyncgrpo.config.load import to_yaml, with_overrides
+from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, TrainingError
 from asyncgrpo.learner.inbox import Order, Team
@@ -36,9 +36,9 @@ from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.tools.timeline import Leg, PlannedStep, Timeline
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.weights.group import serve_store, visit_store
-from asyncgrpo.weights.layout import digest_of
-from asyncgrpo.wire.codec import encode, unpack_batch
+from asyncgrpo.weights.broadcast import digest_of, serve_store, visit_store
+from asyncgrpo.wire.codec import encode
+from asyncgrpo.wire.groups import unpack_batch
 
 # -- the same step twice -----------------------------------------------------------------------------------------------
 

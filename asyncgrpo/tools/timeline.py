@@ -19,7 +19,7 @@ from asyncgrpo.journal.format import Began, Delivered, Handed
 from asyncgrpo.journal.history import Found, History, read_run
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.wire.messages import Batch, Deliver
+from asyncgrpo.wire.rollouts import Batch, Deliver
 
 
 @dataclass(frozen=True)

@@ -21,23 +21,11 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import GeneratorsGone, WeightsError, WireError
 from asyncgrpo.types import TensorInfo, WeightVersion
-from asyncgrpo.weights.group import BroadcastGroup, serve_store
-from asyncgrpo.weights.layout import Bucket, add_digests, digest, plan_buckets
-from asyncgrpo.wire.codec import Kinds, decode
-from asyncgrpo.wire.messages import (
-    Assemble,
-    Join,
-    Message,
-    Muster,
-    Offer,
-    Present,
-    Staged,
-    Swap,
-    Swapped,
-    SyncFailed,
-    ToPublisher,
-)
+from asyncgrpo.weights.broadcast import BroadcastGroup, Bucket, add_digests, digest, plan_buckets, serve_store
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import Kinds, ToPublisher, decode
 from asyncgrpo.wire.sockets import Keys, Server
+from asyncgrpo.wire.weights import Assemble, Join, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
 
 log = logging.getLogger(__name__)
 

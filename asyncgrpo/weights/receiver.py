@@ -15,10 +15,10 @@ from torch import Tensor
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.weights.adapters import AdapterMerger, content_digest
-from asyncgrpo.weights.group import BroadcastGroup, visit_store
-from asyncgrpo.weights.layout import add_digests, digest, plan_buckets
-from asyncgrpo.wire.messages import Assemble, Join, Message, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.weights.broadcast import BroadcastGroup, add_digests, digest, plan_buckets, visit_store
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client, Keys
+from asyncgrpo.wire.weights import Assemble, Join, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
 
 log = logging.getLogger(__name__)
 

@@ -2,21 +2,59 @@
 
 Every pair of frames carries an xxh3 digest over both, so a flipped bit is refused by name instead of trained on. Arrays
 travel as raw little-endian bytes. Whatever arrives is measured before it is decoded, and nothing is allocated from its
-claims; what a group says is checked by `wire/checks.py`.
+claims; what a group says is checked by `wire/groups.py`.
 """
 
 from collections.abc import Sequence
 from types import UnionType
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
-import numpy as np
 import xxhash
 
 from asyncgrpo.errors import RefusedError, WireError
-from asyncgrpo.types import Completion, Group, Rollout
-from asyncgrpo.wire.checks import check_group
-from asyncgrpo.wire.messages import AnyMessage, Batch, Deliver, Message, RolloutHeader
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.rollouts import (
+    Ack,
+    Batch,
+    Cancel,
+    Deliver,
+    Farewell,
+    Finished,
+    Grant,
+    Hello,
+    LastEvals,
+    LeaseFailed,
+    Nack,
+    NoMore,
+    Published,
+    RequestEval,
+    RewardFailed,
+    Saved,
+    SayHello,
+    Serving,
+    Snapshot,
+    Take,
+    TakeSnapshot,
+    Waiting,
+    Welcome,
+)
+from asyncgrpo.wire.supervision import Drain, DumpStacks, GeneratorLost, Moved, Pulse
+from asyncgrpo.wire.weights import Assemble, Join, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+
+OfGenerator = Hello | Serving | Deliver | LeaseFailed | RewardFailed
+OfLearnerOrDriver = (
+    Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Drain | GeneratorLost
+)  # fmt: skip
+ToBuffer = OfGenerator | OfLearnerOrDriver
+ToPublisher = Join | Present | Staged | Swapped | SyncFailed
+AnyMessage = (
+    ToBuffer | ToPublisher
+    | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
+    | Batch | Waiting | NoMore | Snapshot
+    | Muster | Assemble | Offer | Swap
+    | Pulse | DumpStacks | Moved
+)  # fmt: skip
 
 DIGEST_BYTES = 8
 
@@ -100,87 +138,3 @@ def _too_long(kind: type[Message], header: Buffer, payload: Buffer) -> str:
         f"{kind.__name__} has {len(header)} bytes of header and {len(payload)} of payload; "
         f"{kind.max_header_bytes} and {kind.max_payload_bytes} are read"
     )
-
-
-def pack_group(group: Group) -> tuple[Deliver, bytes]:
-    """A group as message and payload."""
-    parts: list[Any] = []  # arrays, whose bytes `join` takes where they lie
-    headers = []
-    for rollout in group.rollouts:
-        completion = rollout.completion
-        parts.append(np.ascontiguousarray(completion.token_ids, dtype="<i4"))
-        parts.append(np.ascontiguousarray(completion.logprobs, dtype="<f4"))
-        headers.append(
-            RolloutHeader(
-                index=completion.index,
-                num_tokens=len(completion.token_ids),
-                spans=completion.spans,
-                finish_reason=completion.finish_reason,
-                score=rollout.score,
-                seed=rollout.seed,
-            )
-        )
-    message = Deliver(
-        group_id=group.group_id,
-        lease_id=group.lease_id,
-        attempt=group.attempt,
-        order=group.order,
-        purpose=group.purpose,
-        prompt=group.prompt,
-        rollouts=tuple(headers),
-        generator_id=group.generator_id,
-        timings=group.timings,
-        discarded=group.discarded,
-    )
-    return message, b"".join(parts)
-
-
-def unpack_group(message: Deliver, payload: Buffer) -> Group:
-    """The inverse of `pack_group`; arrays are read-only views of `payload`.
-
-    Raises:
-        RefusedError: a group that cannot be, see `check_group`.
-    """
-    check_group(message, payload)
-    token_ids, logprobs = np.frombuffer(payload, "<i4"), np.frombuffer(payload, "<f4")
-    rollouts, start = [], 0
-    for header in message.rollouts:
-        middle = start + header.num_tokens
-        end = middle + header.num_tokens
-        rollouts.append(
-            Rollout(
-                Completion(
-                    header.index, token_ids[start:middle], logprobs[middle:end], header.spans, header.finish_reason
-                ),
-                header.score,
-                header.seed,
-            )
-        )
-        start = end
-    return Group(
-        group_id=message.group_id,
-        lease_id=message.lease_id,
-        attempt=message.attempt,
-        order=message.order,
-        purpose=message.purpose,
-        prompt=message.prompt,
-        rollouts=tuple(rollouts),
-        generator_id=message.generator_id,
-        timings=message.timings,
-        discarded=message.discarded,
-    )
-
-
-def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
-    """The groups of a batch.
-
-    Raises:
-        RefusedError: a group that cannot be, or sizes that do not add up.
-    """
-    if len(message.groups) != len(message.payload_sizes) or sum(message.payload_sizes) != len(payload):
-        raise RefusedError("schema", f"a batch of {len(payload)} bytes says it has {sum(message.payload_sizes)}")
-    groups, offset = [], 0
-    for header, size in zip(message.groups, message.payload_sizes, strict=True):
-        groups.append(unpack_group(header, payload[offset : offset + size]))
-        offset += size
-    return groups

@@ -18,8 +18,8 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from asyncgrpo.errors import ConfigError, WireError
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode, encode
-from asyncgrpo.wire.messages import Message
 
 MAX_MESSAGE_BYTES = 2**30
 HEARTBEAT_MS = 2_000

@@ -5,8 +5,13 @@ import math
 import pytest
 import torch
 
-from asyncgrpo.algorithms.aggregation import token_weights, weighted_sum
-from asyncgrpo.algorithms.packed import sequence_of_token, sum_by_sequence, trained_sum
+from asyncgrpo.algorithms.aggregation import (
+    sequence_of_token,
+    sum_by_sequence,
+    token_weights,
+    trained_sum,
+    weighted_sum,
+)
 from tests.algorithms import oracle_losses as oracle
 from tests.algorithms.batches import GROUPS, batch, tensor
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from asyncgrpo.algorithms.advantages import grpo
-from asyncgrpo.algorithms.packed import sequence_of_token, sum_by_sequence
+from asyncgrpo.algorithms.aggregation import sequence_of_token, sum_by_sequence
 from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient, apply_truncation, overlong_penalty, reward_with_kl
 
 LENGTHS = [0, 3, 0, 0, 1, 4, 0]

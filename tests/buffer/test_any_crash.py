@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.counters import counters
 from asyncgrpo.buffer.groups import Entry, State
 from asyncgrpo.buffer.recovery import bring_back, reopen
+from asyncgrpo.buffer.service import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.journal.format import FORMAT, Began, Committed

@@ -8,7 +8,7 @@ import pytest
 
 from asyncgrpo.buffer.group_health import BIAS_WINDOW, LEAST, BiasMonitor, ks_distance, total_variation
 from asyncgrpo.types import Lease, Prompt, Sampling
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import deliver, v
 from tests.buffer.test_policies import balance, lease_all, make_buffer, spanning
 

@@ -12,7 +12,7 @@ from asyncgrpo.buffer.groups import State, group_seed, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Discarded, Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
-from asyncgrpo.wire.messages import Deliver, RolloutHeader
+from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 GROUP_SIZE = 2
 

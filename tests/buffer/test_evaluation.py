@@ -2,7 +2,7 @@
 
 from asyncgrpo.buffer.evaluation import FREE_LOSSES, MAX_ATTEMPTS, Evaluations
 from asyncgrpo.types import Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
-from asyncgrpo.wire.messages import Deliver, RolloutHeader
+from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 PROMPTS = tuple(Prompt(prompt_id=f"eval/{i}", token_ids=(i + 1,)) for i in range(3))
 

@@ -3,15 +3,14 @@
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.types import Lease, Prompt, Sampling
+from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
+from asyncgrpo.wire.rollouts import (
     Cancel,
     Farewell,
     Grant,
     Hello,
     LastEvals,
-    Message,
     Nack,
     Published,
     RequestEval,

@@ -19,15 +19,13 @@ from asyncgrpo.errors import DataError
 from asyncgrpo.journal.format import Dropped, Interrupted
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import Lease, Sampling, WeightVersion
+from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
+from asyncgrpo.wire.rollouts import (
     Finished,
-    GeneratorLost,
     Grant,
     Hello,
     LeaseFailed,
-    Message,
     NoMore,
     Published,
     Serving,
@@ -35,6 +33,7 @@ from asyncgrpo.wire.messages import (
     Take,
     TakeSnapshot,
 )
+from asyncgrpo.wire.supervision import GeneratorLost
 from tests.buffer.test_buffer import deliver, lease_all, prompts, v
 from tests.buffer.test_recovery import start
 from tests.journal.journals import delivered, group, journal

@@ -11,7 +11,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.types import Lease, Score, VersionSpan
-from asyncgrpo.wire.messages import Deliver, RolloutHeader
+from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 from tests.buffer.test_buffer import lease_all, make_buffer, v
 
 TOKENS = 4

@@ -5,8 +5,8 @@ import pytest
 from asyncgrpo.buffer.groups import LEAST
 from asyncgrpo.buffer.reward_health import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, Scoring
 from asyncgrpo.types import Prompt, RewardHealth
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
+from asyncgrpo.wire import PROTOCOL
+from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Grant,
     Hello,

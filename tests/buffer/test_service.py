@@ -13,9 +13,9 @@ from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, Score, VersionSpan, WeightVersion
-from asyncgrpo.wire.codec import pack_group
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
+from asyncgrpo.wire import PROTOCOL
+from asyncgrpo.wire.groups import pack_group
+from asyncgrpo.wire.rollouts import (
     Ack,
     Batch,
     Finished,

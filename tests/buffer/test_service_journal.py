@@ -10,15 +10,14 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.format import Committed, Handed
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import Sampling, WeightVersion
+from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
+from asyncgrpo.wire.rollouts import (
     Ack,
     Batch,
     Finished,
     Grant,
     Hello,
-    Message,
     Nack,
     Published,
     Saved,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncgrpo.cli import main, preflight
+from asyncgrpo.cli import main, running
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.recording.events import EventLog
@@ -163,7 +163,7 @@ def train(folder: Path, monkeypatch, capsys):
         raise Started
 
     monkeypatch.setattr("asyncgrpo.cluster.run.Run", start)
-    monkeypatch.setattr(preflight, "REWARD_IMPORT_S", 0.5)
+    monkeypatch.setattr(running, "REWARD_IMPORT_S", 0.5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.cli import preflight
+from asyncgrpo.cli import running
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_reward_that_cannot_score_is_an_error_after_the_report(asyncgrpo, file
 
 
 def test_a_reward_whose_import_hangs_is_one_sentence(asyncgrpo, file, reward, monkeypatch):
-    monkeypatch.setattr(preflight, "REWARD_IMPORT_S", 0.5)
+    monkeypatch.setattr(running, "REWARD_IMPORT_S", 0.5)
     reward.write_text("import time\ntime.sleep(1000)\n")
     ended = asyncgrpo("data", "check", file, "--reward-func", reward, "reward.timeout_s=0.1")
     assert ended.code == 1

@@ -11,7 +11,7 @@ from asyncgrpo.cluster.fleet import BACKOFF_S, Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.wire.messages import Moved
+from asyncgrpo.wire.supervision import Moved
 
 HOME = Moved(buffer_endpoint="b", weights_endpoint="w")
 

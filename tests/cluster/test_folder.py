@@ -9,8 +9,8 @@ import pytest
 
 from asyncgrpo.cluster.folder import RunFolder, hold, is_abandoned, unused
 from asyncgrpo.errors import CheckpointError
+from asyncgrpo.metrics import remove_targets_beside, targets_path, write_targets
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.recording.targets import remove_targets_beside, targets_path, write_targets
 
 
 def test_one_owner_at_a_time(tmp_path: Path):
@@ -26,7 +26,7 @@ def test_one_owner_at_a_time(tmp_path: Path):
 CLAIM = """
 import pathlib, sys, time
 from asyncgrpo.cluster.folder import RunFolder
-from asyncgrpo.recording.targets import write_targets
+from asyncgrpo.metrics import write_targets
 
 folder = RunFolder(pathlib.Path(sys.argv[1]))
 folder.claim()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.cluster.heartbeat import Heart, Watch
-from asyncgrpo.wire.messages import GeneratorLost, Moved
+from asyncgrpo.wire.supervision import GeneratorLost, Moved
 
 
 class Clock:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncgrpo.config.algorithm_rules import check_algorithm, loss_arguments
 from asyncgrpo.config.load import load_config
+from asyncgrpo.config.rules import check_algorithm, loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig
 from asyncgrpo.errors import ConfigError
 from tests.learner.helpers import config

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from asyncgrpo.config import files
-from asyncgrpo.config.algorithm_rules import check_algorithm, loss_arguments
 from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
 from asyncgrpo.config.load import is_part_of_a_preset, load_config
+from asyncgrpo.config.rules import check_algorithm, loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.learner.learner import Learner
 from tests.learner.helpers import random_groups, with_true_logprobs

@@ -14,8 +14,9 @@ from asyncgrpo.generators.service import SICK_AFTER, GeneratorService
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import HOLD_S, Breaker
 from asyncgrpo.types import Lease, Prompt, Sampling, Score
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import (
+from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Ack,
     Cancel,
@@ -24,7 +25,6 @@ from asyncgrpo.wire.messages import (
     Grant,
     Hello,
     LeaseFailed,
-    Message,
     RewardFailed,
     Serving,
 )

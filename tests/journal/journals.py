@@ -7,7 +7,7 @@ from asyncgrpo.journal.format import FORMAT, Began, Delivered, delivered
 from asyncgrpo.journal.history import History, mend, read_history
 from asyncgrpo.journal.log import Disk, Journal
 from asyncgrpo.types import Prompt, Score, VersionSpan, WeightVersion
-from asyncgrpo.wire.messages import Deliver, RolloutHeader
+from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 TERMS = {"model": "m"}
 

@@ -13,7 +13,7 @@ from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import WeightVersion
 from asyncgrpo.weights.adapters import AdapterMerger
-from asyncgrpo.weights.layout import size_bytes
+from asyncgrpo.weights.broadcast import size_bytes
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from tests.learner.helpers import VERSION, config, random_groups, weights

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from asyncgrpo.config.files import algorithm_names
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
-from asyncgrpo.learner import precompute
 from asyncgrpo.learner.batch import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.head import TokenScores
-from asyncgrpo.learner.objective import Known, MicrobatchObjective
+from asyncgrpo.learner.objective import Known, MicrobatchObjective, Scored, is_needed, look_ahead
 from asyncgrpo.learner.report import StepReport, Update, build_report
 from asyncgrpo.types import Group
 from tests.learner.helpers import OLDER, VERSION, make_group
@@ -95,14 +94,12 @@ def one_step(
             advantages, [advantages[b.answers].repeat_interleave(b.cu_seqlens.diff()) for b in step.trained]
         )
 
-    def before(batch: PackedBatch) -> precompute.Scored:
-        return precompute.Scored(
-            batch.behaviour_logprobs, batch.behaviour_logprobs, torch.zeros_like(batch.behaviour_logprobs)
-        )
+    def before(batch: PackedBatch) -> Scored:
+        return Scored(batch.behaviour_logprobs, batch.behaviour_logprobs, torch.zeros_like(batch.behaviour_logprobs))
 
     known = [Known(reference=batch.behaviour_logprobs) for batch in step.trained]
-    if precompute.is_needed(settings, config.learner.minibatches):
-        step, known = precompute.look_ahead(step, before, settings, kl_coef=settings.kl_coef)
+    if is_needed(settings, config.learner.minibatches):
+        step, known = look_ahead(step, before, settings, kl_coef=settings.kl_coef)
     (batch,), (told,) = step.trained, known
     policy = policy_of(batch, gaps)
     scores = TokenScores(policy, torch.ones_like(policy))

@@ -5,7 +5,8 @@ import pytest
 from asyncgrpo.errors import RewardError, StalledError
 from asyncgrpo.learner.inbox import Inbox
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.wire.messages import EvalResult, Message, NoMore, Waiting
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.rollouts import EvalResult, NoMore, Waiting
 
 AT = WeightVersion(1, 3)
 RESULT = EvalResult(

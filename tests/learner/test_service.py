@@ -13,7 +13,7 @@ from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.inbox import Taken, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.wire.messages import Snapshot
+from asyncgrpo.wire.rollouts import Snapshot
 
 STEPS = 3
 """Trained before something happens. The checkpoint before that is of step 2."""

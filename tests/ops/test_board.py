@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.recording.targets import write_targets
+from asyncgrpo.metrics import write_targets
 
 OPS = Path(__file__).parents[2] / "ops"
 

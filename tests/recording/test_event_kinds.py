@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 import asyncgrpo
-from asyncgrpo.recording.event_kinds import KINDS
-from asyncgrpo.recording.events import EventLog
+from asyncgrpo.recording.events import KINDS, EventLog
 from tests.runs import assert_declared
 
 PACKAGE = Path(asyncgrpo.__file__).parent

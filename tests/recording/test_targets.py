@@ -2,7 +2,7 @@
 
 import json
 
-from asyncgrpo.recording.targets import targets_path, write_targets
+from asyncgrpo.metrics import targets_path, write_targets
 
 
 def test_a_target_carries_run_role_and_rank(tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.frames import Call
 from asyncgrpo.rewards.maths import final_answer, score_maths
+from asyncgrpo.rewards.worker import Call
 
 
 def score(answer_text, ground_truth, source="math_reasoning"):

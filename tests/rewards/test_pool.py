@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncgrpo.rewards.frames import Call
 from asyncgrpo.rewards.pool import Pool
 from asyncgrpo.rewards.user import UserReward
+from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
 
 BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))

@@ -7,8 +7,8 @@ import pytest
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import build_reward
-from asyncgrpo.rewards.frames import Call
 from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function, split_spec
+from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
 
 CALL = Call(data_source="math", answer_text="it is 42", ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")

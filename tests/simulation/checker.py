@@ -18,7 +18,8 @@ from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy
 from asyncgrpo.journal.history import History
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.types import Group, Lease, WeightVersion
-from asyncgrpo.wire.messages import REWARDS_PAUSED, Ack, Batch, Cancel, Grant, Message, Snapshot
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.rollouts import REWARDS_PAUSED, Ack, Batch, Cancel, Grant, Snapshot
 from tests.simulation.promises import Kept, Promises, Weights
 
 

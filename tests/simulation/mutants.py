@@ -25,7 +25,8 @@ from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Lease, WeightVersion
-from asyncgrpo.wire.messages import Deliver, Grant, Message, Serving
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.rollouts import Deliver, Grant, Serving
 from tests.simulation.disk_mutants import DISK_MUTANTS, Change
 
 MUTANTS: dict[str, Callable[[], list[Change]]] = dict(DISK_MUTANTS)

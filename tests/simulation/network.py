@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode, encode
-from asyncgrpo.wire.messages import Message
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.faults import Faults
 

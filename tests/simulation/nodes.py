@@ -21,8 +21,9 @@ from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, Prompt, Score, WeightVersion
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
-from asyncgrpo.wire.messages import REWARDS_PAUSED, Deliver, LeaseFailed, Message, Serving
+from asyncgrpo.wire.rollouts import REWARDS_PAUSED, Deliver, LeaseFailed, Serving
 from tests.simulation.network import Frames, GeneratorLine
 
 if TYPE_CHECKING:

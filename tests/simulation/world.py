@@ -37,9 +37,11 @@ from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.inbox import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import Prompt, Sampling, WeightVersion
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import decode
-from asyncgrpo.wire.messages import Ack, Drain, GeneratorLost, Grant, Message, Nack
+from asyncgrpo.wire.rollouts import Ack, Grant, Nack
+from asyncgrpo.wire.supervision import Drain, GeneratorLost
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.disk import Killed, SimulatedDisk

@@ -4,8 +4,8 @@ import pytest
 
 from asyncgrpo.tools.chaos import Proxy
 from asyncgrpo.wire.codec import decode
-from asyncgrpo.wire.messages import Drain
 from asyncgrpo.wire.sockets import Client, Server
+from asyncgrpo.wire.supervision import Drain
 
 
 @pytest.fixture

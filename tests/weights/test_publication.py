@@ -13,7 +13,7 @@ import torch
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import GeneratorsGone, WeightsError
 from asyncgrpo.types import TensorInfo, WeightVersion
-from asyncgrpo.weights.layout import add_digests, digest, digest_of, plan_buckets
+from asyncgrpo.weights.broadcast import add_digests, digest, digest_of, plan_buckets
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 

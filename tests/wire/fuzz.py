@@ -44,40 +44,31 @@ from asyncgrpo.types import (
 )
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_batch
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
+from asyncgrpo.wire import PROTOCOL, Message
+from asyncgrpo.wire.codec import decode, encode
+from asyncgrpo.wire.groups import pack_group, unpack_batch
+from asyncgrpo.wire.rollouts import (
     Ack,
-    Assemble,
     Batch,
     Cancel,
     Deliver,
-    Drain,
     Finished,
-    GeneratorLost,
     Grant,
     Hello,
-    Join,
     LastEvals,
     LeaseFailed,
-    Message,
-    Muster,
     Nack,
-    Offer,
-    Present,
     Published,
     RequestEval,
     RewardFailed,
     Saved,
     Serving,
-    Staged,
-    Swap,
-    Swapped,
-    SyncFailed,
     Take,
     TakeSnapshot,
     Welcome,
 )
+from asyncgrpo.wire.supervision import Drain, GeneratorLost
+from asyncgrpo.wire.weights import Assemble, Join, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
 from tests.wire.mutations import Frames, Mutator
 
 VOCABULARY, GROUP_SIZE, PER_STEP, MAX_LAG = 151_936, 2, 2, 2

@@ -12,8 +12,9 @@ import numpy as np
 import xxhash
 
 from asyncgrpo.types import Score, VersionSpan, WeightVersion
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.messages import Deliver, Message
+from asyncgrpo.wire.rollouts import Deliver
 
 Frames = list[bytes]
 

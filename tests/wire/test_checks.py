@@ -11,18 +11,15 @@ from asyncgrpo import metrics
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import Lease, Prompt, Sampling, VersionSpan, WeightVersion
-from asyncgrpo.wire import messages
-from asyncgrpo.wire.checks import LARGEST_LOGPROB, check_answers_lease, check_group
-from asyncgrpo.wire.codec import ANY, Kinds, decode, encode, pack_group
-from asyncgrpo.wire.messages import (
-    PROTOCOL,
-    AnyMessage,
+from asyncgrpo.wire import PROTOCOL, Message, messages
+from asyncgrpo.wire.codec import ANY, AnyMessage, Kinds, decode, encode
+from asyncgrpo.wire.groups import LARGEST_LOGPROB, check_answers_lease, check_group, pack_group
+from asyncgrpo.wire.rollouts import (
     Batch,
     Deliver,
     Finished,
     Hello,
     LeaseFailed,
-    Message,
     Nack,
     Published,
     RequestEval,
@@ -187,10 +184,10 @@ def long_hello() -> Hello:
 
 
 def test_what_is_for_others_is_not_decoded():
-    of_buffer = Kinds(messages.ToBuffer)
+    of_buffer = Kinds(codec.ToBuffer)
     assert decode(encode(Saved(step=1)), of_buffer)[0] == Saved(step=1)
     assert refused_frames(encode(Nack(group_id="", lease_id="", reason="")), of_buffer) == "decode"
-    assert refused_frames(encode(Saved(step=1)), Kinds(messages.ToPublisher)) == "decode"
+    assert refused_frames(encode(Saved(step=1)), Kinds(codec.ToPublisher)) == "decode"
 
 
 @pytest.mark.parametrize("kind", get_args(AnyMessage), ids=lambda kind: kind.__name__)
@@ -205,7 +202,7 @@ def test_conversations_are_parts_of_the_whole():
         return set(get_args(union))
 
     assert members(AnyMessage) == set(Message.__subclasses__())
-    assert members(messages.ToBuffer) == members(messages.OfGenerator) | members(messages.OfLearnerOrDriver)
+    assert members(codec.ToBuffer) == members(messages.OfGenerator) | members(messages.OfLearnerOrDriver)
 
 
 # -- at the buffer's door ----------------------------------------------------------------------------------------------
@@ -301,7 +298,7 @@ def test_a_checkpoint_that_nobody_asked_for_is_refused():
 
 
 def test_a_batch_whose_sizes_lie_is_refused():
-    from asyncgrpo.wire.codec import unpack_batch
+    from asyncgrpo.wire.groups import unpack_batch
 
     message, payload = pack_group(make_group())
     for sizes in ((len(payload), 8), (len(payload) - 8,), ()):

@@ -8,8 +8,9 @@ import pytest
 
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import Completion, Discarded, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
-from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
-from asyncgrpo.wire.messages import Deliver, Hello, RolloutHeader
+from asyncgrpo.wire.codec import decode, encode
+from asyncgrpo.wire.groups import pack_group, unpack_group
+from asyncgrpo.wire.rollouts import Deliver, Hello, RolloutHeader
 
 
 def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:

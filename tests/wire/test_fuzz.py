@@ -7,8 +7,8 @@ import pytest
 
 from asyncgrpo.buffer import service
 from asyncgrpo.types import WeightVersion
-from asyncgrpo.wire import codec
-from asyncgrpo.wire.messages import PROTOCOL, Ack, Grant, Hello, Nack, Published, Serving
+from asyncgrpo.wire import PROTOCOL, codec
+from asyncgrpo.wire.rollouts import Ack, Grant, Hello, Nack, Published, Serving
 from asyncgrpo.wire.sockets import Client
 from tests.buffer.test_service import Plane, plane  # noqa: F401
 from tests.wire.fuzz import answered, fuzz

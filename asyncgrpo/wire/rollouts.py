@@ -1,10 +1,4 @@
-"""Everything that processes say to each other, as one tagged union of frozen structs.
-
-Three conversations: generator and buffer (leases out, groups in), learner and buffer (batches out, versions in), and
-learner and generator (weights). Add a field only at the end and with a default, so that two releases can talk.
-
-Each kind says how long it may be, so that nobody reads a longer one: `codec.decode` refuses it by its size.
-"""
+"""Leases out, groups in, batches on: what generators, buffer and learner say to each other."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,26 +13,17 @@ from asyncgrpo.types import (
     Prompt,
     RewardHealth,
     Score,
-    TensorInfo,
     VersionSpan,
     WeightVersion,
 )
+from asyncgrpo.wire import Message
 
-PROTOCOL = 1
 REWARDS_PAUSED = "rewards_paused"
 """Reason of a lease that ended because no completion could be scored, which costs its prompt nothing."""
 PROMPT_BYTES = 2**22
 """Longest header that holds a prompt: half a million tokens and their text."""
 
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
-    """Base of all messages; the struct's name is its tag."""
-
-    max_header_bytes: ClassVar[int] = 2**16
-    max_payload_bytes: ClassVar[int] = 0
-
-
-# -- generator -> buffer ---------------------------------------------------------------------------------------------
+# -- generator -> buffer -----------------------------------------------------------------------------------------------
 
 
 class Hello(Message):
@@ -112,7 +97,7 @@ class RewardFailed(Message):
     """Of this kind since the process began."""
 
 
-# -- buffer -> generator ---------------------------------------------------------------------------------------------
+# -- buffer -> generator -----------------------------------------------------------------------------------------------
 
 
 class Welcome(Message):
@@ -159,7 +144,7 @@ class Farewell(Message):
     """The run is over: close the engine and end."""
 
 
-# -- learner -> buffer -----------------------------------------------------------------------------------------------
+# -- learner -> buffer -------------------------------------------------------------------------------------------------
 
 
 class Take(Message):
@@ -202,7 +187,7 @@ class Finished(Message):
     """The learner is done; the buffer may end."""
 
 
-# -- buffer -> learner -----------------------------------------------------------------------------------------------
+# -- buffer -> learner -------------------------------------------------------------------------------------------------
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -250,7 +235,7 @@ class NoMore(Message):
     max_header_bytes: ClassVar[int] = 2**24
 
     why: Literal["exhausted", "draining", "failing"]
-    counters: dict[str, float] = {}
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
     evals: tuple[EvalResult, ...] = ()
 
 
@@ -264,170 +249,5 @@ class Snapshot(Message):
     """The run is to end."""
     failing: bool = False
     """Because it is given up."""
-    counters: dict[str, float] = {}
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
     """As in a batch, of the same moment as the state."""
-
-
-# -- driver -> buffer ------------------------------------------------------------------------------------------------
-
-
-class Drain(Message):
-    """Grant no more leases and tell the learner to stop after its current step. The learner says it before its last
-    checkpoint, where it cannot go on."""
-
-    reason: str
-    is_failure: bool = False
-    """The run is given up."""
-
-
-class GeneratorLost(Message):
-    """This generator is of no use any more; its leases are free again.
-
-    The driver says it of one whose process is gone, to the buffer and to the learner's first rank; that rank says it to the
-    buffer of one that a publication left out, which may live and comes back with another Hello.
-    """
-
-    generator_id: Name
-    incarnation: Name = ""
-    """Of the one that is meant; empty: whoever has the name."""
-    reason: str = "its process ended"
-
-
-# -- any process -> driver -------------------------------------------------------------------------------------------
-
-
-class Pulse(Message):
-    """This process lives. Sent every second by a thread of its own."""
-
-    name: str
-    """`buffer`, `learner-<rank>` or `generator-<index>`."""
-    incarnation: str
-    pid: int
-    waits: dict[str, float]
-    """What it waits for, by the names of `metrics.WAITS`: for how long, seconds."""
-    loop_age_s: float | None
-    """Since its main loop last went round; None: it has not begun to."""
-    home: str = ""
-    """A generator: the buffer that it works for."""
-    step: int | None = None
-    """The learner: optimizer steps done."""
-    missing: tuple[Name, ...] = ()
-    """Generators that it has lost touch with, as `<name>-<incarnation>`: the buffer, and the learner's first rank."""
-
-
-# -- driver -> any process -------------------------------------------------------------------------------------------
-
-
-class DumpStacks(Message):
-    """Write the stack of every thread to your log."""
-
-    reason: str
-
-
-class Moved(Message):
-    """To a generator: buffer and learner were started again and are found here now."""
-
-    buffer_endpoint: str
-    weights_endpoint: str
-
-
-# -- weights: learner <-> generator ----------------------------------------------------------------------------------
-
-
-class Join(Message):
-    """A generator asks into the weight group: at its start, and whenever its group broke."""
-
-    generator_id: Name
-    incarnation: Name
-    cause: str = "start"
-
-
-class Assemble(Message):
-    """Build the process group of this epoch: learner is rank 0."""
-
-    epoch: int
-    rank: int
-    world: int
-    store_host: str
-    store_port: int
-    backend: Literal["gloo", "nccl"]
-    timeout_s: float
-
-
-class Muster(Message):
-    """Who is there? Asked before a group is built, so that nobody waits in it for the dead."""
-
-    epoch: int
-
-
-class Present(Message):
-    """Answer to Muster."""
-
-    generator_id: Name
-    epoch: int
-
-
-class Offer(Message):
-    """Weights of `version` follow as broadcasts of buckets, planned by `weights.layout.plan_buckets`."""
-
-    max_header_bytes: ClassVar[int] = 2**24
-    """Tens of thousands of tensors."""
-
-    epoch: int
-    version: WeightVersion
-    tensors: tuple[TensorInfo, ...]
-    bucket_bytes: int
-    base: str = ""
-    """Fingerprint of the weights into which these adapters are to be merged; empty: the tensors are whole weights."""
-
-
-class Staged(Message):
-    """All of `version` is here; `digest` is of the bytes as received."""
-
-    generator_id: Name
-    epoch: int
-    version: WeightVersion
-    digest: str
-    merged: str = ""
-    """Digest of what adapters and base were merged into; empty where whole weights were received."""
-
-
-class Swap(Message):
-    """The digests agree: sample with `version` from now on."""
-
-    epoch: int
-    version: WeightVersion
-
-
-class Swapped(Message):
-    """`version` samples now; `checksum` is of the weights as the engine holds them."""
-
-    generator_id: Name
-    epoch: int
-    version: WeightVersion
-    checksum: str
-    seconds: float
-
-
-class SyncFailed(Message):
-    """The generator could not stage or apply `version`. `poisoned`: its engine must be replaced."""
-
-    generator_id: Name
-    epoch: int
-    reason: str
-    poisoned: bool
-
-
-OfGenerator = Hello | Serving | Deliver | LeaseFailed | RewardFailed
-OfLearnerOrDriver = (
-    Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Drain | GeneratorLost
-)  # fmt: skip
-ToBuffer = OfGenerator | OfLearnerOrDriver
-ToPublisher = Join | Present | Staged | Swapped | SyncFailed
-AnyMessage = (
-    ToBuffer | ToPublisher
-    | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
-    | Batch | Waiting | NoMore | Snapshot
-    | Muster | Assemble | Offer | Swap
-    | Pulse | DumpStacks | Moved
-)  # fmt: skip

@@ -1,18 +1,20 @@
-"""Is this group one that can be trained? What a schema cannot say, in one place, before anyone keeps the group.
+"""A group as a message and a payload of raw arrays, and whether it is one that can be trained.
 
-`check_group` knows only the group: lengths, spans, scores, and every token and log-prob of its payload.
-`check_answers_lease` holds it against the lease that it answers. A refusal has one of the reasons by which refusals are
-counted.
+`check_group` says what a schema cannot, before anyone keeps the group: lengths, spans, scores, and every token and
+log-prob of its payload. `check_answers_lease` holds it against the lease that it answers. A refusal has one of the
+reasons by which refusals are counted.
 """
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from asyncgrpo.errors import RefusedError
-from asyncgrpo.types import Lease, WeightVersion
-from asyncgrpo.wire.messages import Deliver
+from asyncgrpo.types import Completion, Group, Lease, Rollout, WeightVersion
+from asyncgrpo.wire.codec import Buffer
+from asyncgrpo.wire.rollouts import Batch, Deliver, RolloutHeader
 
 BYTES_PER_TOKEN = 8
 """int32 token id and float32 log-prob."""
@@ -27,7 +29,7 @@ _POSITIVE = int(np.float32(LARGEST_LOGPROB).view(np.int32))
 _MINUS_INFINITY = int(np.float32(-np.inf).view(np.uint32))
 
 
-def check_group(message: Deliver, payload: bytes | bytearray | memoryview, vocabulary: int = 2**31) -> None:
+def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> None:
     """Refuse a group that no engine can have made.
 
     Args:
@@ -69,7 +71,7 @@ def check_group(message: Deliver, payload: bytes | bytearray | memoryview, vocab
         _check_values(message, payload, vocabulary)
 
 
-def _check_values(message: Deliver, payload: bytes | bytearray | memoryview, vocabulary: int) -> None:
+def _check_values(message: Deliver, payload: Buffer, vocabulary: int) -> None:
     starts, at, with_tokens = [], 0, []
     for header in message.rollouts:
         if header.num_tokens:
@@ -113,3 +115,90 @@ def check_answers_lease(message: Deliver, lease: Lease, newest: WeightVersion | 
 def _refused(reason: str, message: Deliver, answer: int | None, text: str) -> RefusedError:
     where = f"group {message.group_id}" if answer is None else f"group {message.group_id}, answer {answer}"
     return RefusedError(reason, f"{where}: {text}")
+
+
+# -- to the wire and back ----------------------------------------------------------------------------------------------
+
+
+def pack_group(group: Group) -> tuple[Deliver, bytes]:
+    """A group as message and payload."""
+    parts: list[Any] = []  # arrays, whose bytes `join` takes where they lie
+    headers = []
+    for rollout in group.rollouts:
+        completion = rollout.completion
+        parts.append(np.ascontiguousarray(completion.token_ids, dtype="<i4"))
+        parts.append(np.ascontiguousarray(completion.logprobs, dtype="<f4"))
+        headers.append(
+            RolloutHeader(
+                index=completion.index,
+                num_tokens=len(completion.token_ids),
+                spans=completion.spans,
+                finish_reason=completion.finish_reason,
+                score=rollout.score,
+                seed=rollout.seed,
+            )
+        )
+    message = Deliver(
+        group_id=group.group_id,
+        lease_id=group.lease_id,
+        attempt=group.attempt,
+        order=group.order,
+        purpose=group.purpose,
+        prompt=group.prompt,
+        rollouts=tuple(headers),
+        generator_id=group.generator_id,
+        timings=group.timings,
+        discarded=group.discarded,
+    )
+    return message, b"".join(parts)
+
+
+def unpack_group(message: Deliver, payload: Buffer) -> Group:
+    """The inverse of `pack_group`; arrays are read-only views of `payload`.
+
+    Raises:
+        RefusedError: a group that cannot be, see `check_group`.
+    """
+    check_group(message, payload)
+    token_ids, logprobs = np.frombuffer(payload, "<i4"), np.frombuffer(payload, "<f4")
+    rollouts, start = [], 0
+    for header in message.rollouts:
+        middle = start + header.num_tokens
+        end = middle + header.num_tokens
+        rollouts.append(
+            Rollout(
+                Completion(
+                    header.index, token_ids[start:middle], logprobs[middle:end], header.spans, header.finish_reason
+                ),
+                header.score,
+                header.seed,
+            )
+        )
+        start = end
+    return Group(
+        group_id=message.group_id,
+        lease_id=message.lease_id,
+        attempt=message.attempt,
+        order=message.order,
+        purpose=message.purpose,
+        prompt=message.prompt,
+        rollouts=tuple(rollouts),
+        generator_id=message.generator_id,
+        timings=message.timings,
+        discarded=message.discarded,
+    )
+
+
+def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
+    """The groups of a batch.
+
+    Raises:
+        RefusedError: a group that cannot be, or sizes that do not add up.
+    """
+    if len(message.groups) != len(message.payload_sizes) or sum(message.payload_sizes) != len(payload):
+        raise RefusedError("schema", f"a batch of {len(payload)} bytes says it has {sum(message.payload_sizes)}")
+    groups, offset = [], 0
+    for header, size in zip(message.groups, message.payload_sizes, strict=True):
+        groups.append(unpack_group(header, payload[offset : offset + size]))
+        offset += size
+    return groups
