@@ -11,7 +11,7 @@ from asyncgrpo import metrics
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import Lease, Prompt, Sampling, VersionSpan, WeightVersion
-from asyncgrpo.wire import PROTOCOL, Message, messages
+from asyncgrpo.wire import PROTOCOL, Message, codec
 from asyncgrpo.wire.codec import ANY, AnyMessage, Kinds, decode, encode
 from asyncgrpo.wire.groups import LARGEST_LOGPROB, check_answers_lease, check_group, pack_group
 from asyncgrpo.wire.rollouts import (
@@ -202,7 +202,7 @@ def test_conversations_are_parts_of_the_whole():
         return set(get_args(union))
 
     assert members(AnyMessage) == set(Message.__subclasses__())
-    assert members(codec.ToBuffer) == members(messages.OfGenerator) | members(messages.OfLearnerOrDriver)
+    assert members(codec.ToBuffer) == members(codec.OfGenerator) | members(codec.OfLearnerOrDriver)
 
 
 # -- at the buffer's door ----------------------------------------------------------------------------------------------
