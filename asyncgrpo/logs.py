@@ -3,7 +3,7 @@
 Everything goes to `<folder>/logs/<role>-<rank>.log`; warnings and worse also to stderr, where a person may be looking.
 Lines look like `2026-11-20T17:15:03.250Z INFO learner-0 asyncgrpo.learner.learner: step 17 done`.
 
-What a line quotes may come from anywhere, a model's answer or a stranger's name: it is made visible, so that a log stays
+What a line quotes may come from anywhere, a model's completion or a stranger's name: it is made visible, so that a log stays
 text and moves no cursor.
 """
 

@@ -90,7 +90,7 @@ GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
                   "dropped_stale", "dropped_cancelled", "dropped_always_stale",
                   "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
                   "dropped_lease_timeout", "filtered_zero_signal", "requeued",
-                  "recovered", "dropped_superseded", "dropped_resume", "dropped_terms", "dropped_ahead",
+                  "recovered", "dropped_superseded", "dropped_resume", "dropped_incompatible", "dropped_ahead",
                   "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined")
 TOKEN_FATES = ("generated", "recovered", "trained", "masked", "filtered", "stale", "aborted", "failed", "duplicate",
                "unusable")
@@ -124,8 +124,8 @@ journal_blocked = _gauge(
 journal_bytes_total = _counter("journal_bytes_total", "Bytes written to the journal of groups.", "buffer")
 journal_sync_seconds = _histogram(
     "journal_sync_seconds", "Time to put what was written of the journal on the disk.", "buffer", buckets=SECONDS)
-answers_discarded_total = _counter(
-    "answers_discarded_total", "Answers that are in no group: sampled again, failed, in reserve, or cut at a deadline.",
+completions_discarded_total = _counter(
+    "completions_discarded_total", "Completions that are in no group: sampled again, failed, in reserve, or cut at a deadline.",
     "buffer", why=("retried", "failed", "spare", "censored"))
 lease_deadline_seconds = _gauge(
     "lease_deadline_seconds", "Time that a lease granted now is given, if it is not its prompt's last.", "buffer")
@@ -145,12 +145,12 @@ generator_seconds_total = _counter(
     activity=("generate", "reward", "weights", "idle"))
 groups_in_flight = _gauge("groups_in_flight", "Groups that this generator works on now.", "generator")
 tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever became of them.", "generator")
-answers_total = _counter(
-    "answers_total", "Answers completed, by why they ended.", "generator", finish_reason=("stop", "length", "abort"))
-answer_length_tokens = _histogram("answer_length_tokens", "Sampled tokens of an answer.", "generator", buckets=TOKENS)
+completions_total = _counter(
+    "completions_total", "Completions completed, by why they ended.", "generator", finish_reason=("stop", "length", "abort"))
+completion_length_tokens = _histogram("completion_length_tokens", "Sampled tokens of a completion.", "generator", buckets=TOKENS)
 generate_seconds = _histogram(
-    "generate_seconds", "Time from a group's lease to its last answer.", "generator", buckets=SECONDS)
-reward_seconds = _histogram("reward_seconds", "Time to score one answer.", "generator", buckets=SECONDS)
+    "generate_seconds", "Time from a group's lease to its last completion.", "generator", buckets=SECONDS)
+reward_seconds = _histogram("reward_seconds", "Time to score one completion.", "generator", buckets=SECONDS)
 rewards_paused = _gauge(
     "rewards_paused", "Whether every reward call fails (1), so that only probes are made and no lease is granted.",
     "generator")
@@ -174,10 +174,10 @@ learner_seconds_total = _counter(
     activity=LEARNER_ACTIVITIES)
 tokens_trained_total = _counter("tokens_trained_total", "Sampled tokens that an optimizer step has used.", "learner")
 
-reward_mean = _gauge("reward_mean", "Mean reward of the answers in the last step.", "learner")
-reward_std = _gauge("reward_std", "Standard deviation of the reward over the answers of the last step.", "learner")
+reward_mean = _gauge("reward_mean", "Mean reward of the completions in the last step.", "learner")
+reward_std = _gauge("reward_std", "Standard deviation of the reward over the completions of the last step.", "learner")
 eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.", "learner")
-answer_length_mean = _gauge("answer_length_mean", "Mean sampled tokens of an answer in the last step.", "learner")
+completion_length_mean = _gauge("completion_length_mean", "Mean sampled tokens of a completion in the last step.", "learner")
 loss = _gauge("loss", "Loss of the last step.", "learner")
 grad_norm = _gauge("grad_norm", "Norm of the gradient in the last step, before clipping.", "learner")
 learning_rate = _gauge("learning_rate", "Learning rate of the last step.", "learner")
@@ -192,7 +192,7 @@ importance_weight_mean = _gauge(
 importance_ratio_max = _gauge(
     "importance_ratio_max", "Largest ratio proximal / behaviour policy of a trained token.", "learner")
 effective_sample_share = _gauge(
-    "effective_sample_share", "Effective share of the step's answers, by their whole ratios, 0 to 1.", "learner")
+    "effective_sample_share", "Effective share of the step's completions, by their whole ratios, 0 to 1.", "learner")
 behaviour_kl = _gauge("behaviour_kl", "Mean KL of the behaviour to the proximal policy (k3), nats.", "learner")
 rejected_ratio = _gauge("rejected_ratio", "Share of trained tokens that corrections rejected, 0 to 1.", "learner")
 importance_capped_ratio = _gauge(
@@ -269,7 +269,7 @@ _STEP_GAUGES: dict[str, prometheus.Gauge] = {
     "step": learner_step,
     "reward_mean": reward_mean,
     "reward_std": reward_std,
-    "answer_length_mean": answer_length_mean,
+    "completion_length_mean": completion_length_mean,
     "loss": loss,
     "grad_norm": grad_norm,
     "lr": learning_rate,
@@ -363,13 +363,13 @@ def waiting(what: str) -> Iterator[None]:
 # -- whether a loop still turns ----------------------------------------------------------------------------------------
 
 
-class Turns:
+class LoopProgress:
     """Of one loop: it says when it came round, and whoever watches, from any thread, sees how long ago that was."""
 
     def __init__(self) -> None:
         self._turned_s: float | None = None
 
-    def again(self) -> None:
+    def tick(self) -> None:
         """Now."""
         self._turned_s = time.monotonic()
 

@@ -23,42 +23,42 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of the structs that travel: immutable, by keyword, and strict about unknown fields."""
 
 
-class WeightVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Names one set of weights. A version is never reused: `lineage` changes whenever a learner starts again."""
+class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One set of published weights. A policy version is never reused: `lineage` changes whenever a learner starts again."""
 
     lineage: Count
-    version: Count
+    number: Count
     """Optimizer steps behind these weights."""
 
     def __str__(self) -> str:
-        return f"{self.lineage}.{self.version}"
+        return f"{self.lineage}.{self.number}"
 
     @classmethod
-    def parse(cls, text: str) -> "WeightVersion":
+    def parse(cls, text: str) -> "PolicyVersion":
         """The inverse of `str`; engines carry versions as text. Raises ValueError."""
-        lineage, _, version = text.partition(".")
-        return cls(int(lineage), int(version))
+        lineage, _, number = text.partition(".")
+        return cls(int(lineage), int(number))
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Output tokens `start` (included) to `end` (excluded) of one answer were sampled by `version`."""
+    """Output tokens `start` (included) to `end` (excluded) of one completion were sampled by `version`."""
 
-    version: WeightVersion
+    version: PolicyVersion
     start: Count
     end: Count
 
 
 class Sampling(Frozen):
-    """How answers are sampled."""
+    """How completions are sampled."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     """-1: no limit."""
     max_tokens: int = 256
-    """Longest answer, tokens."""
+    """Longest completion, tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling one of these ends the answer; the token is kept as its last token."""
+    """Sampling one of these ends the completion; the token is kept as its last token."""
 
 
 class Prompt(Frozen):
@@ -84,24 +84,24 @@ class Lease(Frozen):
     group_id: str
     attempt: int
     """0 for the first lease of a group; each later lease of the same group adds 1."""
-    order: int
+    prompt_index: int
     """Position in the run's prompt order; the oldest group has the smallest."""
     purpose: Literal["train", "eval"]
     prompt: Prompt
-    num_answers: int
+    num_completions: int
     sampling: Sampling
     seed: int
-    """Seeds the sampling of this group; answer i uses `seed + i`."""
+    """Seeds the sampling of this group; completion i uses `seed + i`."""
     with_greedy: bool = False
-    """One answer more, with index `num_answers`, is sampled greedily: a baseline that is not trained."""
-    min_answers: int = 0
-    """A group that lost answers is wanted if it has so many, the greedy one not counted; 0: all of `num_answers`."""
+    """One completion more, with index `num_completions`, is sampled greedily: a baseline that is not trained."""
+    min_completions: int = 0
+    """A group that lost completions is wanted if it has so many, the greedy one not counted; 0: all of `num_completions`."""
     cut_after_s: float | None = None
-    """Seconds from the lease at which a group that can do without the answers still missing does; None: it waits."""
+    """Seconds from the lease at which a group that can do without the completions still missing does; None: it waits."""
 
 
 class Score(Frozen):
-    """What a reward said of one answer: a number, or the name of what went wrong."""
+    """What a reward said of one completion: a number, or the name of what went wrong."""
 
     value: float | None = None
     """None exactly when `failure` is given."""
@@ -130,10 +130,10 @@ class RewardHealth(Frozen):
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer as the engine gave it."""
+    """One completion as the engine gave it."""
 
     index: int
-    """Which of the `num_answers` of the request this is, from 0."""
+    """Which of the `num_completions` of the request this is, from 0."""
     token_ids: np.ndarray
     """[L] int32, sampled tokens only, an end token included."""
     logprobs: np.ndarray
@@ -146,7 +146,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One scored answer."""
+    """One scored completion."""
 
     completion: Completion
     score: Score
@@ -155,14 +155,14 @@ class Rollout:
 
 
 class Discarded(Frozen):
-    """What was sampled for a group and is not in it. Counts are of answers."""
+    """What was sampled for a group and is not in it. Counts are of completions."""
 
     tokens: int = 0
     """Sampled in all of them."""
     retried: int = 0
     """Sampled again, because their request or their reward had failed."""
     failed: int = 0
-    """Failed at every try, and an answer of the reserve took their place."""
+    """Failed at every try, and a completion of the reserve took their place."""
     spare: int = 0
     """Launched in reserve, and not needed."""
     censored: int = 0
@@ -171,12 +171,12 @@ class Discarded(Frozen):
 
 @dataclass(frozen=True)
 class Group:
-    """The scored answers to one prompt: the unit of admission, of the wire, of eviction and of the baseline."""
+    """The scored completions of one prompt: the unit of admission, of the wire, of eviction and of the baseline."""
 
     group_id: str
     lease_id: str
     attempt: int
-    order: int
+    prompt_index: int
     purpose: Literal["train", "eval"]
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -187,11 +187,11 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all answers."""
+        """Sampled tokens of all completions."""
         return sum(len(r.completion.token_ids) for r in self.rollouts)
 
     @property
-    def versions(self) -> list[WeightVersion]:
+    def versions(self) -> list[PolicyVersion]:
         """Every version that sampled in this group, each once, oldest first."""
         return sorted({span.version for r in self.rollouts for span in r.completion.spans})
 

@@ -44,7 +44,7 @@ class Case:
     is_table: bool = False
     """Several things are wrong, and each may have a line."""
     is_report: bool = False
-    """The answer is what the command is there to find: on stdout."""
+    """The completion is what the command is there to find: on stdout."""
     may_work: bool = False
     """Taking it is as good as refusing it."""
 
@@ -199,7 +199,7 @@ CONFIGURATION = [
     train("three betas", "learner.betas=[0.9,0.9,0.9]"),
     train("a beta of one", "learner.betas=[1.0,0.9]"),
     train("no prompts in a step", "buffer.prompts_per_step=0"),
-    train("more answers needed than sampled", "algorithm.min_answers=9"),
+    train("more completions needed than sampled", "algorithm.min_completions=9"),
     train("a microbatch that holds no sequence", "learner.tokens_per_microbatch=8"),
     train("a context beyond the model's", "data.max_prompt_tokens=2000"),
     train("minibatches that do not divide", "learner.minibatches=5"),
@@ -252,7 +252,7 @@ DATA = [
     train("BOM in the data", make=write("train.json", "\ufeff" + json.dumps(ROWS)), may_work=True),
     train("bytes that are no UTF-8", make=write("train.json", b'[{"prompt": "\xff\xfe", "ground_truth": "1"}]')),
     train("a lone surrogate", make=rows(ROWS[0] | {"prompt": "a\ud800b"})),
-    train("a lone surrogate in an answer", make=rows(ROWS[0] | {"ground_truth": "\udfff"})),
+    train("a lone surrogate in a completion", make=rows(ROWS[0] | {"ground_truth": "\udfff"})),
     train("NUL in a prompt", make=rows(ROWS[0] | {"prompt": "a\x00b"}), may_work=True),
     train("NUL in the name of a file", "data.train=a\\0b"),
     train("rows of no schema", make=write("train.json", '[{"input": "a", "label": "b"}]')),
@@ -348,7 +348,7 @@ RUNS = [
     other(
         "a temperature of NaN", "eval run --data eval.json --reward-func reward.py --temperature nan", needs_run=True
     ),
-    other("no answers", "eval run --data eval.json --reward-func reward.py --rollout-n 0", needs_run=True),
+    other("no completions", "eval run --data eval.json --reward-func reward.py --rollout-n 0", needs_run=True),
     other(
         "an engine that is not there",
         "eval run --data eval.json --reward-func reward.py --engine sglangg",

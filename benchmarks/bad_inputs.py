@@ -4,7 +4,7 @@
     python -m benchmarks.bad_inputs --only "reward"    those with this in their name
     python -m benchmarks.bad_inputs --part 1/4         the first quarter, for a machine that is shared
 
-An answer is good if it is one sentence on stderr (`error: ...`; a line for each mistake where there are several), with an
+A completion is good if it is one sentence on stderr (`error: ...`; a line for each mistake where there are several), with an
 exit code other than 0, without a traceback, within ten seconds (`--soon-s`, for a machine that is busy), and nothing is
 left.
 """
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--part", default="1/1", help="which of how many equal parts of the cases")
     parser.add_argument("--limit-s", type=float, default=120.0, help="a command still going is killed")
-    parser.add_argument("--soon-s", type=float, default=10.0, help="the longest good answer")
+    parser.add_argument("--soon-s", type=float, default=10.0, help="the longest good completion")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     chosen = [case for case in CASES if options.only in case.name]

@@ -1,7 +1,7 @@
 """Models and batches that learners are measured on, as files which any of them can read. No import of asyncgrpo.
 
-Models are random and Qwen3-shaped; batches are seeded rollouts whose lengths have a long tail: groups of 8 answers to a
-prompt of 16 to 64 tokens, answers lognormal (median 96, sigma 0.9) cut to 8 to 1,024 tokens.
+Models are random and Qwen3-shaped; batches are seeded rollouts whose lengths have a long tail: groups of 8 completions to a
+prompt of 16 to 64 tokens, completions lognormal (median 96, sigma 0.9) cut to 8 to 1,024 tokens.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """N answers in flat arrays with offsets; those of a group have the same prompt and lie together."""
+    """N completions in flat arrays with offsets; those of a group have the same prompt and lie together."""
 
     prompts: list[np.ndarray]
     """[N] of int64 token ids."""
-    answers: list[np.ndarray]
+    completions: list[np.ndarray]
     """[N] of int64 token ids."""
     logprobs: list[np.ndarray]
     """[N] of float32, as sampled."""
@@ -39,8 +39,8 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Prompts and answers, each prompt counted for each of its answers."""
-        return sum(map(len, self.prompts)) + sum(map(len, self.answers))
+        """Prompts and answers, each prompt counted for each of its completions."""
+        return sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
 
 def make_batch(name: str) -> Batch:
@@ -52,14 +52,14 @@ def make_batch(name: str) -> Batch:
     prompt_lengths = rng.integers(16, 65, groups)
     lengths = np.clip(np.exp(rng.normal(np.log(96), 0.9, count)), 8, 1024).astype(int)
     prompts = [rng.integers(8, vocab, length) for length in prompt_lengths]
-    answers = [rng.integers(8, vocab, length) for length in lengths]
+    completions = [rng.integers(8, vocab, length) for length in lengths]
     logprobs = [(-np.log(vocab) + 0.05 * rng.standard_normal(length)).astype(np.float32) for length in lengths]
     rewards = (rng.random(count) < 0.4).astype(np.float64)
     by_group = rewards.reshape(groups, GROUP_SIZE)
     centred = by_group - by_group.mean(1, keepdims=True)
     advantages = centred / (by_group.std(1, ddof=1, keepdims=True) + 1e-6)
     repeated = [prompts[i // GROUP_SIZE] for i in range(count)]
-    return Batch(repeated, answers, logprobs, rewards, advantages.reshape(-1).astype(np.float32))
+    return Batch(repeated, completions, logprobs, rewards, advantages.reshape(-1).astype(np.float32))
 
 
 def make_model(folder: Path, name: str) -> Path:

@@ -32,7 +32,7 @@ from benchmarks.shapes import SHAPES, Shape, Work, train_flops
 VENDOR_TFLOPS = 989.0
 """Dense bfloat16 of an H100 or H200 (SXM), by the vendor."""
 LONGEST = 7936
-"""Tokens of an answer: with its prompt it fits the smallest budget."""
+"""Tokens of a completion: with its prompt it fits the smallest budget."""
 TILES = {"cuda": [(24, 24), (25, 25), (26, 26), (27, 27), (28, 28), (27, 25)], "cpu": [(13, 13), (15, 13)]}
 """Logits of a tile and of a block, as powers of two."""
 
@@ -55,9 +55,9 @@ def run_steps(cell: Cell) -> None:
     shape = SHAPES[cell["shape"]]._replace(layers=cell["layers"])
     lengths = _lengths(cell)
     groups = make_groups(lengths, vocabulary=shape.vocabulary, seed=cell["seed"])
-    learner = make_learner(cell, shape, group_size=len(lengths.answers[0]))
+    learner = make_learner(cell, shape, group_size=len(lengths.completions[0]))
     batch = learner._pack(groups, VERSION)
-    assert not batch.silent, "every answer is to be trained"
+    assert not batch.forward_only, "every answer is to be trained"
     clocks = {"rl": Stopwatch(cell["device"]), "supervised": Stopwatch(cell["device"])}
     phases: dict[str, list[dict[str, float]]] = {"rl": [], "supervised": []}
     for _ in range(cell["runs"] + 1):
@@ -67,7 +67,7 @@ def run_steps(cell: Cell) -> None:
             phases[way].append(seconds)
     dist.destroy_process_group()
 
-    whole, computed = Work.of_sequences(lengths.prompts, lengths.answers), Work.of_rows(batch.trained)
+    whole, computed = Work.of_sequences(lengths.prompts, lengths.completions), Work.of_rows(batch.trained)
     about |= {"rows": len(batch.trained), "tokens": whole.tokens}
     about |= {"computed": computed.tokens, "scored": whole.scored}
 
@@ -177,10 +177,10 @@ def supervised_step(learner: Learner, batch: StepBatch) -> dict[str, float]:
 def _mean_of(num_tokens: int) -> head.Objective:
     """The mean negative log-likelihood of so many tokens."""
 
-    def slopes(tokens: slice, scores: head.TokenScores) -> head.Slopes:
-        return head.Slopes(torch.full_like(scores.logprobs, -1 / num_tokens))
+    def gradients(tokens: slice, scores: head.TokenScores) -> head.LossGradients:
+        return head.LossGradients(torch.full_like(scores.logprobs, -1 / num_tokens))
 
-    return slopes
+    return gradients
 
 
 class Stopwatch:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncgrpo.journal.format import Began, Handed, Record, Whole, scan
+from asyncgrpo.journal.format import BatchIssued, Record, RunStarted, Whole, scan
 from asyncgrpo.journal.history import History, read_history
 from asyncgrpo.journal.log import SYNC_EVERY_S, Journal
 from asyncgrpo.wire.codec import Buffer
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=9)
     arguments = parser.parse_args(argv)
     began, written = records(arguments.run)
-    steps = sum(isinstance(record, Handed) for record, _ in written)
+    steps = sum(isinstance(record, BatchIssued) for record, _ in written)
     step_s = statistics.median(step_seconds(arguments.run))
     appends, syncs = [], []
     with tempfile.TemporaryDirectory(dir=arguments.run) as folder:
@@ -47,13 +47,13 @@ def main(argv: list[str] | None = None) -> None:
     show(line("journal / step", both, "share", seed=0, **about))
 
 
-def records(run: Path) -> tuple[Began, Written]:
+def records(run: Path) -> tuple[RunStarted, Written]:
     """The first record, and the others with their bodies."""
     written: Written = []
-    began: Began | None = None
+    began: RunStarted | None = None
     for segment in read_history(run / "journal").segments:
         for item in scan(segment.path.read_bytes()):
-            if isinstance(item, Whole) and isinstance(item.record, Began):
+            if isinstance(item, Whole) and isinstance(item.record, RunStarted):
                 began = began or item.record
             elif isinstance(item, Whole):
                 written.append((item.record, [bytes(item.body)] if len(item.body) else []))
@@ -67,7 +67,7 @@ def step_seconds(run: Path) -> list[float]:
     return [sum(event["seconds"].values()) for event in events if event["event"] == "step"][1:]
 
 
-def write_again(folder: Path, began: Began, written: Written, steps: int) -> tuple[float, float]:
+def write_again(folder: Path, began: RunStarted, written: Written, steps: int) -> tuple[float, float]:
     """Seconds of the appends of one step, and of one sync of what a step appends."""
     journal = Journal(History(folder, []), began, "fsync_interval", clock=lambda: 0.0)  # syncs only when told
     appending, syncing = 0.0, []
@@ -75,7 +75,7 @@ def write_again(folder: Path, began: Began, written: Written, steps: int) -> tup
         started = time.perf_counter()
         journal.append(record, body)
         appending += time.perf_counter() - started
-        if isinstance(record, Handed):
+        if isinstance(record, BatchIssued):
             started = time.perf_counter()
             journal.sync()
             syncing.append(time.perf_counter() - started)

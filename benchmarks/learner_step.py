@@ -9,7 +9,7 @@ first. The last lines have, for each pair, the median, least and largest of the 
     asyncgrpo             `Learner.step`, bfloat16, float32 masters, AdamW
     asyncgrpo compiled    the same with learner.compile=true
     asyncgrpo apart       the same with learner.share_prompts=false
-    floor                 the same model, rows, attention, head, optimizer and FSDP, trained to repeat the answers: slopes
+    floor                 the same model, rows, attention, head, optimizer and FSDP, trained to repeat the completions: slopes
     floor compiled        are constant and nothing is reported, so what is missing is what RL costs
     supervised            the floor with the head that others have: all logits of a row, in float32, torch's own
     supervised compiled   cross-entropy and autograd
@@ -115,7 +115,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
     from asyncgrpo.config.schema import Config
     from asyncgrpo.learner import model
     from asyncgrpo.learner.learner import Learner
-    from asyncgrpo.types import WeightVersion
+    from asyncgrpo.types import PolicyVersion
 
     torch.set_num_threads(1)
     settings = {
@@ -128,7 +128,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
     if arguments.cell.startswith("supervised"):
         model.fused_loss = _cross_entropy  # type: ignore[assignment]
     learner = Learner(msgspec.convert(settings, Config), rank=0, world=1, device="cpu")
-    groups, version = _groups(arguments.batch), WeightVersion(0, 0)
+    groups, version = _groups(arguments.batch), PolicyVersion(0, 0)
     step: Callable[..., object] = Learner.step if arguments.cell.startswith("asyncgrpo") else _without_rl
     seconds, memory = [], PeakMemory()
     for _ in range(arguments.steps + 1):
@@ -139,7 +139,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
 
 
 def _without_rl(learner: Any, groups: list[Any], version: Any) -> None:
-    """The rows of a step, packed anew like those, trained to repeat the answers."""
+    """The rows of a step, packed anew like those, trained to repeat the completions."""
     from benchmarks.gpu_cells import supervised_step
 
     supervised_step(learner, learner._pack(groups, version))
@@ -154,14 +154,14 @@ def _cross_entropy(hidden: Any, weight: Any, targets: Any, *_: Any, **__: Any) -
 
 def _groups(name: str) -> list[Any]:
     """The batch as groups that one version of weights sampled."""
-    from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
+    from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
     batch, groups = make_batch(name), []
-    for start in range(0, len(batch.answers), GROUP_SIZE):
+    for start in range(0, len(batch.completions), GROUP_SIZE):
         rollouts = []
         for i in range(start, start + GROUP_SIZE):
-            spans = (VersionSpan(WeightVersion(0, 0), 0, len(batch.answers[i])),)
-            completion = Completion(i - start, batch.answers[i].astype("int32"), batch.logprobs[i], spans, "stop")
+            spans = (VersionSpan(PolicyVersion(0, 0), 0, len(batch.completions[i])),)
+            completion = Completion(i - start, batch.completions[i].astype("int32"), batch.logprobs[i], spans, "stop")
             rollouts.append(Rollout(completion, Score(value=float(batch.rewards[i]))))
         number = start // GROUP_SIZE
         prompt = Prompt(prompt_id=f"p/{number}", token_ids=tuple(batch.prompts[start].tolist()))

@@ -81,7 +81,7 @@ def run_cell(way: str, dtype: str, tokens: int, vocabulary: int, seed: int) -> d
     import torch
     from torch import Tensor
 
-    from asyncgrpo.learner.head import Slopes, TokenScores, fused_loss
+    from asyncgrpo.learner.head import LossGradients, TokenScores, fused_loss
 
     torch.set_num_threads(1)
     exact: torch.dtype = getattr(torch, dtype)
@@ -93,11 +93,11 @@ def run_cell(way: str, dtype: str, tokens: int, vocabulary: int, seed: int) -> d
     behaviour = torch.full((tokens,), -torch.tensor(float(vocabulary)).log().item())
 
     def fused(count: int) -> Tensor:
-        def slopes(where: slice, scores: TokenScores) -> Slopes:
+        def gradients(where: slice, scores: TokenScores) -> LossGradients:
             ratio = torch.exp(scores.logprobs - behaviour[where])
-            return Slopes(-ratio.clip(0.8, 1.2) * advantages[where] / tokens)
+            return LossGradients(-ratio.clip(0.8, 1.2) * advantages[where] / tokens)
 
-        return fused_loss(hidden[:count], weight, targets[:count], slopes, temperature=1.0)[0]
+        return fused_loss(hidden[:count], weight, targets[:count], gradients, temperature=1.0)[0]
 
     def full(count: int) -> Tensor:
         log_p = (hidden[:count] @ weight.t()).float().log_softmax(-1)

@@ -51,7 +51,7 @@ class Task:
     """Text of the file."""
 
     def rows(self, seed: int, count: int) -> list[tuple[str, str]]:
-        """Prompts of three digits with their answers."""
+        """Prompts of three digits with their completions."""
         prompts = random.Random(f"{self.name} {seed}").sample(range(1000), count)
         return [(f"{prompt:03d}", self.answer(f"{prompt:03d}")) for prompt in prompts]
 
@@ -71,7 +71,7 @@ def write_seeds(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
 
 
 def write_trl(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
-    """A conversation, and the answer in a column of its own."""
+    """A conversation, and the completion in a column of its own."""
     found = [{"prompt": [{"role": "user", "content": prompt}], "solution": answer} for prompt, answer in rows]
     path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     return path.with_suffix(".jsonl")

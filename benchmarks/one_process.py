@@ -21,7 +21,7 @@ from asyncgrpo.generators.rollout import GroupUnderWay
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport
 from asyncgrpo.rewards import build_reward
-from asyncgrpo.types import Group, Lease, Prompt, Sampling, WeightVersion
+from asyncgrpo.types import Group, Lease, PolicyVersion, Prompt, Sampling
 
 
 class Step(NamedTuple):
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 def mean_reward(groups: Sequence[Group]) -> float:
-    """Over all answers that have one."""
+    """Over all completions that have one."""
     return statistics.fmean(r.score.value for g in groups for r in g.rollouts if r.score.value is not None)
 
 
@@ -61,15 +61,15 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
     decode = decoder(tokenizer, keep_special=False)
     sampling, greedy = (sampling_of(config, stops, evaluation=evaluation) for evaluation in (False, True))
 
-    async def sample(purpose: str, number: int, prompt: Prompt, answers: int, how: Sampling) -> Group:
+    async def sample(purpose: str, number: int, prompt: Prompt, completions: int, how: Sampling) -> Group:
         lease = Lease(
             lease_id=f"{purpose}.{number}.0",
             group_id=f"{purpose}.{number}",
             attempt=0,
-            order=number,
+            prompt_index=number,
             purpose=purpose,
             prompt=prompt,
-            num_answers=answers,
+            num_completions=completions,
             with_greedy=purpose == "train" and config.algorithm.advantage == "remax",
             sampling=how,
             seed=group_seed(config.run.seed, number, 0),
@@ -87,10 +87,10 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
         return [mean_reward([group]) for group in groups]
 
     waiting: deque[list[Group]] = deque()
-    await engine.start(WeightVersion(1, 0))
+    await engine.start(PolicyVersion(1, 0))
     try:
         for step in range(config.run.steps or 0):
-            version = WeightVersion(1, step)
+            version = PolicyVersion(1, step)
             await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
             evaluation = await evaluate() if eval_every and step % eval_every == 0 else None
             for _ in range(config.buffer.max_lag + 1 if step == 0 else 1):

@@ -7,7 +7,7 @@ python -m benchmarks.packing --groups 128 --budgets 16384 32768
 
 Of rows, `fill` is tokens / (rows * tokens of the largest row), which says how long ranks wait for one another, and
 `fill_of_budget` is tokens / (rows * budget). `forwarded` tokens are computed; `tokens` would be with every prompt
-computed for each of its answers.
+computed for each of its completions.
 """
 
 import argparse
@@ -24,7 +24,7 @@ VOCABULARY = 151_936
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=128, help="of 8 answers")
+    parser.add_argument("--groups", type=int, default=128, help="of 8 completions")
     parser.add_argument("--budgets", nargs="+", type=int, default=[16384, 32768], help="tokens of a row")
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 8], help="numbers of ranks")
     parser.add_argument("--runs", type=int, default=7)
@@ -42,13 +42,13 @@ def measure(
     """Print the two lines of one setting."""
 
     def rows() -> list[PackedRow]:
-        dealt = rows_for_ranks(lengths.prompts, lengths.answers, world=world, budget=budget, share_prompts=share)
+        dealt = rows_for_ranks(lengths.prompts, lengths.completions, world=world, budget=budget, share_prompts=share)
         return [row for of_rank in dealt for row in of_rank]
 
     def tensors() -> StepBatch:
         return pack(groups, VERSION, rank=0, world=world, tokens_per_microbatch=budget, share_prompts=share)
 
-    about: dict[str, Any] = {"rollouts": sum(map(len, lengths.answers)), "tokens": lengths.num_tokens}
+    about: dict[str, Any] = {"rollouts": sum(map(len, lengths.completions)), "tokens": lengths.num_tokens}
     about |= {"budget": budget, "world": world, "share_prompts": share}
     filled = fills(rows(), lengths, budget, share)
     show(_in_ms("rows of lengths", cpu_seconds(rows, runs), seed, **filled, **about))
@@ -68,9 +68,9 @@ def fills(rows: list[PackedRow], lengths: Lengths, budget: int, share: bool) -> 
 
 
 def _computed(row: PackedRow, lengths: Lengths, share: bool) -> int:
-    """Tokens of a row. Without sharing each piece is one answer, with its own prompt, so they are counted alike."""
-    assert share or all(len(piece.answers) == 1 for piece in row)
-    return row_tokens(row, lengths.prompts, lengths.answers)
+    """Tokens of a row. Without sharing each piece is one completion, with its own prompt, so they are counted alike."""
+    assert share or all(len(piece.rollouts) == 1 for piece in row)
+    return row_tokens(row, lengths.prompts, lengths.completions)
 
 
 def _in_ms(what: str, seconds: list[float], seed: int, **fields: Any) -> dict:

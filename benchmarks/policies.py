@@ -6,7 +6,7 @@ python -m benchmarks.policies --real --out runs/tails  whole runs of `asyncgrpo 
 On the virtual clock run the product's `BufferService`, `Buffer`, `GeneratorService` and `LearnerService` (as in
 `benchmarks/scheduler.py`), with engines of continuous batching. Lengths are log-normal with median 600 tokens and the
 sigma named; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow again, and long
-answers are the harder ones: their rewards are lower. The learner stops after `--steps`, and prompts do not run out.
+completions are the harder ones: their rewards are lower. The learner stops after `--steps`, and prompts do not run out.
 
 `length_distance` and `reward_distance` look at what a policy cannot see: the groups that were trained (under `mask` without
 the masked tokens) against the first groups to the first prompts, as many as were trained. `monitor` is what the
@@ -29,7 +29,7 @@ import numpy as np
 
 from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.group_health import ks_distance
-from asyncgrpo.types import Group, WeightVersion
+from asyncgrpo.types import Group, PolicyVersion
 from benchmarks.measuring import line, rounded, show
 from benchmarks.scheduler import SWAP_S, TRANSFER_S, Case, Product
 
@@ -80,7 +80,7 @@ def report(where: str, found: list[dict[str, float]], seed: int, policy: str, ma
 
 @dataclass(frozen=True)
 class LongTail(Case):
-    """A case whose prompts differ: in how long their answers are, and how often these are right."""
+    """A case whose prompts differ: in how long their completions are, and how often these are right."""
 
     sigma: float = 1.0
 
@@ -94,14 +94,14 @@ class LongTail(Case):
         return np.random.default_rng([self.seed, 0]).standard_normal(self.num_prompts)
 
     @lru_cache  # noqa: B019  lives as long as the case
-    def lengths_of(self, order: int, attempt: int) -> np.ndarray:
-        own = np.random.default_rng([self.seed, 1, order, attempt]).standard_normal(self.group_size)
-        deviation = (self._hardness[order] + own) / math.sqrt(2)
+    def lengths_of(self, prompt_index: int, attempt: int) -> np.ndarray:
+        own = np.random.default_rng([self.seed, 1, prompt_index, attempt]).standard_normal(self.group_size)
+        deviation = (self._hardness[prompt_index] + own) / math.sqrt(2)
         return np.clip(MEDIAN * np.exp(self.sigma * deviation), 1, LONGEST).astype(int)
 
-    def reward(self, order: int, answer: int) -> float:
-        drawn = np.random.default_rng([self.seed, 2, order, answer]).standard_normal()
-        return float(drawn > self._hardness[order])
+    def reward(self, prompt_index: int, completion: int) -> float:
+        drawn = np.random.default_rng([self.seed, 2, prompt_index, completion]).standard_normal()
+        return float(drawn > self._hardness[prompt_index])
 
 
 def virtual_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int) -> dict[str, float]:
@@ -112,10 +112,10 @@ def virtual_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int) 
     outcomes, tokens = product.buffer.outcomes, product.buffer.tokens
     aborted = sum(engine.aborted_tokens for engine in product.engines)
     first = range(len(product.groups))
-    lags = [version.version - group.versions[0].version for group, version in product.groups]
+    lags = [version.number - group.versions[0].number for group, version in product.groups]
     lengths = [trained_length(group, version, policy, max_lag) for group, version in product.groups]
     rewards = [statistics.fmean(r.score.value or 0.0 for r in group.rollouts) for group, _ in product.groups]
-    answers = range(1, case.group_size + 1)
+    completions = range(1, case.group_size + 1)
     monitor = product.buffer.bias.distances()
     return {
         "rate": len(product.groups) / elapsed_s,
@@ -123,9 +123,11 @@ def virtual_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int) 
         "given_up": given_up(outcomes) / outcomes["leased"],
         "prompts_given_up": outcomes["dropped_always_stale"] / outcomes["leased"],
         "wasted": (tokens["stale"] + tokens["masked"] + aborted) / (tokens["generated"] + aborted),
-        "length_distance": ks_distance(lengths, [float(case.lengths_of(order, 0).mean()) for order in first]),
+        "length_distance": ks_distance(
+            lengths, [float(case.lengths_of(prompt_index, 0).mean()) for prompt_index in first]
+        ),
         "reward_distance": ks_distance(
-            rewards, [statistics.fmean(case.reward(order, a) for a in answers) for order in first]
+            rewards, [statistics.fmean(case.reward(prompt_index, a) for a in completions) for prompt_index in first]
         ),
         "monitor_length": monitor.get("length", math.nan),
         "monitor_reward": monitor.get("reward", math.nan),
@@ -138,10 +140,10 @@ def given_up(outcomes: dict[str, int]) -> int:
     return sum(outcomes.get(f"dropped_{why}", 0) for why in ("stale", "cancelled", "always_stale"))
 
 
-def trained_length(group: Group, version: WeightVersion, policy: str, max_lag: int) -> float:
-    """Mean tokens of an answer that have a weight in the step that starts at `version`."""
+def trained_length(group: Group, version: PolicyVersion, policy: str, max_lag: int) -> float:
+    """Mean tokens of a completion that have a weight in the step that starts at `version`."""
     spans = [span for rollout in group.rollouts for span in rollout.completion.spans]
-    kept = [s for s in spans if policy != "mask" or version.version - s.version.version <= max_lag]
+    kept = [s for s in spans if policy != "mask" or version.number - s.version.number <= max_lag]
     return sum(s.end - s.start for s in kept) / len(group.rollouts)
 
 
@@ -180,7 +182,7 @@ def whole_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int, ou
         "waited_s": waited / len(timed),
         "given_up": dropped / (dropped + len(lags)),
         "masked": statistics.fmean(step["diagnostics"]["aged_dropped"] for step in taken),
-        "length_mean": statistics.fmean(step["answer_length_mean"] for step in taken),
+        "length_mean": statistics.fmean(step["completion_length_mean"] for step in taken),
         "monitor_length": bias.get("length", math.nan),
         "lag_mean": statistics.fmean(lags),
         "lag_max": max(lags),

@@ -63,7 +63,7 @@ def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[st
     """Publish `TIMES` versions after a first one, which pays for what is done once."""
     from asyncgrpo.config.schema import WeightsConfig
     from asyncgrpo.learner.learner import Learner
-    from asyncgrpo.types import WeightVersion
+    from asyncgrpo.types import PolicyVersion
     from asyncgrpo.weights.publisher import Publisher
     from tests.learner.helpers import config
 
@@ -86,7 +86,7 @@ def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[st
             for name, parameter in learner.model.named_parameters():
                 if "lora_B" in name:
                     nn.init.normal_(parameter.to_local(), std=1e-3)
-            publication = publisher.publish(WeightVersion(1, version), learner.sent.weights)
+            publication = publisher.publish(PolicyVersion(1, version), learner.sent.weights)
             seconds.append(publication.seconds)
     finally:
         process.terminate()

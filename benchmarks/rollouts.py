@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
-VERSION = WeightVersion(1, 0)
+VERSION = PolicyVersion(1, 0)
 """Sampled all of them."""
 
 
@@ -19,12 +19,12 @@ class Lengths:
     """Of some groups, in tokens."""
 
     prompts: list[int]
-    answers: list[list[int]]
+    completions: list[list[int]]
 
     @property
     def num_tokens(self) -> int:
-        """Prompts and answers, a prompt counted for each of its answers."""
-        return sum(p * len(a) + sum(a) for p, a in zip(self.prompts, self.answers, strict=True))
+        """Prompts and answers, a prompt counted for each of its completions."""
+        return sum(p * len(a) + sum(a) for p, a in zip(self.prompts, self.completions, strict=True))
 
 
 def reasoning_lengths(
@@ -38,33 +38,33 @@ def reasoning_lengths(
     longest: int = 8192,
     tokens: int | None = None,
 ) -> Lengths:
-    """Prompts of `prompt` tokens, answers lognormal between 8 and `longest`; their mean is about 1,050.
+    """Prompts of `prompt` tokens, completions lognormal between 8 and `longest`; their mean is about 1,050.
 
     Args:
         groups: how many; none: as many as have `tokens` tokens.
-        size: answers to each prompt.
+        size: completions of each prompt.
     """
     rng = np.random.default_rng(seed)
     found = Lengths([], [])
     while len(found.prompts) < groups if groups is not None else found.num_tokens < (tokens or 1):
         drawn = np.exp(rng.normal(np.log(median), sigma, size)).astype(int).clip(8, longest)
         found.prompts.append(int(rng.integers(prompt[0], prompt[1] + 1)))
-        found.answers.append(drawn.tolist())
+        found.completions.append(drawn.tolist())
     return found
 
 
 def make_groups(lengths: Lengths, *, vocabulary: int, seed: int) -> list[Group]:
-    """Random groups of those lengths; in each, every second answer is right."""
+    """Random groups of those lengths; in each, every second completion is right."""
     rng = np.random.default_rng([seed, 1])
     groups = []
-    for number, (prompt, answers) in enumerate(zip(lengths.prompts, lengths.answers, strict=True)):
-        rollouts = tuple(_rollout(rng, index, length, vocabulary) for index, length in enumerate(answers))
+    for number, (prompt, completions) in enumerate(zip(lengths.prompts, lengths.completions, strict=True)):
+        rollouts = tuple(_rollout(rng, index, length, vocabulary) for index, length in enumerate(completions))
         groups.append(
             Group(
                 group_id=f"g{number}",
                 lease_id=f"l{number}",
                 attempt=0,
-                order=number,
+                prompt_index=number,
                 purpose="train",
                 prompt=Prompt(prompt_id=f"p/{number}", token_ids=tuple(rng.integers(0, vocabulary, prompt).tolist())),
                 rollouts=rollouts,

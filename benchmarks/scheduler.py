@@ -3,7 +3,7 @@
 python -m benchmarks.scheduler --lags 0 1 4 --steps 40
 
 `product` runs `BufferService`, `GeneratorService`, `LearnerService` and the codec on a virtual clock; its engines are fakes
-of continuous batching: every running answer gets a token each `BASE_S + PER_ANSWER_S * running` seconds, and lengths are
+of continuous batching: every running completion gets a token each `BASE_S + PER_COMPLETION_S * running` seconds, and lengths are
 lognormal. `model` knows none of these classes: a list of engines, a list of groups, and the rule in twenty lines. Both
 meet the same lengths, training times and publications, so the ratio of rollouts/s is what messages, heartbeats and our
 code lose. CPU microseconds are of one process that does everything; `buffer` is the share of the buffer's process.
@@ -39,12 +39,12 @@ from asyncgrpo.config.schema import (
     RunConfig,
 )
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.engines.base import Answer, Request
+from asyncgrpo.engines.base import PendingCompletion, Request
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.inbox import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
-from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score, WeightVersion
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
 from benchmarks.measuring import line, rounded, show
@@ -52,7 +52,7 @@ from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import BufferSocket, GeneratorLine, LearnerLine
 from tests.simulation.nodes import Receiver, Silent
 
-BASE_S, PER_ANSWER_S = 0.02, 0.0001
+BASE_S, PER_COMPLETION_S = 0.02, 0.0001
 LATENCY_S = 0.001
 TRANSFER_S, SWAP_S = 1.0, 0.5
 TICK_S = 0.1
@@ -78,24 +78,24 @@ class Case:
 
     @property
     def num_prompts(self) -> int:
-        """Of the run; with more than it trains, it ends after `steps` and not with its last answers."""
+        """Of the run; with more than it trains, it ends after `steps` and not with its last completions."""
         return self.num_groups
 
     def lengths(self) -> np.ndarray:
-        """[groups, answers] tokens: lognormal, median 600, at most 8192."""
+        """[groups, completions] tokens: lognormal, median 600, at most 8192."""
         drawn = np.random.default_rng(self.seed).lognormal(math.log(600), 1.0, (self.num_groups, self.group_size))
         return np.clip(drawn, 1, 8192).astype(int)
 
-    def lengths_of(self, order: int, attempt: int) -> np.ndarray:
-        """[answers] tokens of one lease."""
-        return self._lengths[order]
+    def lengths_of(self, prompt_index: int, attempt: int) -> np.ndarray:
+        """[completions] tokens of one lease."""
+        return self._lengths[prompt_index]
 
     @cached_property
     def _lengths(self) -> np.ndarray:
         return self.lengths()
 
-    def reward(self, order: int, answer: int) -> float:
-        """Of one answer; `answer` counts those to the prompt."""
+    def reward(self, prompt_index: int, completion: int) -> float:
+        """Of one completion; `answer` counts those to the prompt."""
         return 1.0
 
 
@@ -138,49 +138,51 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class BatchingEngine:
-    """`generators.Engine` of continuous batching: one event for each answer that ends, whatever its length."""
+    """`generators.Engine` of continuous batching: one event for each completion that ends, whatever its length."""
 
     def __init__(self, lengths_of: Callable[[int, int], np.ndarray]) -> None:
         """
         Args:
-            lengths_of: [answers] tokens of the group of this order and attempt.
+            lengths_of: [completions] tokens of the group of this order and attempt.
         """
         self._lengths_of = lengths_of
         self.aborted_tokens = 0.0
-        self._tokens = 0.0  # that an answer has got which runs since the start
+        self._tokens = 0.0  # that a completion has got which runs since the start
         self._since_s = 0.0
-        self._running: list[tuple[float, int, float, Answer]] = []  # (end, tie, start, answer), in `_tokens`; a heap
+        self._running: list[
+            tuple[float, int, float, PendingCompletion]
+        ] = []  # (end, tie, start, completion), in `_tokens`; a heap
         self._ties = itertools.count()
         self._paused = False
         self._wake: asyncio.TimerHandle | None = None
-        self.version = WeightVersion(0, 0)
+        self.version = PolicyVersion(0, 0)
 
-    async def start(self, version: WeightVersion) -> None:
+    async def start(self, version: PolicyVersion) -> None:
         self.version = version
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
         self._advance()
-        request = Request(request_id, prompt, num_answers, sampling, seed)
+        request = Request(request_id, prompt, num_completions, sampling, seed)
         lengths = self._lengths_of(*map(int, request_id.split(".")[1:3]))
-        for answer in request.answers:
-            answer.sampled_by(self.version, 0)
-            entry = (self._tokens + int(lengths[answer.index]), next(self._ties), self._tokens, answer)
+        for completion in request.pending:
+            completion.sampled_by(self.version, 0)
+            entry = (self._tokens + int(lengths[completion.index]), next(self._ties), self._tokens, completion)
             heapq.heappush(self._running, entry)
         self._set_alarm()
         async for completion in request.completions():
             yield completion
 
-    async def load_weights(self, tensors: Iterable, version: WeightVersion, **how: Any) -> None:
+    async def load_weights(self, tensors: Iterable, version: PolicyVersion, **how: Any) -> None:
         self._advance()
         self._paused = True
         self._set_alarm()
         await asyncio.sleep(SWAP_S)
         self._advance()
         self._paused, self.version = False, version
-        for _, _, start, answer in self._running:
-            answer.sampled_by(version, int(self._tokens - start))
+        for _, _, start, completion in self._running:
+            completion.sampled_by(version, int(self._tokens - start))
         self._set_alarm()
 
     async def abort(self, request_id: str) -> None:
@@ -203,22 +205,22 @@ class BatchingEngine:
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if not self._paused:
-            self._tokens += (now_s - self._since_s) / (BASE_S + PER_ANSWER_S * len(self._running))
+            self._tokens += (now_s - self._since_s) / (BASE_S + PER_COMPLETION_S * len(self._running))
         self._since_s = now_s
 
     def _set_alarm(self) -> None:
         if self._wake is not None:
             self._wake.cancel()
         if self._running and not self._paused:
-            wait_s = (self._running[0][0] - self._tokens) * (BASE_S + PER_ANSWER_S * len(self._running))
+            wait_s = (self._running[0][0] - self._tokens) * (BASE_S + PER_COMPLETION_S * len(self._running))
             self._wake = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._complete)
 
     def _complete(self) -> None:
         self._advance()
         while self._running and self._running[0][0] <= self._tokens + 1e-6:
-            end, _, start, answer = heapq.heappop(self._running)
+            end, _, start, completion = heapq.heappop(self._running)
             length = round(end - start)
-            answer.complete(np.zeros(length, np.int32), np.zeros(length, np.float32), "length")
+            completion.complete(np.zeros(length, np.int32), np.zeros(length, np.float32), "length")
         self._set_alarm()
 
 
@@ -227,7 +229,7 @@ class _Reward:
         self._case = case
         self._scored: Counter[str] = Counter()
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
         self._scored[prompt.prompt_id] += 1
         return Score(value=self._case.reward(int(prompt.prompt_id[6:]), self._scored[prompt.prompt_id]))
 
@@ -257,7 +259,7 @@ class Product:
     largest_lag: int = 0
     trained_at: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """When which orders were trained."""
-    groups: list[tuple[Group, WeightVersion]] = field(default_factory=list)
+    groups: list[tuple[Group, PolicyVersion]] = field(default_factory=list)
     """What was trained, and the version at which its step started."""
     engines: list[BatchingEngine] = field(default_factory=list)
 
@@ -272,16 +274,16 @@ class Product:
 
     # What stands for the learner's parts: they take their time, and the world goes on.
 
-    def step(self, groups: list[Group], version: WeightVersion) -> SimpleNamespace:
+    def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
         self._loop.run_until(self._loop.time() + self.case.train_s)
         self.rollouts += sum(len(group.rollouts) for group in groups)
-        lags = [version.version - group.versions[0].version for group in groups]
+        lags = [version.number - group.versions[0].number for group in groups]
         self.largest_lag = max(self.largest_lag, *lags)
         self.groups += [(group, version) for group in groups]
-        self.trained_at.append((self._loop.time(), tuple(group.order for group in groups)))
+        self.trained_at.append((self._loop.time(), tuple(group.prompt_index for group in groups)))
         return SimpleNamespace(seconds={})
 
-    def publish(self, version: WeightVersion, tensors: object) -> SimpleNamespace:
+    def publish(self, version: PolicyVersion, tensors: object) -> SimpleNamespace:
         self._loop.run_until(self._loop.time() + TRANSFER_S)
         swaps = [self._loop.create_task(service._swap((), version)) for service in self._generators]
         self._loop.run_until(math.inf, lambda: all(swap.done() for swap in swaps))
@@ -409,7 +411,7 @@ class _Engine:
 
     @property
     def seconds_per_token(self) -> float:
-        return BASE_S + PER_ANSWER_S * len(self.running)
+        return BASE_S + PER_COMPLETION_S * len(self.running)
 
 
 def model(case: Case) -> float:

@@ -56,10 +56,10 @@ class Work(NamedTuple):
     """Of a query and a key that it sees, in each head of each layer."""
 
     @classmethod
-    def of_sequences(cls, prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> "Work":
+    def of_sequences(cls, prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> "Work":
         """Every answer after a prompt of its own; its last token is not run, because nothing follows it."""
-        lengths = [p + length - 1 for p, group in zip(prompts, answers, strict=True) for length in group]
-        scored = sum(map(sum, answers))
+        lengths = [p + length - 1 for p, group in zip(prompts, completions, strict=True) for length in group]
+        scored = sum(map(sum, completions))
         return cls(sum(lengths), scored, sum(length * (length + 1) // 2 for length in lengths))
 
     @classmethod

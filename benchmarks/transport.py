@@ -12,7 +12,7 @@ Two processes, one connection over loopback TCP. The ways, interleaved in each r
     fsync_interval   the same, acknowledged once it is on the disk
 
 The first three say what the transport costs, the others what a generator's group costs from end to end. A group is 8
-answers of 1,536 tokens (98 KB). Batches are taken as soon as they are complete, by a call instead of a message. Of
+completions of 1,536 tokens (98 KB). Batches are taken as soon as they are complete, by a call instead of a message. Of
 each round the ratio to raw is taken before the median of rounds. `codec` is each half by itself.
 """
 
@@ -34,20 +34,20 @@ from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.service import BURST, BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import FORMAT, Began
+from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.journal.history import History
 from asyncgrpo.journal.log import InMemory, Journal, Ledger
-from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Rollout, Sampling, VersionSpan
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import check_group, pack_group, unpack_group
-from asyncgrpo.wire.rollouts import Ack, Deliver, Grant, Hello, Serving
+from asyncgrpo.wire.rollouts import Ack, Deliver, Grant, Register, Serving
 from asyncgrpo.wire.sockets import Client, Server
 from benchmarks.measuring import line, rounded, show
 from benchmarks.rollouts import Lengths, make_groups
 
 VOCABULARY = 151_936
-ANSWERS = 8
+COMPLETIONS = 8
 PER_STEP, MAX_LAG = 32, 3
 WINDOW = 2 * PER_STEP
 WAYS = ("raw", "wire", "wire_written", "memory", "written", "fsync_interval")
@@ -58,7 +58,7 @@ Done = tuple[float, float]
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=2000, help="in each measurement")
-    parser.add_argument("--tokens", type=int, default=1536, help="of an answer")
+    parser.add_argument("--tokens", type=int, default=1536, help="of a completion")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--folder", default=None, help="for the journal; a temporary one if not given")
@@ -85,15 +85,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make_group(tokens: int, seed: int) -> Group:
-    """Answers of `tokens` tokens, each sampled by two versions in turn."""
-    (group,) = make_groups(Lengths([200], [[tokens] * ANSWERS]), vocabulary=VOCABULARY, seed=seed)
+    """Rollouts of `tokens` tokens, each sampled by two versions in turn."""
+    (group,) = make_groups(Lengths([200], [[tokens] * COMPLETIONS]), vocabulary=VOCABULARY, seed=seed)
     return of_lease(group, 0, group)
 
 
 def of_lease(group: Group, version: int, lease: Lease | Group) -> Group:
-    """The same answers, to another lease, sampled half by `version`."""
+    """The same completions, to another lease, sampled half by `version`."""
     half = len(group.rollouts[0].completion.token_ids) // 2
-    spans = VersionSpan(WeightVersion(1, version), 0, half), VersionSpan(WeightVersion(1, version + 1), half, 2 * half)
+    spans = VersionSpan(PolicyVersion(1, version), 0, half), VersionSpan(PolicyVersion(1, version + 1), half, 2 * half)
     rollouts = tuple(
         Rollout(
             Completion(done.index, done.token_ids[: 2 * half], done.logprobs[: 2 * half], spans, done.finish_reason),
@@ -102,7 +102,9 @@ def of_lease(group: Group, version: int, lease: Lease | Group) -> Group:
         for rollout in group.rollouts
         if (done := rollout.completion)
     )
-    fields = {name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "order", "purpose", "prompt")}
+    fields = {
+        name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "purpose", "prompt")
+    }
     return Group(**fields, rollouts=rollouts, generator_id="generator-0", timings={"generate": 1.0, "reward": 0.1})
 
 
@@ -208,8 +210,8 @@ def receive_frames(pipe: Connection, way: str, count: int, folder: Path) -> None
 def send_groups(endpoint: str, group: Group, count: int) -> None:
     """A generator whose groups are ready as soon as they are leased."""
     client = Client(endpoint, "generator-0-a")
-    client.send(Hello(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=WINDOW))
-    client.send(Serving(generator_id="generator-0", version=WeightVersion(1, 10**6)))
+    client.send(Register(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=WINDOW))
+    client.send(Serving(generator_id="generator-0", version=PolicyVersion(1, 10**6)))
     acknowledged = 0
     while acknowledged < count:
         received = client.receive(10.0)
@@ -218,7 +220,7 @@ def send_groups(endpoint: str, group: Group, count: int) -> None:
         if isinstance(message, Grant):
             lease = message.lease
             # As new as a lease of this place in the order can be, at the least.
-            version = max(0, lease.order // PER_STEP - MAX_LAG)
+            version = max(0, lease.prompt_index // PER_STEP - MAX_LAG)
             client.send(*pack_group(of_lease(group, version, lease)))
         elif isinstance(message, Ack):
             acknowledged += 1
@@ -230,7 +232,7 @@ def receive_groups(pipe: Connection, way: str, count: int, folder: Path) -> None
     source = prompts(count)
     buffer = Buffer(
         BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=1e9),
-        AlgorithmConfig(group_size=ANSWERS),
+        AlgorithmConfig(group_size=COMPLETIONS),
         source,
         Sampling(),
         seed=0,
@@ -240,15 +242,15 @@ def receive_groups(pipe: Connection, way: str, count: int, folder: Path) -> None
     server = Server("127.0.0.1")
     service = BufferService(server, buffer, Evaluations((), Sampling(), 0, 1e9), VOCABULARY)
     step = 0
-    buffer.published(WeightVersion(1, step))
+    buffer.published(PolicyVersion(1, step))
     pipe.send(server.endpoint)
     service.serve(10.0)
     watch = Watch()
     while buffer.outcomes["accepted"] < count:
         service.serve(0.1)
-        while buffer.count(State.READY) >= PER_STEP and buffer.take(WeightVersion(1, step)) is not None:
+        while buffer.count(State.READY) >= PER_STEP and buffer.take(PolicyVersion(1, step)) is not None:
             step += 1
-            buffer.published(WeightVersion(1, step))
+            buffer.published(PolicyVersion(1, step))
     while service._unacknowledged:
         service.serve(0.01)
     pipe.send(watch.done(count))
@@ -263,7 +265,9 @@ def prompts(count: int) -> PromptSource:
 def ledger(way: str, source: PromptSource, folder: Path) -> Ledger:
     if way in ("wire", "memory"):
         return InMemory()
-    began = Began(format=FORMAT, lineage=1, parent=None, terms={}, max_lag=MAX_LAG, prompts=source.state())
+    began = RunStarted(
+        format=FORMAT, lineage=1, parent=None, compatibility_key={}, max_lag=MAX_LAG, prompts=source.state()
+    )
     return Journal(History(folder, []), began, "written" if way == "written" else "fsync_interval")
 
 

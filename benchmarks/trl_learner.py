@@ -6,7 +6,7 @@ Only what brings the rollouts is replaced: `GRPOTrainer._generate_and_score_comp
 would be; `AsyncGRPOTrainer` gets a rollout worker that always has the batch ready, and a weight transfer that does
 nothing, through the two protocols it offers for that. Its attention is a FlashAttention-3 kernel from the hub which
 needs a GPU; here one `scaled_dot_product_attention` a segment stands for that function. bf16 autocast over float32
-weights and micro-batches of 8 answers are its own ways; gradient checkpointing, its default, is off.
+weights and micro-batches of 8 completions are its own ways; gradient checkpointing, its default, is off.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def common(arguments: argparse.Namespace, batch: Batch) -> dict[str, Any]:
         "learning_rate": 1e-6,
         "num_generations": GROUP_SIZE,
         "per_device_train_batch_size": MICROBATCH,
-        "gradient_accumulation_steps": len(batch.answers) // MICROBATCH,
+        "gradient_accumulation_steps": len(batch.completions) // MICROBATCH,
         "seed": 1234,
     }
 
@@ -90,15 +90,15 @@ def grpo_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> A
     from trl import GRPOConfig, GRPOTrainer
 
     prompts, prompt_mask = padded(batch.prompts, left=True)
-    answers, answer_mask = padded(batch.answers, left=False)
+    completions, completion_mask = padded(batch.completions, left=False)
     logprobs, _ = padded(batch.logprobs, left=False)
     rollouts = {
         "prompt_ids": prompts,
         "prompt_mask": prompt_mask,
-        "completion_ids": answers,
-        "completion_mask": answer_mask,
+        "completion_ids": completions,
+        "completion_mask": completion_mask,
         "advantages": torch.from_numpy(batch.advantages),
-        "num_items_in_batch": torch.tensor(float(answer_mask.sum())),
+        "num_items_in_batch": torch.tensor(float(completion_mask.sum())),
         "old_per_token_logps": logprobs,
     }
 
@@ -106,8 +106,8 @@ def grpo_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> A
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
             return {name: value.clone() for name, value in rollouts.items()}
 
-    settings = GRPOConfig(**common(arguments, batch), beta=0.0, max_completion_length=answers.shape[1])
-    rows = Dataset.from_dict({"prompt": ["abc"] * len(batch.answers)})
+    settings = GRPOConfig(**common(arguments, batch), beta=0.0, max_completion_length=completions.shape[1])
+    rows = Dataset.from_dict({"prompt": ["abc"] * len(batch.completions)})
     return Fixed(model=arguments.model, reward_funcs=no_reward, args=settings, train_dataset=rows, callbacks=[timer])
 
 
@@ -132,20 +132,20 @@ def async_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> 
         RolloutSample(
             prompt=[],
             completion=[],
-            input_ids=np.concatenate([prompt, answer]).astype(np.int64),
-            completion_mask=np.concatenate([np.zeros(len(prompt), np.int64), np.ones(len(answer), np.int64)]),
+            input_ids=np.concatenate([prompt, completion]).astype(np.int64),
+            completion_mask=np.concatenate([np.zeros(len(prompt), np.int64), np.ones(len(completion), np.int64)]),
             old_log_probs=np.concatenate([np.zeros(len(prompt), np.float32), logprobs]),
             advantage=float(advantage),
             model_version=0,
             group_id=i // GROUP_SIZE,
             metrics={"reward": float(reward)},
         )
-        for i, (prompt, answer, logprobs, advantage, reward) in enumerate(
-            zip(batch.prompts, batch.answers, batch.logprobs, batch.advantages, batch.rewards, strict=True)
+        for i, (prompt, completion, logprobs, advantage, reward) in enumerate(
+            zip(batch.prompts, batch.completions, batch.logprobs, batch.advantages, batch.rewards, strict=True)
         )
     ]
     settings = AsyncGRPOConfig(
-        **common(arguments, batch), token_budget=-1, max_completion_length=max(map(len, batch.answers))
+        **common(arguments, batch), token_budget=-1, max_completion_length=max(map(len, batch.completions))
     )
     return AsyncGRPOTrainer(
         model=arguments.model,

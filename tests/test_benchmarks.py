@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncgrpo.data.rows import read_rows, recognise
-from asyncgrpo.journal.format import Handed, delivered
+from asyncgrpo.journal.format import BatchIssued, delivered
 from asyncgrpo.learner.batch import pack
 from benchmarks import gpu_cells, gpu_learner, journal_cost, learner_step, loss_memory, packing, presets, transport
 from benchmarks.bad_input_cases import CASES, Case
@@ -138,7 +138,7 @@ def test_operations_are_those_of_the_matrices():
     groups = make_groups(lengths, vocabulary=50, seed=0)
     apart = pack(groups, VERSION, rank=0, world=1, tokens_per_microbatch=99, share_prompts=False)
     shared = pack(groups, VERSION, rank=0, world=1, tokens_per_microbatch=99, share_prompts=True)
-    whole = Work.of_sequences(lengths.prompts, lengths.answers)
+    whole = Work.of_sequences(lengths.prompts, lengths.completions)
     assert whole == Work.of_rows(apart.trained) == Work(6 + 3 + 3 + 6, 12, 21 + 6 + 6 + 21)
     assert Work.of_rows(shared.trained) == Work(18 - 3 - 2, 12, 54 - 6 - 3)
     attention = 2 * shape.layers * shape.heads * shape.head_dim * 2 * whole.pairs
@@ -178,9 +178,9 @@ def test_transport(capsys):
 
 def test_cost_of_the_journal(capsys, tmp_path):
     written = journal(tmp_path / "journal", durability="written")
-    for order in range(4):
-        written.append(*delivered(*group(order)))
-    written.append(Handed(step=1, version=VERSION, lease_ids=()))
+    for prompt_index in range(4):
+        written.append(*delivered(*group(prompt_index)))
+    written.append(BatchIssued(step=1, version=VERSION, lease_ids=()))
     written.close()
     steps = [{"event": "step", "seconds": {"optimizer": 0.25, "wait_data": 0.25}}] * 2
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))

@@ -74,8 +74,8 @@ def test_label_values_start_at_zero_before_anything_happens():
 
 def test_an_endpoint_answers_on_a_free_port_with_the_metrics_of_its_role():
     port = metrics.serve("driver")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as completion:
+        text = completion.read().decode()
     assert "asyncgrpo_actor_restarts_total" in text and "asyncgrpo_build_info" in text
     assert "asyncgrpo_loss" not in text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncgrpo.journal.format import Delivered, Handed, Whole, delivered, delivered_again, pack, scan
+from asyncgrpo.journal.format import BatchIssued, Delivered, Whole, delivered, delivered_again, pack, scan
 from asyncgrpo.journal.history import read_history
 from tests.runs import assert_nothing_left, asyncgrpo, events
 from tests.test_journal_runs import kill_after_checkpoint
@@ -71,7 +71,7 @@ def test_another_correction_meets_the_same_stream(recorded: Path):
     ours = events(recorded / found["folder"], "step")
     theirs = events(recorded / "run", "step")[:5]
     for mine, other in zip(ours, theirs, strict=True):
-        for name in ("reward_mean", "reward_std", "lags", "answers", "tokens_trained", "zero_signal_groups"):
+        for name in ("reward_mean", "reward_std", "lags", "completions", "tokens_trained", "zero_signal_groups"):
             assert mine[name] == other[name], "the stream is the same"
     # In step 1 every ratio is 1 but for rounding, so nothing is truncated; later the two objectives differ.
     assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-5)
@@ -79,9 +79,9 @@ def test_another_correction_meets_the_same_stream(recorded: Path):
 
 
 def change_one_reward(run: Path, step: int) -> str:
-    """Give the first answer of the first group of `step` another reward, with all digests right. Returns its lease."""
+    """Give the first completion of the first group of `step` another reward, with all digests right. Returns its lease."""
     history = read_history(run / "journal")
-    manifest = next(f.record for f in history.found if isinstance(f.record, Handed) and f.record.step == step)
+    manifest = next(f.record for f in history.found if isinstance(f.record, BatchIssued) and f.record.step == step)
     for segment in history.segments:
         parts: list = []
         for item in scan(segment.path.read_bytes()):
@@ -152,7 +152,7 @@ def test_a_run_killed_and_resumed_is_replayed_along_the_path_that_stands(tmp_pat
     result = asyncgrpo(*arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
-    handed = [f.record for f in read_history(tmp_path / "run" / "journal").found if isinstance(f.record, Handed)]
+    handed = [f.record for f in read_history(tmp_path / "run" / "journal").found if isinstance(f.record, BatchIssued)]
     assert len(handed) > 60, "no step was undone: the test shows nothing"
     code, found = replay(tmp_path)
     assert code == 0 and found["equal"]

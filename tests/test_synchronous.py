@@ -21,7 +21,7 @@ from asyncgrpo.engines.build import build_engine
 from asyncgrpo.generators.rollout import GroupUnderWay
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.rewards import build_reward
-from asyncgrpo.types import Group, Lease, WeightVersion
+from asyncgrpo.types import Group, Lease, PolicyVersion
 from tests.runs import events
 
 STEPS = 4
@@ -58,10 +58,10 @@ async def plain_loop(config: Config) -> list[dict[str, float]]:
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs)
     engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
     learner = Learner(config, rank=0, world=1, device="cpu")
-    await engine.start(WeightVersion(1, 0))
+    await engine.start(PolicyVersion(1, 0))
     steps = []
     for step in range(STEPS):
-        version, groups = WeightVersion(1, step), []
+        version, groups = PolicyVersion(1, step), []
         await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
         for _ in range(config.buffer.prompts_per_step):
             groups.append(await one_group(config, source, sampling, engine, reward, tokenizer))
@@ -82,17 +82,17 @@ async def plain_loop(config: Config) -> list[dict[str, float]]:
 
 
 async def one_group(config, source, sampling, engine, reward, tokenizer) -> Group:
-    order, prompt = source.next()
+    prompt_index, prompt = source.next()
     lease = Lease(
-        lease_id=f"1.{order}.0",
-        group_id=f"1.{order}",
+        lease_id=f"1.{prompt_index}.0",
+        group_id=f"1.{prompt_index}",
         attempt=0,
-        order=order,
+        prompt_index=prompt_index,
         purpose="train",
         prompt=prompt,
-        num_answers=config.algorithm.group_size,
+        num_completions=config.algorithm.group_size,
         sampling=sampling,
-        seed=group_seed(config.run.seed, order, 0),
+        seed=group_seed(config.run.seed, prompt_index, 0),
     )
     decode = decoder(tokenizer, keep_special=False)
     return await GroupUnderWay(lease, engine, reward, decode).generate("plain")

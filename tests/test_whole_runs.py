@@ -94,10 +94,10 @@ def test_a_resume_trains_with_what_may_change_and_samples_anew_what_no_longer_fi
     assert "changed: algorithm.group_size 16 -> 8" in again.stdout
     assert "changed: learner.lr 0.005 -> 0.004" in again.stdout and "changed: run.steps 2 -> 4" in again.stdout
     run = tmp_path / "run"
-    assert [step["answers"] for step in events(run, "step")] == [48 * 16] * 2 + [48 * 8] * 2
+    assert [step["completions"] for step in events(run, "step")] == [48 * 16] * 2 + [48 * 8] * 2
     assert 0 < events(run, "step")[-1]["lr"] <= 0.004
     recovered = events(run, "start")[-1]["recovered"]
-    assert recovered.keys() <= {"terms"} and recovered, "groups of 16 waited, and none of them is trained"
+    assert recovered.keys() <= {"incompatible"} and recovered, "groups of 16 waited, and none of them is trained"
     audited = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audited.returncode == 0, audited.stdout
     assert_nothing_left(tmp_path)

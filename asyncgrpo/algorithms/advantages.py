@@ -1,9 +1,9 @@
-"""From the rewards of a group to the advantage of each of its answers.
+"""From the rewards of a group to the advantage of each of its completions.
 
 Every estimator is a baseline times a scale, or one thin step away from that. The edge cases are part of the formula
 and the same for all:
 
-- An answer without a reward (NaN) takes part in no statistic and gets exactly 0.
+- A completion without a reward (NaN) takes part in no statistic and gets exactly 0.
 - A group with fewer than two rewards gets exactly 0; it never trains on the raw reward.
 - A group whose rewards are all equal gets exactly 0, compared in float64, where rounding of the mean would otherwise
   be divided by eps: in float32, fifteen rewards of 0.98 give 0.19.
@@ -11,11 +11,11 @@ and the same for all:
 Only `remax` has no group in its formula: there, a missing baseline takes the place of the last two.
 
 Arguments, everywhere:
-    rewards: [S] one reward per answer, finite, or NaN where the answer has none. Up to 1e300 nothing overflows.
-    group_ids: [S] integers; answers to one prompt have the same. Any order, any values.
-    lengths: [S] trained tokens of each answer; may be 0.
+    rewards: [S] one reward per completion, finite, or NaN where the completion has none. Up to 1e300 nothing overflows.
+    group_ids: [S] integers; completions of one prompt have the same. Any order, any values.
+    lengths: [S] trained tokens of each completion; may be 0.
 Returns, everywhere: [S] float64, no gradient. In formulas, `mean`, `std` (n - 1 in the denominator) and `n` are over
-the scored answers of the group.
+the scored completions of the group.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ from torch import Tensor
 
 
 class Groups:
-    """Who is in a group with whom. Every statistic is [S]: what each answer sees of its own group."""
+    """Who is in a group with whom. Every statistic is [S]: what each completion sees of its own group."""
 
     number: Tensor
-    """[S] the answer's group, counted from 0."""
+    """[S] the completion's group, counted from 0."""
 
     def __init__(self, group_ids: Tensor) -> None:
         distinct, self.number = torch.unique(group_ids, return_inverse=True)
@@ -52,7 +52,7 @@ class Groups:
 
 
 def has_signal(rewards: Tensor, groups: Groups) -> Tensor:
-    """[S] bool: the group has two different rewards. `rewards` is float64, NaN where an answer has none.
+    """[S] bool: the group has two different rewards. `rewards` is float64, NaN where a completion has none.
 
     Largest and smallest are compared because that is exact, where a standard deviation of equal numbers is not: in
     float32, fifteen rewards of 0.98 have one of 6e-8.
@@ -65,13 +65,13 @@ def signal_share(rewards: Tensor, group_ids: Tensor, teaches: Tensor) -> float:
     """Of the groups that are solved or have a signal, how many have a signal; 1 where there are neither.
 
     A group is solved if all its rewards are equal and nearer to the best reward of the batch than to the worst; where the
-    whole batch has one reward, if that is above 0. A group that is equally bad in all its answers is neither: it has
+    whole batch has one reward, if that is above 0. A group that is equally bad in all its completions is neither: it has
     nothing to lose.
 
     Args:
         rewards: [S] float64, finite.
-        group_ids: [S] integers; answers to one prompt have the same.
-        teaches: [S] bool, the answer is trained and its advantage is not 0.
+        group_ids: [S] integers; completions of one prompt have the same.
+        teaches: [S] bool, the completion is trained and its advantage is not 0.
     """
     if not rewards.numel():
         return 1.0
@@ -101,17 +101,17 @@ def group_advantages(
     eps: float = 1e-6,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Advantage of each answer: A = (R - baseline) / scale.
+    """Advantage of each completion: A = (R - baseline) / scale.
 
         baseline  none             0
                   group_mean       mean
-                  leave_one_out    mean of the other scored answers of the group
-                  length_weighted  Σ length R / Σ length over the group; an answer's own reward where all are empty
+                  leave_one_out    mean of the other scored completions of the group
+                  length_weighted  Σ length R / Σ length over the group; a completion's own reward where all are empty
         scale     none             1
                   group_std        std + eps
-                  batch_std        std of all scored answers of the batch + eps
+                  batch_std        std of all scored completions of the batch + eps
                   group_mean       mean, and A = 0 where mean <= 0: made for rewards that are never negative
-                  nonzero_share    share of the batch's scored answers whose reward is not 0
+                  nonzero_share    share of the batch's scored completions whose reward is not 0
 
     Args:
         eps: added to a standard deviation, and to nothing else.
@@ -127,13 +127,13 @@ class _Scores(NamedTuple):
 
     groups: Groups
     rewards: Tensor
-    """0 where an answer has none."""
+    """0 where a completion has none."""
     scored: Tensor
-    """The answer has a reward."""
+    """The completion has a reward."""
     trains: Tensor
     """It has one, and the group has two that differ."""
     num_scored: Tensor
-    """n: scored answers of the group."""
+    """n: scored completions of the group."""
     mean: Tensor
 
 
@@ -203,7 +203,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def lite(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (R - mean) / (std of the batch + eps), over every scored answer of the batch, singletons included.
+    """A = (R - mean) / (std of the batch + eps), over every scored completion of the batch, singletons included.
 
     Source: Lite PPO in "Tricks or Traps", arXiv:2508.08221.
     """
@@ -221,7 +221,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
-    """A = R - Σ length R / Σ length over the group; 0 where all scored answers of the group are empty.
+    """A = R - Σ length R / Σ length over the group; 0 where all scored completions of the group are empty.
 
     Source: OPO, arXiv:2505.23585: the baseline of least variance when a gradient's norm grows as its length.
     """
@@ -229,7 +229,7 @@ def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """A = alpha (R - mean), alpha = B / number of rewards that are not 0, both over the batch's scored answers.
+    """A = alpha (R - mean), alpha = B / number of rewards that are not 0, both over the batch's scored completions.
 
     Source: GPG, arXiv:2504.02546; alpha as in verl.
     """
@@ -238,7 +238,7 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pass_at_k(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Only the best answer of a group: A = (R_max - R_2nd) / (std + eps); all others 0.
+    """Only the best completion of a group: A = (R_max - R_2nd) / (std + eps); all others 0.
 
     R_2nd is the second reward counted with repetition. So where two share the best reward, R_2nd = R_max and the whole
     group gets 0: had either of them failed, the group would have passed no less.
@@ -262,9 +262,9 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, lengths: Te
 
     A sequence's tokens share one x, so m and v are mean and variance over the scored sequences, weighted by length.
 
-    Whitening would give a group without signal the value -m / sqrt(v + eps), the same push for each of its answers. The
+    Whitening would give a group without signal the value -m / sqrt(v + eps), the same push for each of its completions. The
     groups' means are already gone from x, so m is only how length goes with reward on *other* prompts. Here such a
-    group counts in m and v but keeps its exact 0: nothing is known about its answers, and nothing is trained.
+    group counts in m and v but keeps its exact 0: nothing is known about its completions, and nothing is trained.
 
     Source: REINFORCE++, arXiv:2501.03262; denominators and eps as in verl.
     """
@@ -278,11 +278,11 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, lengths: Te
 def remax(rewards: Tensor, group_ids: Tensor, baseline_rewards: Tensor) -> Tensor:
     """A = R - R_greedy; 0 where either is NaN.
 
-    The baseline is not made of the group's answers, so one answer is enough and equal answers may differ from it.
+    The baseline is not made of the group's completions, so one completion is enough and equal completions may differ from it.
 
     Args:
         group_ids: unused; every estimator has it.
-        baseline_rewards: [S] the reward of the greedy answer to the same prompt; NaN where it has none.
+        baseline_rewards: [S] the reward of the greedy completion of the same prompt; NaN where it has none.
     Source:
         ReMax, arXiv:2310.10505.
     """
@@ -342,7 +342,7 @@ def _of_lengths(estimator: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Estima
 
 def _of_baseline(estimator: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Estimator:
     def call(rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None) -> Tensor:
-        assert baseline_rewards is not None, "this estimator needs the reward of a greedy answer to each prompt"
+        assert baseline_rewards is not None, "this estimator needs the reward of a greedy completion of each prompt"
         return estimator(rewards, group_ids, baseline_rewards)
 
     return call

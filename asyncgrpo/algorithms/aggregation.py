@@ -90,8 +90,8 @@ def token_weights(
         mask: [T] bool, true on tokens to train, before rejection.
         cu_seqlens: [S+1] where each packed sequence starts; None will do where all tokens weigh alike.
         num_tokens: trained tokens of the whole step.
-        num_sequences: trained answers of the whole step; one without tokens counts.
-        max_length: longest answer that may be sampled, tokens: a constant of the run, not of the batch.
+        num_sequences: trained completions of the whole step; one without tokens counts.
+        max_length: longest completion that may be sampled, tokens: a constant of the run, not of the batch.
         tokens_in_group: [S] trained tokens of the whole group to which each sequence belongs, over the whole step.
         num_groups: groups of the whole step.
     Returns:

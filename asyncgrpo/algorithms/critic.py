@@ -126,9 +126,9 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, *, clip: flo
 def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
     """lam = 1 - 1 / (alpha length), and 0 where that is negative: [S] tokens to [S] float64 in [0, 1).
 
-    Long answers look further: Σ lam^k is alpha length. It is for the policy's advantages;
+    Long completions look further: Σ lam^k is alpha length. It is for the policy's advantages;
     the critic's returns keep lam = 1.
 
-    Source: VAPO, arXiv:2504.05118, alpha 0.05; the floor (answers under 1/alpha tokens, empty ones too) as in NeMo RL.
+    Source: VAPO, arXiv:2504.05118, alpha 0.05; the floor (completions under 1/alpha tokens, empty ones too) as in NeMo RL.
     """
     return (1 - 1 / (alpha * lengths.to(torch.float64))).clamp(min=0.0)

@@ -1,4 +1,4 @@
-"""Learning from pairs: raise the probability of a better answer over that of a worse one to the same prompt.
+"""Learning from pairs: raise the probability of a better completion over that of a worse one to the same prompt.
 
 `pairs` chooses them from rewards, `pairwise` turns them into a detached coefficient per token. Without a reference or
 length normalisation nothing stops both log-probs of a pair from falling, so use it with a KL penalty.
@@ -17,10 +17,10 @@ PairKind = Literal["best_worst", "random", "all"]
 
 
 class Pairs(NamedTuple):
-    """Indices of answers, int64, in no order that means anything."""
+    """Indices of completions, int64, in no order that means anything."""
 
     winner: Tensor
-    """[P] the answer with the higher reward."""
+    """[P] the completion with the higher reward."""
     loser: Tensor
     """[P] the other, of the same group."""
 
@@ -37,7 +37,7 @@ class PairwiseResult(NamedTuple):
 
 @torch.no_grad()
 def pairs(rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torch.Generator | None = None) -> Pairs:
-    """Pairs of answers to one prompt with different rewards; never one without a reward.
+    """Pairs of completions of one prompt with different rewards; never one without a reward.
 
         best_worst    one per group: the best and the worst; of several, the first in the batch
         random        one per group, each of its pairs being as likely
@@ -46,8 +46,8 @@ def pairs(rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torc
     A group whose rewards are all equal, or with fewer than two, gives none.
 
     Args:
-        rewards: [S] one reward per answer, NaN where it has none.
-        group_ids: [S] integers; answers to one prompt have the same. Any order, any values.
+        rewards: [S] one reward per completion, NaN where it has none.
+        group_ids: [S] integers; completions of one prompt have the same. Any order, any values.
         generator: what "random" draws from, on the device of the rewards; None is torch's own.
     """
     assert kind in ("best_worst", "random", "all"), kind
@@ -104,8 +104,8 @@ def pairwise(
         value = log sigmoid(beta z)        z = (LP_w - LP_l) - (LP_w - LP_l under the reference)
         d value / d LP_w = beta sigmoid(-beta z) = - d value / d LP_l
 
-    LP is an answer's log-prob: the sum over its trained tokens, or their mean if `length_normalised` (0 for an answer
-    without any). An answer in several pairs gets the sum of what they give it.
+    LP is a completion's log-prob: the sum over its trained tokens, or their mean if `length_normalised` (0 for a completion
+    without any). A completion in several pairs gets the sum of what they give it.
 
     Args:
         policy_logprobs: [T] log π of the sampled tokens, nats. Its gradient is not used.
@@ -122,7 +122,7 @@ def pairwise(
         relative = relative - reference_logprobs.to(torch.float64)
     totals = sum_by_sequence(torch.where(mask, relative, 0.0), cu_seqlens)
     lengths = sum_by_sequence(mask.to(torch.float64), cu_seqlens).clamp(min=1.0)
-    share = 1 / lengths if length_normalised else torch.ones_like(lengths)  # of an answer's LP that each token is
+    share = 1 / lengths if length_normalised else torch.ones_like(lengths)  # of a completion's LP that each token is
     z = (totals * share)[winner] - (totals * share)[loser]
     slope = beta * torch.sigmoid(-beta * z)
     per_sequence = torch.zeros_like(totals).index_add(0, winner, slope).index_add(0, loser, -slope) * share

@@ -19,12 +19,12 @@ MAX_KL_ERROR = 0.2
 
 @torch.no_grad()
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
-    """What a long answer loses; add it to the reward.
+    """What a long completion loses; add it to the reward.
 
         0 up to max_length - buffer tokens, then linear to -factor at max_length, and -factor beyond
 
     Args:
-        lengths: [S] tokens of each answer.
+        lengths: [S] tokens of each completion.
         max_length: tokens at which the penalty is full.
         buffer: tokens over which it grows, 1 to max_length.
         factor: the full penalty, in units of reward.
@@ -40,10 +40,10 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
 
 @torch.no_grad()
 def reward_with_kl(rewards: Tensor, kl_per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, *, coef: float) -> Tensor:
-    """R - coef Σ kl over the trained tokens of each answer: the KL to the reference as part of the reward.
+    """R - coef Σ kl over the trained tokens of each completion: the KL to the reference as part of the reward.
 
     Args:
-        rewards: [S] one reward per answer.
+        rewards: [S] one reward per completion.
         kl_per_token: [T] an estimate at each token, nats. k1 is the right one here, wrong as it is in a loss.
         mask: [T] bool, true on trained tokens; what others hold, even NaN, does not count.
         cu_seqlens: [S+1] where each sequence starts.
@@ -64,11 +64,11 @@ def adaptive_kl_coefficient(coef: float, kl: float, *, target: float, horizon: f
 
     Args:
         coef: the coefficient so far.
-        kl: measured with it, mean per token or per answer, in the unit of `target`; nats.
+        kl: measured with it, mean per token or per completion, in the unit of `target`; nats.
         horizon: in the unit of `count`: after so many, a KL far off has moved the coefficient by about a fifth.
-        count: answers (or steps) since the last call.
+        count: completions (or steps) since the last call.
     Source:
-        arXiv:1909.08593; target 0.1 and horizon 10000 answers in verl.
+        arXiv:1909.08593; target 0.1 and horizon 10000 completions in verl.
     """
     if not math.isfinite(kl):
         return coef
@@ -77,24 +77,24 @@ def adaptive_kl_coefficient(coef: float, kl: float, *, target: float, horizon: f
 
 
 class Truncation(NamedTuple):
-    """What truncated answers count for."""
+    """What truncated completions count for."""
 
     rewards: Tensor
     """[S] float64."""
     is_trained: Tensor
-    """[S] bool: the answer's tokens are trained."""
+    """[S] bool: the completion's tokens are trained."""
 
 
 @torch.no_grad()
 def apply_truncation(rewards: Tensor, is_truncated: Tensor, *, rule: TruncationRule) -> Truncation:
-    """Answers that reached the length limit before they ended.
+    """Completions that reached the length limit before they ended.
 
         keep    their reward as it is
         mask    their reward counts in the group's statistics, but their tokens are not trained
         zero    their reward becomes 0; a missing one stays missing
 
     Args:
-        rewards: [S] one reward per answer, NaN where it has none.
+        rewards: [S] one reward per completion, NaN where it has none.
         is_truncated: [S] bool.
     Source:
         mask: the overlong filtering of DAPO, arXiv:2503.14476. zero: AReaL.

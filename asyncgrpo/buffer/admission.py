@@ -9,12 +9,12 @@ only if what remains, ready or not, can still meet its deadlines at P groups a s
 This is earliest-deadline-first scheduling, and it loses nothing. Let D(k) be that count before the take. Admission
 gives D(max_lag) <= (max_lag + 1) P; if D(k) <= (k + 1) P for all k at v, and the batch is feasible, then the same holds
 at v + 1. And once every group is ready, taking the P oldest is always feasible. So the learner waits only when going on
-would break a promise, no group is dropped for its age, and long answers are not filtered away.
+would break a promise, no group is dropped for its age, and long completions are not filtered away.
 
 A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D; what is leased in its place at v
 has the deadline v + max_lag, the last there is, and the slots bound those. So a refill endangers nobody's deadline.
 
-A policy answers four questions, with L for `max_lag` and P for `prompts_per_step`:
+A policy completions four questions, with L for `max_lag` and P for `prompts_per_step`:
 
     admit           may another group begin?               all of them: while fewer than (L + 1) * P hold a slot
     select          which groups make the next batch?      None: the learner waits
@@ -38,7 +38,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 from asyncgrpo.config.schema import BufferConfig
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Deliver
 
 # -- the bound on lag, and the proof that it holds ---------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Candidate(Protocol):
     """A group that is not taken yet, as a policy sees it."""
 
     @property
-    def order(self) -> int:
+    def prompt_index(self) -> int:
         """Its prompt's place in the run."""
 
     @property
@@ -72,11 +72,11 @@ class Candidate(Protocol):
         """Here; else under way."""
 
     @property
-    def oldest(self) -> WeightVersion:
+    def oldest(self) -> PolicyVersion:
         """Under way: the version at the lease, than which no token is older. Then: of the oldest token."""
 
     @property
-    def newest(self) -> WeightVersion:
+    def newest(self) -> PolicyVersion:
         """Of the newest token, once the group is here."""
 
 
@@ -84,7 +84,7 @@ Some = TypeVar("Some", bound=Candidate)
 
 
 class Policy:
-    """The questions, and the answers that most policies share."""
+    """The questions, and the completions that most policies share."""
 
     counts_from: ClassVar[Literal["oldest", "newest"] | None] = "oldest"
     """Which token's lag is bounded by `max_lag`; None: no token's."""
@@ -103,7 +103,7 @@ class Policy:
         """
         return held < self._slots
 
-    def select(self, waiting: Sequence[Some], version: int, next_order: int | None) -> list[Some] | None:
+    def select(self, waiting: Sequence[Some], version: int, next_prompt_index: int | None) -> list[Some] | None:
         """The batch of the step that starts at `version`, or None if it must wait.
 
         Only the last batch of a run is smaller than P: when nothing else is under way and no prompt is left.
@@ -112,8 +112,8 @@ class Policy:
             waiting: all groups that hold a slot and are not taken.
             next_order: of the prompt that would be leased next; None: none is left.
         """
-        ready = sorted((e for e in waiting if e.is_ready), key=lambda e: (e.oldest, e.order))
-        if len(ready) < self._per_step and not (ready and len(ready) == len(waiting) and next_order is None):
+        ready = sorted((e for e in waiting if e.is_ready), key=lambda e: (e.oldest, e.prompt_index))
+        if len(ready) < self._per_step and not (ready and len(ready) == len(waiting) and next_prompt_index is None):
             return None
         return ready[: self._per_step]
 
@@ -130,18 +130,18 @@ class Policy:
         return 0
 
     def _lag(self, group: Candidate, version: int) -> int:
-        return version - (group.newest if self.counts_from == "newest" else group.oldest).version
+        return version - (group.newest if self.counts_from == "newest" else group.oldest).number
 
 
 class Wait(Policy):
     """Earliest deadline first: the learner waits where going on would make another group too old."""
 
-    def select(self, waiting: Sequence[Some], version: int, next_order: int | None) -> list[Some] | None:
-        batch = super().select(waiting, version, next_order)
+    def select(self, waiting: Sequence[Some], version: int, next_prompt_index: int | None) -> list[Some] | None:
+        batch = super().select(waiting, version, next_prompt_index)
         if batch is None:
             return None
-        chosen = {e.order for e in batch}
-        remaining = [e.oldest.version for e in waiting if e.order not in chosen]
+        chosen = {e.prompt_index for e in batch}
+        remaining = [e.oldest.number for e in waiting if e.prompt_index not in chosen]
         return batch if lag_is_kept(remaining, version, self._max_lag, self._per_step) else None
 
 
@@ -154,11 +154,13 @@ class Window(Policy):
         # One that is set aside will be waited for: what begins meanwhile may not be further from its turn for it.
         return held + aside < self._slots
 
-    def select(self, waiting: Sequence[Some], version: int, next_order: int | None) -> list[Some] | None:
-        batch = sorted(waiting, key=lambda e: e.order)[: self._per_step]
+    def select(self, waiting: Sequence[Some], version: int, next_prompt_index: int | None) -> list[Some] | None:
+        batch = sorted(waiting, key=lambda e: e.prompt_index)[: self._per_step]
         if not batch or not all(e.is_ready for e in batch):
             return None
-        if next_order is not None and (len(batch) < self._per_step or next_order < batch[-1].order):
+        if next_prompt_index is not None and (
+            len(batch) < self._per_step or next_prompt_index < batch[-1].prompt_index
+        ):
             return None  # a prompt that was given back belongs into it
         return batch
 
@@ -167,7 +169,7 @@ class Drop(Policy):
     """What comes first is trained, what has become too old is dropped, and what can only become so is cancelled."""
 
     def should_abort(self, lease: Candidate, version: int) -> bool:
-        return version - lease.oldest.version > self._max_lag
+        return version - lease.oldest.number > self._max_lag
 
 
 class Mask(Policy):
@@ -180,7 +182,7 @@ class Mask(Policy):
 
     def masked_tokens(self, message: Deliver, version: int) -> int:
         spans = (span for rollout in message.rollouts for span in rollout.spans)
-        return sum(s.end - s.start for s in spans if version - s.version.version > self._max_lag)
+        return sum(s.end - s.start for s in spans if version - s.version.number > self._max_lag)
 
 
 class Train(Policy):

@@ -7,11 +7,11 @@ way out is counted in `outcomes`, whatever the policy (`policies.py`), so that a
     leased + recovered = leased now + ready now + taken now + trained + filtered_zero_signal + dropped_* + requeued,
 
 and what it keeps or drops is said to the journal at once. (A prompt in quarantine counts as leased and dropped in one
-move.) The tokens of all groups that came, those of answers left out of them included, balance in the same way:
+move.) The tokens of all groups that came, those of completions left out of them included, balance in the same way:
 
     generated + recovered = trained + masked + filtered + stale + failed + aborted + duplicate + unusable + in flight.
 
-Time enters as an argument, chance not at all: the same calls give the same answers.
+Time enters as an argument, chance not at all: the same calls give the same completions.
 """
 
 from collections import Counter
@@ -26,17 +26,17 @@ from asyncgrpo.buffer.group_health import (
     BiasMonitor,
     Case,
     Deadlines,
+    IsolatedPrompts,
     Past,
     Quarantine,
-    Suspects,
 )
 from asyncgrpo.buffer.groups import Entry, State, WithoutSignal, group_seed, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import DataError
-from asyncgrpo.journal.format import Dropped, Handed, Interrupted, delivered
+from asyncgrpo.journal.format import BatchIssued, Dropped, Interrupted, delivered
 from asyncgrpo.journal.log import InMemory, Ledger
-from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver
 
 
@@ -64,7 +64,7 @@ class Buffer:
         self._config = config
         self._policy = POLICIES[config.policy](config)
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
-        self._min_answers = algorithm.min_answers or algorithm.group_size
+        self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
         self._prompts = prompts
         self._sampling = sampling
@@ -77,10 +77,10 @@ class Buffer:
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt order
         self._blamed: Counter[int] = Counter()  # those of them for which the prompt is to blame
         self._deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
-        self._suspects = Suspects()
+        self._isolated = IsolatedPrompts()
         self._quarantine = quarantine or Quarantine()
         self._ended: Counter[int] = Counter()  # leases that are over, failed or not: a name is granted once
-        self.version: WeightVersion | None = None
+        self.version: PolicyVersion | None = None
         self.draining = False
         self.outcomes: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class Buffer:
         self.without_signal = WithoutSignal()
         self.tokens: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
-        """Answers that are in no group, by the names of `types.Discarded`."""
+        """Completions that are in no group, by the names of `types.Discarded`."""
         self.bias = BiasMonitor(config.bias_threshold)
         self._cancelled: list[Entry] = []
 
@@ -101,25 +101,25 @@ class Buffer:
         issued = self._issue(holder)
         if issued is None:
             return None
-        order, prompt = issued
-        attempt = self._ended[order]
-        group_id = f"{self._lineage}.{order}"
-        limit_s = self._deadlines.seconds(is_last=self._attempts[order] + 1 >= self._config.max_attempts)
+        prompt_index, prompt = issued
+        attempt = self._ended[prompt_index]
+        group_id = f"{self._lineage}.{prompt_index}"
+        limit_s = self._deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._config.max_attempts)
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
             attempt=attempt,
-            order=order,
+            prompt_index=prompt_index,
             purpose="train",
             prompt=prompt,
-            num_answers=self._group_size,
+            num_completions=self._group_size,
             sampling=self._sampling,
-            seed=group_seed(self._seed, order, attempt),
+            seed=group_seed(self._seed, prompt_index, attempt),
             with_greedy=self._with_greedy,
-            min_answers=self._min_answers,
+            min_completions=self._min_completions,
             cut_after_s=CUT_AT * limit_s,
         )
-        self._enter(Entry(order, prompt, attempt, lease, holder, now_s, self.version, limit_s=limit_s))
+        self._enter(Entry(prompt_index, prompt, attempt, lease, holder, now_s, self.version, limit_s=limit_s))
         self._deadlines.begin(lease.lease_id, now_s + limit_s)
         self.outcomes["leased"] += 1
         return lease
@@ -136,28 +136,30 @@ class Buffer:
             DataError: no prompt is left that may be leased, in this epoch or any other.
         """
         prompts, passed_over = self._prompts, 0
-        may_join, may_be_alone = self._suspects.may_lease(holder, self._held[holder], is_waiting=prompts.has_aside)
+        may_join, may_be_alone = self._isolated.may_lease(holder, self._held[holder], is_waiting=prompts.has_isolated)
         while self.journal.is_blocked is None:  # else what would come of it could not be kept
-            joins = may_join and self._policy.admit(len(self._entries), prompts.num_aside)
-            issued = prompts.next_aside() if may_be_alone else prompts.next() if joins else None
+            joins = may_join and self._policy.admit(len(self._entries), prompts.num_isolated)
+            issued = prompts.next_isolated() if may_be_alone else prompts.next() if joins else None
             if issued is None:
                 return None
-            order, prompt = issued
+            prompt_index, prompt = issued
             if prompt.prompt_id in self._quarantine:
                 self.outcomes["leased"] += 1
-                lease_id = f"{self._lineage}.{order}.{self._ended[order]}"
-                self.journal.append(Dropped(lease_id=lease_id, order=order, reason="quarantined", is_final=True))
-                self._finish(order, "dropped_quarantined")
+                lease_id = f"{self._lineage}.{prompt_index}.{self._ended[prompt_index]}"
+                self.journal.append(
+                    Dropped(lease_id=lease_id, prompt_index=prompt_index, reason="quarantined", is_final=True)
+                )
+                self._finish(prompt_index, "dropped_quarantined")
                 passed_over += 1
                 if passed_over > prompts.num_prompts:
                     raise DataError(
                         f"every prompt of data.train is in quarantine ({FILE} in the run's folder says why)"
                     )
             elif may_be_alone:
-                self._suspects.leased(order)
+                self._isolated.leased(prompt_index)
                 return issued
-            elif self._suspects.is_suspect(order):  # since an earlier start
-                prompts.set_aside(order)
+            elif self._isolated.is_isolated(prompt_index):  # since an earlier start
+                prompts.isolate(prompt_index)
             else:
                 return issued
         return None
@@ -174,20 +176,22 @@ class Buffer:
         if reason == "lease_timeout":
             self._deadlines.took(entry.limit_s)
             assert self.version is not None
-            self._settle(entry, self.version.version, masked=None)
-        self._attempts[entry.order] += 1
-        self._blamed[entry.order] += reason in BLAMED
-        is_final = self._attempts[entry.order] >= self._config.max_attempts
+            self._settle(entry, self.version.number, masked=None)
+        self._attempts[entry.prompt_index] += 1
+        self._blamed[entry.prompt_index] += reason in BLAMED
+        is_final = self._attempts[entry.prompt_index] >= self._config.max_attempts
         self._drop(entry, reason, is_final=is_final)
         if not is_final:
             self._requeue(entry)
             return
-        if self._blamed[entry.order] >= self._config.max_attempts:
-            attempts = self._attempts[entry.order]
-            case = Case(prompt_id=entry.prompt.prompt_id, reason=reason, order=entry.order, attempts=attempts)
+        if self._blamed[entry.prompt_index] >= self._config.max_attempts:
+            attempts = self._attempts[entry.prompt_index]
+            case = Case(
+                prompt_id=entry.prompt.prompt_id, reason=reason, prompt_index=entry.prompt_index, attempts=attempts
+            )
             self._quarantine.add(case)
         self._leave(entry)
-        self._finish(entry.order, f"dropped_{reason}")
+        self._finish(entry.prompt_index, f"dropped_{reason}")
 
     def give_back(self, lease_id: str) -> None:
         """A lease came to nothing through no fault of its prompt, which is issued again at no cost."""
@@ -205,23 +209,25 @@ class Buffer:
         """
         lost = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
         if lost:
-            orders = tuple(e.order for e in lost)
-            self._suspects.in_flight_at_an_end(orders)
-            self.journal.append(Interrupted(generator_id=holder, orders=orders))
+            prompt_indices = tuple(e.prompt_index for e in lost)
+            self._isolated.in_flight_at_an_end(prompt_indices)
+            self.journal.append(Interrupted(generator_id=holder, prompt_indices=prompt_indices))
         for entry in lost:
-            if self._suspects.is_alone(entry.order):
+            if self._isolated.is_alone(entry.prompt_index):
                 self.fail(entry.lease.lease_id, POISON)
             else:
                 self._requeue(entry)
-        self._suspects.gone(holder)
+        self._isolated.gone(holder)
         return [e.lease.lease_id for e in lost]
 
     def remember(self, past: Past) -> None:
         """What prompts have behind them from earlier starts. Before the first lease. One more is always granted."""
         for counts, ours in ((past.attempts, self._attempts), (past.blamed, self._blamed)):
-            ours.update({order: min(count, self._config.max_attempts - 1) for order, count in counts.items()})
+            ours.update(
+                {prompt_index: min(count, self._config.max_attempts - 1) for prompt_index, count in counts.items()}
+            )
         self._ended.update(past.attempts)  # so that they are sampled with other seeds than those that failed
-        self._suspects.remember(past.interruptions)
+        self._isolated.remember(past.interruptions)
 
     def expire(self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False) -> list[Entry]:
         """Leases older than their deadline fail with `lease_timeout`. Returns them, so that they can be cancelled.
@@ -263,16 +269,16 @@ class Buffer:
             self.outcomes["refused"] += 1
             self.tokens["aborted"] += num_tokens
             return "no_such_lease"
-        num_answers = sum(r.index < self._group_size for r in message.rollouts)
-        num_greedy = len(message.rollouts) - num_answers
-        if not self._min_answers <= num_answers <= self._group_size or num_greedy != self._with_greedy:
+        num_completions = sum(r.index < self._group_size for r in message.rollouts)
+        num_greedy = len(message.rollouts) - num_completions
+        if not self._min_completions <= num_completions <= self._group_size or num_greedy != self._with_greedy:
             self._refuse(message, "incomplete")
             return "incomplete"
         versions = [span.version for r in message.rollouts for span in r.spans]
         if not versions or any(v.lineage != self._lineage for v in versions):
             self._refuse(message, "lineage")
             return "lineage"
-        self._suspects.clear(entry.order)
+        self._isolated.clear(entry.prompt_index)
         self._deadlines.took(sum(message.timings.values()))
         for name in ("retried", "failed", "spare", "censored"):
             self.discarded[name] += getattr(message.discarded, name)
@@ -290,7 +296,7 @@ class Buffer:
         entry.oldest, entry.newest = min(versions), max(versions)
         self.outcomes["accepted"] += 1
         self.journal.append_group(message, payload)
-        self.outcomes["accepted_short"] += num_answers < self._group_size
+        self.outcomes["accepted_short"] += num_completions < self._group_size
         return None
 
     def count_aborted(self, num_tokens: int) -> None:
@@ -300,20 +306,20 @@ class Buffer:
 
     def restore(self, message: Deliver, payload: bytes) -> None:
         """A group that an earlier start accepted and did not train is ready. Before the first lease."""
-        self._prompts.claim(message.order)
+        self._prompts.claim(message.prompt_index)
         lease = Lease(
             lease_id=message.lease_id,
             group_id=message.group_id,
             attempt=message.attempt,
-            order=message.order,
+            prompt_index=message.prompt_index,
             purpose="train",
             prompt=message.prompt,
-            num_answers=len(message.rollouts),
+            num_completions=len(message.rollouts),
             sampling=self._sampling,
             seed=0,  # it is not sampled any more
         )
         versions = [span.version for r in message.rollouts for span in r.spans]
-        entry = Entry(message.order, message.prompt, message.attempt, lease, "", 0.0, min(versions))
+        entry = Entry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, min(versions))
         entry.newest = max(versions)
         entry.message, entry.payload = message, payload
         self._enter(entry)
@@ -321,15 +327,15 @@ class Buffer:
         self.outcomes["recovered"] += 1
         self.tokens["recovered"] += entry.num_tokens
 
-    def disown(self, lease_id: str, order: int, num_tokens: int, reason: str) -> None:
+    def disown(self, lease_id: str, prompt_index: int, num_tokens: int, reason: str) -> None:
         """A group that an earlier start accepted is not to be trained; its prompt, unless it is done, is issued again."""
         self.outcomes["recovered"] += 1
         self.outcomes[f"dropped_{reason}"] += 1
         self.tokens["recovered"] += num_tokens
         self.tokens["unusable"] += num_tokens
-        self.journal.append(Dropped(lease_id=lease_id, order=order, reason=reason, is_final=False))
+        self.journal.append(Dropped(lease_id=lease_id, prompt_index=prompt_index, reason=reason, is_final=False))
 
-    def take(self, version: WeightVersion) -> list[Entry] | None:
+    def take(self, version: PolicyVersion) -> list[Entry] | None:
         """The batch of the step that starts at `version`: P groups, as the policy chooses; None if it must wait.
 
         When no prompt is left, the last batch of the run may be smaller. Groups and leases that this step, or the one
@@ -337,22 +343,22 @@ class Buffer:
         """
         self._give_up_what_is_late_for(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
-        batch = self._policy.select(waiting, version.version, self._prompts.next_order)
+        batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
         if batch is None:
             return None
         for entry in batch:
             assert entry.message is not None
             self._turn(entry, State.TAKEN)
-            entry.masked = self._policy.masked_tokens(entry.message, version.version)
-            self._settle(entry, version.version, masked=entry.masked)
+            entry.masked = self._policy.masked_tokens(entry.message, version.number)
+            self._settle(entry, version.number, masked=entry.masked)
         # In prompt order, so that the same groups make the same batch whoever finished first.
-        batch.sort(key=lambda e: e.order)
+        batch.sort(key=lambda e: e.prompt_index)
         lease_ids = tuple(e.lease.lease_id for e in batch)
-        self.journal.append(Handed(step=version.version + 1, version=version, lease_ids=lease_ids))
-        self._give_up_what_is_late_for(WeightVersion(version.lineage, version.version + 1))
+        self.journal.append(BatchIssued(step=version.number + 1, version=version, lease_ids=lease_ids))
+        self._give_up_what_is_late_for(PolicyVersion(version.lineage, version.number + 1))
         return batch
 
-    def published(self, version: WeightVersion) -> None:
+    def published(self, version: PolicyVersion) -> None:
         """Every generator serves `version`: what was taken is trained, and its slots are free."""
         assert self.version is None or version > self.version, f"{version} after {self.version}"
         self.version = version
@@ -360,7 +366,7 @@ class Buffer:
             self._leave(entry)
             self.tokens["trained"] += entry.num_tokens - entry.masked
             self.tokens["masked"] += entry.masked
-            self._finish(entry.order, "trained")
+            self._finish(entry.prompt_index, "trained")
         self._give_up_what_is_late_for(version)
 
     # -- what others ask -------------------------------------------------------------------------------------------
@@ -416,7 +422,9 @@ class Buffer:
 
     def _is_done(self, message: Deliver) -> bool:
         """Whether this group was trained, filtered or dropped already, in this lineage."""
-        return message.group_id == f"{self._lineage}.{message.order}" and self._prompts.is_done(message.order)
+        return message.group_id == f"{self._lineage}.{message.prompt_index}" and self._prompts.is_done(
+            message.prompt_index
+        )
 
     def _enter(self, entry: Entry) -> None:
         self._entries[entry.lease.group_id] = entry
@@ -432,14 +440,14 @@ class Buffer:
 
     def _leave(self, entry: Entry) -> None:
         del self._entries[entry.lease.group_id]
-        self._ended[entry.order] = entry.attempt + 1
+        self._ended[entry.prompt_index] = entry.attempt + 1
         self._in_state[entry.state] -= 1
         if entry.state is State.LEASED:
             self._end_lease(entry)
 
     def _end_lease(self, entry: Entry) -> None:
         self._held[entry.holder] -= 1
-        self._suspects.ended(entry.order)
+        self._isolated.ended(entry.prompt_index)
 
     def _filter(self, entry: Entry, message: Deliver, kind: str) -> None:
         self._leave(entry)
@@ -447,34 +455,34 @@ class Buffer:
         self.tokens["filtered"] += sum(r.num_tokens for r in message.rollouts)
         self.journal.append(delivered(message, b"")[0])
         self._drop(entry, "zero_signal", is_final=True)
-        self._finish(entry.order, "filtered_zero_signal")
+        self._finish(entry.prompt_index, "filtered_zero_signal")
 
-    def _give_up_what_is_late_for(self, version: WeightVersion) -> None:
+    def _give_up_what_is_late_for(self, version: PolicyVersion) -> None:
         """No step to come starts at an older version than `version`."""
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
-        for entry in self._policy.evict(waiting, version.version):
+        for entry in self._policy.evict(waiting, version.number):
             self.tokens["stale"] += entry.num_tokens
-            self._give_up(entry, version.version, "stale")
+            self._give_up(entry, version.number, "stale")
         for entry in waiting:
-            if entry.state is State.LEASED and self._policy.should_abort(entry, version.version):
+            if entry.state is State.LEASED and self._policy.should_abort(entry, version.number):
                 self._cancelled.append(entry)
-                self._give_up(entry, version.version, "cancelled")
+                self._give_up(entry, version.number, "cancelled")
 
     def _give_up(self, entry: Entry, version: int, reason: str) -> None:
         """For its age. Its prompt is issued again, before new ones; after `max_attempts` leases it is done, counted."""
         self._settle(entry, version, masked=None)
         self._leave(entry)
-        self._attempts[entry.order] += 1
-        if self._attempts[entry.order] >= self._config.max_attempts:
+        self._attempts[entry.prompt_index] += 1
+        if self._attempts[entry.prompt_index] >= self._config.max_attempts:
             self._drop(entry, "always_stale", is_final=True)
-            self._finish(entry.order, "dropped_always_stale")
+            self._finish(entry.prompt_index, "dropped_always_stale")
         else:
             self._drop(entry, reason, is_final=False)
             self.outcomes[f"dropped_{reason}"] += 1
-            self._issue_again(entry.order)
+            self._issue_again(entry.prompt_index)
 
     def _settle(self, entry: Entry, version: int, *, masked: int | None) -> None:
-        self.bias.settle(entry.prompt.source, entry.message, age=version - entry.oldest.version, masked=masked)
+        self.bias.settle(entry.prompt.source, entry.message, age=version - entry.oldest.number, masked=masked)
 
     def _refuse(self, message: Deliver, reason: str) -> None:
         self.tokens["failed"] += sum(r.num_tokens for r in message.rollouts)
@@ -482,26 +490,28 @@ class Buffer:
 
     def _drop(self, entry: Entry, reason: str, *, is_final: bool) -> None:
         lease_id = entry.lease.lease_id
-        self.journal.append(Dropped(lease_id=lease_id, order=entry.order, reason=reason, is_final=is_final))
+        self.journal.append(
+            Dropped(lease_id=lease_id, prompt_index=entry.prompt_index, reason=reason, is_final=is_final)
+        )
 
     def _requeue(self, entry: Entry) -> None:
         self._leave(entry)
         self.outcomes["requeued"] += 1
-        self._issue_again(entry.order)
+        self._issue_again(entry.prompt_index)
 
-    def _issue_again(self, order: int) -> None:
-        if self._suspects.is_suspect(order):
-            self._prompts.set_aside(order)
+    def _issue_again(self, prompt_index: int) -> None:
+        if self._isolated.is_isolated(prompt_index):
+            self._prompts.isolate(prompt_index)
         else:
-            self._prompts.give_back(order)
+            self._prompts.give_back(prompt_index)
 
-    def _finish(self, order: int, outcome: str) -> None:
+    def _finish(self, prompt_index: int, outcome: str) -> None:
         self.outcomes[outcome] += 1
-        self._attempts.pop(order, None)
-        self._blamed.pop(order, None)
-        self._ended.pop(order, None)
-        self._suspects.clear(order)
-        self._prompts.done(order)
+        self._attempts.pop(prompt_index, None)
+        self._blamed.pop(prompt_index, None)
+        self._ended.pop(prompt_index, None)
+        self._isolated.clear(prompt_index)
+        self._prompts.done(prompt_index)
 
 
 def _is_over(entry: Entry, now_s: float) -> bool:

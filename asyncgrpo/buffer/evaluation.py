@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncgrpo.types import Lease, Prompt, Sampling, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver, EvalResult
 
 MAX_ATTEMPTS = 3
@@ -27,7 +27,7 @@ class _Round:
     values: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)
-    versions: set[WeightVersion] = field(default_factory=set)
+    versions: set[PolicyVersion] = field(default_factory=set)
 
 
 class Evaluations:
@@ -44,7 +44,7 @@ class Evaluations:
     ) -> None:
         """
         Args:
-            lineage: of this start; a late answer to a lease of an earlier one answers none of ours.
+            lineage: of this start; a late completion to a lease of an earlier one answers none of ours.
         """
         self._prompts = prompts
         self._sampling = sampling
@@ -95,13 +95,13 @@ class Evaluations:
         return [result for result in results if result is not None]
 
     def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
-        """Try again before anything else, or count the answer as failed. Returns the result if that ends an evaluation."""
+        """Try again before anything else, or count the completion as failed. Returns the result if that ends an evaluation."""
         held = self._leased.pop(lease_id, None)
         if held is None:
             return None
         lease = held[0]
         if lease.attempt + 1 < MAX_ATTEMPTS:
-            self._queue.appendleft(self._lease(_step_of(lease), lease.order, lease.attempt + 1))
+            self._queue.appendleft(self._lease(_step_of(lease), lease.prompt_index, lease.attempt + 1))
             return None
         self._losses.pop(lease.group_id, None)
         round_ = self._rounds[_step_of(lease)]
@@ -157,10 +157,10 @@ class Evaluations:
             step=round_.step,
             oldest=min(round_.versions, default=None),
             newest=max(round_.versions, default=None),
-            answers=len(round_.lengths),
+            completions=len(round_.lengths),
             reward_mean=sum(round_.values) / len(round_.values) if round_.values else None,
             failures=dict(round_.failures),
-            answer_length_mean=sum(round_.lengths) / len(round_.lengths) if round_.lengths else None,
+            completion_length_mean=sum(round_.lengths) / len(round_.lengths) if round_.lengths else None,
             seconds=now_s - round_.started_s,
         )
 
@@ -170,10 +170,10 @@ class Evaluations:
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
             attempt=attempt,
-            order=index,
+            prompt_index=index,
             purpose="eval",
             prompt=self._prompts[index],
-            num_answers=1,
+            num_completions=1,
             sampling=self._sampling,
             seed=self._seed + index,
         )

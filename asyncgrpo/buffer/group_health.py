@@ -6,7 +6,7 @@ cut more, and shrink again. So a lease that ran out counts too, with the time th
 above the median that is all the median needs to know of it, and where more than half run out, the deadline grows.
 
 When a generator ends, every prompt in flight there may have ended it, or none: machines fail too. So this costs a prompt
-nothing the first time. One that was in flight at `SUSPECT_AFTER` such ends since an answer of it last came is a suspect: it
+nothing the first time. One that was in flight at `ISOLATE_AFTER` such ends since a completion of it last came is a suspect: it
 is leased alone, to a generator that has finished everything else. If that generator ends as well, the prompt is charged
 with a failed attempt, and nothing else is lost with it; if it answers, it is cleared.
 
@@ -19,8 +19,8 @@ A group is *settled* when a batch takes it, when it is given up for its age, or 
 among the generated, and the trained ones also among the trained, so nothing that merely waits makes a difference, and
 where nothing is given up the distance is exactly 0. Over the last groups that were settled it compares, of groups,
 
-    length    mean sampled tokens of an answer; under `mask` the trained ones count without their masked tokens
-    reward    mean reward of the scored answers: how difficult the prompt is
+    length    mean sampled tokens of a completion; under `mask` the trained ones count without their masked tokens
+    reward    mean reward of the scored completions: how difficult the prompt is
     age       lag in optimizer steps when it was settled
     source    `source` of the prompt
 
@@ -60,7 +60,7 @@ KNOWN_AFTER = 11
 FLOOR_S = 10.0
 """No deadline is shorter: below this a pause of the network or of a weight change would look like a straggler."""
 CUT_AT = 0.9
-"""Where in its deadline a generator does without missing answers, so that what there is can be scored and sent in time."""
+"""Where in its deadline a generator does without missing completions, so that what there is can be scored and sent in time."""
 
 
 class Deadlines:
@@ -107,7 +107,7 @@ class Deadlines:
 # -- prompts that may be what ends generators --------------------------------------------------------------------------
 
 
-SUSPECT_AFTER = 2
+ISOLATE_AFTER = 2
 
 
 POISON = "poison"
@@ -124,18 +124,18 @@ class Past(NamedTuple):
     blamed: Counter[int]
     """Those of them that failed for a reason of `BLAMED`."""
     interruptions: Counter[int]
-    """Ends of generators at which a prompt was in flight, since its last answer."""
+    """Ends of generators at which a prompt was in flight, since its last completion."""
 
 
 NOTHING = Past(Counter(), Counter(), Counter())
 
 
-class Suspects:
+class IsolatedPrompts:
     """What is held against prompts, by their place in the prompt order."""
 
     def __init__(self) -> None:
         self._ends: Counter[int] = Counter()
-        """Ends of generators at which a prompt was in flight, since its last answer."""
+        """Ends of generators at which a prompt was in flight, since its last completion."""
         self._holder: str | None = None
         """The generator that is kept free of others for a suspect."""
         self._alone: int | None = None
@@ -145,16 +145,16 @@ class Suspects:
         """Of earlier starts. Before the first lease."""
         self._ends.update(ends)
 
-    def in_flight_at_an_end(self, orders: Iterable[int]) -> None:
+    def in_flight_at_an_end(self, prompt_indices: Iterable[int]) -> None:
         """A generator ended while it worked on these."""
-        self._ends.update(orders)
+        self._ends.update(prompt_indices)
 
-    def is_suspect(self, order: int) -> bool:
-        return self._ends[order] >= SUSPECT_AFTER
+    def is_isolated(self, prompt_index: int) -> bool:
+        return self._ends[prompt_index] >= ISOLATE_AFTER
 
-    def clear(self, order: int) -> None:
-        """An answer came, or the prompt is dropped: nothing is held against it."""
-        self._ends.pop(order, None)
+    def clear(self, prompt_index: int) -> None:
+        """A completion came, or the prompt is dropped: nothing is held against it."""
+        self._ends.pop(prompt_index, None)
 
     def may_lease(self, holder: str, num_held: int, *, is_waiting: bool) -> tuple[bool, bool]:
         """Whether `holder` may get an ordinary prompt, and whether it may get a suspect.
@@ -169,17 +169,17 @@ class Suspects:
             return True, False
         return False, is_waiting and self._alone is None and num_held == 0
 
-    def leased(self, order: int) -> None:
+    def leased(self, prompt_index: int) -> None:
         """This suspect goes to the generator that was kept free."""
-        self._alone = order
+        self._alone = prompt_index
 
-    def is_alone(self, order: int) -> bool:
+    def is_alone(self, prompt_index: int) -> bool:
         """Whether this prompt is under way as the only one of its generator."""
-        return self._alone == order
+        return self._alone == prompt_index
 
-    def ended(self, order: int) -> None:
+    def ended(self, prompt_index: int) -> None:
         """A lease of this prompt is over, however it ended."""
-        if self._alone == order:
+        if self._alone == prompt_index:
             self._holder = self._alone = None
 
     def gone(self, holder: str) -> None:
@@ -202,7 +202,7 @@ class Case(Frozen, frozen=True):
     prompt_id: str
     reason: str
     """`poison`: generators ended with it; `failed`: no generator could answer it."""
-    order: int
+    prompt_index: int
     """Its place in the run's prompt order when it was dropped."""
     attempts: int
     """Leases that came to nothing."""
@@ -283,11 +283,11 @@ class Settled:
     age: int
     """Optimizer steps."""
     length: float
-    """Tokens of an answer; infinite where the group never came."""
+    """Tokens of a completion; infinite where the group never came."""
     reward: float
     """NaN where it is not known."""
     trained_length: float | None
-    """Tokens of an answer that have a weight; None: the group is not trained."""
+    """Tokens of a completion that have a weight; None: the group is not trained."""
 
 
 class BiasMonitor:
@@ -313,11 +313,11 @@ class BiasMonitor:
         """
         length, reward, trained_length = math.inf, math.nan, None
         if message is not None:
-            answers = max(len(message.rollouts), 1)
+            completions = max(len(message.rollouts), 1)
             rewards = [r.score.value for r in message.rollouts if r.score.value is not None]
-            length = sum(r.num_tokens for r in message.rollouts) / answers
+            length = sum(r.num_tokens for r in message.rollouts) / completions
             reward = sum(rewards) / len(rewards) if rewards else math.nan
-            trained_length = None if masked is None else length - masked / answers
+            trained_length = None if masked is None else length - masked / completions
         self._settled.append(Settled(source, age, length, reward, trained_length))
         self._distances = None
 

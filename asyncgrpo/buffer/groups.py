@@ -5,19 +5,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncgrpo.types import Lease, Prompt, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Prompt
 from asyncgrpo.wire.rollouts import Deliver
 
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
-def group_seed(seed: int, order: int, attempt: int) -> int:
+def group_seed(seed: int, prompt_index: int, attempt: int) -> int:
     """The sampling seed of a group: a fixed function of the run's seed and the group's place, below 2^48.
 
     splitmix64's finaliser, so that neighbouring groups get unrelated streams.
     """
     mask = 2**64 - 1
-    x = (seed * 0x9E3779B97F4A7C15 + order * 0xD1B54A32D192ED03 + attempt * 0x8CB92BA72F3D8DD7 + 1) & mask
+    x = (seed * 0x9E3779B97F4A7C15 + prompt_index * 0xD1B54A32D192ED03 + attempt * 0x8CB92BA72F3D8DD7 + 1) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
     return (x ^ (x >> 31)) >> 16
@@ -31,12 +31,12 @@ LEAST = 32
 
 
 def zero_signal(rewards: Sequence[float]) -> str | None:
-    """Why no answer of a group is better than another; None if one is.
+    """Why no completion of a group is better than another; None if one is.
 
     Compares exactly, in float64: a standard deviation of equal rewards need not be 0.
 
     Args:
-        rewards: of the scored answers, a greedy one included, as they were scored: the learner shapes them later.
+        rewards: of the scored completions, a greedy one included, as they were scored: the learner shapes them later.
     Returns:
         `all_equal_high` (above 0), `all_equal_low` or `unscored` (fewer than two rewards).
     """
@@ -92,15 +92,15 @@ class State(enum.Enum):
 class Entry:
     """One group on its way."""
 
-    order: int
+    prompt_index: int
     prompt: Prompt
     attempt: int
     lease: Lease
     holder: str
     leased_at_s: float
-    oldest: WeightVersion
+    oldest: PolicyVersion
     """While leased: the version at the lease. Then: the oldest version that sampled in it."""
-    newest: WeightVersion = field(init=False)
+    newest: PolicyVersion = field(init=False)
     """The same with the newest version that sampled in it."""
     state: State = State.LEASED
     message: Deliver | None = None

@@ -18,10 +18,10 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import BLAMED, NOTHING, Past
 from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import Began, Delivered, Dropped, Handed, Interrupted
-from asyncgrpo.journal.history import Found, History, mend, read_history
+from asyncgrpo.journal.format import BatchIssued, Delivered, Dropped, Interrupted, RunStarted
+from asyncgrpo.journal.history import Found, History, read_history, repair
 from asyncgrpo.journal.log import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Rule = Literal["keep", "drop"]
 """`buffer.after_resume`."""
 
 
-def surviving_path(starts: Mapping[int, Began], checkpoint: WeightVersion | None) -> dict[int, int]:
+def surviving_path(starts: Mapping[int, RunStarted], checkpoint: PolicyVersion | None) -> dict[int, int]:
     """For each lineage whose weights are still there: up to which step they are.
 
     Args:
@@ -39,7 +39,7 @@ def surviving_path(starts: Mapping[int, Began], checkpoint: WeightVersion | None
     path: dict[int, int] = {}
     at = checkpoint
     while at is not None:
-        path[at.lineage] = at.version
+        path[at.lineage] = at.number
         start = starts.get(at.lineage)
         if start is None:
             break  # it kept no journal: what came before it is not known
@@ -49,13 +49,13 @@ def surviving_path(starts: Mapping[int, Began], checkpoint: WeightVersion | None
         if start.parent is None and at is None:
             path.setdefault(lineage, 0)
         elif start.parent is not None and is_on(path, start.parent):
-            path.setdefault(lineage, start.parent.version)
+            path.setdefault(lineage, start.parent.number)
     return path
 
 
-def is_on(path: Mapping[int, int], version: WeightVersion) -> bool:
+def is_on(path: Mapping[int, int], version: PolicyVersion) -> bool:
     """Whether these weights are on the path."""
-    return version.version <= path.get(version.lineage, -1)
+    return version.number <= path.get(version.lineage, -1)
 
 
 def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
@@ -63,7 +63,7 @@ def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
     return {
         lease_id
         for found in history.found
-        if isinstance(record := found.record, Handed) and record.step <= path.get(record.version.lineage, -1)
+        if isinstance(record := found.record, BatchIssued) and record.step <= path.get(record.version.lineage, -1)
         for lease_id in record.lease_ids
     }
 
@@ -82,8 +82,8 @@ def judge(
     history: History,
     prompts: PromptSource,
     *,
-    checkpoint: WeightVersion | None,
-    terms: Mapping[str, str],
+    checkpoint: PolicyVersion | None,
+    compatibility_key: Mapping[str, str],
     rule: Rule,
     max_lag: int,
     groups_per_step: int,
@@ -100,7 +100,7 @@ def judge(
         policy: of this start, a name in `policies.POLICIES`.
     """
     path = surviving_path(history.starts, checkpoint)
-    step = 0 if checkpoint is None else checkpoint.version
+    step = 0 if checkpoint is None else checkpoint.number
     settled = trained_on(history, path)
     settled |= {found.record.lease_id for found in history.found if isinstance(found.record, Dropped)}
     open_: dict[str, tuple[Found, Delivered]] = {}
@@ -109,14 +109,14 @@ def judge(
             open_[found.record.lease_id] = found, found.record
 
     reasons: dict[str, str | None] = {}
-    by_order: dict[int, str] = {}
+    by_prompt_index: dict[int, str] = {}
     for lease_id, (found, record) in open_.items():
-        reasons[lease_id] = reason = _reason(found, record, history, prompts, path, terms, rule)
+        reasons[lease_id] = reason = _reason(found, record, history, prompts, path, compatibility_key, rule)
         if reason is None:
-            if (earlier := by_order.get(record.order)) is not None:
+            if (earlier := by_prompt_index.get(record.prompt_index)) is not None:
                 reasons[earlier] = "superseded"
-            by_order[record.order] = lease_id
-    ready = [open_[i][1] for i in by_order.values()]
+            by_prompt_index[record.prompt_index] = lease_id
+    ready = [open_[i][1] for i in by_prompt_index.values()]
     if POLICIES[policy].is_in_order:
         late = _cannot_be_in_time_in_order(ready, prompts, step, max_lag, groups_per_step)
     else:
@@ -131,16 +131,16 @@ def _reason(
     history: History,
     prompts: PromptSource,
     path: Mapping[int, int],
-    terms: Mapping[str, str],
+    compatibility_key: Mapping[str, str],
     rule: Rule,
 ) -> str | None:
-    if not prompts.is_wanted(record.order):
+    if not prompts.is_wanted(record.prompt_index):
         return "superseded"
     if rule == "drop":
         return "resume"
     start = history.starts.get(found.lineage)
-    if start is None or start.terms != terms:
-        return "terms"
+    if start is None or start.compatibility_key != compatibility_key:
+        return "incompatible"
     if not all(is_on(path, version) for version in record.versions):
         return "ahead"
     return None if found.body_bytes else "damaged"
@@ -156,13 +156,17 @@ def past_of(history: History, prompts: PromptSource) -> Past:
     past = Past(Counter(), Counter(), Counter())
     for found in history.found:
         match found.record:
-            case Dropped(order=order, reason=reason) if reason in FAILED_ATTEMPTS and prompts.is_wanted(order):
-                past.attempts[order] += 1
-                past.blamed[order] += reason in BLAMED
-            case Interrupted(orders=orders):
-                past.interruptions.update(order for order in orders if prompts.is_wanted(order))
-            case Delivered(order=order):
-                past.interruptions.pop(order, None)
+            case Dropped(prompt_index=prompt_index, reason=reason) if reason in FAILED_ATTEMPTS and prompts.is_wanted(
+                prompt_index
+            ):
+                past.attempts[prompt_index] += 1
+                past.blamed[prompt_index] += reason in BLAMED
+            case Interrupted(prompt_indices=prompt_indices):
+                past.interruptions.update(
+                    prompt_index for prompt_index in prompt_indices if prompts.is_wanted(prompt_index)
+                )
+            case Delivered(prompt_index=prompt_index):
+                past.interruptions.pop(prompt_index, None)
     return past
 
 
@@ -181,8 +185,8 @@ def _cannot_be_in_time(
     if counts_from is None:
         return []
     late, place, decisive = [], 0, 0 if counts_from == "oldest" else -1
-    for record in sorted(records, key=lambda r: (r.versions[decisive], r.order)):
-        steps_left = record.versions[decisive].version + max_lag - step
+    for record in sorted(records, key=lambda r: (r.versions[decisive], r.prompt_index)):
+        steps_left = record.versions[decisive].number + max_lag - step
         if place < (steps_left + 1) * groups_per_step:
             place += 1
         else:
@@ -198,11 +202,11 @@ def _cannot_be_in_time_in_order(
     Those were filtered or dropped after the checkpoint, and others took their slots, further from their turn than the
     slots reach. With these in them the prompts before them would find none free, and nothing would be trained any more.
     """
-    late, place, order = [], 0, prompts.state().frontier
-    for record in sorted(records, key=lambda r: r.order):
-        place += sum(map(prompts.is_wanted, range(order, record.order)))
-        order = record.order
-        if place >= (record.versions[0].version + max_lag - step + 1) * groups_per_step:
+    late, place, prompt_index = [], 0, prompts.state().frontier
+    for record in sorted(records, key=lambda r: r.prompt_index):
+        place += sum(map(prompts.is_wanted, range(prompt_index, record.prompt_index)))
+        prompt_index = record.prompt_index
+        if place >= (record.versions[0].number + max_lag - step + 1) * groups_per_step:
             late.append(record.lease_id)
     return late
 
@@ -219,7 +223,7 @@ class Reopened:
 
 def reopen(
     folder: Path,
-    began: Began,
+    run_started: RunStarted,
     prompts: PromptSource,
     config: BufferConfig,
     *,
@@ -239,12 +243,12 @@ def reopen(
     if config.durability == "memory":
         return Reopened(InMemory(), History(folder, []), [], NOTHING)
     history = read_history(folder)
-    mend(history)
+    repair(history)
     verdicts = judge(
         history,
         prompts,
-        checkpoint=began.parent,
-        terms=began.terms,
+        checkpoint=run_started.parent,
+        compatibility_key=run_started.compatibility_key,
         rule=config.after_resume,
         max_lag=config.max_lag,
         groups_per_step=config.prompts_per_step,
@@ -253,7 +257,7 @@ def reopen(
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
     journal = Journal(
         history,
-        began,
+        run_started,
         config.durability,
         survivors=survivors,
         keep=config.keep_journal,
@@ -277,7 +281,7 @@ def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
         if group is not None:
             buffer.restore(*group)
         else:
-            buffer.disown(record.lease_id, record.order, record.tokens, reason or "damaged")
+            buffer.disown(record.lease_id, record.prompt_index, record.tokens, reason or "damaged")
         counts["ready" if group is not None else reason or "damaged"] += 1
     if counts:
         log.info("groups of earlier starts that no step has trained: %s", dict(counts))

@@ -16,13 +16,13 @@ from asyncgrpo.buffer.reward_health import Scoring, Tell
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
-from asyncgrpo.metrics import Turns
+from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Tally
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, decode
-from asyncgrpo.wire.groups import check_answers_lease, check_group
+from asyncgrpo.wire.groups import check_group, check_lease
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Ack,
@@ -30,20 +30,20 @@ from asyncgrpo.wire.rollouts import (
     Cancel,
     Deliver,
     EvalResult,
-    Farewell,
     Finished,
     Grant,
-    Hello,
     LastEvals,
     LeaseFailed,
     Nack,
     NoMore,
     Published,
+    Register,
     RequestEval,
+    Reregister,
     RewardFailed,
     Saved,
-    SayHello,
     Serving,
+    Shutdown,
     Snapshot,
     Take,
     TakeSnapshot,
@@ -61,10 +61,10 @@ def counters(buffer: Buffer) -> dict[str, float]:
     groups = {f"groups_{k}": float(v) for k, v in buffer.outcomes.items()}
     filtered = {f"filtered_{k}": float(v) for k, v in buffer.filtered.items()}
     tokens = {f"tokens_{k}": float(v) for k, v in buffer.tokens.items()}
-    answers = {f"answers_{k}": float(v) for k, v in buffer.discarded.items()}
+    completions = {f"completions_{k}": float(v) for k, v in buffer.discarded.items()}
     bias = {f"bias_{k}": v for k, v in buffer.bias.distances().items()}
     now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
-    return groups | filtered | tokens | answers | bias | now
+    return groups | filtered | tokens | completions | bias | now
 
 
 class Gauges:
@@ -82,7 +82,7 @@ class Gauges:
         for metric, label, totals in (
             (metrics.groups_total, "outcome", buffer.outcomes),
             (metrics.tokens_total, "fate", buffer.tokens),
-            (metrics.answers_discarded_total, "why", buffer.discarded),
+            (metrics.completions_discarded_total, "why", buffer.discarded),
         ):
             for value, total in totals.items():
                 metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
@@ -121,7 +121,7 @@ class Session:
     incarnation: str
     window: int
     heard_s: float
-    version: WeightVersion | None = None
+    version: PolicyVersion | None = None
     late_s: float = 0.0
     """When a lease of it last expired."""
 
@@ -155,8 +155,8 @@ class BufferService:
         self._buffer = buffer
         self._evaluations = evaluations
         self._sessions: dict[str, Session] = {}
-        self._newest: dict[str, str] = {}  # peer of the last incarnation that said Hello first, by generator
-        self._speaks_for: dict[str, str] = {}  # generator of every peer that ever said Hello
+        self._newest: dict[str, str] = {}  # peer of the last incarnation that said Register first, by generator
+        self._speaks_for: dict[str, str] = {}  # generator of every peer that ever said Register
         self._learner: str | None = None
         self._take: Take | None = None
         self._may_take = False  # something changed since the last time a batch was looked for
@@ -176,7 +176,7 @@ class BufferService:
         self._asked_for_snapshot: list[str] = []
         self._snapshot: PromptState | None = None  # the one that was given last
         self._filtered_before = 0  # groups filtered up to the last batch
-        self.turns = Turns()
+        self.progress = LoopProgress()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class BufferService:
             DataError: no prompt was left that may be leased. The learner has written a checkpoint before.
         """
         while not self._finished:
-            self.turns.again()
+            self.progress.tick()
             self.serve(TICK_S)
         if self._failure is not None:
             raise self._failure
@@ -213,7 +213,7 @@ class BufferService:
             self._tick(now_s)
         if self._untold and self._learner is not None:
             self._tell_all()
-        self._answer_take(now_s)
+        self._reply_to_take(now_s)
         self._cancel_late()
         try:
             self._grant(now_s)
@@ -222,7 +222,7 @@ class BufferService:
             self._drain(str(error), is_failure=True)
         if self._finished:
             for session in self._sessions.values():
-                self._server.send(session.peer, Farewell())
+                self._server.send(session.peer, Shutdown())
 
     # -- messages in -------------------------------------------------------------------------------------------------
 
@@ -241,14 +241,14 @@ class BufferService:
                 self._server.send(peer, Nack(group_id="", lease_id="", reason=error.reason))
 
     def _check_sender(self, peer: str, message: Message) -> None:
-        """A peer that said Hello speaks for that generator and for nobody else. Raises RefusedError."""
+        """A peer that said Register speaks for that generator and for nobody else. Raises RefusedError."""
         speaks_for = self._speaks_for.get(peer)
         if speaks_for is None:
             return
         kind = type(message).__name__
         if isinstance(message, OfLearnerOrDriver):
             raise RefusedError("sender", f"{kind} is not for a generator to say")
-        if isinstance(message, Hello | Serving | LeaseFailed | RewardFailed) and message.generator_id != speaks_for:
+        if isinstance(message, Register | Serving | LeaseFailed | RewardFailed) and message.generator_id != speaks_for:
             raise RefusedError("sender", f"{kind} of {message.generator_id[:100]!r} from {speaks_for}")
 
     def _count_refusal(self, peer: str, error: RefusedError) -> None:
@@ -265,10 +265,10 @@ class BufferService:
                     session.version = version
                     self._scoring.hear(name, message.rewards, now_s)
                 elif self._is_replaced(name, peer):
-                    self._server.send(peer, Farewell())
-                else:  # its Hello was lost, or it was silent for too long and taken for dead
-                    self._server.send(peer, SayHello())
-            case Hello():
+                    self._server.send(peer, Shutdown())
+                else:  # its Register was lost, or it was silent for too long and taken for dead
+                    self._server.send(peer, Reregister())
+            case Register():
                 self._hello(peer, message, now_s)
             case LeaseFailed():
                 self._lease_failed(message, now_s)
@@ -285,7 +285,7 @@ class BufferService:
             case TakeSnapshot(published=version):
                 self._published(version)
                 self._asked_for_snapshot.append(peer)
-                self._answer_snapshots(now_s)
+                self._send_snapshots(now_s)
             case Saved(step=step):
                 if self._snapshot is None:
                     raise RefusedError("schema", f"a checkpoint of step {step} without a snapshot")
@@ -307,11 +307,11 @@ class BufferService:
         self._drain_reason, self._buffer.draining = reason, True
         self._is_failing |= is_failure
 
-    def _hello(self, peer: str, message: Hello, now_s: float) -> None:
+    def _hello(self, peer: str, message: Register, now_s: float) -> None:
         if message.protocol != PROTOCOL:
             log.error("%s speaks protocol %d, the buffer %d", message.generator_id, message.protocol, PROTOCOL)
         if self._is_replaced(message.generator_id, peer):
-            self._server.send(peer, Farewell())
+            self._server.send(peer, Shutdown())
             return
         if message.generator_id in self._sessions:
             self._lose(message.generator_id, "it started again", now_s)
@@ -366,7 +366,7 @@ class BufferService:
             of_purpose = self._evaluations if message.purpose == "eval" else self._buffer
             lease = of_purpose.lease_of(message.lease_id)
             if lease is not None:
-                check_answers_lease(message, lease, self._buffer.version)
+                check_lease(message, lease, self._buffer.version)
         except RefusedError as error:
             self._count_refusal(peer, error)
             self._buffer.fail(message.lease_id, "failed")
@@ -383,18 +383,18 @@ class BufferService:
             del self._unacknowledged[lease_id]
             self._server.send(peer, ack)
 
-    def _answer_snapshots(self, now_s: float) -> None:
+    def _send_snapshots(self, now_s: float) -> None:
         """A checkpoint must not hold a step whose manifest could still be lost: the journal goes first."""
         if self._asked_for_snapshot and self._journal.sync():
             self._snapshot = self._buffer.snapshot()
-            answer = Snapshot(
+            completion = Snapshot(
                 state=msgspec.to_builtins(self._snapshot),
                 draining=bool(self._drain_reason),
                 failing=self._is_failing,
                 counters=counters(self._buffer),
             )
             for peer in self._asked_for_snapshot:
-                self._server.send(peer, answer)
+                self._server.send(peer, completion)
             self._asked_for_snapshot.clear()
             self._acknowledge()
         for peer in self._asked_for_snapshot:
@@ -402,7 +402,7 @@ class BufferService:
                 self._told_waiting_s = now_s
                 self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}"))
 
-    def _published(self, version: WeightVersion | None) -> None:
+    def _published(self, version: PolicyVersion | None) -> None:
         """The learner says it in words of several kinds, so that it is known even when one was lost on the way."""
         if version is not None and (self._buffer.version is None or version > self._buffer.version):
             self._buffer.published(version)
@@ -427,7 +427,7 @@ class BufferService:
     def _tick(self, now_s: float) -> None:
         self._journal.tick()
         self._acknowledge()
-        self._answer_snapshots(now_s)
+        self._send_snapshots(now_s)
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
                 self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
@@ -502,8 +502,8 @@ class BufferService:
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
-    def _answer_take(self, now_s: float) -> None:
-        """Answer the learner as soon as there is something to say."""
+    def _reply_to_take(self, now_s: float) -> None:
+        """Reply to the learner as soon as there is something to say."""
         if self._learner is None:
             return
         if self._last_evals:
@@ -540,7 +540,7 @@ class BufferService:
         assert self._learner is not None
         groups = tuple(e.message for e in entries if e.message is not None)
         for entry in entries:
-            metrics.group_lag_steps.observe(take.version.version - entry.oldest.version)
+            metrics.group_lag_steps.observe(take.version.number - entry.oldest.number)
         message = Batch(
             step=take.step,
             groups=groups,

@@ -108,13 +108,13 @@ def evaluate(
     engine: Annotated[
         str, typer.Option(help="Inference engine: sglang or torch.", autocompletion=options.engines)
     ] = "torch",
-    rollout_n: Annotated[int, typer.Option("--rollout-n", help="Answers to each prompt.")] = 1,
+    rollout_n: Annotated[int, typer.Option("--rollout-n", help="Completions to each prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest answer, tokens.")] = 1024,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest completion, tokens.")] = 1024,
     as_json: JsonOption = False,
     overrides: SettingsArgument = None,
 ) -> None:
-    """Score the answers of a checkpoint to a held-out file."""
+    """Score the completions of a checkpoint to a held-out file."""
     from asyncgrpo.cli.running import check_inputs
     from asyncgrpo.config.load import load_config
     from asyncgrpo.learner.checkpoints import model_folder
@@ -136,7 +136,9 @@ def evaluate(
     if as_json:
         print_json(report)
         return
-    typer.echo(f"{report['answers']} answers to {report['prompts']} prompts, mean reward {report['reward_mean']:.4f}")
+    typer.echo(
+        f"{report['completions']} completions to {report['prompts']} prompts, mean reward {report['reward_mean']:.4f}"
+    )
     for source, mean in report["by_source"].items():
         typer.echo(f"  {source or '(no source)'}: {mean:.4f}")
     for failure, count in report["failures"].items():
@@ -181,16 +183,16 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
     await engine.start(UNPUBLISHED)
     room = asyncio.Semaphore(config.generators.groups_in_flight)
 
-    async def answer(index: int) -> tuple[Rollout, ...]:
+    async def completion(index: int) -> tuple[Rollout, ...]:
         async with room:
             lease = Lease(
                 lease_id=f"eval.{index}",
                 group_id=f"eval.{index}",
                 attempt=0,
-                order=index,
+                prompt_index=index,
                 purpose="eval",
                 prompt=prompts[index],
-                num_answers=rollout_n,
+                num_completions=rollout_n,
                 sampling=sampling,
                 seed=config.run.seed + index * rollout_n,
             )
@@ -198,7 +200,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
             return group.rollouts
 
     try:
-        answered = await asyncio.gather(*(answer(index) for index in range(len(prompts))))
+        answered = await asyncio.gather(*(completion(index) for index in range(len(prompts))))
     finally:
         await reward.close()
         await engine.close()
@@ -213,7 +215,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
     values = [value for source in by_source.values() for value in source]
     return {
         "prompts": len(prompts),
-        "answers": len(prompts) * rollout_n,
+        "completions": len(prompts) * rollout_n,
         "reward_mean": statistics.fmean(values) if values else float("nan"),
         "by_source": {source: statistics.fmean(scores) for source, scores in sorted(by_source.items())},
         "failures": dict(failures),

@@ -299,7 +299,7 @@ def doctor(
         sign = typer.style(_SIGNS[finding.status], fg=_COLOURS[finding.status])
         typer.echo(f"{sign} {finding.name:14} {finding.detail}")
         if finding.fix:
-            typer.echo(f"{'':17}mend it: {finding.fix}")
+            typer.echo(f"{'':17}fix it: {finding.fix}")
     possible, running = can_train(findings), engines(findings)
     if as_json:
         print_json({"can_train": possible, "engines": running, "findings": [asdict(finding) for finding in findings]})
@@ -307,5 +307,5 @@ def doctor(
         typer.echo(f"\nTraining is possible here, with the engine {' or '.join(running)}.")
     else:
         broken = [f.name for f in findings if f.needed and f.status == "failed"] or ["an engine"]
-        typer.echo(f"\nTraining is not possible yet; mend {', '.join(broken)} first.")
+        typer.echo(f"\nTraining is not possible yet; fix {', '.join(broken)} first.")
     raise typer.Exit(0 if possible else 1)

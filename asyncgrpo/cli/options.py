@@ -82,7 +82,7 @@ EvalDataOption = Annotated[str | None, typer.Option("--eval-data", help="Held-ou
 RewardFuncOption = Annotated[
     str | None, typer.Option("--reward-func", help="Python file with compute_score, or FILE:NAME.")
 ]
-RolloutNOption = Annotated[int | None, typer.Option("--rollout-n", help="Answers to each prompt, at least 2.")]
+RolloutNOption = Annotated[int | None, typer.Option("--rollout-n", help="Completions to each prompt, at least 2.")]
 EpochsOption = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
 StepsOption = Annotated[
     int | None, typer.Option("--steps", help="Optimizer steps; alone it lifts the limit on epochs.")

@@ -1,4 +1,4 @@
-"""`asyncgrpo samples`: what the model answered, what the reward made of it and how old the answer was."""
+"""`asyncgrpo samples`: what the model answered, what the reward made of it and how old the completion was."""
 
 import random
 from collections import Counter
@@ -26,13 +26,13 @@ def samples(
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     at_random: Annotated[bool, typer.Option("--random", help="A random choice, the same each time.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Answers to print.")] = 5,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Completions to print.")] = 5,
     full: Annotated[bool, typer.Option("--full", help="Whole texts, however long.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Prompts, answers, rewards and lag of one training step.
+    """Prompts, completions, rewards and lag of one training step.
 
-    The same answer to the same prompt is shown once, with how often it was given. With --json one object a line, texts
+    The same completion of the same prompt is shown once, with how often it was given. With --json one object a line, texts
     whole.
     """
     if best + worst + at_random > 1:
@@ -69,7 +69,7 @@ def read_step(run: Path, step: int | None = None) -> list[Row]:
 
 
 def choose(rows: list[Row], order: Literal["best", "worst", "random"] | None) -> list[Row]:
-    """`rows` in the order asked for; answers without a reward come last among best and worst."""
+    """`rows` in the order asked for; completions without a reward come last among best and worst."""
     if order is None:
         return rows
     if order == "random":
@@ -79,14 +79,14 @@ def choose(rows: list[Row], order: Literal["best", "worst", "random"] | None) ->
 
 
 def distinct(rows: list[Row]) -> list[Row]:
-    """The first of the rows that are alike in prompt, answer and reward, each with its `count` of them."""
+    """The first of the rows that are alike in prompt, completion and reward, each with its `count` of them."""
     counts = Counter(map(_alike, rows))
     first = {_alike(row): row for row in reversed(rows)}
     return [row | {"count": counts[_alike(row)]} for row in rows if row is first[_alike(row)]]
 
 
 def _alike(row: Row) -> tuple[str, str, float | None]:
-    return row["prompt"], row["answer"], row["reward"]
+    return row["prompt"], row["completion"], row["reward"]
 
 
 def _print(rows: list[Row], of: list[Row], length: int | None) -> None:
@@ -100,7 +100,7 @@ def _print(rows: list[Row], of: list[Row], length: int | None) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        for name in ("prompt", "answer", "ground_truth"):
+        for name in ("prompt", "completion", "ground_truth"):
             text = visible(str(row[name]).strip())
             grid.add_row(f"  {name.replace('_', ' ')}", Text(text if length is None else shorten(text, length)))
         console.print(grid)
@@ -113,10 +113,10 @@ def _last_lines(rows: list[Row], of: list[Row]) -> Iterator[str]:
     """How much of the step was shown, and whether there was anything to learn from it."""
     shown = sum(row["count"] for row in rows)
     different = f" ({len(rows)} different)" if shown > len(rows) else ""
-    yield f"{shown} of the {len(of)} answers of step {of[0]['step'] if of else '?'}{different}"
+    yield f"{shown} of the {len(of)} completions of step {of[0]['step'] if of else '?'}{different}"
     rewards = {row["reward"] for row in of if row["reward"] is not None}
     if len(rewards) == 1:
-        yield f"every answer of this step has reward {rewards.pop():g}: none is better or worse"
+        yield f"every completion of this step has reward {rewards.pop():g}: none is better or worse"
 
 
 def _headline(row: Row) -> str:

@@ -21,7 +21,7 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.wire.sockets import Client
-from asyncgrpo.wire.supervision import Drain, GeneratorLost, Moved
+from asyncgrpo.wire.supervision import Drain, EndpointsChanged, GeneratorLost
 
 # -- how often something may be started again --------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Core:
         self._control: Client | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
         """Of the metrics of its processes."""
-        self.home = Moved(buffer_endpoint="", weights_endpoint="")
+        self.endpoints = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
         """What a generator must know to work for it, once it has started."""
 
     def warm_up(self) -> None:
@@ -104,7 +104,7 @@ class Core:
         self.addresses = {f"learner-{i}": leader.metrics_address for i, leader in enumerate(leaders)}
         self.addresses["buffer"] = ready.metrics_address
         self._control = Client(ready.endpoint, "driver", setup.keys)
-        self.home = Moved(buffer_endpoint=ready.endpoint, weights_endpoint=leaders[0].weights_endpoint)
+        self.endpoints = EndpointsChanged(buffer_endpoint=ready.endpoint, weights_endpoint=leaders[0].weights_endpoint)
         return ready, leaders
 
     def run(self, leader: LearnerReady, about: dict[str, Any]) -> None:
@@ -115,7 +115,9 @@ class Core:
         """
         self._began_s = time.monotonic()
         self._serving = self._buffer.run.remote()
-        self._training = [learner.run.remote(leader, self.home.buffer_endpoint, about) for learner in self._learners]
+        self._training = [
+            learner.run.remote(leader, self.endpoints.buffer_endpoint, about) for learner in self._learners
+        ]
 
     def status(self) -> str | None:
         """How training ended, `done`, `drained` or `failed` (`farewell` says why), or None while it goes on.
@@ -141,13 +143,15 @@ class Core:
         silent_s, learners = cluster.silent_timeout_s, [f"learner-{rank}" for rank in range(len(self._learners))]
         # A step of the learner may take long; what ends that wait is the limit on the whole run's progress.
         for name, still_s in {"buffer": silent_s, **dict.fromkeys(learners, math.inf)}.items():
-            ailment = self._watch.ailment(name, incarnation, silent_s=silent_s, still_s=still_s)
-            if ailment is not None:
-                raise ProcessLost(f"{name}: {ailment}")
+            unhealthy_reason = self._watch.unhealthy_reason(name, incarnation, silent_s=silent_s, still_s=still_s)
+            if unhealthy_reason is not None:
+                raise ProcessLost(f"{name}: {unhealthy_reason}")
         for name in learners:
-            ailment = self._watch.ailment(name, incarnation, silent_s=math.inf, still_s=cluster.stall_timeout_s)
-            if ailment is not None:
-                raise StalledError(f"{name}: {ailment} (cluster.stall_timeout_s)")
+            unhealthy_reason = self._watch.unhealthy_reason(
+                name, incarnation, silent_s=math.inf, still_s=cluster.stall_timeout_s
+            )
+            if unhealthy_reason is not None:
+                raise StalledError(f"{name}: {unhealthy_reason} (cluster.stall_timeout_s)")
 
     @property
     def seconds(self) -> float:
@@ -180,7 +184,7 @@ class Core:
             self._control.send(message)
         self._watch.tell("learner-0", message)
 
-    def farewell(self, timeout_s: float) -> None:
+    def shut_down(self, timeout_s: float) -> None:
         """Wait for the buffer to end by itself. Raises AsyncGRPOError: it could not go on."""
         if ray.wait([self._serving], timeout=timeout_s)[0]:
             with contextlib.suppress(ProcessLost):  # training is over: it may die
@@ -211,7 +215,7 @@ class Cores:
         core.assign(setup)
         return core
 
-    def tend(self, core: Core) -> None:
+    def reconcile(self, core: Core) -> None:
         """While `core` trains."""
         if self._standby is None and self._after_s is not None and core.seconds >= self._after_s:
             self._standby = self._make()

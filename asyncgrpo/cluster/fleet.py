@@ -16,7 +16,7 @@ from asyncgrpo.cluster.ray_session import Placement, has_ended, result
 from asyncgrpo.cluster.wiring import GeneratorActor, Setup, incarnation_of
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.wire.supervision import Moved
+from asyncgrpo.wire.supervision import EndpointsChanged
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Fleet:
         self._failed_starts = [0] * count
         self._budgets = [Budget(f"generator-{i}", setup.config.generators.restarts) for i in range(count)]
         self._core: Core | None = None
-        self._home = Moved(buffer_endpoint="", weights_endpoint="")
+        self._endpoints = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
 
     @property
     def is_up(self) -> bool:
@@ -82,24 +82,24 @@ class Fleet:
             and len(self._running) == len(self._budgets)
             and all(
                 self._watch.has_begun(name := f"generator-{index}", generator.incarnation)
-                and self._watch.home(name, generator.incarnation) == self._home.buffer_endpoint
+                and self._watch.buffer_endpoint(name, generator.incarnation) == self._endpoints.buffer_endpoint
                 for index, generator in self._running.items()
             )
         )
 
-    def work_for(self, core: Core, home: Moved) -> None:
+    def work_for(self, core: Core, endpoints: EndpointsChanged) -> None:
         """From now on. Those that live are told, those that start are given its address.
 
         Args:
             home: where they find it.
         """
-        self._core, self._home = core, home
+        self._core, self._endpoints = core, endpoints
 
     def leave(self) -> None:
         """The core that they worked for is gone."""
         self._core = None
 
-    def tend(self, *, may_restart: bool = True) -> None:
+    def reconcile(self, *, may_restart: bool = True) -> None:
         """One look at all of them: who ended, who hangs, who is due. Raises AsyncGRPOError when one is not to be helped."""
         limit_s, missing = self._setup.config.cluster.silent_timeout_s, self._watch.missing()
         for index, generator in list(self._running.items()):
@@ -110,34 +110,36 @@ class Fleet:
                 generator.address = None
             if has_ended(generator.running):
                 self._ended(index, generator, _reason(generator.running, name), may_restart)
-            elif ailment := self._watch.ailment(name, generator.incarnation, silent_s=limit_s, still_s=limit_s):
-                self._ended(index, generator, ailment, may_restart)
+            elif unhealthy_reason := self._watch.unhealthy_reason(
+                name, generator.incarnation, silent_s=limit_s, still_s=limit_s
+            ):
+                self._ended(index, generator, unhealthy_reason, may_restart)
             elif (witness := missing.get(f"{name}-{generator.incarnation}")) and (
-                ailment := self._watch.ailment(
+                unhealthy_reason := self._watch.unhealthy_reason(
                     name, generator.incarnation, silent_s=SILENT_WHEN_MISSED_S, still_s=limit_s
                 )
             ):
-                self._ended(index, generator, f"{ailment}, and {witness} has lost it too", may_restart)
-            elif self._core is not None and self._watch.home(name, generator.incarnation) not in (
+                self._ended(index, generator, f"{unhealthy_reason}, and {witness} has lost it too", may_restart)
+            elif self._core is not None and self._watch.buffer_endpoint(name, generator.incarnation) not in (
                 None,
-                self._home.buffer_endpoint,
+                self._endpoints.buffer_endpoint,
             ):
-                self._watch.tell(name, self._home)
+                self._watch.tell(name, self._endpoints)
         if self._core is not None and may_restart:
             for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
                 del self._due[index]
-                self._start(index, self._home)
+                self._start(index, self._endpoints)
 
-    def farewell(self, timeout_s: float) -> None:
+    def shut_down(self, timeout_s: float) -> None:
         """Wait for the generators to end by themselves."""
         references = [generator.running for generator in self._running.values()]
         if references:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
-    def _start(self, index: int, home: Moved) -> None:
+    def _start(self, index: int, endpoints: EndpointsChanged) -> None:
         options, start = self._placement.generator(index), self._budgets[index].count
         actor = ray.remote(GeneratorActor).options(**options).remote(self._setup, index, start)
-        address = actor.start.remote(home)
+        address = actor.start.remote(endpoints)
         self._running[index] = _Generator(actor, incarnation_of(self._setup, start), address, actor.run.remote())
         if (reason := self._ended_by.pop(index, None)) is not None:
             self._events.write("restart", actor=f"generator-{index}", reason=reason, count=start)

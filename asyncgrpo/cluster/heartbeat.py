@@ -1,7 +1,7 @@
 """Signs of life: every process says once a second that it is there, what it waits for, and when its loop last went round.
 
-    process ──Pulse──▶ driver                 from a thread of its own: a long step does not silence it, SIGSTOP does
-    process ◀──Moved, GeneratorLost, DumpStacks── driver
+    process ──Heartbeat──▶ driver                 from a thread of its own: a long step does not silence it, SIGSTOP does
+    process ◀──EndpointsChanged, GeneratorLost, DumpStacks── driver
 
 Ray tells of a process that ended. This tells of one that did not, and is of no use any more.
 """
@@ -21,7 +21,7 @@ from asyncgrpo.errors import WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.sockets import Client, Keys, Server
-from asyncgrpo.wire.supervision import DumpStacks, GeneratorLost, Moved, Pulse
+from asyncgrpo.wire.supervision import DumpStacks, EndpointsChanged, GeneratorLost, Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class Heart:
         keys: Keys | None,
         *,
         run_dir: Path,
-        on_moved: Callable[[Moved], None] = lambda message: None,
+        on_endpoints_changed: Callable[[EndpointsChanged], None] = lambda message: None,
         on_lost: Callable[[GeneratorLost], None] = lambda message: None,
-        home: Callable[[], str] = lambda: "",
+        buffer_endpoint: Callable[[], str] = lambda: "",
         loop_age_s: Callable[[], float | None] = lambda: None,
         step: Callable[[], int | None] = lambda: None,
         missing: Callable[[], tuple[str, ...]] = lambda: (),
@@ -57,8 +57,8 @@ class Heart:
         self._endpoint, self._keys = endpoint, keys
         self._name, self._incarnation = name, incarnation
         self._stacks = run_dir / "logs" / f"{name}.stacks"
-        self._on_moved, self._on_lost = on_moved, on_lost
-        self._home, self._loop_age_s, self._step, self._missing = home, loop_age_s, step, missing
+        self._on_endpoints_changed, self._on_lost = on_endpoints_changed, on_lost
+        self._buffer_endpoint, self._loop_age_s, self._step, self._missing = buffer_endpoint, loop_age_s, step, missing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
@@ -78,13 +78,13 @@ class Heart:
     def _beat(self, client: Client) -> None:
         while not self._over.is_set():
             client.send(
-                Pulse(
+                Heartbeat(
                     name=self._name,
                     incarnation=self._incarnation,
                     pid=os.getpid(),
                     waits=metrics.waits(),
                     loop_age_s=self._loop_age_s(),
-                    home=self._home(),
+                    buffer_endpoint=self._buffer_endpoint(),
                     step=self._step(),
                     missing=self._missing(),
                 )
@@ -100,8 +100,8 @@ class Heart:
                     self._handle(received[0])
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, Moved):
-            self._on_moved(message)
+        if isinstance(message, EndpointsChanged):
+            self._on_endpoints_changed(message)
         elif isinstance(message, GeneratorLost):
             self._on_lost(message)
         elif isinstance(message, DumpStacks):
@@ -117,7 +117,7 @@ class _Process:
     """What is known of one process."""
 
     peer: str
-    pulse: Pulse
+    heartbeat: Heartbeat
     heard_s: float
     said_s: float = 0.0
 
@@ -140,15 +140,15 @@ class Watch:
             except WireError as error:
                 log.warning("refused a message of %s: %s", peer, error)
                 continue
-            if isinstance(message, Pulse) and peer == f"{message.name}-{message.incarnation}":
+            if isinstance(message, Heartbeat) and peer == f"{message.name}-{message.incarnation}":
                 known = self._processes.get(message.name)
                 if known is None or known.peer != peer:
                     known = self._processes[message.name] = _Process(peer, message, self._clock())
-                known.pulse, known.heard_s = message, self._clock()
+                known.heartbeat, known.heard_s = message, self._clock()
         for name, process in self._processes.items():
             self._say_waits(name, process)
 
-    def ailment(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
+    def unhealthy_reason(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
         """Why this process is of no use any more, if it is not; None also before its first word.
 
         Args:
@@ -160,27 +160,27 @@ class Watch:
             return None
         if (age := self._clock() - known.heard_s) > silent_s:
             return f"silent for {age:.0f} s"
-        if known.pulse.loop_age_s is not None and known.pulse.loop_age_s > still_s:
-            return f"its loop stands still for {known.pulse.loop_age_s:.0f} s"
+        if known.heartbeat.loop_age_s is not None and known.heartbeat.loop_age_s > still_s:
+            return f"its loop stands still for {known.heartbeat.loop_age_s:.0f} s"
         return None
 
     def has_begun(self, name: str, incarnation: str) -> bool:
         """Whether its main loop ran: it got further than its start."""
         known = self._of(name, incarnation)
-        return known is not None and known.pulse.loop_age_s is not None
+        return known is not None and known.heartbeat.loop_age_s is not None
 
     def step(self, name: str, incarnation: str) -> int | None:
         """Optimizer steps that this learner has said it has done."""
         known = self._of(name, incarnation)
-        return known.pulse.step if known is not None else None
+        return known.heartbeat.step if known is not None else None
 
     def missing(self) -> dict[str, str]:
         """Generators that another process has lost touch with, by name and incarnation, and which process that is."""
-        return {name: witness for witness, known in self._processes.items() for name in known.pulse.missing}
+        return {name: witness for witness, known in self._processes.items() for name in known.heartbeat.missing}
 
     def _of(self, name: str, incarnation: str) -> _Process | None:
         known = self._processes.get(name)
-        return known if known is not None and known.pulse.incarnation == incarnation else None
+        return known if known is not None and known.heartbeat.incarnation == incarnation else None
 
     def names(self, role: str) -> list[str]:
         """Of the processes of a role that are in touch."""
@@ -188,12 +188,12 @@ class Watch:
 
     def pids(self, *roles: str) -> list[int]:
         """Process ids of these roles, or of one process by its name; `""` is everyone's."""
-        return [p.pulse.pid for name, p in self._processes.items() if name.startswith(roles)]
+        return [p.heartbeat.pid for name, p in self._processes.items() if name.startswith(roles)]
 
-    def home(self, name: str, incarnation: str) -> str | None:
+    def buffer_endpoint(self, name: str, incarnation: str) -> str | None:
         """The buffer that this generator works for; None before it works for any."""
         known = self._of(name, incarnation)
-        return (known.pulse.home or None) if known is not None else None
+        return (known.heartbeat.buffer_endpoint or None) if known is not None else None
 
     def tell(self, name: str, message: Message) -> None:
         """To one process, if it is in touch."""
@@ -213,10 +213,10 @@ class Watch:
         self._server.close()
 
     def _say_waits(self, name: str, process: _Process) -> None:
-        longest = max(process.pulse.waits.values(), default=0.0)
+        longest = max(process.heartbeat.waits.values(), default=0.0)
         if longest < process.said_s:
             process.said_s = 0.0
         if longest >= process.said_s + SAY_AFTER_S:
             process.said_s = longest
-            what = ", ".join(f"{what} for {seconds:.0f} s" for what, seconds in sorted(process.pulse.waits.items()))
+            what = ", ".join(f"{what} for {seconds:.0f} s" for what, seconds in sorted(process.heartbeat.waits.items()))
             log.info("%s waits for %s", name, what)

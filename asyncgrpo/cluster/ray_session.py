@@ -164,7 +164,7 @@ _QUIET = {
 _MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Nothing of ours travels through Ray's object store but addresses."""
-RAY_ANSWERS_S = 5.0
+RAY_REPLIES_S = 5.0
 """For a connection to the address of a cluster."""
 _LONGEST_FOLDER = 41
 """Characters: the sockets of a session, 66 more below its folder, must stay below the 108 that the kernel takes."""
@@ -224,7 +224,7 @@ def check_ray(address: str) -> None:
     if not port.isdigit():  # `auto`, or an address of Ray's own client, `ray://...`
         return
     try:
-        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_ANSWERS_S).close()
+        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_REPLIES_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there ({error})") from error
 

@@ -30,13 +30,13 @@ from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import remove_targets_beside, write_targets
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.sockets import Keys, is_loopback
-from asyncgrpo.wire.supervision import Moved
+from asyncgrpo.wire.supervision import EndpointsChanged
 
 log = logging.getLogger(__name__)
 
 LOSSES_WITHOUT_A_STEP = 3
 """A core that is lost so often in a row before it has trained one step will not do better: the run ends."""
-FAREWELL_S = 20.0
+SHUTDOWN_S = 20.0
 """For engines to close after the learner has ended."""
 LAST_CHECKPOINT_S = 600.0
 """For a learner that lives to finish its step and write a checkpoint before the run is given up, at most."""
@@ -56,10 +56,10 @@ class Outcome:
 class Faults(Protocol):
     """Faults on purpose, in one run (`tools/chaos.py`)."""
 
-    def route(self, home: Moved) -> Moved:
+    def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
         """The endpoints that generators are told, for a core at `home`."""
 
-    def tend(self, core: Core, *, may_strike: bool) -> None:
+    def reconcile(self, core: Core, *, may_strike: bool) -> None:
         """A few times a second while `core` trains."""
 
     def end(self) -> None:
@@ -188,7 +188,7 @@ class Run:
 
         def look_around() -> None:
             watch.listen()
-            fleet.tend(may_restart=not self._asked_to_stop)
+            fleet.reconcile(may_restart=not self._asked_to_stop)
 
         def while_starting() -> None:
             look_around()
@@ -200,21 +200,21 @@ class Run:
             self._export_from(name, address)
         self._say(ready, tell)
         core.run(leaders[0], self._about(ready))
-        fleet.work_for(core, core.home if chaos is None else chaos.route(core.home))
+        fleet.work_for(core, core.endpoints if chaos is None else chaos.route(core.endpoints))
         is_draining = False
         while (status := core.status()) is None:
             look_around()
             if chaos is not None:
-                chaos.tend(core, may_strike=not self._asked_to_stop)
+                chaos.reconcile(core, may_strike=not self._asked_to_stop)
             if not self._asked_to_stop:
-                cores.tend(core)
+                cores.reconcile(core)
             elif not is_draining:
                 is_draining = True
                 core.drain("asked to stop")
                 self._events.write("drain", reason="asked to stop")
             time.sleep(POLL_S)
-        fleet.farewell(FAREWELL_S)
-        core.farewell(FAREWELL_S)
+        fleet.shut_down(SHUTDOWN_S)
+        core.shut_down(SHUTDOWN_S)
         if status == "failed":
             raise ProcessLost("buffer: its process died before it could say why it gave the run up")
         return status
@@ -232,7 +232,7 @@ class Run:
                 if time.monotonic() > deadline:
                     raise StalledError(f"the learner did not end within {within_s:.0f} s")
                 watch.listen()
-                fleet.tend(may_restart=False)
+                fleet.reconcile(may_restart=False)
                 time.sleep(POLL_S)
         except AsyncGRPOError as trouble:
             log.error("no last checkpoint: %s", trouble)

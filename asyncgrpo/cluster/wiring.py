@@ -18,9 +18,9 @@ from asyncgrpo import logs, metrics
 from asyncgrpo.cluster.folder import hold
 from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.config.schema import Config
-from asyncgrpo.types import Sampling, WeightVersion
+from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.wire.sockets import Client, Keys, Server, is_loopback
-from asyncgrpo.wire.supervision import GeneratorLost, Moved
+from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
 
 if TYPE_CHECKING:  # torch and the tokenizer are imported where they are used
     from asyncgrpo.buffer.service import BufferService
@@ -104,7 +104,7 @@ def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: 
     )
 
 
-def terms_of(config: Config, sampling: Sampling, prompts: str) -> dict[str, str]:
+def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> dict[str, str]:
     """What must not have changed for a group of an earlier start to be trained by this one.
 
     Args:
@@ -117,8 +117,8 @@ def terms_of(config: Config, sampling: Sampling, prompts: str) -> dict[str, str]
         "prompts": prompts,
         "model": config.model.path,
         "sampling": repr(sampling),
-        "answers": f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"
-        + ("" if algorithm.min_answers is None else f", {algorithm.min_answers} or more"),
+        "completions": f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"
+        + ("" if algorithm.min_completions is None else f", {algorithm.min_completions} or more"),
         "reward": f"{reward} {xxhash.xxh3_64_hexdigest(file.read_bytes()) if file.is_file() else ''}",
     }
 
@@ -141,7 +141,7 @@ class BufferActor:
         from asyncgrpo.buffer.service import BufferService
         from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
         from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
-        from asyncgrpo.journal.format import FORMAT, Began
+        from asyncgrpo.journal.format import FORMAT, RunStarted
         from asyncgrpo.learner.checkpoints import read_state
         from asyncgrpo.recording.events import EventLog
 
@@ -151,7 +151,7 @@ class BufferActor:
             "buffer",
             None,
             str(self._setup.lineage),
-            loop_age_s=lambda: self._service and self._service.turns.age_s,
+            loop_age_s=lambda: self._service and self._service.progress.age_s,
             missing=lambda: self._service.missing if self._service else (),
         )
         self._held = hold(self._setup.run_dir / "buffer.lock", HOLD_WITHIN_S)
@@ -170,17 +170,17 @@ class BufferActor:
         if state is not None:
             source.restore(msgspec.convert(state.prompts, PromptState))
         sampling = sampling_of(config, stops, evaluation=False)
-        began = Began(
+        run_started = RunStarted(
             format=FORMAT,
             lineage=self._setup.lineage,
-            parent=WeightVersion(state.lineage, state.step) if state is not None else None,
-            terms=terms_of(config, sampling, source.state().fingerprint),
+            parent=PolicyVersion(state.lineage, state.step) if state is not None else None,
+            compatibility_key=compatibility_key_of(config, sampling, source.state().fingerprint),
             max_lag=config.buffer.max_lag,
             prompts=source.state(),
             config=msgspec.to_builtins(config),
             policy=config.buffer.policy,
         )
-        reopened = reopen(self._setup.run_dir / "journal", began, source, config.buffer)
+        reopened = reopen(self._setup.run_dir / "journal", run_started, source, config.buffer)
         buffer = Buffer(
             config.buffer,
             config.algorithm,
@@ -250,24 +250,24 @@ class GeneratorActor:
         self._incarnation = incarnation_of(setup, start)
         self._service: GeneratorService | None = None
 
-    def start(self, home: Moved) -> tuple[str, int]:
+    def start(self, home: EndpointsChanged) -> tuple[str, int]:
         """Returns the address of its metrics."""
         if not self._setup.config.generators.gpus_each:
             os.environ["OMP_NUM_THREADS"] = "1"
         metrics.generator_info.info({"engine": self._setup.config.generators.engine})
-        self._home = home
+        self._endpoints = home
         return _begin(
             self._setup,
             "generator",
             self._index,
             self._incarnation,
-            on_moved=self._move,
-            home=lambda: self._service.home if self._service else "",
-            loop_age_s=lambda: self._service and self._service.turns.age_s,
+            on_endpoints_changed=self._change_endpoints,
+            buffer_endpoint=lambda: self._service.buffer_endpoint if self._service else "",
+            loop_age_s=lambda: self._service and self._service.progress.age_s,
         )
 
-    def _move(self, home: Moved) -> None:
-        self._home = home
+    def _change_endpoints(self, home: EndpointsChanged) -> None:
+        self._endpoints = home
         if self._service is not None:
             self._service.move(home.buffer_endpoint, home.weights_endpoint)
 
@@ -296,11 +296,11 @@ class GeneratorActor:
             merger=_adapter_merger(config),
             load_timeout_s=config.weights.timeout_s,
             stuck_after_s=config.cluster.silent_timeout_s,
-            buffer_endpoint=self._home.buffer_endpoint,
-            weights_endpoint=self._home.weights_endpoint,
+            buffer_endpoint=self._endpoints.buffer_endpoint,
+            weights_endpoint=self._endpoints.weights_endpoint,
             host=host_of(config),
             keys=self._setup.keys,
-            redundancy=Redundancy(config.generators.answer_retries, config.generators.extra_answers),
+            redundancy=Redundancy(config.generators.completion_retries, config.generators.extra_completions),
         )
         asyncio.run(service.run())
 
@@ -327,7 +327,7 @@ class LearnerActor:
             "learner",
             self._rank,
             str(self._setup.lineage),
-            loop_age_s=lambda: self._service and self._service.turns.age_s,
+            loop_age_s=lambda: self._service and self._service.progress.age_s,
             step=lambda: self._service and self._service.step,
             on_lost=self._give_up,
             missing=lambda: self._publisher.missing if self._publisher else (),

@@ -198,11 +198,11 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
     Args:
         algorithm: name of the preset that was asked for, to be said too.
     """
-    prompts, answers = config.buffer.prompts_per_step, config.algorithm.group_size
-    sequences = prompts * answers
+    prompts, completions = config.buffer.prompts_per_step, config.algorithm.group_size
+    sequences = prompts * completions
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     step = (
-        f"{prompts:,} prompts x {answers} answers = {sequences:,} sequences per step, of at most {longest:,} tokens "
+        f"{prompts:,} prompts x {completions} completions = {sequences:,} sequences per step, of at most {longest:,} tokens "
         f"each; {_lag_in_words(config)}; up to {config.buffer.num_slots:,} groups under way"
     )
     engine_gpus = config.generators.count * config.generators.gpus_each

@@ -30,7 +30,7 @@ from asyncgrpo.errors import ConfigError
 COMMAND_LINE = "command line"
 
 # Where a bound has a reason that its number does not tell.
-_REASONS = {"algorithm.group_size": "GRPO compares the answers to one prompt"}
+_REASONS = {"algorithm.group_size": "GRPO compares the completions of one prompt"}
 
 
 # Which keys of `algorithm` are the arguments of which other one.
@@ -38,7 +38,7 @@ _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
 
 # The keys of `learner` that are part of a recipe; of `algorithm` all are, but for the sizes of a run.
 _RECIPE_IN_LEARNER = ("learner.minibatches", "learner.ess_lr")
-_SIZES = ("algorithm.group_size", "algorithm.min_answers")
+_SIZES = ("algorithm.group_size", "algorithm.min_completions")
 
 
 def load_config(

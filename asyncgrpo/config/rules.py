@@ -38,27 +38,25 @@ def check(config: Config) -> None:
 
 
 def _microbatch_holds_one(config: Config) -> str | None:
-    room, prompt, answer = (
+    room, prompt, completion = (
         config.learner.tokens_per_microbatch,
         config.data.max_prompt_tokens,
         config.sampling.max_tokens,
     )
-    if room >= prompt + answer:
+    if room >= prompt + completion:
         return None
     return (
         f"learner.tokens_per_microbatch ({room}) is smaller than the longest sequence, data.max_prompt_tokens "
-        f"({prompt}) + sampling.max_tokens ({answer}) = {prompt + answer}; raise it or "
+        f"({prompt}) + sampling.max_tokens ({completion}) = {prompt + completion}; raise it or "
         "lower one of the two"
     )
 
 
-def _min_answers(config: Config) -> str | None:
-    least, size = config.algorithm.min_answers, config.algorithm.group_size
+def _min_completions(config: Config) -> str | None:
+    least, size = config.algorithm.min_completions, config.algorithm.group_size
     if least is None or least <= size:
         return None
-    return (
-        f"algorithm.min_answers ({least}) is more than algorithm.group_size ({size}), the answers of a group; lower it"
-    )
+    return f"algorithm.min_completions ({least}) is more than algorithm.group_size ({size}), the completions of a group; lower it"
 
 
 def _straggler_factor(config: Config) -> str | None:
@@ -113,7 +111,7 @@ def _gpu_for_flash(config: Config) -> str | None:
 
 _RULES = (
     _microbatch_holds_one,
-    _min_answers,
+    _min_completions,
     _straggler_factor,
     _betas,
     _top_k,
@@ -125,7 +123,7 @@ _RULES = (
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError if `model.path` is no usable folder, its context is too short for prompt plus answer, or
+    """Raise ConfigError if `model.path` is no usable folder, its context is too short for prompt plus completion, or
     adapters cannot be merged into its files.
 
     Reads `config.json` and nothing else. A hub id is looked up in the local cache only; one that is not there yet
@@ -158,11 +156,11 @@ def check_model(config: Config) -> None:
             f"generators.gpus_each is {gpus}, but the {heads} attention heads of {config.model.path} cannot be shared by "
             f"so many GPUs; use one of {fitting}"
         )
-    prompt, answer = config.data.max_prompt_tokens, config.sampling.max_tokens
-    if isinstance(context, int) and prompt + answer > context:
+    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens
+    if isinstance(context, int) and prompt + completion > context:
         raise ConfigError(
             f"the context of {config.model.path} is {context} tokens, but data.max_prompt_tokens ({prompt}) + "
-            f"sampling.max_tokens ({answer}) = {prompt + answer}; "
+            f"sampling.max_tokens ({completion}) = {prompt + completion}; "
             + (
                 f"lower sampling.max_tokens to {context - prompt}"
                 if prompt < context
@@ -358,7 +356,7 @@ def _bounds(one: CorrectionConfig) -> Iterator[str]:
     if one.kind == "divergence" and high is None:
         yield "is a divergence without high, the largest estimate that is kept, nats; for example high: 0.01"
     if one.kind == "divergence" and one.level == "geometric":
-        yield "is a divergence at level geometric; it has the levels token and sequence (the mean over an answer)"
+        yield "is a divergence at level geometric; it has the levels token and sequence (the mean over a completion)"
     if one.kind == "opsm" and one.threshold is None:
         yield "is opsm without threshold, the mean log-ratio that is kept, nats per token; for example threshold: 0.5"
 
@@ -379,7 +377,7 @@ def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
             "it would pass what it is for; use anchor: proximal or behaviour"
         )
     if one.kind == "opsm" and algorithm.advantage == CRITIC:
-        yield "is opsm, which judges an answer by its advantage, but algorithm.advantage=gae has one for each token"
+        yield "is opsm, which judges a completion by its advantage, but algorithm.advantage=gae has one for each token"
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
@@ -424,7 +422,7 @@ def _rewards(config: Config) -> Iterator[str]:
         )
     if a.overlong_buffer and a.truncated == "zero":
         yield (
-            f"algorithm.truncated=zero with algorithm.overlong_buffer ({a.overlong_buffer}) rewards an answer that is "
+            f"algorithm.truncated=zero with algorithm.overlong_buffer ({a.overlong_buffer}) rewards a completion that is "
             "cut (0) above one that ends just before (a penalty); use truncated=keep or mask"
         )
     below_zero = None
@@ -461,7 +459,7 @@ def _updates(config: Config) -> Iterator[str]:
         )
     if learner.minibatches > 1 and a.loss == PAIRWISE:
         yield (
-            f"learner.minibatches is {learner.minibatches}, but algorithm.loss=pairwise compares answers under the "
+            f"learner.minibatches is {learner.minibatches}, but algorithm.loss=pairwise compares completions under the "
             "weights at the start of the step, which only the first of several updates would have; use 1"
         )
     if learner.ess_lr and a.anchor == "interpolated":

@@ -75,7 +75,7 @@ class DataConfig(Section, frozen=True):
 
 
 class RewardConfig(Section, frozen=True):
-    """How answers are scored."""
+    """How completions are scored."""
 
     function: Annotated[
         str | None, Meta(description="file with compute_score, or FILE:NAME; none: rules by data_source")
@@ -85,14 +85,14 @@ class RewardConfig(Section, frozen=True):
 
 
 class SamplingConfig(Section, frozen=True):
-    """How answers are sampled while training; evaluation samples with `eval_temperature`."""
+    """How completions are sampled while training; evaluation samples with `eval_temperature`."""
 
     temperature: Annotated[float, Meta(gt=0, description="softmax temperature")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="nucleus; 1 is off")] = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="tokens kept; -1 is off")] = -1
-    max_tokens: Annotated[int, Meta(ge=1, description="longest answer, tokens")] = 1024
+    max_tokens: Annotated[int, Meta(ge=1, description="longest completion, tokens")] = 1024
     stop: Annotated[
-        tuple[str, ...], Meta(description="single-token strings that end an answer, beside the model's own")
+        tuple[str, ...], Meta(description="single-token strings that end a completion, beside the model's own")
     ] = ()
     eval_temperature: Annotated[float, Meta(ge=0, description="temperature of evaluation; 0 is greedy")] = 0.0
 
@@ -106,7 +106,7 @@ class CorrectionConfig(Section, frozen=True):
     ] = "importance"
     level: Annotated[
         Literal["token", "sequence", "geometric"],
-        Meta(description="whose ratio: the token's, the answer's product, or its geometric mean"),
+        Meta(description="whose ratio: the token's, the completion's product, or its geometric mean"),
     ] = "token"
     action: Annotated[
         Literal["truncate", "clip", "mask", "reject"],
@@ -135,11 +135,13 @@ class CriticConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """The objective. `configs/algorithms/` has a file for each paper; docs/algorithms.md has the formulas."""
 
-    group_size: Annotated[int, Meta(ge=2, description="answers to each prompt; GRPO compares them, so at least 2")] = 8
-    min_answers: Annotated[
+    group_size: Annotated[
+        int, Meta(ge=2, description="completions to each prompt; GRPO compares them, so at least 2")
+    ] = 8
+    min_completions: Annotated[
         AtLeastTwo | None,
         Meta(
-            description="a group that lost answers to failures or to its deadline is trained if it has so many; "
+            description="a group that lost completions to failures or to its deadline is trained if it has so many; "
             "none: group_size",
         ),
     ] = None
@@ -163,7 +165,9 @@ class AlgorithmConfig(Section, frozen=True):
             "remax",
             "gae",
         ],
-        Meta(description="from rewards to advantages; gae uses a learned critic, the others compare a group's answers"),
+        Meta(
+            description="from rewards to advantages; gae uses a learned critic, the others compare a group's completions"
+        ),
     ] = "grpo"
     loss: Annotated[
         Literal[
@@ -213,14 +217,16 @@ class AlgorithmConfig(Section, frozen=True):
     kl_target: Annotated[
         float | None, Meta(description="kl_coef is steered towards this mean KL, nats; none: it stays")
     ] = None
-    kl_horizon: Annotated[int, Meta(ge=1, description="answers over which kl_coef is steered")] = 10_000
+    kl_horizon: Annotated[int, Meta(ge=1, description="completions over which kl_coef is steered")] = 10_000
     behaviour_kl_coef: Annotated[
         float, Meta(ge=0, description="weight of a k2 penalty to the policy that sampled the tokens")
     ] = 0.0
     entropy_coef: Annotated[float, Meta(ge=0, description="weight of an entropy bonus")] = 0.0
     truncated: Annotated[
         Literal["keep", "mask", "zero"],
-        Meta(description="answers cut at sampling.max_tokens: train them, only compare with them, or reward them 0"),
+        Meta(
+            description="completions cut at sampling.max_tokens: train them, only compare with them, or reward them 0"
+        ),
     ] = "keep"
     overlong_buffer: Annotated[
         int, Meta(ge=0, description="tokens before sampling.max_tokens in which a length penalty grows; 0: none")
@@ -290,16 +296,17 @@ class GeneratorConfig(Section, frozen=True):
         0.85
     )
     keep_kv: Annotated[
-        bool, Meta(description="a weight change keeps the keys and values of answers in flight; false recomputes them")
+        bool,
+        Meta(description="a weight change keeps the keys and values of completions in flight; false recomputes them"),
     ] = True
     prefix_cache: Annotated[
-        bool, Meta(description="share prompt prefixes between answers (never across weight versions)")
+        bool, Meta(description="share prompt prefixes between completions (never across weight versions)")
     ] = True
-    extra_answers: Annotated[
-        int, Meta(ge=0, description="answers launched beyond group_size, in reserve for some that fail or are late")
+    extra_completions: Annotated[
+        int, Meta(ge=0, description="completions launched beyond group_size, in reserve for some that fail or are late")
     ] = 0
-    answer_retries: Annotated[
-        int, Meta(ge=0, description="times that one answer is sampled again after its request or its reward failed")
+    completion_retries: Annotated[
+        int, Meta(ge=0, description="times that one completion is sampled again after its request or its reward failed")
     ] = 0
     extra: Annotated[dict[str, Any], Meta(description="further arguments of sglang.Engine, as they are")] = {}
     restarts: Annotated[
@@ -344,7 +351,7 @@ class LearnerConfig(Section, frozen=True):
         int, Meta(ge=1, description="packed tokens of one forward and backward on one rank")
     ] = 16384
     share_prompts: Annotated[
-        bool, Meta(description="compute a prompt once for the answers to it that share a microbatch")
+        bool, Meta(description="compute a prompt once for the completions to it that share a microbatch")
     ] = True
     compile: Annotated[
         bool, Meta(description="torch.compile of the decoder layers: slower to start, faster from then on")

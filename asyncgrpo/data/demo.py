@@ -1,7 +1,7 @@
 """The demo's model, tasks and reward: all that a machine without a GPU and without a network needs to watch GRPO learn.
 
 The model is a transformer of some 70,000 random weights over bytes, written in the same format as any Hugging Face
-model; all it knows is that answers are made of digits. The tasks are about short strings of digits: an answer is right
+model; all it knows is that answers are made of digits. The tasks are about short strings of digits: a completion is right
 digit by digit, so the reward rises step by step. Training rows and held-out rows never share a prompt.
 """
 
@@ -148,17 +148,17 @@ def write_demo_task(
         Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def demo_score(answer_text: str, ground_truth: str) -> float:
-    """How right an answer is, from 0 to 1; 1 only for the very text.
+def demo_score(completion_text: str, ground_truth: str) -> float:
+    """How right a completion is, from 0 to 1; 1 only for the very text.
 
     Half of it is for right characters in their places. The rest pays for what has to be found out before that: that
     answers are made of digits (0.1), and that they are made of the digits wanted, wherever (0.4). All are shares of the
     longer of the two texts, so too much text costs as too little does.
     """
-    size = max(len(answer_text), len(ground_truth), 1)
-    in_place = sum(a == b for a, b in zip(answer_text, ground_truth, strict=False))
-    anywhere = (Counter(answer_text) & Counter(ground_truth)).total()
-    digits = sum(character in DIGITS for character in answer_text[: len(ground_truth)])
+    size = max(len(completion_text), len(ground_truth), 1)
+    in_place = sum(a == b for a, b in zip(completion_text, ground_truth, strict=False))
+    anywhere = (Counter(completion_text) & Counter(ground_truth)).total()
+    digits = sum(character in DIGITS for character in completion_text[: len(ground_truth)])
     return (5 * in_place + 4 * anywhere + digits) / (10 * size)
 
 

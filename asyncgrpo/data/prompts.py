@@ -174,63 +174,63 @@ class PromptSource:
         self._done_beyond: set[int] = set()
         self._outstanding: set[int] = set()
         self._given_back: list[int] = []  # a heap
-        self._set_aside: list[int] = []  # a heap
+        self._isolated: list[int] = []  # a heap
         self._claimed: set[int] = set()
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
     def next(self) -> tuple[int, Prompt] | None:
         """The next (order, prompt): the oldest given back, else a new one. None: there is nothing to issue now."""
-        order = heapq.heappop(self._given_back) if self._given_back else self._new_order()
-        if order is None:
+        prompt_index = heapq.heappop(self._given_back) if self._given_back else self._new_prompt_index()
+        if prompt_index is None:
             return None
-        self._outstanding.add(order)
-        return order, self.prompt(order)
+        self._outstanding.add(prompt_index)
+        return prompt_index, self.prompt(prompt_index)
 
-    def done(self, order: int) -> None:
+    def done(self, prompt_index: int) -> None:
         """This order was trained, or is dropped for good: it is never issued again.
 
-        It must be outstanding, or given back and not issued since (an answer that came after its lease had ended).
+        It must be outstanding, or given back and not issued since (a completion that came after its lease had ended).
         """
-        if order in self._outstanding:
-            self._outstanding.remove(order)
+        if prompt_index in self._outstanding:
+            self._outstanding.remove(prompt_index)
         else:
-            assert order in self._given_back, f"order {order} is not under way"
-            self._given_back.remove(order)
+            assert prompt_index in self._given_back, f"order {prompt_index} is not under way"
+            self._given_back.remove(prompt_index)
             heapq.heapify(self._given_back)
-        self._done_beyond.add(order)
+        self._done_beyond.add(prompt_index)
         while self._frontier in self._done_beyond:
             self._done_beyond.remove(self._frontier)
             self._frontier += 1
 
-    def give_back(self, order: int) -> None:
+    def give_back(self, prompt_index: int) -> None:
         """The lease of this outstanding order failed: it is issued again before any new one."""
-        assert order in self._outstanding, f"order {order} is not outstanding"
-        self._outstanding.remove(order)
-        heapq.heappush(self._given_back, order)
+        assert prompt_index in self._outstanding, f"order {prompt_index} is not outstanding"
+        self._outstanding.remove(prompt_index)
+        heapq.heappush(self._given_back, prompt_index)
 
-    def set_aside(self, order: int) -> None:
-        """As `give_back`, but `next` leaves it: it is issued by `next_aside`, to whoever knows how to handle it."""
-        assert order in self._outstanding, f"order {order} is not outstanding"
-        self._outstanding.remove(order)
-        heapq.heappush(self._set_aside, order)
+    def isolate(self, prompt_index: int) -> None:
+        """As `give_back`, but `next` leaves it: it is issued by `next_isolated`, to whoever knows how to handle it."""
+        assert prompt_index in self._outstanding, f"order {prompt_index} is not outstanding"
+        self._outstanding.remove(prompt_index)
+        heapq.heappush(self._isolated, prompt_index)
 
-    def next_aside(self) -> tuple[int, Prompt] | None:
+    def next_isolated(self) -> tuple[int, Prompt] | None:
         """The oldest (order, prompt) that was set aside, or None."""
-        if not self._set_aside:
+        if not self._isolated:
             return None
-        order = heapq.heappop(self._set_aside)
-        self._outstanding.add(order)
-        return order, self.prompt(order)
+        prompt_index = heapq.heappop(self._isolated)
+        self._outstanding.add(prompt_index)
+        return prompt_index, self.prompt(prompt_index)
 
-    def claim(self, order: int) -> None:
-        """An answer to this order outlived a restart: it is outstanding, without having been issued."""
-        assert self.is_wanted(order) and order >= self._next, f"order {order} cannot be claimed"
-        self._claimed.add(order)
-        self._outstanding.add(order)
+    def claim(self, prompt_index: int) -> None:
+        """A completion to this order outlived a restart: it is outstanding, without having been issued."""
+        assert self.is_wanted(prompt_index) and prompt_index >= self._next, f"order {prompt_index} cannot be claimed"
+        self._claimed.add(prompt_index)
+        self._outstanding.add(prompt_index)
 
-    def prompt(self, order: int) -> Prompt:
+    def prompt(self, prompt_index: int) -> Prompt:
         """Which prompt an order is; the same in every process with the same prompts and seed."""
-        epoch, position = divmod(order, len(self._prompts))
+        epoch, position = divmod(prompt_index, len(self._prompts))
         return self._prompts[int(self._permutation(epoch)[position])]
 
     def state(self) -> PromptState:
@@ -266,16 +266,16 @@ class PromptSource:
         self._done_beyond = set(state.done_beyond)
         self._outstanding.clear()
         self._given_back.clear()
-        self._set_aside.clear()
+        self._isolated.clear()
         self._claimed.clear()
 
-    def is_done(self, order: int) -> bool:
+    def is_done(self, prompt_index: int) -> bool:
         """Whether this order was trained or dropped."""
-        return 0 <= order < self._frontier or order in self._done_beyond
+        return 0 <= prompt_index < self._frontier or prompt_index in self._done_beyond
 
-    def is_wanted(self, order: int) -> bool:
+    def is_wanted(self, prompt_index: int) -> bool:
         """Whether this order belongs to the run and is not done."""
-        return not self.is_done(order) and order >= 0 and (self._end is None or order < self._end)
+        return not self.is_done(prompt_index) and prompt_index >= 0 and (self._end is None or prompt_index < self._end)
 
     @property
     def num_prompts(self) -> int:
@@ -298,44 +298,44 @@ class PromptSource:
         return self._frontier // len(self._prompts)
 
     @property
-    def next_order(self) -> int | None:
-        """The smallest order that is left to issue, by `next` or by `next_aside`; None: none is now."""
+    def next_prompt_index(self) -> int | None:
+        """The smallest order that is left to issue, by `next` or by `next_isolated`; None: none is now."""
         new = self._peek_new()
-        heads = self._given_back[:1] + self._set_aside[:1] + ([new] if new is not None else [])
+        heads = self._given_back[:1] + self._isolated[:1] + ([new] if new is not None else [])
         return min(heads, default=None)
 
     @property
     def has_next(self) -> bool:
-        """Whether a prompt is left to issue, by `next` or by `next_aside`."""
-        return self.next_order is not None
+        """Whether a prompt is left to issue, by `next` or by `next_isolated`."""
+        return self.next_prompt_index is not None
 
     @property
-    def num_aside(self) -> int:
-        """Prompts that wait for `next_aside`."""
-        return len(self._set_aside)
+    def num_isolated(self) -> int:
+        """Prompts that wait for `next_isolated`."""
+        return len(self._isolated)
 
     @property
-    def has_aside(self) -> bool:
-        """Whether `next_aside` would give a prompt."""
-        return bool(self._set_aside)
+    def has_isolated(self) -> bool:
+        """Whether `next_isolated` would give a prompt."""
+        return bool(self._isolated)
 
     @property
     def is_exhausted(self) -> bool:
         """Nothing is left to issue and nothing is outstanding."""
         return not self._outstanding and not self.has_next
 
-    def _new_order(self) -> int | None:
-        order = self._peek_new()
-        if order is not None:
-            self._next = order + 1
-        return order
+    def _new_prompt_index(self) -> int | None:
+        prompt_index = self._peek_new()
+        if prompt_index is not None:
+            self._next = prompt_index + 1
+        return prompt_index
 
     def _peek_new(self) -> int | None:
-        order = max(self._next, self._frontier)
+        prompt_index = max(self._next, self._frontier)
         # Only after a restore are there orders that are done, or claimed, and were not issued.
-        while order in self._done_beyond or order in self._claimed:
-            order += 1
-        return None if self._end is not None and order >= self._end else order
+        while prompt_index in self._done_beyond or prompt_index in self._claimed:
+            prompt_index += 1
+        return None if self._end is not None and prompt_index >= self._end else prompt_index
 
     def _draw_permutation(self, epoch: int) -> np.ndarray:
         """[num_prompts] indices of the prompts in the order of `epoch`.

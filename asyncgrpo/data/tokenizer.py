@@ -1,4 +1,4 @@
-"""Loads a tokenizer, finds the tokens that end an answer, and turns chat turns into the token ids of a prompt.
+"""Loads a tokenizer, finds the tokens that end a completion, and turns chat turns into the token ids of a prompt.
 
 A prompt is tokenised once, here; the ids travel from then on and are never made from text again.
 """
@@ -48,7 +48,7 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
 def stop_token_ids(
     tokenizer: "PreTrainedTokenizerBase", model_path: str, extra_stops: Iterable[str] = ()
 ) -> tuple[int, ...]:
-    """Ids that end an answer, sorted: the tokenizer's, those of generation_config.json, and `extra_stops`.
+    """Ids that end a completion, sorted: the tokenizer's, those of generation_config.json, and `extra_stops`.
 
     Args:
         model_path: folder of the model; chat models often name a second end token in its generation_config.json.
@@ -77,7 +77,7 @@ def render(
     where: str = "prompt",
     longest: int | None = None,
 ) -> Rendered:
-    """The prompt up to where the answer begins.
+    """The prompt up to where the completion begins.
 
     Through the tokenizer's chat template, with the generation prompt added; without a template, the contents one after
     the other, with the special tokens that the tokenizer itself puts around text.

@@ -16,49 +16,49 @@ import numpy as np
 from torch import Tensor
 
 from asyncgrpo.errors import EngineError, RequestError
-from asyncgrpo.types import Completion, FinishReason, Sampling, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling, VersionSpan
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class Request:
-    """A prompt and the answers somebody waits for."""
+    """A prompt and the completions somebody waits for."""
 
-    def __init__(self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int):
+    def __init__(self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int):
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
-        self.answers = [Answer(self, index, seed + index) for index in range(num_answers)]
-        # Bounded by what is asked for: `num_answers` completions, or one failure.
+        self.pending = [PendingCompletion(self, index, seed + index) for index in range(num_completions)]
+        # Bounded by what is asked for: `num_completions` completions, or one failure.
         self._results: asyncio.Queue[Completion | EngineError] = asyncio.Queue()
 
     def fail(self, failure: EngineError) -> None:
-        """Whoever waits gets this error instead of the answers that are still missing."""
+        """Whoever waits gets this error instead of the completions that are still missing."""
         self._results.put_nowait(failure)
 
     def deliver(self, completion: Completion) -> None:
         self._results.put_nowait(completion)
 
     async def completions(self) -> AsyncIterator[Completion]:
-        """Each answer as soon as it is complete. Once the request has failed, raises the failure's kind of EngineError."""
-        for _ in self.answers:
+        """Each completion as soon as it is complete. Once the request has failed, raises the failure's kind of EngineError."""
+        for _ in self.pending:
             result = await self._results.get()
             if isinstance(result, EngineError):
                 raise type(result)(str(result)) from result
             yield result
 
 
-class Answer:
-    """One answer of a request while it is sampled."""
+class PendingCompletion:
+    """One completion of a request while it is sampled."""
 
     def __init__(self, request: Request, index: int, seed: int):
         self.request = request
         self.index = index
         self.seed = seed
         self.is_complete = False
-        self._starts: list[tuple[WeightVersion, int]] = []
+        self._starts: list[tuple[PolicyVersion, int]] = []
 
-    def sampled_by(self, version: WeightVersion, start: int) -> None:
+    def sampled_by(self, version: PolicyVersion, start: int) -> None:
         """Tokens from `start` on are sampled by `version`, until the next call. `start` never decreases."""
         if self._starts and self._starts[-1][1] == start:
             self._starts.pop()  # that version sampled nothing
@@ -68,8 +68,8 @@ class Answer:
     def complete(
         self, token_ids: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray, reason: FinishReason
     ) -> None:
-        """Hand the finished answer to whoever waits for it."""
-        assert not self.is_complete, f"answer {self.index} of request {self.request.request_id} ended twice"
+        """Hand the finished completion to whoever waits for it."""
+        assert not self.is_complete, f"completion {self.index} of request {self.request.request_id} ended twice"
         self.is_complete = True
         length = len(token_ids)
         ends = [start for _, start in self._starts[1:]] + [length]
@@ -96,7 +96,7 @@ def check_request(request: Request, *, vocab_size: int, max_context: int) -> Non
             raise RequestError(f"request {request.request_id}: {problem}")
 
     prompt, sampling = request.prompt, request.sampling
-    require(len(request.answers) >= 1, "num_answers must be at least 1")
+    require(len(request.pending) >= 1, "num_completions must be at least 1")
     require(len(prompt) >= 1, "the prompt is empty")
     for token in (min(prompt), max(prompt)):
         require(0 <= token < vocab_size, f"prompt token {token} is outside the vocabulary of {vocab_size}")
@@ -123,18 +123,18 @@ class Engine(Protocol):
     """
 
     @property
-    def version(self) -> WeightVersion:
+    def version(self) -> PolicyVersion:
         """The weights that will sample the next token."""
 
-    async def start(self, version: WeightVersion) -> None:
+    async def start(self, version: PolicyVersion) -> None:
         """Load the model from its folder and be ready. Its weights count as `version`. Raises EngineError."""
 
     def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
-        """Sample `num_answers` answers to `prompt` (token ids) and yield each as soon as it is complete, in any order.
+        """Sample `num_completions` answers to `prompt` (token ids) and yield each as soon as it is complete, in any order.
 
-        No request that starts after `load_weights` reuses keys and values computed under older weights. Answer i is
+        No request that starts after `load_weights` reuses keys and values computed under older weights. Completion i is
         seeded by `seed + i` in engines that can (`torch`, `fake`); SGLang's seeds are its own.
 
         Raises:
@@ -143,12 +143,12 @@ class Engine(Protocol):
         """
 
     async def abort(self, request_id: str) -> None:
-        """End a request: each unfinished answer is yielded with what it has, `finish_reason="abort"`. No-op if unknown."""
+        """End a request: each unfinished completion is yielded with what it has, `finish_reason="abort"`. No-op if unknown."""
 
     async def load_weights(
         self,
         tensors: Iterable[tuple[str, Tensor]],
-        version: WeightVersion,
+        version: PolicyVersion,
         *,
         keep_kv: bool = True,
         partial: bool = False,

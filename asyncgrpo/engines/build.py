@@ -29,8 +29,8 @@ def why_sglang_cannot_run() -> str | None:
         return f"the engine sglang needs Python 3.11 or later, and this is {python}: python3.11 -m venv VENV"
     if find_spec("sglang") is None:
         # SGLang declares the CUDA build of torch and its kernels, which a machine without a GPU has no use for.
-        mend = "pip install 'asyncgrpo[sglang]'" if has_gpu else "./setup.sh in a checkout of asyncgrpo"
-        return f"the engine sglang needs the package sglang, which is not installed here: {mend}"
+        fix = "pip install 'asyncgrpo[sglang]'" if has_gpu else "./setup.sh in a checkout of asyncgrpo"
+        return f"the engine sglang needs the package sglang, which is not installed here: {fix}"
     if not has_gpu and find_spec("sgl_kernel") is None:
         return (
             "without a GPU, the engine sglang needs a stand-in for its compiled kernels (module sgl_kernel), "
@@ -47,14 +47,14 @@ def build_engine(config: Config, *, seed: int) -> Engine:
 
     Args:
         seed: for engines that sample with a stream of their own. Must differ between the engines of a run, and between
-            its starts: with equal streams they explore the same answers.
+            its starts: with equal streams they explore the same completions.
     Raises:
         EngineError: it cannot run here.
     """
     generators = config.generators
     dtype = getattr(torch, config.model.dtype)
     max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
-    max_answers = generators.groups_in_flight * (config.algorithm.group_size + generators.extra_answers)
+    max_completions = generators.groups_in_flight * (config.algorithm.group_size + generators.extra_completions)
     if generators.engine == "sglang":
         if (why := why_sglang_cannot_run()) is not None:
             raise EngineError(f"generators.engine is sglang, which cannot run here: {why}")
@@ -66,7 +66,7 @@ def build_engine(config: Config, *, seed: int) -> Engine:
             max_context=max_context,
             device="cuda" if generators.gpus_each else "cpu",
             tensor_parallel=max(1, generators.gpus_each),
-            max_answers=max_answers,
+            max_completions=max_completions,
             memory_fraction=generators.memory_fraction,
             prefix_cache=generators.prefix_cache,
             random_seed=seed,
@@ -77,7 +77,7 @@ def build_engine(config: Config, *, seed: int) -> Engine:
 
         device = torch.device("cuda" if generators.gpus_each else "cpu")
         return TorchEngine(
-            config.model.path, dtype=dtype, device=device, max_context=max_context, max_answers=max_answers
+            config.model.path, dtype=dtype, device=device, max_context=max_context, max_completions=max_completions
         )
     from asyncgrpo.data.tokenizer import vocabulary_size
     from asyncgrpo.engines.fake import FakeEngine

@@ -15,19 +15,19 @@ from typing import Literal
 import xxhash
 from torch import Tensor
 
-from asyncgrpo.engines.base import Answer, Request, check_request
+from asyncgrpo.engines.base import PendingCompletion, Request, check_request
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, FinishReason, Sampling, WeightVersion
+from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling
 
-Misfortune = Literal["abort", "hang"]
-"""What may befall one answer: it ends as if the engine had aborted it, or it gets no token any more."""
+InjectedFault = Literal["abort", "hang"]
+"""What may befall one completion: it ends as if the engine had aborted it, or it gets no token any more."""
 
 
 class FakeEngine:
     """See `engine.Engine` for the methods. At temperature 0 the seed does not matter; top-p and top-k are ignored.
 
-    All answers run at once. As in the real engines, a failure reaches every request in flight, and from then on
+    All completions run at once. As in the real engines, a failure reaches every request in flight, and from then on
     `generate` refuses; a successful `load_weights` mends what a failed one broke.
     """
 
@@ -39,7 +39,7 @@ class FakeEngine:
         seconds_per_token: float = 0.0,
         fail_after_tokens: int | None = None,
         hang_after_tokens: int | None = None,
-        misfortune: Callable[[Answer, int], Misfortune | None] = lambda answer, length: None,
+        injected_fault: Callable[[PendingCompletion, int], InjectedFault | None] = lambda completion, length: None,
         median_tokens: float | None = None,
         sigma: float = 1.0,
     ):
@@ -47,13 +47,13 @@ class FakeEngine:
 
         Args:
             vocab_size: token ids are 0 .. vocab_size - 1.
-            max_context: longest prompt plus answer, tokens.
-            seconds_per_token: every running answer gets one token in this time; 0 still gives others their turn.
+            max_context: longest prompt plus completion, tokens.
+            seconds_per_token: every running completion gets one token in this time; 0 still gives others their turn.
             fail_after_tokens: once the engine has sampled so many tokens it fails for good. None: never.
             hang_after_tokens: once it has sampled so many it does nothing more, without a word. None: never.
-            misfortune: asked before each token of an answer, with its length so far.
-            median_tokens: answers have log-normal lengths with this median; then they stop, and no sooner. Half of the
-                variance is the prompt's: to some, all answers are long. None: whenever the table says a stop token.
+            injected_fault: asked before each token of a completion, with its length so far.
+            median_tokens: completions have log-normal lengths with this median; then they stop, and no sooner. Half of the
+                variance is the prompt's: to some, all completions are long. None: whenever the table says a stop token.
             sigma: standard deviation of the logarithm of these lengths: above 1 a few take far longer than most.
         """
         self.vocab_size = vocab_size
@@ -61,7 +61,7 @@ class FakeEngine:
         self.seconds_per_token = seconds_per_token
         self.fail_after_tokens = fail_after_tokens
         self.hang_after_tokens = hang_after_tokens
-        self.misfortune = misfortune
+        self.injected_fault = injected_fault
         self.median_tokens = median_tokens
         self.sigma = sigma
         self._num_sampled = 0
@@ -71,22 +71,22 @@ class FakeEngine:
         self._is_running = False
 
     @property
-    def version(self) -> WeightVersion:
+    def version(self) -> PolicyVersion:
         return self._version
 
-    async def start(self, version: WeightVersion) -> None:
+    async def start(self, version: PolicyVersion) -> None:
         self._version = version
         self._failure = None
         self._is_running = True
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
         if self._failure:
             raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
         if request_id in self._requests:
             raise EngineError(f"request {request_id} is already in flight")
-        request = Request(request_id, prompt, num_answers, sampling, seed)
+        request = Request(request_id, prompt, num_completions, sampling, seed)
         check_request(request, vocab_size=self.vocab_size, max_context=self.max_context)
         running = self._requests[request_id] = _Running(
             request, vocab_size=self.vocab_size, max_context=self.max_context
@@ -103,13 +103,13 @@ class FakeEngine:
 
     async def abort(self, request_id: str) -> None:
         if running := self._requests.get(request_id):
-            for answer in list(running.tokens):
-                running.end(answer, "abort")
+            for completion in list(running.tokens):
+                running.end(completion, "abort")
 
     async def load_weights(
         self,
         tensors: Iterable[tuple[str, Tensor]],
-        version: WeightVersion,
+        version: PolicyVersion,
         *,
         keep_kv: bool = True,
         partial: bool = False,
@@ -139,28 +139,28 @@ class FakeEngine:
         self._fail(EngineError("the engine was closed"))
 
     async def _sample(self, running: "_Running") -> None:
-        """One token for every unfinished answer of the request, then others have their turn."""
+        """One token for every unfinished completion of the request, then others have their turn."""
         while running.tokens and not self._failure:
             await asyncio.sleep(self.seconds_per_token)
             await self.probe()
-            for answer, tokens in list(running.tokens.items()):
-                if (what := self.misfortune(answer, len(tokens))) is not None:
+            for completion, tokens in list(running.tokens.items()):
+                if (what := self.injected_fault(completion, len(tokens))) is not None:
                     if what == "abort":
-                        running.end(answer, "abort")
+                        running.end(completion, "abort")
                     continue
-                answer.sampled_by(self._version, len(tokens))
-                tokens.append(self._token(answer, len(tokens)))
+                completion.sampled_by(self._version, len(tokens))
+                tokens.append(self._token(completion, len(tokens)))
                 self._num_sampled += 1
-                if tokens[-1] in answer.request.sampling.stop_token_ids:
-                    running.end(answer, "stop")
+                if tokens[-1] in completion.request.sampling.stop_token_ids:
+                    running.end(completion, "stop")
                 elif len(tokens) == running.limit:
-                    running.end(answer, "length")
+                    running.end(completion, "length")
             if self.fail_after_tokens is not None and self._num_sampled >= self.fail_after_tokens:
                 self._fail(EngineError(f"the fake engine was told to fail after {self.fail_after_tokens} tokens"))
 
-    def _token(self, answer: Answer, position: int) -> int:
-        request = answer.request
-        seed = "greedy" if request.sampling.temperature == 0 else answer.seed
+    def _token(self, completion: PendingCompletion, position: int) -> int:
+        request = completion.request
+        seed = "greedy" if request.sampling.temperature == 0 else completion.seed
         key = f"{request.prompt} {seed} {position} {self._version}"
         token = xxhash.xxh3_64_intdigest(key.encode()) % self.vocab_size
         stops = request.sampling.stop_token_ids
@@ -172,7 +172,7 @@ class FakeEngine:
         return next((other for other in others if other not in stops), token)
 
     def _length(self, *shared_by: str) -> int:
-        """Log-normal: of everything that an answer shares with others, a part of equal variance."""
+        """Log-normal: of everything that a completion shares with others, a part of equal variance."""
         assert self.median_tokens is not None
         uniform = [(xxhash.xxh3_64_intdigest(f"length {what}".encode()) + 0.5) / 2**64 for what in shared_by]
         deviation = sum(NormalDist().inv_cdf(u) for u in uniform) / math.sqrt(len(uniform))
@@ -185,14 +185,14 @@ class FakeEngine:
 
 
 class _Running:
-    """A request and the tokens of its unfinished answers."""
+    """A request and the tokens of its unfinished completions."""
 
     def __init__(self, request: Request, *, vocab_size: int, max_context: int):
         self.request = request
         self.limit = min(request.sampling.max_tokens, max_context - len(request.prompt))
-        self.tokens: dict[Answer, list[int]] = {answer: [] for answer in request.answers}
+        self.tokens: dict[PendingCompletion, list[int]] = {completion: [] for completion in request.pending}
         self._logprob = -math.log(vocab_size)
 
-    def end(self, answer: Answer, reason: FinishReason) -> None:
-        tokens = self.tokens.pop(answer)
-        answer.complete(tokens, [self._logprob] * len(tokens), reason)
+    def end(self, completion: PendingCompletion, reason: FinishReason) -> None:
+        tokens = self.tokens.pop(completion)
+        completion.complete(tokens, [self._logprob] * len(tokens), reason)

@@ -1,1 +1,1 @@
-"""How prompts become groups of scored answers."""
+"""How prompts become groups of scored completions."""

@@ -1,11 +1,11 @@
-"""From a lease to a group: sample the answers, score each as soon as it is complete, put them together.
+"""From a lease to a group: sample the completions, score each as soon as it is complete, put them together.
 
-"The first n that finish" are the n shortest of those launched, so training on them teaches brevity. Here an answer is
-taken by its place in the order of launch, which nothing about the answer can change; when it finished never decides
-between two that both did. Only the deadline of the group can leave a long answer out, and each of those is counted.
+"The first n that finish" are the n shortest of those launched, so training on them teaches brevity. Here a completion is
+taken by its place in the order of launch, which nothing about the completion can change; when it finished never decides
+between two that both did. Only the deadline of the group can leave a long completion out, and each of those is counted.
 
-A misfortune of one answer (its reward hung, it was aborted) is mended by sampling it again where that is allowed, and is
-else part of the group, by name. A misfortune of the engine is an exception.
+A injected_fault of one completion (its reward hung, it was aborted) is mended by sampling it again where that is allowed, and is
+else part of the group, by name. A injected_fault of the engine is an exception.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from asyncgrpo.types import Completion, Discarded, Group, Lease, Rollout, Sampli
 
 @dataclass(eq=False)
 class Launched:
-    """One answer that was begun."""
+    """One completion that was begun."""
 
     index: int
     """Its place in the order of launch, from 0."""
@@ -52,16 +52,16 @@ class Launched:
 
     @property
     def rollout(self) -> Rollout:
-        """The answer, once it is done."""
+        """The completion, once it is done."""
         assert self.completion is not None and self.score is not None, self
         return Rollout(self.completion, self.score, self.seed)
 
 
 def choose(launched: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
-    """The answers that make the group, in order of launch; None: it is not decided yet.
+    """The completions that make the group, in order of launch; None: it is not decided yet.
 
     The first `wanted` that did not fail. Until the deadline each of them is waited for; from then on those that are not
-    done are passed over. Where too few are good, answers that failed fill the places, by name.
+    done are passed over. Where too few are good, completions that failed fill the places, by name.
 
     Args:
         launched: every answer that was begun, in order of launch.
@@ -92,11 +92,11 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to the text that the reward sees."""
 
 SEED_STRIDE = 2**20
-"""Between the seeds of one answer's tries: more than answers in any group, so that no two tries share a seed."""
+"""Between the seeds of one completion's tries: more than completions in any group, so that no two tries share a seed."""
 ABORT_WITHIN_S = 5.0
-"""For an engine to hand over what it had sampled of answers that are not wanted any more. Later, nobody counts them."""
+"""For an engine to hand over what it had sampled of completions that are not wanted any more. Later, nobody counts them."""
 HOPELESS = frozenset({"unknown_source"})
-"""What a reward says of the prompt, whatever the answer: no other answer would fare better."""
+"""What a reward says of the prompt, whatever the completion: no other completion would fare better."""
 
 
 FOR_GOOD = HOPELESS | {"aborted"}
@@ -104,18 +104,18 @@ FOR_GOOD = HOPELESS | {"aborted"}
 
 
 class Redundancy(NamedTuple):
-    """What a generator does for the answers of a training group that go wrong."""
+    """What a generator does for the completions of a training group that go wrong."""
 
     retries: int = 0
-    """Times that one answer is sampled again after its request or its reward failed."""
+    """Times that one completion is sampled again after its request or its reward failed."""
     extra: int = 0
-    """Answers launched beyond those wanted."""
+    """Completions launched beyond those wanted."""
 
 
 NONE = Redundancy()
 
 
-class TooFewAnswers(Exception):
+class TooFewCompletions(Exception):
     """The group was cut, and what there was of it is less than its lease asks for."""
 
 
@@ -146,11 +146,11 @@ class GroupUnderWay:
         self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
         trains = lease.purpose == "train"
         self._retries = redundancy.retries if trains else 0
-        count = lease.num_answers + (redundancy.extra if trains else 0)
+        count = lease.num_completions + (redundancy.extra if trains else 0)
         self._launched = [Launched(index) for index in range(count)]
         self._baseline = [Launched(count)] if lease.with_greedy else []
-        self._min_answers = lease.min_answers or lease.num_answers
-        can_do_without = count > lease.num_answers or self._min_answers < lease.num_answers
+        self._min_completions = lease.min_completions or lease.num_completions
+        can_do_without = count > lease.num_completions or self._min_completions < lease.num_completions
         self._cut_after_s = lease.cut_after_s if can_do_without else None
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._scorings: set[asyncio.Task[None]] = set()
@@ -176,7 +176,7 @@ class GroupUnderWay:
         Raises:
             EngineError: the engine failed; the lease must be returned.
             RequestError: the engine answers others, but not this prompt.
-            TooFewAnswers: the lease says when to do without missing answers, and too few were done by then.
+            TooFewCompletions: the lease says when to do without missing completions, and too few were done by then.
             GivenUp: `give_up` was called.
             RewardsPaused: no completion can be scored at present.
         """
@@ -190,7 +190,7 @@ class GroupUnderWay:
                 self._request(f"{lease.lease_id}.greedy", self._baseline, lease.seed)
             chosen = await self._decided()
             discarded = await self._end_the_rest(chosen)
-        except (TooFewAnswers, GivenUp, RewardsPaused):
+        except (TooFewCompletions, GivenUp, RewardsPaused):
             await self._end_the_rest([])
             raise
         finally:
@@ -201,12 +201,12 @@ class GroupUnderWay:
             group_id=lease.group_id,
             lease_id=lease.lease_id,
             attempt=lease.attempt,
-            order=lease.order,
+            prompt_index=lease.prompt_index,
             purpose=lease.purpose,
             prompt=lease.prompt,
             rollouts=tuple(
                 dataclasses.replace(one.rollout, completion=dataclasses.replace(one.rollout.completion, index=index))
-                for index, one in [*enumerate(chosen), *((lease.num_answers, one) for one in self._baseline)]
+                for index, one in [*enumerate(chosen), *((lease.num_completions, one) for one in self._baseline)]
             ),
             generator_id=generator_id,
             timings={"generate": self._sampled_s - self._started_s, "reward": loop.time() - self._sampled_s},
@@ -216,7 +216,7 @@ class GroupUnderWay:
     # -- what is awaited -----------------------------------------------------------------------------------------------
 
     async def _decided(self) -> list[Launched]:
-        """The answers of the group, as soon as the rule says which."""
+        """The completions of the group, as soon as the rule says which."""
         cut_at_s = None if self._cut_after_s is None else self._started_s + self._cut_after_s
         is_late = False
         while True:
@@ -224,17 +224,17 @@ class GroupUnderWay:
                 raise self._failure
             # What is scored again waits for the reward to work: its failures are no reason to do without it.
             is_cut = is_late and not self._is_scoring_again
-            chosen = choose(self._launched, self._lease.num_answers, is_late=is_cut)
+            chosen = choose(self._launched, self._lease.num_completions, is_late=is_cut)
             has_baseline = all(one.score is not None for one in self._baseline)
             if chosen is not None and has_baseline and self._is_unscored([*chosen, *self._baseline]):
                 self._begin_to_score_again([*chosen, *self._baseline])
                 continue
-            if chosen is not None and has_baseline and (not is_cut or len(chosen) >= self._min_answers):
+            if chosen is not None and has_baseline and (not is_cut or len(chosen) >= self._min_completions):
                 return chosen
             if is_cut:
                 done = 0 if chosen is None else len(chosen)
-                raise TooFewAnswers(
-                    f"{done} of {self._lease.num_answers} answers were done after {self._cut_after_s:.0f} s"
+                raise TooFewCompletions(
+                    f"{done} of {self._lease.num_completions} completions were done after {self._cut_after_s:.0f} s"
                     + ("" if has_baseline else ", and not the greedy one")
                 )
             self._changed.clear()
@@ -278,7 +278,7 @@ class GroupUnderWay:
         self._is_over = True
         others = [one for one in self._launched if one not in chosen]
         num_failed = sum(one.score is not None and not one.is_good for one in others)
-        num_censored = len(censored(self._launched, self._lease.num_answers))
+        num_censored = len(censored(self._launched, self._lease.num_completions))
         running = dict(self._requests)
         if any(one.completion is None for one in [*others, *self._baseline]):
             for request_id in running:
@@ -309,7 +309,7 @@ class GroupUnderWay:
         task.add_done_callback(functools.partial(self._ended, request_id))
 
     async def _sample(self, request_id: str, launched: list[Launched], seed: int) -> None:
-        """One request. Each answer goes on by itself as soon as it is sampled."""
+        """One request. Each completion goes on by itself as soon as it is sampled."""
         sampling = _greedy(self._lease.sampling) if launched == self._baseline else self._lease.sampling
         owed = dict(enumerate(launched))
         token_ids = self._lease.prompt.token_ids
@@ -364,7 +364,7 @@ class GroupUnderWay:
 
 
 def retry_seed(seed: int, index: int, num_retries: int) -> int:
-    """The seed with which answer `index` of a lease with this seed is sampled; a stream of its own for each try."""
+    """The seed with which completion `index` of a lease with this seed is sampled; a stream of its own for each try."""
     return seed + index + num_retries * SEED_STRIDE
 
 
@@ -378,5 +378,5 @@ def _greedy(sampling: Sampling) -> Sampling:
 
 
 def _nothing(index: int) -> Completion:
-    """What there is of an answer whose request failed."""
+    """What there is of a completion whose request failed."""
     return Completion(index, np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")

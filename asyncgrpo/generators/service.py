@@ -21,10 +21,10 @@ from torch import Tensor
 from asyncgrpo import metrics
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
-from asyncgrpo.generators.rollout import NONE, Decode, GivenUp, GroupUnderWay, Redundancy, TooFewAnswers
-from asyncgrpo.metrics import Turns
+from asyncgrpo.generators.rollout import NONE, Decode, GivenUp, GroupUnderWay, Redundancy, TooFewCompletions
+from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
-from asyncgrpo.types import Group, Lease, WeightVersion
+from asyncgrpo.types import Group, Lease, PolicyVersion
 from asyncgrpo.weights.adapters import AdapterMerger
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import PROTOCOL, Message
@@ -34,14 +34,14 @@ from asyncgrpo.wire.rollouts import (
     Ack,
     Cancel,
     Deliver,
-    Farewell,
     Grant,
-    Hello,
     LeaseFailed,
     Nack,
+    Register,
+    Reregister,
     RewardFailed,
-    SayHello,
     Serving,
+    Shutdown,
     Welcome,
 )
 from asyncgrpo.wire.sockets import AsyncClient, Keys
@@ -51,12 +51,12 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 15.0
 PROBE_EVERY_S = 5.0
-FAREWELL_S = 5.0
+SHUTDOWN_S = 5.0
 """For a change of weights that is under way when the run is over."""
 SICK_AFTER = 5
 """Leases in a row whose requests the engine could not answer, none delivered between them, that end this process: then it
 is the engine, not the prompts."""
-UNPUBLISHED = WeightVersion(0, 0)
+UNPUBLISHED = PolicyVersion(0, 0)
 """What an engine holds before its first publication: whatever is in the model's folder. Lineages count from 1."""
 
 
@@ -120,18 +120,18 @@ class GeneratorService:
         self._keys = keys
         self._redundancy = redundancy
         self._num_refused = 0  # leases in a row whose requests failed
-        self._version: WeightVersion | None = None
+        self._version: PolicyVersion | None = None
         self._working: dict[str, Work] = {}
         self._unacknowledged: dict[str, Unacknowledged] = {}
         self._wake: Callable[[], object] = lambda: None  # before the loop runs there is nobody to wake
         self._is_over = False
-        self._leave_home = asyncio.Event()
-        self.turns = Turns()
+        self._leave_buffer = asyncio.Event()
+        self.progress = LoopProgress()
 
     async def run(self) -> None:
-        """Serve until `Farewell`. Raises what ended the engine or a weight change."""
+        """Serve until `Shutdown`. Raises what ended the engine or a weight change."""
         self._loop = asyncio.get_running_loop()
-        self._wake = lambda: self._loop.call_soon_threadsafe(self._leave_home.set)
+        self._wake = lambda: self._loop.call_soon_threadsafe(self._leave_buffer.set)
         try:
             with metrics.waiting("engine"):
                 await self._engine.start(UNPUBLISHED)
@@ -150,17 +150,17 @@ class GeneratorService:
         self._wake()
 
     @property
-    def home(self) -> str:
+    def buffer_endpoint(self) -> str:
         """The buffer that this generator works for."""
         return self._buffer_endpoint
 
     async def _serve(self) -> None:
         """Work for one buffer and one learner, until the run is over or they are others."""
-        self._leave_home.clear()
+        self._leave_buffer.clear()
         self._client = self._connect()
         receiver = self._receiver()
         receiver.start()
-        await self._say_hello()
+        await self._register()
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
@@ -169,7 +169,7 @@ class GeneratorService:
                     self._tasks.create_task(self._probe(), name="probe"),
                     self._tasks.create_task(self._tell_of_rewards(), name="rewards"),
                 ]
-                await self._leave_home.wait()
+                await self._leave_buffer.wait()
                 for task in [*background, *(work.task for work in self._working.values())]:
                     task.cancel()
         finally:
@@ -185,7 +185,7 @@ class GeneratorService:
             WeightsError: it does not end, so another one beside it could load older weights over newer ones.
         """
         receiver.stop()
-        deadline = self._loop.time() + (FAREWELL_S if self._is_over else self._load_timeout_s)
+        deadline = self._loop.time() + (SHUTDOWN_S if self._is_over else self._load_timeout_s)
         while receiver.is_alive and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
         if receiver.is_alive and not self._is_over:
@@ -236,12 +236,12 @@ class GeneratorService:
                 for lease_id in lease_ids:
                     if lease_id in self._working:
                         self._working[lease_id].group.give_up()
-            case Farewell():
+            case Shutdown():
                 self._is_over = True
-                self._leave_home.set()
-            case SayHello():
+                self._leave_buffer.set()
+            case Reregister():
                 log.warning("the buffer had given this generator up; saying hello again")
-                await self._say_hello()
+                await self._register()
             case Welcome():
                 log.info("in touch with the buffer")
 
@@ -260,7 +260,7 @@ class GeneratorService:
             await self._return(lease, "cancelled", error, under_way.num_tokens)
         except RewardsPaused as error:
             await self._return(lease, REWARDS_PAUSED, error, under_way.num_tokens)
-        except TooFewAnswers as error:
+        except TooFewCompletions as error:
             reason = REWARDS_PAUSED if self._reward.is_paused else "lease_timeout"
             await self._return(lease, reason, error, under_way.num_tokens)
         except Exception as error:
@@ -293,7 +293,7 @@ class GeneratorService:
         """Heartbeat, resend what is not acknowledged, and watch the receiver's thread."""
         while True:
             started = self._loop.time()
-            self.turns.again()
+            self.progress.tick()
             await asyncio.sleep(HEARTBEAT_S)
             activity = "generate" if self._working else "idle"
             metrics.generator_seconds_total.labels(activity=activity).inc(self._loop.time() - started)
@@ -328,8 +328,8 @@ class GeneratorService:
             except TimeoutError as error:
                 raise EngineError(f"the engine has not answered for {self._stuck_after_s:.0f} s") from error
 
-    async def _say_hello(self) -> None:
-        hello = Hello(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
+    async def _register(self) -> None:
+        hello = Register(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
         await self._send(hello)
         await self._say_serving()
 
@@ -341,7 +341,7 @@ class GeneratorService:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _apply_weights(self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> str:
+    def _apply_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
         """Called in the receiver's thread: swap on the loop, wait here."""
         future = asyncio.run_coroutine_threadsafe(self._swap(tensors, version), self._loop)
         try:
@@ -349,25 +349,25 @@ class GeneratorService:
         except concurrent.futures.TimeoutError as error:
             raise EngineError(f"the engine did not load {version} within {self._load_timeout_s:.0f} s") from error
 
-    async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> str:
+    async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
         started = time.monotonic()
         partial = self._merger is not None  # what is not adapted is what the engine loaded at its start
         await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv, partial=partial)
         checksum = await self._engine.checksum()
         self._version = version
-        metrics.generator_weight_version.set(version.version)
+        metrics.generator_weight_version.set(version.number)
         metrics.generator_seconds_total.labels(activity="weights").inc(time.monotonic() - started)
         await self._say_serving()
         return checksum
 
 
 def observe_group(group: Group) -> None:
-    """Count a group's answers in this process's metrics."""
+    """Count a group's completions in this process's metrics."""
     metrics.tokens_generated_total.inc(group.num_tokens + group.discarded.tokens)
     metrics.generate_seconds.observe(group.timings["generate"])
     for rollout in group.rollouts:
-        metrics.answers_total.labels(finish_reason=rollout.completion.finish_reason).inc()
-        metrics.answer_length_tokens.observe(len(rollout.completion.token_ids))
+        metrics.completions_total.labels(finish_reason=rollout.completion.finish_reason).inc()
+        metrics.completion_length_tokens.observe(len(rollout.completion.token_ids))
         metrics.reward_seconds.observe(rollout.score.seconds)
         if rollout.score.failure == "aborted":  # by the engine; what the reward did is counted where it is called
             metrics.reward_failures_total.labels(failure="aborted").inc()

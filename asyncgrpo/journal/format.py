@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.codec import DIGEST_BYTES, Buffer, decode, encode
 from asyncgrpo.wire.rollouts import Deliver
 
@@ -32,14 +32,14 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of the records; the struct's name is its tag."""
 
 
-class Began(_Record, frozen=True):
+class RunStarted(_Record, frozen=True):
     """A start of the run. The first record of every segment, so that a segment can be read without the others."""
 
     format: int
     lineage: int
-    parent: WeightVersion | None
+    parent: PolicyVersion | None
     """The checkpoint it goes on from: its lineage and step. None: the model's folder."""
-    terms: dict[str, str]
+    compatibility_key: dict[str, str]
     """What must be the same for a group of one start to be trained by another, by name."""
     max_lag: int
     prompts: PromptState
@@ -53,21 +53,21 @@ class Delivered(_Record, frozen=True):
     """A group came and was kept. The body is the `Deliver` as it travels, until the group is settled."""
 
     lease_id: str
-    order: int
+    prompt_index: int
     tokens: int
-    """Sampled tokens of all its answers."""
-    versions: tuple[WeightVersion, ...]
+    """Sampled tokens of all its completions."""
+    versions: tuple[PolicyVersion, ...]
     """All that sampled in it, each once, oldest first."""
     head_bytes: int
     """Of the body, its first frame; the rest is the payload."""
 
 
-class Handed(_Record, frozen=True):
+class BatchIssued(_Record, frozen=True):
     """The manifest of a batch: written before the learner gets it."""
 
     step: int
     """Optimizer steps done once it is trained; a checkpoint of this step or a later one holds it."""
-    version: WeightVersion
+    version: PolicyVersion
     """The weights that the step starts from."""
     lease_ids: tuple[str, ...]
     """In the order of the batch."""
@@ -77,7 +77,7 @@ class Dropped(_Record, frozen=True):
     """A group, or a lease of which no group came, is not to be trained."""
 
     lease_id: str
-    order: int
+    prompt_index: int
     reason: str
     is_final: bool
     """The prompt is done; else it is issued again."""
@@ -87,7 +87,7 @@ class Interrupted(_Record, frozen=True):
     """A generator ended while it worked on these prompts. Their leases are free again."""
 
     generator_id: str
-    orders: tuple[int, ...]
+    prompt_indices: tuple[int, ...]
 
 
 class Committed(_Record, frozen=True):
@@ -97,7 +97,7 @@ class Committed(_Record, frozen=True):
     prompts: PromptState
 
 
-Record = Began | Delivered | Handed | Dropped | Interrupted | Committed
+Record = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | Committed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
@@ -109,7 +109,7 @@ def delivered(message: Deliver, payload: Buffer) -> tuple[Delivered, list[Buffer
     versions = {span.version for rollout in message.rollouts for span in rollout.spans}
     record = Delivered(
         lease_id=message.lease_id,
-        order=message.order,
+        prompt_index=message.prompt_index,
         tokens=sum(rollout.num_tokens for rollout in message.rollouts),
         versions=tuple(sorted(versions)),
         head_bytes=len(head),

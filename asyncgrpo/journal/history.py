@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncgrpo.errors import JournalError, WireError
-from asyncgrpo.journal.format import Began, Damage, Delivered, Record, Whole, delivered_again, scan
+from asyncgrpo.journal.format import Damage, Delivered, Record, RunStarted, Whole, delivered_again, scan
 from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,9 @@ class History:
             yield from segment.found
 
     @property
-    def starts(self) -> dict[int, Began]:
+    def starts(self) -> dict[int, RunStarted]:
         """The starts of the run by lineage."""
-        return {found.record.lineage: found.record for found in self.found if isinstance(found.record, Began)}
+        return {found.record.lineage: found.record for found in self.found if isinstance(found.record, RunStarted)}
 
     @property
     def damage(self) -> list[str]:
@@ -135,7 +135,7 @@ def _read_segment(path: Path, *, is_last: bool) -> Segment:
         lineage = 0
         for item in scan(data):
             if isinstance(item, Whole):
-                lineage = item.record.lineage if isinstance(item.record, Began) else lineage
+                lineage = item.record.lineage if isinstance(item.record, RunStarted) else lineage
                 body_bytes = len(item.body)
                 segment.found.append(Found(item.record, lineage, segment.number, item.end - body_bytes, body_bytes))
                 item.body.release()
@@ -146,7 +146,7 @@ def _read_segment(path: Path, *, is_last: bool) -> Segment:
     return segment
 
 
-def mend(history: History) -> None:
+def repair(history: History) -> None:
     """Make the folder fit for a new start: cut the torn end off, remove what an unfinished rewrite left, name damage.
 
     Raises:

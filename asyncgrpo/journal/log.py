@@ -22,7 +22,18 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from asyncgrpo import metrics
-from asyncgrpo.journal.format import Began, Committed, Delivered, Dropped, Handed, Record, Whole, delivered, pack, scan
+from asyncgrpo.journal.format import (
+    BatchIssued,
+    Committed,
+    Delivered,
+    Dropped,
+    Record,
+    RunStarted,
+    Whole,
+    delivered,
+    pack,
+    scan,
+)
 from asyncgrpo.journal.history import SUFFIX, History, cut, segment_path
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Deliver
@@ -142,7 +153,7 @@ class Journal:
     def __init__(
         self,
         history: History,
-        began: Began,
+        run_started: RunStarted,
         durability: Durability,
         *,
         survivors: Collection[str] = (),
@@ -161,7 +172,7 @@ class Journal:
         """
         assert durability != "memory", "InMemory is for this"
         self._folder = history.folder
-        self._began = began
+        self._run_started = run_started
         self._durability = durability
         self._keep = keep
         self._now = clock
@@ -179,7 +190,7 @@ class Journal:
         self._said_s: float | None = None
         self._trouble: str | None = None
         self._is_dirty = False
-        self._handed: list[Handed] = []
+        self._issued: list[BatchIssued] = []
         self._with_bodies = {s.number for s in history.segments if s.has_bodies and not s.damage}
         self._unsettled = {  # lease id -> segment with its body
             found.record.lease_id: found.segment
@@ -269,7 +280,7 @@ class Journal:
             self._disk.sync_file(self._inherited)
             self._inherited = None
         self._descriptor = self._disk.create(self.path)
-        self._put(pack(self._began))
+        self._put(pack(self._run_started))
 
     def _begin_again(self) -> None:
         """After a failure nothing is known of what was not durable: cut it off, and write it into another segment."""
@@ -336,14 +347,14 @@ class Journal:
                 self._with_bodies.add(segment)
             case Dropped(lease_id=lease_id):
                 self._unsettled.pop(lease_id, None)
-            case Handed():
-                self._handed.append(record)
+            case BatchIssued():
+                self._issued.append(record)
             case Committed(step=step):
-                for handed in self._handed:
-                    if handed.step <= step:
-                        for lease_id in handed.lease_ids:
+                for issued in self._issued:
+                    if issued.step <= step:
+                        for lease_id in issued.lease_ids:
                             self._unsettled.pop(lease_id, None)
-                self._handed = [handed for handed in self._handed if handed.step > step]
+                self._issued = [issued for issued in self._issued if issued.step > step]
 
     def _retire(self) -> None:
         """Take the bodies out of segments in which no group is of any use. What fails is tried at the next checkpoint."""

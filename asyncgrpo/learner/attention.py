@@ -6,7 +6,7 @@ Backward, torch's bfloat16 kernel is several times slower than the matrix produc
 heads of 64: 1.2 against 0.4 ms on one core of an AMD EPYC 9004), so here it is those products, over blocks of queries.
 
 A micro-batch is one row of tokens without padding. `Segments` says who sees whom: a segment attends causally to itself
-and wholly to its prefix, another part of the row. So the answers to one prompt share the prompt's tokens, which every
+and wholly to its prefix, another part of the row. So the completions of one prompt share the prompt's tokens, which every
 layer computes once; a sequence that shares nothing is a segment without a prefix. `install` puts this in the place of
 a transformers model's attention, whatever the model, through the registry that transformers has for it.
 """

@@ -1,14 +1,14 @@
-"""Groups become packed micro-batches for every rank: usable answers, rows of about equal size, tensors.
+"""Groups become packed micro-batches for every rank: usable completions, rows of about equal size, tensors.
 
 All ranks hold all of them, so advantages need no communication unless the reward itself does (a KL in the reward, a
 critic).
 
-A row is one forward and backward of one rank. Answers to one prompt stay together as far as they can, because a row
+A row is one forward and backward of one rank. Rollouts of one prompt stay together as far as they can, because a row
 computes their prompt once; where a row has room left that no whole group fits, a group is divided and its prompt
 computed twice. Only lengths are looked at, so every rank finds the same rows without communication.
 
 Every rank calls `pack` with the same groups and builds its own share, without communication. Every sampled token of a
-usable answer is in exactly one micro-batch of one rank, no answer is split, and all ranks get the same number of
+usable completion is in exactly one micro-batch of one rank, no completion is split, and all ranks get the same number of
 micro-batches, because a sharded model runs its collectives in each. Advantages are made of whole groups, before
 anything is split.
 """
@@ -27,9 +27,9 @@ from asyncgrpo.algorithms.advantages import ESTIMATORS, groups_with_signal, sign
 from asyncgrpo.algorithms.shaping import TruncationRule, apply_truncation, overlong_penalty
 from asyncgrpo.config.schema import CRITIC
 from asyncgrpo.learner.attention import Family, Segments
-from asyncgrpo.types import Completion, Group, Rollout, WeightVersion
+from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
-# -- answers and their rewards -----------------------------------------------------------------------------------------
+# -- completions and their rewards -----------------------------------------------------------------------------------------
 
 
 """The advantage that a critic makes; the others are functions of rewards."""
@@ -45,9 +45,9 @@ class Shaping(NamedTuple):
     """What happens to rewards before they are compared."""
 
     truncated: TruncationRule = "keep"
-    """What becomes of an answer cut at the longest length: `keep`, `mask` or `zero`."""
+    """What becomes of a completion cut at the longest length: `keep`, `mask` or `zero`."""
     longest: int = 0
-    """Tokens at which an answer is cut."""
+    """Tokens at which a completion is cut."""
     overlong_buffer: int = 0
     """Tokens before that in which a penalty grows; 0: no penalty."""
     overlong_factor: float = 1.0
@@ -57,26 +57,26 @@ class Shaping(NamedTuple):
 UNSHAPED = Shaping()
 
 
-class Answers(NamedTuple):
-    """A usable answers, in the order of their groups."""
+class ScoredRollouts(NamedTuple):
+    """A usable completions, in the order of their groups."""
 
     completions: tuple[Completion, ...]
     keys: tuple[tuple[str, int], ...]
-    """group_id, and the index of the answer in its group."""
+    """group_id, and the index of the completion in its group."""
     groups: Tensor
     """[A] int64, number of the group, from 0."""
     rewards: Tensor
     """[A] float64, shaped."""
     baseline_rewards: Tensor
-    """[A] float64, of the greedy answer to the same prompt; NaN where there is none."""
+    """[A] float64, of the greedy completion of the same prompt; NaN where there is none."""
     lengths: Tensor
     """[A] int64, sampled tokens."""
     is_trained: Tensor
     """[A] bool; the others are only compared with."""
     num_unusable: int
-    """Answers left out: without a finite score, aborted, or malformed."""
+    """Completions left out: without a finite score, aborted, or malformed."""
     num_malformed: int
-    """Of these, answers with a behaviour log-prob that cannot be one."""
+    """Of these, completions with a behaviour log-prob that cannot be one."""
 
     def advantages(self, estimator: str, rewards: Tensor | None = None) -> Tensor:
         """[A] float64 by the estimator of that name, of these rewards or of others; 0 where a critic is to say."""
@@ -86,14 +86,16 @@ class Answers(NamedTuple):
         return ESTIMATORS[estimator](rewards, self.groups, lengths=self.lengths, baseline_rewards=self.baseline_rewards)
 
 
-def read_answers(groups: Sequence[Group], *, group_size: int, shaping: Shaping) -> Answers:
-    """The usable answers of `groups`.
+def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping) -> ScoredRollouts:
+    """The usable completions of `groups`.
 
     Args:
-        group_size: an answer with this index or a higher one is greedy, a baseline that is not trained.
+        group_size: a completion with this index or a higher one is greedy, a baseline that is not trained.
         shaping: of the rewards.
     """
-    assert all(g.prompt.token_ids for g in groups), "a prompt without tokens gives its answer's first token no context"
+    assert all(g.prompt.token_ids for g in groups), (
+        "a prompt without tokens gives its completion's first token no context"
+    )
     found = [
         (number, group.group_id, rollout, _reward(rollout))
         for number, group in enumerate(groups)
@@ -111,7 +113,7 @@ def read_answers(groups: Sequence[Group], *, group_size: int, shaping: Shaping) 
         )
     is_cut = torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool)
     rewards, is_trained = apply_truncation(rewards, is_cut, rule=shaping.truncated)
-    return Answers(
+    return ScoredRollouts(
         completions=completions,
         keys=tuple((group_id, rollout.completion.index) for _, group_id, rollout, _ in usable),
         groups=torch.tensor([number for number, *_ in usable], dtype=torch.int64),
@@ -125,7 +127,7 @@ def read_answers(groups: Sequence[Group], *, group_size: int, shaping: Shaping) 
 
 
 def _reward(rollout: Rollout) -> float:
-    """NaN where the answer takes no part in training."""
+    """NaN where the completion takes no part in training."""
     completion, value = rollout.completion, rollout.score.value
     if value is None or not math.isfinite(value) or completion.finish_reason == "abort" or _is_malformed(completion):
         return math.nan
@@ -141,10 +143,10 @@ def _is_malformed(completion: Completion) -> bool:
 
 
 class Piece(NamedTuple):
-    """Some answers to one prompt, in one row."""
+    """Some completions of one prompt, in one row."""
 
     group: int
-    answers: tuple[int, ...]
+    rollouts: tuple[int, ...]
     """Indices into the lengths of that group."""
 
 
@@ -157,12 +159,12 @@ _CANDIDATES = 4
 """Pieces that are looked at to be divided, largest first."""
 
 _Sized = tuple[int, int, tuple[int, ...]]
-"""Tokens of a piece, its group, its answers; longest first."""
+"""Tokens of a piece, its group, its completions; longest first."""
 
 
 def rows_for_ranks(
     prompts: Sequence[int],
-    answers: Sequence[Sequence[int]],
+    rollouts: Sequence[Sequence[int]],
     *,
     world: int,
     budget: int,
@@ -176,38 +178,38 @@ def rows_for_ranks(
 
     Args:
         prompts: [G] tokens of each group's prompt.
-        answers: [G] of lists: tokens of each answer.
+        completions: [G] of lists: tokens of each completion.
         world: number of ranks.
         budget: tokens of one row; only a single longer sequence may exceed it.
-        share_prompts: a row computes the prompt of a group once; false: once for each answer.
+        share_prompts: a row computes the prompt of a group once; false: once for each completion.
         pair_cost: cost of one query-key pair of attention, in tokens.
     """
-    pieces = _pieces(prompts, answers, share_prompts)
+    pieces = _pieces(prompts, rollouts, share_prompts)
     if not pieces:
         return [[] for _ in range(world)]
-    rows = _fill(prompts, answers, pieces, budget)
+    rows = _fill(prompts, rollouts, pieces, budget)
     wanted = -(-len(rows) // world) * world
     total = sum(size for size, _, _ in pieces)
     for slack in _SLACK:
         capacity = min(budget, int(slack * -(-total // wanted)))
-        equal = _fill(prompts, answers, pieces, capacity)
+        equal = _fill(prompts, rollouts, pieces, capacity)
         if len(equal) <= wanted:
             rows = equal
             break
-    rows.sort(key=lambda row: -_cost(row, prompts, answers, pair_cost))
+    rows.sort(key=lambda row: -_cost(row, prompts, rollouts, pair_cost))
     rows += [[] for _ in range(wanted - len(rows))]
     return [rows[rank::world] for rank in range(world)]
 
 
-def row_tokens(row: PackedRow, prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> int:
+def row_tokens(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[int]]) -> int:
     """Tokens that a row computes."""
-    return sum(prompts[piece.group] + sum(answers[piece.group][a] for a in piece.answers) for piece in row)
+    return sum(prompts[piece.group] + sum(rollouts[piece.group][a] for a in piece.rollouts) for piece in row)
 
 
-def _pieces(prompts: Sequence[int], answers: Sequence[Sequence[int]], share_prompts: bool) -> list[_Sized]:
+def _pieces(prompts: Sequence[int], rollouts: Sequence[Sequence[int]], share_prompts: bool) -> list[_Sized]:
     """What can be laid into rows, smallest first."""
     pieces: list[_Sized] = []
-    for group, lengths in enumerate(answers):
+    for group, lengths in enumerate(rollouts):
         order = sorted(range(len(lengths)), key=lambda a: -lengths[a])
         if share_prompts and order:
             pieces.append((prompts[group] + sum(lengths), group, tuple(order)))
@@ -217,7 +219,7 @@ def _pieces(prompts: Sequence[int], answers: Sequence[Sequence[int]], share_prom
 
 
 def _fill(
-    prompts: Sequence[int], answers: Sequence[Sequence[int]], pieces: list[_Sized], capacity: int
+    prompts: Sequence[int], rollouts: Sequence[Sequence[int]], pieces: list[_Sized], capacity: int
 ) -> list[PackedRow]:
     """Rows of at most `capacity` tokens: always the largest piece that fits, and at last a part of one that does not."""
     left = list(pieces)
@@ -227,7 +229,7 @@ def _fill(
         room = capacity
         while left:
             fitting = bisect_left(left, (room + 1,))
-            part = left.pop(fitting - 1) if fitting else _divide(left, prompts, answers, room, is_empty=not row)
+            part = left.pop(fitting - 1) if fitting else _divide(left, prompts, rollouts, room, is_empty=not row)
             if part is None:
                 break
             size, group, members = part
@@ -238,15 +240,15 @@ def _fill(
 
 
 def _divide(
-    left: list[_Sized], prompts: Sequence[int], answers: Sequence[Sequence[int]], room: int, *, is_empty: bool
+    left: list[_Sized], prompts: Sequence[int], rollouts: Sequence[Sequence[int]], room: int, *, is_empty: bool
 ) -> _Sized | None:
-    """Take the answers that fit out of a piece that does not; none if there are no such answers.
+    """Take the completions that fit out of a piece that does not; none if there are no such completions.
 
-    An empty row takes the longest answer of the largest piece whatever its size: it fits nowhere.
+    An empty row takes the longest completion of the largest piece whatever its size: it fits nowhere.
     """
     for index in range(len(left) - 1, max(-1, len(left) - 1 - _CANDIDATES), -1):
         size, group, members = left[index]
-        lengths, free = answers[group], room - prompts[group]
+        lengths, free = rollouts[group], room - prompts[group]
         if free < lengths[members[-1]] and not is_empty:
             continue
         chosen = []
@@ -264,14 +266,14 @@ def _divide(
     return None
 
 
-def _cost(row: PackedRow, prompts: Sequence[int], answers: Sequence[Sequence[int]], pair_cost: float) -> float:
+def _cost(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[int]], pair_cost: float) -> float:
     """Of a forward pass, in tokens."""
     cost = 0.0
     for group, members in row:
         prompt = prompts[group]
         cost += prompt * (1 + pair_cost * prompt / 2)
         for a in members:
-            cost += answers[group][a] * (1 + pair_cost * (prompt + answers[group][a] / 2))
+            cost += rollouts[group][a] * (1 + pair_cost * (prompt + rollouts[group][a] / 2))
     return cost
 
 
@@ -282,7 +284,7 @@ def _cost(row: PackedRow, prompts: Sequence[int], answers: Sequence[Sequence[int
 class PackedBatch:
     """One micro-batch: T tokens that the model runs on, without padding, and the N sampled tokens that they predict.
 
-    The last token of an answer predicts nothing and is not run; a prompt that several answers share is run once.
+    The last token of a completion predicts nothing and is not run; a prompt that several completions share is run once.
     """
 
     token_ids: Tensor
@@ -296,21 +298,21 @@ class PackedBatch:
     targets: Tensor
     """[N] int64, the sampled tokens."""
     cu_seqlens: Tensor
-    """[S+1] int64, where each answer starts in N; the last is N."""
+    """[S+1] int64, where each completion starts in N; the last is N."""
     mask: Tensor
-    """[N] bool, false on answers that are only compared with."""
+    """[N] bool, false on completions that are only compared with."""
     behaviour_logprobs: Tensor
     """[N] float32, nats, as the generator sampled them."""
     advantages: Tensor
-    """[N] float32, the answer's."""
+    """[N] float32, the completion's."""
     versions: Tensor
     """[N] int64, the number of the weights that sampled each token."""
     is_current: Tensor
-    """[N] bool, true on the tokens of answers that the learner's present weights sampled from first to last."""
-    answers: Tensor
-    """[S] int64, which of the step's answers each is."""
+    """[N] bool, true on the tokens of completions that the learner's present weights sampled from first to last."""
+    rollouts: Tensor
+    """[S] int64, which of the step's completions each is."""
     tokens_in_group: Tensor
-    """[S] int64, trained tokens of all answers of the same group, in the whole step."""
+    """[S] int64, trained tokens of all completions of the same group, in the whole step."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The same on another device."""
@@ -331,33 +333,33 @@ class StepBatch:
     """One rank's share of a minibatch, and the counts of the whole, which are the same on all ranks."""
 
     trained: tuple[PackedBatch, ...]
-    """Micro-batches to run forward and backward; at least one, perhaps of no answer."""
-    silent: tuple[PackedBatch, ...]
+    """Micro-batches to run forward and backward; at least one, perhaps of no completion."""
+    forward_only: tuple[PackedBatch, ...]
     """Micro-batches whose gradient is zero for certain: forward only, for the report."""
-    answers: Answers
-    """All usable answers, of all ranks."""
+    rollouts: ScoredRollouts
+    """All usable completions, of all ranks."""
     num_tokens: int
     """Trained tokens in all micro-batches of all ranks."""
-    num_answers: int
-    """Trained answers; one without tokens counts."""
+    num_completions: int
+    """Trained completions; one without tokens counts."""
     num_groups: int
     """Groups with a trained token."""
     zero_signal_groups: int
-    """Groups whose usable answers all have the same reward, or that have fewer than two."""
+    """Groups whose usable completions all have the same reward, or that have fewer than two."""
     signal_share: float
     """Of the groups that are solved or have a signal, how many have a signal (`algorithms.groups`). Of a critic: 1."""
     advantages: Tensor
-    """[A] float64. Of a critic: the mean over the answer's tokens."""
+    """[A] float64. Of a critic: the mean over the completion's tokens."""
 
     def with_advantages(self, advantages: Tensor, of_microbatches: Sequence[Tensor]) -> "StepBatch":
-        """The same with other advantages: of the answers [A], and of the tokens [N] of each trained micro-batch."""
+        """The same with other advantages: of the completions [A], and of the tokens [N] of each trained micro-batch."""
         trained = tuple(m.with_advantages(a) for m, a in zip(self.trained, of_microbatches, strict=True))
         return replace(self, trained=trained, advantages=advantages)
 
 
 def pack(
     groups: Sequence[Group],
-    version: WeightVersion | None,
+    version: PolicyVersion | None,
     *,
     rank: int,
     world: int,
@@ -367,7 +369,7 @@ def pack(
     shaping: Shaping = UNSHAPED,
     share_prompts: bool = True,
     pair_cost: float = 0.0,
-    skip_silent: bool = False,
+    skip_forward_only: bool = False,
 ) -> StepBatch:
     """This rank's micro-batches of a minibatch.
 
@@ -377,83 +379,83 @@ def pack(
         rank, world: this rank, and how many there are.
         tokens_per_microbatch: budget of one micro-batch; only a single longer sequence may exceed it.
         advantage: a name in `algorithms.advantages.ESTIMATORS`, or `gae`, which leaves 0 for the critic to replace.
-        group_size: answers from this index on are greedy baselines; none: there are none.
+        group_size: completions from this index on are greedy baselines; none: there are none.
         shaping: of the rewards.
-        share_prompts: compute a prompt once for the answers to it in one micro-batch.
+        share_prompts: compute a prompt once for the completions to it in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to deal micro-batches of like cost to the ranks.
-        skip_silent: answers with advantage 0 have no gradient: set them apart.
+        skip_forward_only: completions with advantage 0 have no gradient: set them apart.
     """
     largest = max((len(group.rollouts) for group in groups), default=0)
-    answers = read_answers(groups, group_size=largest if group_size is None else group_size, shaping=shaping)
-    advantages = answers.advantages(advantage)
+    rollouts = read_rollouts(groups, group_size=largest if group_size is None else group_size, shaping=shaping)
+    advantages = rollouts.advantages(advantage)
     in_group = torch.zeros(len(groups), dtype=torch.int64)
-    in_group.index_add_(0, answers.groups, answers.lengths * answers.is_trained)
-    rows = _Rows(groups, answers, advantages, in_group[answers.groups], version, share_prompts)
-    is_silent = (advantages == 0) & skip_silent
+    in_group.index_add_(0, rollouts.groups, rollouts.lengths * rollouts.is_trained)
+    rows = _Rows(groups, rollouts, advantages, in_group[rollouts.groups], version, share_prompts)
+    is_forward_only = (advantages == 0) & skip_forward_only
 
     def share(wanted: Tensor) -> tuple[PackedBatch, ...]:
-        dealt = rows.deal(wanted & (answers.lengths > 0), world, tokens_per_microbatch, pair_cost)
+        dealt = rows.deal(wanted & (rollouts.lengths > 0), world, tokens_per_microbatch, pair_cost)
         return tuple(rows.build(row) for row in dealt[rank])
 
-    with_signal = groups_with_signal(answers.rewards, answers.groups)
-    teaches = (advantages != 0) & answers.is_trained & (answers.lengths > 0)
+    with_signal = groups_with_signal(rollouts.rewards, rollouts.groups)
+    teaches = (advantages != 0) & rollouts.is_trained & (rollouts.lengths > 0)
     return StepBatch(
-        trained=share(~is_silent) or (rows.build([]),),
-        silent=share(is_silent),
-        answers=answers,
+        trained=share(~is_forward_only) or (rows.build([]),),
+        forward_only=share(is_forward_only),
+        rollouts=rollouts,
         num_tokens=int(in_group.sum()),
-        num_answers=int(answers.is_trained.sum()),
+        num_completions=int(rollouts.is_trained.sum()),
         num_groups=int((in_group > 0).sum()),
-        zero_signal_groups=len(groups) - answers.groups[with_signal].unique().numel(),
-        signal_share=1.0 if advantage == CRITIC else signal_share(answers.rewards, answers.groups, teaches),
+        zero_signal_groups=len(groups) - rollouts.groups[with_signal].unique().numel(),
+        signal_share=1.0 if advantage == CRITIC else signal_share(rollouts.rewards, rollouts.groups, teaches),
         advantages=advantages,
     )
 
 
 class _Rows:
-    """Builds micro-batches of the answers of a minibatch."""
+    """Builds micro-batches of the completions of a minibatch."""
 
     def __init__(
         self,
         groups: Sequence[Group],
-        answers: Answers,
+        rollouts: ScoredRollouts,
         advantages: Tensor,
         tokens_in_group: Tensor,
-        version: WeightVersion | None,
+        version: PolicyVersion | None,
         share_prompts: bool,
     ) -> None:
         self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
-        self.answers, self.advantages, self.tokens_in_group = answers, advantages, tokens_in_group
+        self.rollouts, self.advantages, self.tokens_in_group = rollouts, advantages, tokens_in_group
         self.version, self.share_prompts = version, share_prompts
 
     def deal(self, wanted: Tensor, world: int, budget: int, pair_cost: float) -> list[list[list[list[int]]]]:
-        """`[world][micro-batch][piece]` lists of answers; those of a piece have the same prompt."""
+        """`[world][micro-batch][piece]` lists of completions; those of a piece have the same prompt."""
         members: list[list[int]] = [[] for _ in self.prompts]
-        for answer in wanted.nonzero().squeeze(-1).tolist():
-            members[int(self.answers.groups[answer])].append(answer)
-        lengths = self.answers.lengths.tolist()
+        for rollout in wanted.nonzero().squeeze(-1).tolist():
+            members[int(self.rollouts.groups[rollout])].append(rollout)
+        lengths = self.rollouts.lengths.tolist()
         dealt = rows_for_ranks(
             [len(prompt) for prompt in self.prompts],
-            [[lengths[answer] - 1 for answer in group] for group in members],
+            [[lengths[rollout] - 1 for rollout in group] for group in members],
             world=world,
             budget=budget,
             share_prompts=self.share_prompts,
             pair_cost=pair_cost,
         )
-        return [[[[members[p.group][a] for a in p.answers] for p in row] for row in rows] for rows in dealt]
+        return [[[[members[p.group][a] for a in p.rollouts] for p in row] for row in rows] for rows in dealt]
 
     def build(self, pieces: list[list[int]]) -> PackedBatch:
-        """One micro-batch. Without answers it has one token, which nothing reads, so that the model can run it."""
+        """One micro-batch. Without completions it has one token, which nothing reads, so that the model can run it."""
         layout = _Layout()
         for piece in pieces:
-            prompt = self.prompts[int(self.answers.groups[piece[0]])]
-            layout.add(prompt, [self.answers.completions[answer].token_ids for answer in piece], self.share_prompts)
+            prompt = self.prompts[int(self.rollouts.groups[piece[0]])]
+            layout.add(prompt, [self.rollouts.completions[rollout].token_ids for rollout in piece], self.share_prompts)
         if not pieces:
             layout.add(np.zeros(1, np.int64), [], True)
-        chosen = [answer for piece in pieces for answer in piece]
+        chosen = [rollout for piece in pieces for rollout in piece]
         index = torch.tensor(chosen, dtype=torch.int64)
-        completions = [self.answers.completions[answer] for answer in chosen]
-        lengths = self.answers.lengths[index]
+        completions = [self.rollouts.completions[rollout] for rollout in chosen]
+        lengths = self.rollouts.lengths[index]
         return PackedBatch(
             token_ids=_joined(layout.token_ids, np.int64),
             position_ids=_joined(layout.position_ids, np.int64),
@@ -461,14 +463,14 @@ class _Rows:
             read_at=_joined(layout.read_at, np.int64),
             targets=_joined([c.token_ids for c in completions], np.int64),
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            mask=self.answers.is_trained[index].repeat_interleave(lengths),
+            mask=self.rollouts.is_trained[index].repeat_interleave(lengths),
             behaviour_logprobs=_joined([c.logprobs for c in completions], np.float32),
             advantages=self.advantages[index].repeat_interleave(lengths).float(),
             versions=_joined([_versions(c) for c in completions], np.int64),
             is_current=torch.tensor(
                 [_is_current(c, self.version) for c in completions], dtype=torch.bool
             ).repeat_interleave(lengths),
-            answers=index,
+            rollouts=index,
             tokens_in_group=self.tokens_in_group[index],
         )
 
@@ -483,22 +485,22 @@ class _Layout:
         self.read_at: list[np.ndarray] = []
         self.families: list[Family] = []
 
-    def add(self, prompt: np.ndarray, answers: Sequence[np.ndarray], share_prompt: bool) -> None:
-        """A prompt and the answers to it: the prompt once, or each answer after a prompt of its own."""
-        if share_prompt and len(answers) != 1:
+    def add(self, prompt: np.ndarray, rollouts: Sequence[np.ndarray], share_prompt: bool) -> None:
+        """A prompt and the completions to it: the prompt once, or each completion after a prompt of its own."""
+        if share_prompt and len(rollouts) != 1:
             start = self._run(prompt, 0)
             prefix = (start, self.size)
             self.families.append(Family((start, start), prefix))
             bounds = [self.size]
-            for answer in answers:
-                first = self._run(answer[:-1], len(prompt))
+            for rollout in rollouts:
+                first = self._run(rollout[:-1], len(prompt))
                 self.read_at.append(np.concatenate([[prefix[1] - 1], np.arange(first, self.size)]))
                 bounds += [self.size] * (self.size > first)
             if len(bounds) > 1:
                 self.families.append(Family(prefix, tuple(bounds)))
         else:
-            for answer in answers:
-                first = self._run(np.concatenate([prompt, answer[:-1]]), 0)
+            for rollout in rollouts:
+                first = self._run(np.concatenate([prompt, rollout[:-1]]), 0)
                 self.read_at.append(np.arange(first + len(prompt) - 1, self.size))
                 self.families.append(Family((first, first), (first, self.size)))
 
@@ -516,13 +518,13 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
 
 def _versions(completion: Completion) -> np.ndarray:
     """[L] number of the weights that sampled each token."""
-    return np.concatenate([np.full(span.end - span.start, span.version.version) for span in completion.spans])
+    return np.concatenate([np.full(span.end - span.start, span.version.number) for span in completion.spans])
 
 
-def _is_current(completion: Completion, version: WeightVersion | None) -> bool:
-    """True if `version` sampled the answer from its first token to its last.
+def _is_current(completion: Completion, version: PolicyVersion | None) -> bool:
+    """True if `version` sampled the completion from its first token to its last.
 
-    An answer that began under older weights may go on with their keys and values: its later tokens are not what these
+    A completion that began under older weights may go on with their keys and values: its later tokens are not what these
     weights alone would say, so they tell nothing of how well two kernels agree.
     """
     return all(span.version == version for span in completion.spans)

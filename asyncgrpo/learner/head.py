@@ -5,7 +5,7 @@ token, H the entropy and KL = Σ p (log p - log q) for a reference q,
 
     ∂ log p(y) / ∂z = 1_y - p        ∂H / ∂z = -p (log p + H)        ∂KL / ∂z = p (log p - log q - KL)
 
-So, while a tile of logits is there, log-probs are computed of it, the objective answers with its slopes, these become
+So, while a tile of logits is there, log-probs are computed of it, the objective completions with its slopes, these become
 the gradient by the logits, in their place, and that becomes its share of the gradients by h and W. Backward only hands
 those out. Statistics are float32 (float64 for float64 weights), block by block.
 """
@@ -35,7 +35,7 @@ class TokenScores(NamedTuple):
     """[N] float32, KL(policy ‖ reference) over the whole vocabulary, nats; none where nobody asked."""
 
 
-class Slopes(NamedTuple):
+class LossGradients(NamedTuple):
     """Derivatives of the step's loss by what the head computes for each token; none is zero."""
 
     logprobs: Tensor
@@ -45,17 +45,17 @@ class Slopes(NamedTuple):
     reference_kl: Tensor | None = None
     """[n] by the full KL."""
 
-    def at(self, where: slice) -> "Slopes":
+    def at(self, where: slice) -> "LossGradients":
         """Of some of the tokens."""
         entropy, reference_kl = (None if x is None else x[where] for x in self[1:])
-        return Slopes(self.logprobs[where], entropy, reference_kl)
+        return LossGradients(self.logprobs[where], entropy, reference_kl)
 
 
 class Objective(Protocol):
     """What the head asks for a block of tokens at a time."""
 
-    def __call__(self, tokens: slice, scores: TokenScores) -> Slopes:
-        """Slopes of some of the N tokens, whose scores are given."""
+    def __call__(self, tokens: slice, scores: TokenScores) -> LossGradients:
+        """Loss gradients of some of the N tokens, whose scores are given."""
 
 
 class Reference(NamedTuple):
@@ -134,8 +134,8 @@ class _FusedLoss(torch.autograd.Function):
                 if there is not None:
                     gap = log_p - rows.exact(there[block], temperature).log_softmax(-1)
                     found = found._replace(reference_kl=_dot(p, gap))
-                slopes = objective(here, found)
-                grad_logits[block] = _grad_logits(slopes, found, log_p, p, gap, targets[here], temperature)
+                gradients = objective(here, found)
+                grad_logits[block] = _grad_logits(gradients, found, log_p, p, gap, targets[here], temperature)
                 for whole, part in zip(kept, found, strict=False):
                     if part is not None:
                         whole[here] = part
@@ -215,7 +215,7 @@ def _statistics(logits: Tensor, targets: Tensor) -> tuple[TokenScores, Tensor, T
 
 
 def _grad_logits(
-    slopes: Slopes,
+    gradients: LossGradients,
     scores: TokenScores,
     log_p: Tensor,
     p: Tensor,
@@ -224,17 +224,17 @@ def _grad_logits(
     temperature: float,
 ) -> Tensor:
     """[n, V] derivative of the loss by the logits before the temperature; in the memory of `p` and `log_p`."""
-    slope = (slopes.logprobs / temperature)[:, None].to(p.dtype)
-    if slopes.reference_kl is not None:
+    gradient = (gradients.logprobs / temperature)[:, None].to(p.dtype)
+    if gradients.reference_kl is not None:
         assert gap is not None and scores.reference_kl is not None
-        gap.sub_(scores.reference_kl[:, None]).mul_((slopes.reference_kl / temperature)[:, None])
-    if slopes.entropy is not None:
-        weights = log_p.add_(scores.entropy[:, None]).mul_((-slopes.entropy / temperature)[:, None]).sub_(slope)
+        gap.sub_(scores.reference_kl[:, None]).mul_((gradients.reference_kl / temperature)[:, None])
+    if gradients.entropy is not None:
+        weights = log_p.add_(scores.entropy[:, None]).mul_((-gradients.entropy / temperature)[:, None]).sub_(gradient)
     else:
-        weights = -slope
-    if gap is not None and slopes.reference_kl is not None:
+        weights = -gradient
+    if gap is not None and gradients.reference_kl is not None:
         weights = gap.add_(weights)
-    return p.mul_(weights).scatter_add_(-1, targets[:, None], slope)
+    return p.mul_(weights).scatter_add_(-1, targets[:, None], gradient)
 
 
 def _concatenated(tiles: list[TokenScores]) -> TokenScores:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from asyncgrpo import metrics
 from asyncgrpo.errors import RewardError, StalledError, WireError
-from asyncgrpo.types import Group, WeightVersion
+from asyncgrpo.types import Group, PolicyVersion
 from asyncgrpo.wire.groups import unpack_batch
 from asyncgrpo.wire.rollouts import (
     Batch,
@@ -41,11 +41,11 @@ from asyncgrpo.wire.supervision import Drain, GeneratorLost
 # -- from the first rank to the others ---------------------------------------------------------------------------------
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class RankCommand(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do next."""
 
     what: Literal["step", "gather_weights", "save", "export", "end"]
-    version: WeightVersion | None = None
+    version: PolicyVersion | None = None
     folder: str = ""
     header: bytes = b""
     """`step`: the encoded Batch."""
@@ -63,21 +63,21 @@ class Team:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def tell(self, order: Order) -> None:
+    def tell(self, command: RankCommand) -> None:
         """Rank 0: give an order."""
         if self.world == 1:
             return
-        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(order)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0)
         dist.broadcast(data, src=0)
 
-    def hear(self) -> Order:
+    def hear(self) -> RankCommand:
         """Other ranks: the next order; waits as long as rank 0 waits."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0)
         data = torch.zeros(int(size), dtype=torch.uint8)
         dist.broadcast(data, src=0)
-        return msgspec.msgpack.decode(data.numpy().tobytes(), type=Order)
+        return msgspec.msgpack.decode(data.numpy().tobytes(), type=RankCommand)
 
 
 # -- from the buffer ---------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Team:
 log = logging.getLogger(__name__)
 
 SAY_EVERY_S = 30.0
-ANSWER_WITHIN_S = 60.0
+REPLY_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class Inbox:
         self._client = client
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
-        self._published: WeightVersion | None = None
+        self._published: PolicyVersion | None = None
 
     def take(
         self,
         step: int,
-        version: WeightVersion,
+        version: PolicyVersion,
         *,
         on_eval: Callable[[EvalResult], None],
         while_waiting: Callable[[str, float], None],
@@ -138,7 +138,7 @@ class Inbox:
         self._client.send(LastEvals())
         self._wait(on_eval, while_waiting)
 
-    def published(self, version: WeightVersion) -> None:
+    def published(self, version: PolicyVersion) -> None:
         self._published = version
         self._client.send(Published(version=version))
 
@@ -164,9 +164,9 @@ class Inbox:
         self._client.send(TakeSnapshot(published=self._published))
         started = self._clock()
         while True:
-            received = self._client.receive(ANSWER_WITHIN_S)
+            received = self._client.receive(REPLY_WITHIN_S)
             if received is None:
-                raise WireError(f"the buffer has said nothing for {ANSWER_WITHIN_S:.0f} s")
+                raise WireError(f"the buffer has said nothing for {REPLY_WITHIN_S:.0f} s")
             message = received[0]
             if isinstance(message, Snapshot):
                 return message
@@ -185,7 +185,7 @@ class Inbox:
 
     def _wait(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> Taken:
         started = heard = came = said = self._clock()
-        what = "the buffer's answer"
+        what = "the buffer's completion"
         with metrics.waiting("batch"):
             while True:
                 received = self._client.receive(0.5)
@@ -209,7 +209,7 @@ class Inbox:
                 if now - said >= SAY_EVERY_S:
                     said = now
                     log.warning("waiting for %s, %.0f s so far", what, now - started)
-                if now - heard > ANSWER_WITHIN_S:
+                if now - heard > REPLY_WITHIN_S:
                     raise WireError(f"the buffer has said nothing for {now - heard:.0f} s")
                 if now - came > self._stall_timeout_s:
                     raise StalledError(

@@ -23,11 +23,11 @@ from asyncgrpo.learner import objective, saving
 from asyncgrpo.learner.batch import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.head import Reference
 from asyncgrpo.learner.model import Scored, build_model, keep_gathered, reshard, whole, without_adapters
-from asyncgrpo.learner.objective import Known, MicrobatchObjective, is_elementwise
+from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_elementwise
 from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload
 from asyncgrpo.learner.publishing import PublishedAdapters, PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report
-from asyncgrpo.types import Group, WeightVersion
+from asyncgrpo.types import Group, PolicyVersion
 
 
 class Learner:
@@ -66,7 +66,7 @@ class Learner:
         self.sent = PublishedAdapters(self.model, config.model.path) if only_adapters else self._published
         """What a publication carries."""
 
-    def step(self, groups: list[Group], version: WeightVersion) -> StepReport:
+    def step(self, groups: list[Group], version: PolicyVersion) -> StepReport:
         """Train once on `groups`; `version` names the weights before it. Collective.
 
         An update whose gradient is not finite, or a spike, is not made, and is reported in `skipped`.
@@ -78,19 +78,19 @@ class Learner:
         with clock("pack"):
             parts = self._minibatches(groups)
             # Later parts meet weights that sampled nothing, and compare with them only where the first ones are known.
-            knows_start = objective.is_needed(self.config.algorithm, self.config.learner.minibatches)
+            knows_start = objective.needs_precompute(self.config.algorithm, self.config.learner.minibatches)
             batches = [self._pack(part, version if n == 0 or knows_start else None) for n, part in enumerate(parts)]
         with clock("forward_backward"):
-            ahead = [self._look_ahead(batch) for batch in batches]
-        for batch, known in ahead:
+            ahead = [self._precompute(batch) for batch in batches]
+        for batch, precomputed in ahead:
             with clock("forward_backward"):
-                sums = self._accumulate(batch, known, version)
+                sums = self._accumulate(batch, precomputed, version)
             with clock("report"):
                 totals.append(self._reduce(sums))
             with clock("optimizer"):
                 lr = learning_rate(self.steps, self.config.learner, signal_share=batch.signal_share)
                 updates.append(self._update(lr, totals[-1]))
-        self._steer_kl(totals, sum(batch.num_answers for batch in batches))
+        self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,
             [batch for batch, _ in ahead],
@@ -127,7 +127,7 @@ class Learner:
         bounds = [len(groups) * i // count for i in range(count + 1)]
         return [groups[start:end] for start, end in itertools.pairwise(bounds)]
 
-    def _pack(self, groups: list[Group], version: WeightVersion | None) -> StepBatch:
+    def _pack(self, groups: list[Group], version: PolicyVersion | None) -> StepBatch:
         algorithm, learner = self.config.algorithm, self.config.learner
         return pack(
             groups,
@@ -145,15 +145,15 @@ class Learner:
             ),
             share_prompts=learner.share_prompts,
             pair_cost=1 / (6 * self.model.head.in_features),
-            skip_silent=has_only_policy_gradient(self.config),
+            skip_forward_only=has_only_policy_gradient(self.config),
         )
 
-    def _look_ahead(self, batch: StepBatch) -> tuple[StepBatch, list[Known]]:
+    def _precompute(self, batch: StepBatch) -> tuple[StepBatch, list[Precomputed]]:
         """The minibatch, and what each of its micro-batches must know of the step before its gradient."""
         settings = self.config.algorithm
-        if not objective.is_needed(settings, self.config.learner.minibatches):
-            return batch, [Known()] * len(batch.trained)
-        return objective.look_ahead(batch, self._before, settings, kl_coef=self.kl_coef)
+        if not objective.needs_precompute(settings, self.config.learner.minibatches):
+            return batch, [Precomputed()] * len(batch.trained)
+        return objective.precompute(batch, self._before, settings, kl_coef=self.kl_coef)
 
     @torch.no_grad()
     def _before(self, batch: PackedBatch) -> objective.Scored:
@@ -164,28 +164,30 @@ class Learner:
         reference = self._score_reference(batch).scores.logprobs if self.has_reference else None
         return objective.Scored(scored.scores.logprobs, reference, scored.values)
 
-    def _accumulate(self, batch: StepBatch, known: Sequence[Known], version: WeightVersion) -> Sums:
+    def _accumulate(self, batch: StepBatch, precomputed: Sequence[Precomputed], version: PolicyVersion) -> Sums:
         """Forward and backward of a minibatch; gradients of its share are left in the parameters."""
         sums = []
         keep_gathered(self.model, self.world == 1)
-        for microbatch in batch.silent:
+        for microbatch in batch.forward_only:
             with torch.no_grad():
-                sums.append(self._loss(microbatch.to(self.device), batch, Known(), version)[1])
+                sums.append(self._loss(microbatch.to(self.device), batch, Precomputed(), version)[1])
         for number, microbatch in enumerate(batch.trained):
             if number == len(batch.trained) - 1:
                 keep_gathered(self.model, False)
-            loss, reported = self._loss(microbatch.to(self.device), batch, known[number], version)
+            loss, reported = self._loss(microbatch.to(self.device), batch, precomputed[number], version)
             loss.backward()
             sums.append(reported)
         return merge(sums)
 
-    def _loss(self, batch: PackedBatch, step: StepBatch, known: Known, version: WeightVersion) -> tuple[Tensor, Sums]:
+    def _loss(
+        self, batch: PackedBatch, step: StepBatch, precomputed: Precomputed, version: PolicyVersion
+    ) -> tuple[Tensor, Sums]:
         """The root of this micro-batch's share of the step's loss, and what it reports."""
         settings = self.config.algorithm
         reference = None
-        if self.has_reference and (known.reference is None or settings.kl_kind == "full"):
+        if self.has_reference and (precomputed.reference is None or settings.kl_kind == "full"):
             scored = self._score_reference(batch)
-            known = known._replace(reference=scored.scores.logprobs)
+            precomputed = precomputed._replace(reference=scored.scores.logprobs)
             if settings.kl_kind == "full":
                 model = self.model if self._reference is None else self._reference
                 reference = Reference(scored.hidden, whole(model.head.weight, scored.hidden))
@@ -193,20 +195,20 @@ class Learner:
             settings,
             batch,
             step,
-            known,
-            version=version.version,
+            precomputed,
+            version=version.number,
             max_length=self.config.sampling.max_tokens,
             kl_coef=self.kl_coef,
-            oldest_trained=version.version - self.config.buffer.max_lag
-            if self.config.buffer.policy == "mask"
-            else None,
+            oldest_trained=version.number - self.config.buffer.max_lag if self.config.buffer.policy == "mask" else None,
         )
         scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
         sums = objective.report(scored.scores)
         if scored.values is None:
             return scored.loss, sums
-        assert known.returns is not None and known.values is not None
-        critic = value_loss(scored.values.detach(), known.returns, known.values, clip=settings.critic.value_clip)
+        assert precomputed.returns is not None and precomputed.values is not None
+        critic = value_loss(
+            scored.values.detach(), precomputed.returns, precomputed.values, clip=settings.critic.value_clip
+        )
         weights = settings.critic.value_coef * objective.weights
         sums["value_loss"] = (critic.value * objective.weights).sum().double()
         return scored.loss + (weights * critic.coefficient.float() * scored.values).sum(), sums
@@ -243,14 +245,14 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
 
-    def _steer_kl(self, totals: Sequence[Sums], num_answers: int) -> None:
+    def _steer_kl(self, totals: Sequence[Sums], num_completions: int) -> None:
         """Move the coefficient of the KL towards its target."""
         algorithm = self.config.algorithm
         sums = merge(totals)
         if algorithm.kl_target is not None and sums["tokens"] > 0:
             kl = (sums["kl"] / sums["tokens"]).item()
             self.kl_coef = adaptive_kl_coefficient(
-                self.kl_coef, kl, target=algorithm.kl_target, horizon=algorithm.kl_horizon, count=num_answers
+                self.kl_coef, kl, target=algorithm.kl_target, horizon=algorithm.kl_horizon, count=num_completions
             )
 
     def _reduce(self, sums: Sums) -> Sums:
@@ -283,14 +285,14 @@ def learning_rate(steps: int, config: LearnerConfig, *, signal_share: float = 1.
 
 
 def has_only_policy_gradient(config: Config) -> bool:
-    """Whether an answer with advantage 0 has no gradient at all."""
+    """Whether a completion with advantage 0 has no gradient at all."""
     algorithm = config.algorithm
     return (
         algorithm.kl_coef == 0
         and algorithm.entropy_coef == 0
         and algorithm.behaviour_kl_coef == 0
         and algorithm.loss not in ("dro", "pairwise")
-        and not objective.is_needed(algorithm, config.learner.minibatches)
+        and not objective.needs_precompute(algorithm, config.learner.minibatches)
     )
 
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a sharded model that trains on packed answers.
+"""From a Hugging Face folder to a sharded model that trains on packed completions.
 
 Only positions that predict a sampled token go through the head, and only a tile of them at a time (`head`). The scorer
 is the root of what FSDP shards, because embedding and head are used inside its forward.
@@ -86,7 +86,7 @@ class TokenScorer(nn.Module):
             scores = score(hidden, weight, batch.targets, temperature=self.temperature)
             return Scored(None, scores, self._values(hidden), hidden.detach())
         if not is_elementwise:
-            objective.know(score(hidden.detach(), weight, batch.targets, temperature=self.temperature))
+            objective.use_scores(score(hidden.detach(), weight, batch.targets, temperature=self.temperature))
         loss, scores = fused_loss(
             hidden, weight, batch.targets, objective, temperature=self.temperature, reference=reference
         )
@@ -227,7 +227,7 @@ def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> Non
     slides = getattr(settings, "use_sliding_window", True) and "sliding_attention" in kinds
     if window is not None and slides and window < longest:
         raise ConfigError(
-            f"model.path ({path}) attends to {window} tokens in some layers, but prompt and answer may have "
+            f"model.path ({path}) attends to {window} tokens in some layers, but prompt and completion may have "
             f"{longest} (data.max_prompt_tokens + sampling.max_tokens), and the learner has no sliding window"
         )
     if getattr(settings, "attn_logit_softcapping", None) or any(

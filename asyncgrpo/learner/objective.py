@@ -20,13 +20,13 @@ from asyncgrpo.algorithms.diagnostics import Sums
 from asyncgrpo.algorithms.penalties import kl_penalty
 from asyncgrpo.algorithms.surrogates import SEQUENCE_LEVEL, SURROGATES, Surrogate
 from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, CorrectionConfig
-from asyncgrpo.learner.batch import Answers, PackedBatch, StepBatch
-from asyncgrpo.learner.head import Slopes, TokenScores
+from asyncgrpo.learner.batch import PackedBatch, ScoredRollouts, StepBatch
+from asyncgrpo.learner.head import LossGradients, TokenScores
 
 # -- one micro-batch ---------------------------------------------------------------------------------------------------
 
 
-class Known(NamedTuple):
+class Precomputed(NamedTuple):
     """What is known of the [N] tokens of a micro-batch before its gradient; none where nobody asked."""
 
     proximal: Tensor | None = None
@@ -44,9 +44,9 @@ class Known(NamedTuple):
     returns: Tensor | None = None
     """What the critic is to learn."""
 
-    def at(self, where: slice) -> "Known":
+    def at(self, where: slice) -> "Precomputed":
         """The same of some tokens."""
-        return Known(*(None if x is None else x[where] for x in self))
+        return Precomputed(*(None if x is None else x[where] for x in self))
 
 
 class _Tokens(NamedTuple):
@@ -59,19 +59,19 @@ class _Tokens(NamedTuple):
     weights: Tensor
     cu_seqlens: Tensor | None
     """None where they are a slice that sequences do not respect."""
-    known: Known
+    precomputed: Precomputed
 
     def at(self, where: slice) -> "_Tokens":
         """Some of them."""
         parts = (self.mask, self.behaviour, self.advantages, self.versions, self.weights)
         mask, behaviour, advantages, versions, weights = (x[where] for x in parts)
-        return _Tokens(mask, behaviour, advantages, versions, weights, None, self.known.at(where))
+        return _Tokens(mask, behaviour, advantages, versions, weights, None, self.precomputed.at(where))
 
 
 class _Terms(NamedTuple):
     """The loss of some tokens. Nothing has a gradient."""
 
-    slope: Tensor
+    gradient: Tensor
     """[n] derivative of the step's loss by the log-prob."""
     value: Tensor
     """[n] the token's loss, to be weighted."""
@@ -93,7 +93,7 @@ class MicrobatchObjective:
         settings: AlgorithmConfig,
         batch: PackedBatch,
         step: StepBatch,
-        known: Known,
+        precomputed: Precomputed,
         *,
         version: int,
         max_length: int,
@@ -105,7 +105,7 @@ class MicrobatchObjective:
             settings: which loss it is.
             step: for the counts of the whole step.
             version: number of the learner's weights.
-            max_length: longest answer that may be sampled, tokens.
+            max_length: longest completion that may be sampled, tokens.
             kl_coef: the present one, where it is steered.
             oldest_trained: tokens of older weights than these have no weight; None: all have theirs. The weights of
                 the others are as if nothing were left out.
@@ -117,13 +117,13 @@ class MicrobatchObjective:
             batch.cu_seqlens,
             mode=settings.aggregation,
             num_tokens=step.num_tokens,
-            num_sequences=step.num_answers,
+            num_sequences=step.num_completions,
             max_length=max_length,
             tokens_in_group=batch.tokens_in_group,
             num_groups=step.num_groups,
         ).to(torch.float32)
-        self._is_aged = batch.mask & (batch.versions < (-1 if oldest_trained is None else oldest_trained))
-        self.weights = weights = torch.where(self._is_aged, 0.0, weights)
+        self._stale_token_mask = batch.mask & (batch.versions < (-1 if oldest_trained is None else oldest_trained))
+        self.weights = weights = torch.where(self._stale_token_mask, 0.0, weights)
         """[N] of each token in the loss of the step."""
         self._tokens = _Tokens(
             batch.mask,
@@ -132,49 +132,51 @@ class MicrobatchObjective:
             batch.versions,
             weights,
             batch.cu_seqlens,
-            known,
+            precomputed,
         )
-        self._slopes: Slopes | None = None
+        self._gradients: LossGradients | None = None
 
-    def __call__(self, tokens: slice, scores: TokenScores) -> Slopes:
-        """Slopes of some of the tokens."""
-        if self._slopes is not None:
-            return self._slopes.at(tokens)
-        return self._slopes_of(self._tokens.at(tokens), scores.logprobs)
+    def __call__(self, tokens: slice, scores: TokenScores) -> LossGradients:
+        """Loss gradients of some of the tokens."""
+        if self._gradients is not None:
+            return self._gradients.at(tokens)
+        return self._gradients_of(self._tokens.at(tokens), scores.logprobs)
 
-    def know(self, scores: TokenScores) -> None:
+    def use_scores(self, scores: TokenScores) -> None:
         """Take the slopes from these log-probs, which are the whole micro-batch's."""
-        self._slopes = self._slopes_of(self._tokens, scores.logprobs)
+        self._gradients = self._gradients_of(self._tokens, scores.logprobs)
 
-    def _slopes_of(self, tokens: _Tokens, policy: Tensor) -> Slopes:
+    def _gradients_of(self, tokens: _Tokens, policy: Tensor) -> LossGradients:
         settings, weights = self.settings, tokens.weights
-        return Slopes(
-            logprobs=self._terms(tokens, policy).slope,
+        return LossGradients(
+            logprobs=self._terms(tokens, policy).gradient,
             entropy=-settings.entropy_coef * weights if settings.entropy_coef else None,
             reference_kl=self.kl_coef * weights if self.kl_coef and settings.kl_kind == "full" else None,
         )
 
     @torch.no_grad()
     def _terms(self, tokens: _Tokens, policy: Tensor) -> _Terms:
-        settings, known = self.settings, tokens.known
+        settings, precomputed = self.settings, tokens.precomputed
         anchor = self._anchor(tokens, policy)
         log_rho = (policy if settings.anchor == "behaviour" else anchor) - tokens.behaviour
         correction = self._correction(tokens, log_rho)
         surrogate = self._surrogate(tokens, policy, anchor)
         weight = correction.weight * correction.keep
-        slope, value = -weight * surrogate.coefficient, -weight * surrogate.value
+        gradient, value = -weight * surrogate.coefficient, -weight * surrogate.value
         kl = None
-        if known.reference is not None and settings.kl_kind != "full":
-            penalty = kl_penalty(policy, known.reference, kind=settings.kl_kind, log_ratio=policy - tokens.behaviour)
+        if precomputed.reference is not None and settings.kl_kind != "full":
+            penalty = kl_penalty(
+                policy, precomputed.reference, kind=settings.kl_kind, log_ratio=policy - tokens.behaviour
+            )
             kl = penalty.value
             if self.kl_coef:
-                slope, value = slope + self.kl_coef * penalty.coefficient, value + self.kl_coef * kl
+                gradient, value = gradient + self.kl_coef * penalty.coefficient, value + self.kl_coef * kl
         if settings.behaviour_kl_coef:
             penalty = kl_penalty(policy, tokens.behaviour, kind="k2")
-            slope = slope + settings.behaviour_kl_coef * penalty.coefficient
+            gradient = gradient + settings.behaviour_kl_coef * penalty.coefficient
             value = value + settings.behaviour_kl_coef * penalty.value
-        slope = torch.where(tokens.mask, tokens.weights * slope, 0.0)
-        return _Terms(slope, value, surrogate, correction, policy - anchor, log_rho, kl)
+        gradient = torch.where(tokens.mask, tokens.weights * gradient, 0.0)
+        return _Terms(gradient, value, surrogate, correction, policy - anchor, log_rho, kl)
 
     def _anchor(self, tokens: _Tokens, policy: Tensor) -> Tensor:
         match self.settings.anchor:
@@ -182,11 +184,11 @@ class MicrobatchObjective:
                 return tokens.behaviour
             case "interpolated":
                 return corrections.interpolated(policy, tokens.behaviour, tokens.versions, self.version)
-        return policy if tokens.known.proximal is None else tokens.known.proximal
+        return policy if tokens.precomputed.proximal is None else tokens.precomputed.proximal
 
     def _surrogate(self, tokens: _Tokens, policy: Tensor, anchor: Tensor) -> Surrogate:
         if self.settings.loss == PAIRWISE:
-            coefficient, value = tokens.known.pair_coefficient, tokens.known.pair_value
+            coefficient, value = tokens.precomputed.pair_coefficient, tokens.precomputed.pair_value
             assert coefficient is not None and value is not None
             # Pairs are averaged already: what the weights of the aggregation will do is undone beforehand.
             undone = torch.where(tokens.weights > 0, 1 / tokens.weights, 0.0)
@@ -195,7 +197,7 @@ class MicrobatchObjective:
         return function(policy, anchor, tokens.advantages, tokens.mask, tokens.cu_seqlens, **self.settings.loss_args)
 
     def _correction(self, tokens: _Tokens, log_rho: Tensor) -> Correction:
-        keep = tokens.mask if tokens.known.keep is None else tokens.mask & tokens.known.keep
+        keep = tokens.mask if tokens.precomputed.keep is None else tokens.mask & tokens.precomputed.keep
         parts = [Correction(tokens.mask.to(log_rho.dtype), keep)]
         parts += [
             correct(one, log_rho, tokens.advantages, tokens.mask, tokens.cu_seqlens)
@@ -225,7 +227,7 @@ class MicrobatchObjective:
             dual=settings.loss_args.get("dual"),  # type: ignore[arg-type]  # checked with the configuration
         )
         sums |= diagnostics.kept_sums("rejected", terms.correction.keep, tokens.mask, batch.cu_seqlens)
-        sums |= diagnostics.kept_sums("aged", ~self._is_aged, tokens.mask, batch.cu_seqlens)
+        sums |= diagnostics.kept_sums("stale", ~self._stale_token_mask, tokens.mask, batch.cu_seqlens)
         bounded = next((c for c in settings.corrections if c.kind == "importance"), None)
         if bounded is not None:
             sums |= diagnostics.outside_sums(
@@ -238,7 +240,7 @@ class MicrobatchObjective:
                 high=bounded.high,
             )
         sums |= diagnostics.lag_sums(tokens.versions, self.version, tokens.mask, batch.cu_seqlens)
-        at_start = scores.logprobs if tokens.known.proximal is None else tokens.known.proximal
+        at_start = scores.logprobs if tokens.precomputed.proximal is None else tokens.precomputed.proximal
         sums |= diagnostics.gap_sums(at_start, tokens.behaviour, batch.is_current)
         return sums | {"loss": weighted_sum(value, tokens.weights).double()}
 
@@ -266,7 +268,7 @@ def correct(
 
 
 def is_elementwise(settings: AlgorithmConfig) -> bool:
-    """Whether the slope of a token depends on nothing but that token, once `Known` is known."""
+    """Whether the slope of a token depends on nothing but that token, once `Precomputed` is known."""
     return settings.loss not in SEQUENCE_LEVEL and all(
         one.kind == "m2po" or (one.kind in ("importance", "divergence") and one.level == "token")
         for one in settings.corrections
@@ -287,7 +289,7 @@ class Scored(NamedTuple):
 Score = Callable[[PackedBatch], Scored]
 
 
-def is_needed(settings: AlgorithmConfig, minibatches: int) -> bool:
+def needs_precompute(settings: AlgorithmConfig, minibatches: int) -> bool:
     """Whether the step begins with a forward pass over everything."""
     return (
         (minibatches > 1 and settings.anchor == "proximal")
@@ -298,9 +300,9 @@ def is_needed(settings: AlgorithmConfig, minibatches: int) -> bool:
     )
 
 
-def look_ahead(
+def precompute(
     step: StepBatch, score: Score, settings: AlgorithmConfig, *, kl_coef: float
-) -> tuple[StepBatch, list[Known]]:
+) -> tuple[StepBatch, list[Precomputed]]:
     """Score all micro-batches of this rank, and tell each what it must know. Collective.
 
     Args:
@@ -310,21 +312,21 @@ def look_ahead(
     Returns:
         The minibatch, with the advantages that only now are known, and what its trained micro-batches must know.
     """
-    microbatches, answers = step.trained, step.answers
+    microbatches, rollouts = step.trained, step.rollouts
     scored = [score(batch) for batch in microbatches]
-    tokens = _StepTokens(microbatches, answers)
+    tokens = _StepTokens(microbatches, rollouts)
     policy = tokens.all([s.logprobs for s in scored])
-    behaviour = torch.from_numpy(np.concatenate([np.zeros(0), *(c.logprobs for c in answers.completions)]))
+    behaviour = torch.from_numpy(np.concatenate([np.zeros(0), *(c.logprobs for c in rollouts.completions)]))
     fields: dict[str, Tensor] = {}
-    rewards = answers.rewards
+    rewards = rollouts.rewards
 
     if settings.kl_coef > 0 and settings.kl_in == "reward":
         reference = tokens.all([_present(s.reference) for s in scored])
         assert settings.kl_kind != "full", "checked with the configuration"
         per_token = kl_penalty(policy, reference, kind=settings.kl_kind).value
-        rewards = shaping.reward_with_kl(answers.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=kl_coef)
-        advantages = answers.advantages(settings.advantage, rewards)
-        step = step.with_advantages(advantages, tokens.of_microbatches(advantages.repeat_interleave(answers.lengths)))
+        rewards = shaping.reward_with_kl(rollouts.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=kl_coef)
+        advantages = rollouts.advantages(settings.advantage, rewards)
+        step = step.with_advantages(advantages, tokens.of_microbatches(advantages.repeat_interleave(rollouts.lengths)))
     if settings.advantage == CRITIC:
         values = tokens.all([_present(s.values) for s in scored])
         result = critic.gae(
@@ -342,29 +344,33 @@ def look_ahead(
         if one.kind == "m2po":
             fields["keep"] = correct(one, policy - behaviour, policy, tokens.mask, None).keep
     if settings.loss == PAIRWISE:
-        fields |= _pairs(settings, answers, policy, tokens, [s.reference for s in scored])
+        fields |= _pairs(settings, rollouts, policy, tokens, [s.reference for s in scored])
 
-    known = []
+    precomputed = []
     for batch, own in zip(microbatches, scored, strict=True):
         positions = tokens.positions(batch)
         device = own.logprobs.device
         told = {name: values[positions].to(device) for name, values in fields.items()}
         told = {name: x.float() if x.is_floating_point() else x for name, x in told.items()}
-        known.append(Known(proximal=own.logprobs, reference=own.reference, **told))
-    return step, known
+        precomputed.append(Precomputed(proximal=own.logprobs, reference=own.reference, **told))
+    return step, precomputed
 
 
 def _pairs(
-    settings: AlgorithmConfig, answers: Answers, policy: Tensor, tokens: "_StepTokens", references: list[Tensor | None]
+    settings: AlgorithmConfig,
+    rollouts: ScoredRollouts,
+    policy: Tensor,
+    tokens: "_StepTokens",
+    references: list[Tensor | None],
 ) -> dict[str, Tensor]:
     """The pairwise objective of the step: its coefficient at every token, and its value, laid on first tokens."""
     arguments = dict(settings.loss_args)
     with_reference = bool(arguments.pop("reference", False))
-    generator = torch.Generator().manual_seed(len(answers.completions))
+    generator = torch.Generator().manual_seed(len(rollouts.completions))
     kind = str(arguments.pop("pairs", "best_worst"))
-    has_trained_tokens = answers.is_trained & (answers.lengths > 0)
-    rewards = torch.where(has_trained_tokens, answers.rewards, torch.nan)
-    winner, loser = pairwise.pairs(rewards, answers.groups, kind=kind, generator=generator)  # type: ignore[arg-type]
+    has_trained_tokens = rollouts.is_trained & (rollouts.lengths > 0)
+    rewards = torch.where(has_trained_tokens, rollouts.rewards, torch.nan)
+    winner, loser = pairwise.pairs(rewards, rollouts.groups, kind=kind, generator=generator)  # type: ignore[arg-type]
     result = pairwise.pairwise(
         policy,
         tokens.cu_seqlens,
@@ -381,17 +387,17 @@ def _pairs(
 
 
 class _StepTokens:
-    """All tokens of a minibatch, answer after answer; [M] in all, the same on every rank."""
+    """All tokens of a minibatch, completion after completion; [M] in all, the same on every rank."""
 
-    def __init__(self, microbatches: Sequence[PackedBatch], answers: Answers) -> None:
+    def __init__(self, microbatches: Sequence[PackedBatch], rollouts: ScoredRollouts) -> None:
         self._microbatches = microbatches
-        self.lengths = answers.lengths
-        self.cu_seqlens = torch.cat([answers.lengths.new_zeros(1), answers.lengths.cumsum(0)])
-        self.mask = answers.is_trained.repeat_interleave(answers.lengths)
+        self.lengths = rollouts.lengths
+        self.cu_seqlens = torch.cat([rollouts.lengths.new_zeros(1), rollouts.lengths.cumsum(0)])
+        self.mask = rollouts.is_trained.repeat_interleave(rollouts.lengths)
 
     def positions(self, batch: PackedBatch) -> Tensor:
         """[N] where the tokens of a micro-batch are."""
-        members, lengths = batch.answers.cpu(), batch.cu_seqlens.cpu().diff()
+        members, lengths = batch.rollouts.cpu(), batch.cu_seqlens.cpu().diff()
         starts = self.cu_seqlens[members] - batch.cu_seqlens.cpu()[:-1]
         return starts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
@@ -409,7 +415,7 @@ class _StepTokens:
         return everything
 
     def on_last_tokens(self, rewards: Tensor) -> Tensor:
-        """[A] to [M]: each answer's reward where it ends."""
+        """[A] to [M]: each completion's reward where it ends."""
         placed = torch.zeros(self.mask.numel(), dtype=torch.float64)
         has_tokens = self.lengths > 0
         placed[self.cu_seqlens[1:][has_tokens] - 1] = rewards[has_tokens]

@@ -24,7 +24,7 @@ from asyncgrpo.learner.report import StepReport
 from asyncgrpo.recording.events import Event, EventLog, read_events
 from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
-from asyncgrpo.types import Group, Rollout, WeightVersion
+from asyncgrpo.types import Group, PolicyVersion, Rollout
 from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.wire.rollouts import EvalResult
 
@@ -139,9 +139,9 @@ class TrainingWatch:
 log = logging.getLogger(__name__)
 
 
-def lag_of(group: Group, version: WeightVersion) -> int:
+def lag_of(group: Group, version: PolicyVersion) -> int:
     """Optimizer steps from the oldest token of `group` to the step that starts at `version`."""
-    return version.version - group.versions[0].version
+    return version.number - group.versions[0].number
 
 
 class Recorder:
@@ -157,7 +157,7 @@ class Recorder:
         self._decode = decode
         self.events = EventLog(run_dir / "metrics.jsonl")
         self._samples = SampleWriter(run_dir / "samples")
-        # Thousands of answers take seconds to decode, which the next step must not wait for; at most one step is behind.
+        # Thousands of completions take seconds to decode, which the next step must not wait for; at most one step is behind.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
         self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
@@ -171,21 +171,21 @@ class Recorder:
 
     def resume(self, step: int, totals: dict[str, float]) -> None:
         """Go on after `step`: later events are forgotten, counters go on from `totals`."""
-        known = list(read_events(self.events.path))
-        later = [event for event in known if event["event"] == "step" and event["step"] > step]
-        seen = max((_generated(event) for event in known), default=0)
+        precomputed = list(read_events(self.events.path))
+        later = [event for event in precomputed if event["event"] == "step" and event["step"] > step]
+        seen = max((_generated(event) for event in precomputed), default=0)
         self.undone = {"generated": seen, "undone_steps": len(later)}
         self.events.resume_at(step)
-        known = list(read_events(self.events.path))
-        for event in known:
+        precomputed = list(read_events(self.events.path))
+        for event in precomputed:
             self._watch.see(event)
         self._ledger = Ledger(totals, seen)
-        self._told = _told_by(known)
+        self._told = _told_by(precomputed)
 
     def step(
         self,
         step: int,
-        version: WeightVersion,
+        version: PolicyVersion,
         groups: list[Group],
         report: StepReport,
         counters: dict[str, float],
@@ -209,7 +209,7 @@ class Recorder:
         metrics.weight_sync_seconds.observe(publication.seconds)
         metrics.weight_sync_bytes_total.inc(publication.num_bytes * len(publication.generators))
         metrics.generators_in_sync.set(len(publication.generators))
-        metrics.learner_weight_version.set(publication.version.version)
+        metrics.learner_weight_version.set(publication.version.number)
         self.events.write(
             "sync",
             version=str(publication.version),
@@ -240,9 +240,9 @@ class Recorder:
             "version": None if result.newest is None else str(result.newest),
             "versions_answered": sorted({str(v) for v in (result.oldest, result.newest) if v is not None}),
             "reward_mean": result.reward_mean,
-            "answers": result.answers,
+            "completions": result.completions,
             "failures": result.failures,
-            "answer_length_mean": result.answer_length_mean,
+            "completion_length_mean": result.completion_length_mean,
             "ms": 1000 * result.seconds,
         }
         if result.reward_mean is not None:
@@ -272,7 +272,7 @@ class Recorder:
         self._writer.shutdown()
         self._loggers.close()
 
-    def _write_samples(self, step: int, version: WeightVersion, groups: list[Group], report: StepReport) -> None:
+    def _write_samples(self, step: int, version: PolicyVersion, groups: list[Group], report: StepReport) -> None:
         rows = []
         for group in groups:
             advantages = [report.advantages.get((group.group_id, r.completion.index)) for r in group.rollouts]
@@ -304,7 +304,7 @@ class Recorder:
         }
 
 
-_TOLD = {"groups_dropped_": "dropped", "filtered_": "filtered", "answers_": "discarded"}
+_TOLD = {"groups_dropped_": "dropped", "filtered_": "filtered", "completions_": "discarded"}
 """How the counters begin that an event tells the growth of, and in which field."""
 
 
@@ -322,7 +322,7 @@ def _generated(event: Event) -> int:
     return int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0)
 
 
-def step_fields(groups: list[Group], version: WeightVersion, report: StepReport) -> dict[str, Any]:
+def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport) -> dict[str, Any]:
     """What a `step` event says of a batch and of its step (`recording/event_kinds.py` lists the fields)."""
     rollouts = [r for g in groups for r in g.rollouts if r.completion.index < report.group_size]
     rewards = np.array([r.score.value for r in rollouts if r.score.value is not None], dtype=np.float64)
@@ -343,14 +343,14 @@ def step_fields(groups: list[Group], version: WeightVersion, report: StepReport)
         "logprob_gap_mean": report.logprob_gap_mean,
         "logprob_gap_max": report.logprob_gap_max,
         "lags": {str(lag): count for lag, count in sorted(lags.items())},
-        "answers": len(rollouts),
+        "completions": len(rollouts),
         "zero_signal_groups": report.zero_signal_groups,
         "signal_share": report.signal_share,
         "malformed_logprobs": report.malformed_logprobs,
         "value_loss": report.value_loss,
         "diagnostics": report.diagnostics,
         "skipped": report.skipped,
-        "answer_length_mean": float(np.mean(lengths)),
+        "completion_length_mean": float(np.mean(lengths)),
         "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
         "tokens_trained": report.tokens_trained,
         "reward_parts": mean_parts(rollouts),
@@ -359,7 +359,7 @@ def step_fields(groups: list[Group], version: WeightVersion, report: StepReport)
 
 
 def mean_parts(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean of each named part of the rewards, over the answers that have it."""
+    """Mean of each named part of the rewards, over the completions that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.score.parts.items():

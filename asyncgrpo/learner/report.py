@@ -11,8 +11,8 @@ import torch
 from asyncgrpo.algorithms.diagnostics import Sums, lag_report, merge, ratio_report, shares, update_report
 from asyncgrpo.learner.batch import StepBatch
 
-AnswerKey = tuple[str, int]
-"""group_id, and the index of the answer in its group."""
+RolloutKey = tuple[str, int]
+"""group_id, and the index of the completion in its group."""
 
 
 class Update(NamedTuple):
@@ -60,20 +60,20 @@ class StepReport:
     diagnostics: dict[str, float]
     """What `algorithms.diagnostics` reports of ratios, updates, rejections and lags, all before anything is rejected."""
     group_size: int
-    """Answers of a group that are sampled; those from this index on are greedy baselines."""
+    """Completions of a group that are sampled; those from this index on are greedy baselines."""
     tokens_trained: int
-    answers: int
-    """Answers trained."""
-    answers_unusable: int
-    """Answers left out: no finite score, aborted, or malformed."""
+    rollouts: int
+    """Completions trained."""
+    rollouts_unusable: int
+    """Completions left out: no finite score, aborted, or malformed."""
     malformed_logprobs: int
-    """Of these, answers with a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
+    """Of these, completions with a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
     zero_signal_groups: int
     """Groups whose advantages are all exactly 0."""
     signal_share: float
     """Of the groups that are solved or have a signal, how many have a signal; mean over the updates."""
-    advantages: dict[AnswerKey, float]
-    """Of every usable answer, by (group_id, index of the answer)."""
+    advantages: dict[RolloutKey, float]
+    """Of every usable completion, by (group_id, index of the completion)."""
     seconds: dict[str, float]
     """By phase: `pack`, `forward_backward`, `optimizer`, `report`."""
 
@@ -93,14 +93,14 @@ def build_report(
         totals: of each update. They have the learner's own `loss` as well, `kl` only where there is a reference, and
             `value_loss` only where there is a critic.
         kl_coef: of the next step.
-        group_size: answers of a group that are sampled.
+        group_size: completions of a group that are sampled.
     """
     sums = {name: total.item() for name, total in merge(totals).items()}
     tokens, current = max(sums["tokens"], 1.0), sums["gap_tokens"]
     ratios = ratio_report(sums)
     cut = shares("bounded", sums) if "bounded_tokens" in sums else {}
     diagnostics = (
-        ratios | update_report(sums) | shares("rejected", sums) | shares("aged", sums) | cut | lag_report(sums)
+        ratios | update_report(sums) | shares("rejected", sums) | shares("stale", sums) | cut | lag_report(sums)
     )
     return StepReport(
         skipped=next((u.skipped for u in reversed(updates) if u.skipped is not None), None),
@@ -120,15 +120,15 @@ def build_report(
         diagnostics=diagnostics,
         group_size=group_size,
         tokens_trained=sum(batch.num_tokens for batch in batches),
-        answers=sum(batch.num_answers for batch in batches),
-        answers_unusable=sum(batch.answers.num_unusable for batch in batches),
-        malformed_logprobs=sum(batch.answers.num_malformed for batch in batches),
+        rollouts=sum(batch.num_completions for batch in batches),
+        rollouts_unusable=sum(batch.rollouts.num_unusable for batch in batches),
+        malformed_logprobs=sum(batch.rollouts.num_malformed for batch in batches),
         zero_signal_groups=sum(batch.zero_signal_groups for batch in batches),
         signal_share=sum(batch.signal_share for batch in batches) / len(batches),
         advantages={
             key: advantage
             for batch in batches
-            for key, advantage in zip(batch.answers.keys, batch.advantages.tolist(), strict=True)
+            for key, advantage in zip(batch.rollouts.keys, batch.advantages.tolist(), strict=True)
         },
         seconds=seconds,
     )

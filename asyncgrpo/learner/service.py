@@ -20,11 +20,11 @@ from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, GeneratorsGone, TrainingError, WireError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
-from asyncgrpo.learner.inbox import Inbox, Order, Taken, Team
+from asyncgrpo.learner.inbox import Inbox, RankCommand, Taken, Team
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.record import Recorder
-from asyncgrpo.metrics import Turns
-from asyncgrpo.types import TensorInfo, WeightVersion
+from asyncgrpo.metrics import LoopProgress
+from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import unpack_batch
@@ -82,17 +82,17 @@ class LearnerService:
         self._run_dir = run_dir
         self._start_with = start_with
         self._last_step = last_step
-        self.turns = Turns()
+        self.progress = LoopProgress()
         self._clock = Stopwatch()
         self._stall_told_s = 0.0
         self._evaluated = -1
-        self.version = WeightVersion(lineage, 0)
+        self.version = PolicyVersion(lineage, 0)
         self._updates = learner.steps  # that are in the weights of `version`
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.version.version
+        return self.version.number
 
     def run(self) -> str:
         """Train until the last step, the last prompt, or until the run is to end.
@@ -117,7 +117,7 @@ class LearnerService:
         self._evaluate()
         self._clock.lap()  # what was spent on starting belongs to no step
         while self._last_step is None or self.step < self._last_step:
-            self.turns.again()
+            self.progress.tick()
             taken = self._take()
             if taken.ended is not None:
                 self._recorder.last(taken.counters)
@@ -125,7 +125,7 @@ class LearnerService:
             with self._clock("forward_backward"):
                 self._share(taken)
                 report = self._learner.step(taken.groups, self.version)
-            started_from, self.version = self.version, WeightVersion(self.version.lineage, self.version.version + 1)
+            started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
             self._updates = self._learner.steps
             try:
                 self._publish()
@@ -144,7 +144,7 @@ class LearnerService:
     def resume(self, checkpoint: Path) -> None:
         """Go on from `checkpoint`: the model and its optimizer are loaded already (`Learner.load`)."""
         state = read_state(checkpoint)
-        self.version = WeightVersion(self.version.lineage, state.step)
+        self.version = PolicyVersion(self.version.lineage, state.step)
         self._recorder.resume(state.step, state.totals)
 
     def _take(self) -> Taken:
@@ -158,7 +158,9 @@ class LearnerService:
         if self._team.world > 1:
             assert taken.message is not None
             header, payload = encode(taken.message, taken.payload)
-            self._team.tell(Order(what="step", version=self.version, header=bytes(header), payload=bytes(payload)))
+            self._team.tell(
+                RankCommand(what="step", version=self.version, header=bytes(header), payload=bytes(payload))
+            )
 
     def _publish(self) -> None:
         """Bring the current weights to every generator, then free the slots of the step that made them."""
@@ -183,7 +185,7 @@ class LearnerService:
         self._recorder.sync(publication)
 
     def _gather_weights(self) -> Iterator[tuple[TensorInfo, Tensor]]:
-        self._team.tell(Order(what="gather_weights"))
+        self._team.tell(RankCommand(what="gather_weights"))
         return self._learner.sent.weights()
 
     def _evaluate(self) -> None:
@@ -249,12 +251,12 @@ class LearnerService:
         self._recorder.events.write("checkpoint", step=self.step, path=str(path), seconds=seconds)
 
     def _fill(self, folder: Path) -> None:
-        self._team.tell(Order(what="save", folder=str(folder / "resume")))
+        self._team.tell(RankCommand(what="save", folder=str(folder / "resume")))
         self._learner.save(str(folder / "resume"))
         self._export(folder / "hf")
 
     def _export(self, folder: Path) -> None:
-        self._team.tell(Order(what="export", folder=str(folder)))
+        self._team.tell(RankCommand(what="export", folder=str(folder)))
         self._learner.export(str(folder), self._config.model.path)
 
     def _end(self, status: str) -> str:
@@ -266,7 +268,7 @@ class LearnerService:
         self._last_checkpoint()
         if status == "done":
             self._export(self._run_dir / "final")
-        self._team.tell(Order(what="end"))
+        self._team.tell(RankCommand(what="end"))
         if status != "failed":
             self._recorder.end(status, self.step)
         self._recorder.close()
@@ -286,14 +288,14 @@ class LearnerService:
                 log.warning("%s", error)
 
     def _while_none_is_there(self, what: str, seconds: float) -> None:
-        """Only where no answer of the buffer is awaited: it asks the buffer itself."""
+        """Only where no completion of the buffer is awaited: it asks the buffer itself."""
         self._tell_waiting(what, seconds)
-        answer = self._inbox.snapshot()
-        if answer.draining:
-            raise _AskedToEnd("failed" if answer.failing else "drained")
+        completion = self._inbox.snapshot()
+        if completion.draining:
+            raise _AskedToEnd("failed" if completion.failing else "drained")
 
     def _tell_waiting(self, what: str, seconds: float) -> None:
-        self.turns.again()
+        self.progress.tick()
         if seconds - self._stall_told_s >= 30.0:
             self._stall_told_s = seconds
             self._recorder.events.write("stall", what=what, seconds=seconds)
@@ -303,20 +305,20 @@ class LearnerService:
 
 def follow(learner: Learner, team: Team) -> None:
     """The other ranks: do what rank 0 orders, until it ends."""
-    while (order := team.hear()).what != "end":
-        match order.what:
+    while (command := team.hear()).what != "end":
+        match command.what:
             case "step":
-                message, payload = decode([order.header, order.payload])
-                assert isinstance(message, Batch) and order.version is not None
+                message, payload = decode([command.header, command.payload])
+                assert isinstance(message, Batch) and command.version is not None
                 with suppress(TrainingError):  # rank 0 meets the same, and orders what is left to do
-                    learner.step(unpack_batch(message, payload), order.version)
+                    learner.step(unpack_batch(message, payload), command.version)
             case "gather_weights":
                 for _ in learner.sent.weights():
                     pass
             case "save":
-                learner.save(order.folder)
+                learner.save(command.folder)
             case "export":
-                learner.export(order.folder, learner.config.model.path)
+                learner.export(command.folder, learner.config.model.path)
 
 
 class Stopwatch:

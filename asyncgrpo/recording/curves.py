@@ -103,14 +103,14 @@ def _lag(axes: Any, progress: Progress) -> None:
 
 
 def _gap(axes: Any, progress: Progress) -> None:
-    _title(axes, "Log-prob gap, learner against engine (nats, answers of lag 0)")
+    _title(axes, "Log-prob gap, learner against engine (nats, completions of lag 0)")
     drawn = False
     for field, label, colour in (("logprob_gap_max", "largest token", _RED), ("logprob_gap_mean", "mean", _BLUE)):
         x, y = _series(progress, field)
         positive = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
         if positive:
             drawn = True
-            # With points: at a lag above 0 few steps hold answers of the current weights, often only the first.
+            # With points: at a lag above 0 few steps hold completions of the current weights, often only the first.
             steps, gaps = zip(*positive, strict=True)
             axes.plot(steps, gaps, color=colour, linewidth=1.4, marker="o", markersize=4, label=label)
     if drawn:

@@ -1,6 +1,6 @@
-"""Trained answers as Parquet, one file a step, so that a person can read what the reward saw.
+"""Trained completions as Parquet, one file a step, so that a person can read what the reward saw.
 
-`samples/step_000017.parquet` appears whole or not at all. One row is one answer; the columns are the fields of
+`samples/step_000017.parquet` appears whole or not at all. One row is one completion; the columns are the fields of
 `Sample`.
 """
 
@@ -18,12 +18,12 @@ from asyncgrpo.types import Group
 
 @dataclass(frozen=True)
 class Sample:
-    """One trained answer."""
+    """One trained completion."""
 
     step: int
     """Optimizer step that trained it, from 1."""
     version_oldest: str
-    """Weights that sampled its oldest token, `lineage.version`; empty for an answer without a token."""
+    """Weights that sampled its oldest token, `lineage.version`; empty for a completion without a token."""
     version_newest: str
     lag: int
     """Optimizer steps between its group's oldest token and its training."""
@@ -31,13 +31,13 @@ class Sample:
     prompt_id: str
     source: str
     prompt: str
-    answer: str
+    completion: str
     ground_truth: str
     """JSON."""
     reward: float | None
     """None exactly when `failure` is given."""
     advantage: float | None
-    """None when the answer took no part in the loss."""
+    """None when the completion took no part in the loss."""
     failure: str | None
     finish_reason: str
     num_tokens: int
@@ -56,7 +56,7 @@ SCHEMA = pa.schema(
         ("prompt_id", pa.string()),
         ("source", pa.string()),
         ("prompt", pa.string()),
-        ("answer", pa.string()),
+        ("completion", pa.string()),
         ("ground_truth", pa.string()),
         ("reward", pa.float64()),
         ("advantage", pa.float64()),
@@ -96,7 +96,7 @@ def samples_of(
                 prompt_id=group.prompt.prompt_id,
                 source=group.prompt.source,
                 prompt=prompt,
-                answer=decode(completion.token_ids.tolist()),
+                completion=decode(completion.token_ids.tolist()),
                 ground_truth=truth,
                 reward=score.value,
                 advantage=None if advantage is None else float(advantage),

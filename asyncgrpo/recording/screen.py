@@ -177,7 +177,7 @@ def _numbers(progress: Progress) -> RenderableType:
     table.add_row("reward", Text(number(last.get("reward_mean")), style="bold green"))
     table.add_row("eval", f"{number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else "-")
     table.add_row("loss", number(last.get("loss"), 4))
-    table.add_row("answer length", number(last.get("answer_length_mean"), 1))
+    table.add_row("completion length", number(last.get("completion_length_mean"), 1))
     gap = last.get("logprob_gap_max")
     table.add_row("log-prob gap", "-" if gap is None else f"{gap:.1e}")
     table.add_row("generated", f"{thousands(last.get('tokens_generated') or 0)}  {thousands(generated)}/s")

@@ -25,7 +25,7 @@ def line_of(event: Event, progress: Progress) -> str | None:
     if kind == "step":
         return _step_line(event, progress)
     if kind == "eval":
-        line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  answers {event.get('answers')}"
+        line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  completions {event.get('completions')}"
         return line + (f"  failures: {counts_in_words(failures)}" if (failures := event.get("failures")) else "")
     if kind == "checkpoint":
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"

@@ -1,4 +1,4 @@
-"""How answers are scored: rules by `data_source`, or a function of the user's own.
+"""How completions are scored: rules by `data_source`, or a function of the user's own.
 
 `build_reward` is the one door. Whatever could hang, crash or import half the world runs in worker processes that can be
 killed (`pool.py`); a call that goes wrong comes back as a named failure, never as a silent 0.
@@ -27,8 +27,8 @@ def build_reward(
     """The reward that `config` asks for. Blocks while a user's function is checked, about as long as its imports take.
 
     Args:
-        config: with `function`, answers are scored by that function; without, by the rule of their `data_source`.
-        extra_rules: rules by exact `data_source`, beside the built-in ones: `rule(answer_text, ground_truth)` gives
+        config: with `function`, completions are scored by that function; without, by the rule of their `data_source`.
+        extra_rules: rules by exact `data_source`, beside the built-in ones: `rule(completion_text, ground_truth)` gives
             the score. They run in this process, so they must be quick and unable to hang. No effect with `function`.
         import_timeout_s: for the user's file to be imported, or `reward.timeout_s` if that is longer.
     Raises:

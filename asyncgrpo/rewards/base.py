@@ -19,10 +19,10 @@ from asyncgrpo.types import Prompt, Score
 
 
 class Reward(Protocol):
-    """Scores answers. Build one with `rewards.build_reward`."""
+    """Scores completions. Build one with `rewards.build_reward`."""
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
-        """The score of one answer, always within the configured deadline (plus the time to kill a worker)."""
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+        """The score of one completion, always within the configured deadline (plus the time to kill a worker)."""
 
     async def close(self) -> None:
         """End every worker process."""

@@ -96,20 +96,20 @@ class Breaker:
         self._last = ""
         self._good: _Call | None = None  # the last that worked
         # That failed or wait since, one a prompt, the one to be tried next at the end.
-        self._suspects: OrderedDict[str, _Call] = OrderedDict()
+        self._isolated: OrderedDict[str, _Call] = OrderedDict()
         self._tries_good = False
         self._tally = Tally()
         self._news: list[News] = []
         self.changed = asyncio.Event()
         """Set when `health` says something else, or there is news."""
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
         """The score of one completion, or the name of what went wrong.
 
         Raises:
             RewardsPaused: no call has worked for `HOLD_S`.
         """
-        call = _Call(prompt, answer_text)
+        call = _Call(prompt, completion_text)
         while True:
             if not self._closed.is_set():
                 self._keep(call)
@@ -190,9 +190,9 @@ class Breaker:
             self._begin_check()
 
     def _keep(self, call: _Call) -> None:
-        self._suspects.setdefault(call.prompt.prompt_id, call)
-        if len(self._suspects) > KEPT:
-            self._suspects.popitem(last=False)
+        self._isolated.setdefault(call.prompt.prompt_id, call)
+        if len(self._isolated) > KEPT:
+            self._isolated.popitem(last=False)
 
     async def _until_closed(self) -> None:
         try:
@@ -216,7 +216,7 @@ class Breaker:
             self.changed.set()
         self._check = self._opened_s = self._failing_since_s = None
         self._streak = 0
-        self._suspects.clear()
+        self._isolated.clear()
         self._closed.set()
 
     async def _probe(self) -> None:
@@ -256,8 +256,8 @@ class Breaker:
     def _next_probe(self) -> _Call:
         """In turn what worked last and a call of each prompt that failed or waits, those first that came last."""
         self._tries_good = not self._tries_good
-        if self._good is not None and (self._tries_good or not self._suspects):
+        if self._good is not None and (self._tries_good or not self._isolated):
             return self._good
-        prompt_id = next(reversed(self._suspects))
-        self._suspects.move_to_end(prompt_id, last=False)
-        return self._suspects[prompt_id]
+        prompt_id = next(reversed(self._isolated))
+        self._isolated.move_to_end(prompt_id, last=False)
+        return self._isolated[prompt_id]

@@ -47,7 +47,7 @@ def load_maths(_: str = "") -> Callable[[Call], float]:
     limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the timers that we turn off on purpose
-    score_maths(Call(data_source="math", answer_text="the answer is $\\frac{1}{2}$", ground_truth="0.5"))
+    score_maths(Call(data_source="math", completion_text="the answer is $\\frac{1}{2}$", ground_truth="0.5"))
     return score_maths
 
 
@@ -59,8 +59,8 @@ def score_maths(call: Call) -> float:
     """
     prefers_hash = "gsm8k" in call.data_source.lower()
     golds = call.ground_truth if isinstance(call.ground_truth, list) else [call.ground_truth]
-    final = final_answer(call.answer_text, prefers_hash)
-    answer = _parse_free(call.answer_text) if final is None else _parse_whole(final)
+    final = final_answer(call.completion_text, prefers_hash)
+    answer = _parse_free(call.completion_text) if final is None else _parse_whole(final)
     return float(any(_equal(_gold_text(gold, prefers_hash), final, answer) for gold in golds))
 
 

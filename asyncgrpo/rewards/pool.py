@@ -17,7 +17,7 @@ import msgspec
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import failed, place_of
-from asyncgrpo.rewards.worker import LENGTH, MAX_REPLY, Call, Hello, command, frame
+from asyncgrpo.rewards.worker import LENGTH, MAX_REPLY, Call, WorkerReady, command, frame
 from asyncgrpo.types import Score
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _Worker:
             raise RewardError(f"no process could be started to score with {what}: {error}") from error
         worker = cls(process)
         try:
-            hello = msgspec.msgpack.decode(await asyncio.wait_for(worker._reply(), timeout_s), type=Hello)
+            ready = msgspec.msgpack.decode(await asyncio.wait_for(worker._reply(), timeout_s), type=WorkerReady)
         except TimeoutError:
             await worker.kill()
             raise RewardError(
@@ -72,9 +72,9 @@ class _Worker:
         except BaseException:  # cancelled
             await worker.kill()
             raise
-        if hello.error:
+        if ready.error:
             await worker.kill()
-            raise RewardError(hello.error)
+            raise RewardError(ready.error)
         return worker
 
     @property
@@ -208,9 +208,9 @@ class Pool:
             self._give_back(slot)
 
     async def call(self, call: Call) -> Score:
-        """The score of one answer, at most `timeout_s` after its turn came (plus the time to kill or start a worker).
+        """The score of one completion, at most `timeout_s` after its turn came (plus the time to kill or start a worker).
 
-        Cancelling loses only this answer: before its turn the call is dropped; after, it runs to its end unheard.
+        Cancelling loses only this completion: before its turn the call is dropped; after, it runs to its end unheard.
         """
         try:
             body = frame(call)

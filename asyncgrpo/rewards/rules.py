@@ -22,7 +22,7 @@ from asyncgrpo.rewards.user import call_of
 from asyncgrpo.types import Prompt, Score
 
 TextRule = Callable[[str, Any], float]
-"""`rule(answer_text, ground_truth)` gives the score."""
+"""`rule(completion_text, ground_truth)` gives the score."""
 
 MATHS_SOURCES = (
     "math_reasoning",
@@ -57,17 +57,17 @@ class RuleReward:
         if unknown:
             raise RewardError(self._complaint(", ".join(map(repr, unknown)), any_code=any(map(_is_code, unknown))))
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
-        """The score of one answer, or the name of what went wrong. See `rewards.base.Reward`."""
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+        """The score of one completion, or the name of what went wrong. See `rewards.base.Reward`."""
         rule = self._rule(prompt.source)
         if rule is None:
             complaint = self._complaint(repr(prompt.source), any_code=_is_code(prompt.source))
             return failed("unknown_source", complaint)
         if rule == "maths":
-            return await self._maths.call(call_of(prompt, answer_text))
+            return await self._maths.call(call_of(prompt, completion_text))
         text_rule = self._text_rules[rule]
         started = time.perf_counter()
-        score = score_of_call(lambda: text_rule(answer_text, prompt.answer))
+        score = score_of_call(lambda: text_rule(completion_text, prompt.answer))
         return msgspec.structs.replace(score, seconds=time.perf_counter() - started)
 
     async def close(self) -> None:
@@ -96,29 +96,29 @@ def _is_under(source: str, name: str) -> bool:
     return source.casefold().startswith(name.casefold()) and not source[len(name) : len(name) + 1].isalpha()
 
 
-def exact_match(answer_text: str, ground_truth: Any) -> float:
-    """1.0 if the answer is the ground truth, but for blanks around them."""
-    return float(any(answer_text.strip() == gold.strip() for gold in _golds(ground_truth)))
+def exact_match(completion_text: str, ground_truth: Any) -> float:
+    """1.0 if the completion is the ground truth, but for blanks around them."""
+    return float(any(completion_text.strip() == gold.strip() for gold in _golds(ground_truth)))
 
 
-def text_match(answer_text: str, ground_truth: Any) -> float:
-    """1.0 if the answer says the ground truth, or one of a list; upper case, punctuation and articles do not count.
+def text_match(completion_text: str, ground_truth: Any) -> float:
+    """1.0 if the completion says the ground truth, or one of a list; upper case, punctuation and articles do not count.
 
     What stands in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是` must equal it. Without
     such a mark it must occur as whole words in the last line that is not empty.
     """
     golds = [normalise(gold) for gold in _golds(ground_truth)]
-    marked = _marked(answer_text)
+    marked = _marked(completion_text)
     if marked is not None:
         return float(normalise(marked) in golds)
-    line = normalise(_last_line(answer_text))
+    line = normalise(_last_line(completion_text))
     return float(any(_occurs(gold, line) for gold in golds if gold))
 
 
-def label_match(answer_text: str, ground_truth: Any) -> float:
+def label_match(completion_text: str, ground_truth: Any) -> float:
     """1.0 if the label is the ground truth. The label is what is marked as for `text_match`, else the last line."""
-    marked = _marked(answer_text)
-    label = normalise(_last_line(answer_text) if marked is None else marked)
+    marked = _marked(completion_text)
+    label = normalise(_last_line(completion_text) if marked is None else marked)
     return float(label in [normalise(gold) for gold in _golds(ground_truth)])
 
 
@@ -149,7 +149,7 @@ def _golds(ground_truth: Any) -> list[str]:
 
 
 def _marked(text: str) -> str | None:
-    """What the answer marks as its final word, or None."""
+    """What the completion marks as its final word, or None."""
     if tagged := _TAGGED.findall(text):
         return str(tagged[-1])
     if (boxed := last_boxed(text)) is not None:

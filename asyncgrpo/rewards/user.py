@@ -2,7 +2,7 @@
 
 The file is only ever run inside a worker process. What is wrong with it is said at the start in one sentence, before
 any GPU time is spent. A function may take any of the names of verl's `compute_score(data_source, solution_str,
-ground_truth, extra_info=None)` and of `f(prompt, completion, answer, info)`. It gives a number, or a dict with `score`
+ground_truth, extra_info=None)` and of `f(prompt, completion, completion, info)`. It gives a number, or a dict with `score`
 and named parts, and may be `async`; one worker awaits one call at a time.
 """
 
@@ -28,13 +28,13 @@ _TARGET = f"{__name__}:load_user_function"
 
 _VERL: dict[str, Callable[[Call], Any]] = {
     "data_source": lambda call: call.data_source,
-    "solution_str": lambda call: call.answer_text,
+    "solution_str": lambda call: call.completion_text,
     "ground_truth": lambda call: call.ground_truth,
     "extra_info": lambda call: call.info,
 }
 _KEYWORD: dict[str, Callable[[Call], Any]] = {
     "prompt": lambda call: call.prompt_text,
-    "completion": lambda call: call.answer_text,
+    "completion": lambda call: call.completion_text,
     "answer": lambda call: call.ground_truth,
     "info": lambda call: call.info,
 }
@@ -48,20 +48,20 @@ class UserReward:
     def __init__(self, spec: str, *, timeout_s: float, workers: int) -> None:
         self._pool = Pool(_TARGET, spec, workers=workers, timeout_s=timeout_s)
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
-        """The score of one answer, or the name of what went wrong. See `rewards.base.Reward`."""
-        return await self._pool.call(call_of(prompt, answer_text))
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+        """The score of one completion, or the name of what went wrong. See `rewards.base.Reward`."""
+        return await self._pool.call(call_of(prompt, completion_text))
 
     async def close(self) -> None:
         """End every worker process."""
         await self._pool.close()
 
 
-def call_of(prompt: Prompt, answer_text: str) -> Call:
+def call_of(prompt: Prompt, completion_text: str) -> Call:
     """What a worker needs to know of a prompt."""
     return Call(
         data_source=prompt.source,
-        answer_text=answer_text,
+        completion_text=completion_text,
         ground_truth=prompt.answer,
         info=prompt.info,
         prompt_text=prompt.text,

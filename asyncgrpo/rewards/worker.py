@@ -1,6 +1,6 @@
 """What the pool and its workers say to each other: msgpack in frames that begin with their length.
 
-The pool sends a `Call` and the worker answers with a `Score`, one at a time. A worker's first frame is a `Hello`.
+The pool sends a `Call` and the worker answers with a `Score`, one at a time. A worker's first frame is a `WorkerReady`.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ MAX_REPLY = 1 << 20
 """Bytes. A longer reply means that something else wrote into the pipe."""
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     """A worker has loaded what it scores with, or says why it cannot."""
 
     error: str = ""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer to score, and what a reward may look at."""
+    """One completion to score, and what a reward may look at."""
 
     data_source: str
-    answer_text: str
+    completion_text: str
     ground_truth: Any
     info: dict[str, Any] = {}
     prompt_text: str = ""
@@ -99,12 +99,12 @@ def main(boot: dict[str, Any]) -> None:
     try:
         scorer = _load(boot["target"], boot["argument"])
     except AsyncGRPOError as error:
-        _send(scores, Hello(error=str(error)))
+        _send(scores, WorkerReady(error=str(error)))
         return
     except BaseException as error:
-        _send(scores, Hello(error=f"cannot load {boot['argument'] or boot['target']}: {describe(error)}"))
+        _send(scores, WorkerReady(error=f"cannot load {boot['argument'] or boot['target']}: {describe(error)}"))
         return
-    _send(scores, Hello())
+    _send(scores, WorkerReady())
     decoder = msgspec.msgpack.Decoder(Call)
     own_pid = os.getpid()
     with asyncio.Runner() as runner:

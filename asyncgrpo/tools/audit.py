@@ -14,11 +14,11 @@ import msgspec
 from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.recovery import surviving_path
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.journal.format import Began, Delivered, Dropped, Handed
+from asyncgrpo.journal.format import BatchIssued, Delivered, Dropped, RunStarted
 from asyncgrpo.journal.history import History, read_run
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import read_events
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 
 TRAINED, WAITING, LOST = "trained", "in flight", "without a fate"
 
@@ -49,7 +49,7 @@ def audit(run: Path) -> Audit:
     history = read_run(run)
     newest = Checkpoints(run, keep=1).latest()
     state = read_state(newest) if newest is not None else None
-    checkpoint = WeightVersion(state.lineage, state.step) if state is not None else None
+    checkpoint = PolicyVersion(state.lineage, state.step) if state is not None else None
     prompts = msgspec.convert(state.prompts, PromptState) if state is not None else None
     return _Auditor(run, history, checkpoint, prompts).audit()
 
@@ -58,17 +58,17 @@ class _Auditor:
     """One pass over the records, then one check after the other."""
 
     def __init__(
-        self, run: Path, history: History, checkpoint: WeightVersion | None, prompts: PromptState | None
+        self, run: Path, history: History, checkpoint: PolicyVersion | None, prompts: PromptState | None
     ) -> None:
         self._run = run
         self._history = history
         self._path = surviving_path(history.starts, checkpoint)
         self._prompts = prompts
-        self._step = checkpoint.version if checkpoint is not None else 0
+        self._step = checkpoint.number if checkpoint is not None else 0
         self._delivered: dict[str, Delivered] = {}
-        self._manifests: list[Handed] = []
+        self._manifests: list[BatchIssued] = []
         """Those on the path, by step."""
-        self._later: list[Handed] = []
+        self._later: list[BatchIssued] = []
         """Those that no checkpoint holds."""
         self._dropped: dict[str, Dropped] = {}
         self.result = Audit(
@@ -99,7 +99,7 @@ class _Auditor:
                     if record.lease_id in self._delivered:
                         self._differ(f"group {record.lease_id} was delivered twice")
                     self._delivered[record.lease_id] = record
-                case Handed():
+                case BatchIssued():
                     for lease_id in record.lease_ids:
                         if lease_id not in self._delivered:
                             self._differ(f"step {record.step} was given group {lease_id}, which was never delivered")
@@ -118,7 +118,7 @@ class _Auditor:
 
     def _nothing_is_trained_twice(self) -> None:
         by_group: dict[str, int] = {}
-        by_order: dict[int, str] = {}
+        by_prompt_index: dict[int, str] = {}
         for manifest in self._manifests:
             for lease_id in manifest.lease_ids:
                 if lease_id in by_group:
@@ -127,22 +127,24 @@ class _Auditor:
                 record = self._delivered.get(lease_id)
                 if record is None:
                     continue  # said already
-                if (other := by_order.setdefault(record.order, lease_id)) != lease_id:
-                    self._differ(f"prompt {record.order} was trained twice, by the groups {other} and {lease_id}")
-        self._trained_groups, self._trained_orders = set(by_group), set(by_order)
+                if (other := by_prompt_index.setdefault(record.prompt_index, lease_id)) != lease_id:
+                    self._differ(
+                        f"prompt {record.prompt_index} was trained twice, by the groups {other} and {lease_id}"
+                    )
+        self._trained_groups, self._trained_prompts = set(by_group), set(by_prompt_index)
 
     def _nothing_is_too_old(self) -> None:
         for manifest in [*self._manifests, *self._later]:
             start = self._history.starts.get(manifest.version.lineage)
             for record in filter(None, map(self._delivered.get, manifest.lease_ids)):
-                lag = manifest.version.version - record.versions[0].version
-                newest = record.versions[-1].version
+                lag = manifest.version.number - record.versions[0].number
+                newest = record.versions[-1].number
                 bounded = _bounded_lag(record, manifest, start) if start is not None else None
                 if start is not None and bounded is not None and bounded > start.max_lag:
                     self._differ(
                         f"group {record.lease_id}: lag {bounded} in step {manifest.step}, max_lag {start.max_lag}"
                     )
-                if newest > manifest.version.version:
+                if newest > manifest.version.number:
                     self._differ(f"group {record.lease_id} is of weights {newest}, newer than step {manifest.step}")
                 if manifest in self._manifests:
                     self.result.lags[lag] += 1
@@ -150,17 +152,19 @@ class _Auditor:
     def _no_prompt_is_skipped(self) -> None:
         if self._prompts is None:
             return
-        final = {r.order for r in self._dropped.values() if r.is_final and _lineage(r.lease_id) in self._path}
+        final = {r.prompt_index for r in self._dropped.values() if r.is_final and _lineage(r.lease_id) in self._path}
         done = {*range(self._prompts.frontier), *self._prompts.done_beyond}
-        for order in sorted(done - self._trained_orders - final):
-            self._differ(f"prompt {order} is done in the newest checkpoint, but was neither trained nor dropped")
-        for order in sorted(self._trained_orders - done):
-            self._differ(f"prompt {order} was trained, but is not done in the newest checkpoint: it would come again")
+        for prompt_index in sorted(done - self._trained_prompts - final):
+            self._differ(f"prompt {prompt_index} is done in the newest checkpoint, but was neither trained nor dropped")
+        for prompt_index in sorted(self._trained_prompts - done):
+            self._differ(
+                f"prompt {prompt_index} was trained, but is not done in the newest checkpoint: it would come again"
+            )
 
     def _every_group_has_one_fate(self) -> None:
         last = max(self._history.starts)
         later = [manifest for manifest in self._later if manifest.version.lineage == last]
-        handed = {lease_id for manifest in later for lease_id in manifest.lease_ids}
+        issued = {lease_id for manifest in later for lease_id in manifest.lease_ids}
         for lease_id, record in self._delivered.items():
             dropped = self._dropped.get(lease_id)
             if lease_id in self._trained_groups:
@@ -169,7 +173,7 @@ class _Auditor:
                     self._differ(f"group {lease_id} was trained, and dropped as {dropped.reason}")
             elif dropped is not None:
                 fate = dropped.reason
-            elif record.order not in self._trained_orders or lease_id in handed:
+            elif record.prompt_index not in self._trained_prompts or lease_id in issued:
                 fate = WAITING
             else:
                 fate = LOST
@@ -193,20 +197,20 @@ class _Auditor:
             if found is None:
                 continue
             records = [r for r in map(self._delivered.get, found.lease_ids) if r is not None]
-            lags = Counter(str(found.version.version - record.versions[0].version) for record in records)
+            lags = Counter(str(found.version.number - record.versions[0].number) for record in records)
             if dict(lags) != event["lags"]:
                 self._differ(
                     f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal"
                 )
 
 
-def _bounded_lag(record: Delivered, manifest: Handed, start: Began) -> int | None:
+def _bounded_lag(record: Delivered, manifest: BatchIssued, start: RunStarted) -> int | None:
     """The lag of the group that its policy promises to bound; None where it promises nothing."""
     match POLICIES[start.policy].counts_from:
         case "oldest":
-            return manifest.version.version - record.versions[0].version
+            return manifest.version.number - record.versions[0].number
         case "newest":
-            return manifest.version.version - record.versions[-1].version
+            return manifest.version.number - record.versions[-1].number
     return None
 
 

@@ -24,7 +24,7 @@ from asyncgrpo.cluster.core import Core
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.wire.supervision import Moved
+from asyncgrpo.wire.supervision import EndpointsChanged
 
 # -- a cable that can be unplugged -------------------------------------------------------------------------------------
 
@@ -172,14 +172,14 @@ class Chaos:
             _Kind("full", "disk", 1.0, self._fill_disk),
         ]
 
-    def route(self, home: Moved) -> Moved:
+    def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
         """The generators' way to a core's buffer, over a cable that can be unplugged."""
         if self._proxy is not None:
             self._proxy.close()
-        self._proxy = Proxy(home.buffer_endpoint)
-        return msgspec.structs.replace(home, buffer_endpoint=self._proxy.endpoint)
+        self._proxy = Proxy(endpoints.buffer_endpoint)
+        return msgspec.structs.replace(endpoints, buffer_endpoint=self._proxy.endpoint)
 
-    def tend(self, core: Core, *, may_strike: bool) -> None:
+    def reconcile(self, core: Core, *, may_strike: bool) -> None:
         """A few times a second while a core trains: heal what is due, see what is survived, do what is next."""
         now, steps = self._clock(), core.steps_done
         self._reached = core.setup.lineage, core.first_step if steps is None else steps

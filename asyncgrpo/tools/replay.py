@@ -28,14 +28,14 @@ from asyncgrpo.config.load import to_yaml, with_overrides
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, TrainingError
-from asyncgrpo.learner.inbox import Order, Team
+from asyncgrpo.learner.inbox import RankCommand, Team
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.record import step_fields
 from asyncgrpo.learner.service import Stopwatch, follow
 from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.tools.timeline import Leg, PlannedStep, Timeline
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.broadcast import digest_of, serve_store, visit_store
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.groups import unpack_batch
@@ -99,13 +99,13 @@ def means(pairs: Sequence[Pair], field: str) -> tuple[float | None, float | None
 
 
 _FIXED = {
-    "algorithm.group_size": "so many answers to each prompt are in the journal",
-    "algorithm.min_answers": "so many answers to each prompt are in the journal",
+    "algorithm.group_size": "so many completions of each prompt are in the journal",
+    "algorithm.min_completions": "so many completions of each prompt are in the journal",
     "algorithm.filter_zero_signal": "it decided which groups were trained",
-    "model": "the answers were sampled by this model",
+    "model": "the completions were sampled by this model",
     "data": "the prompts came from there",
-    "reward": "the answers were scored by it",
-    "sampling": "the answers were sampled under it",
+    "reward": "the completions were scored by it",
+    "sampling": "the completions were sampled under it",
     "buffer": "it decided which groups were trained in which step",
     "run": "the steps, their order and their seeds are those of the journal",
     "generators": "a replay has no generators",
@@ -135,7 +135,7 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
             raise ConfigError(f"a replay cannot change {key}: {_FIXED[fixed]}")
     if config.algorithm.advantage == "remax" != recorded.algorithm.advantage:
         raise ConfigError(
-            "a replay cannot change algorithm.advantage to remax: it needs a greedy answer to each prompt, and the "
+            "a replay cannot change algorithm.advantage to remax: it needs a greedy completion of each prompt, and the "
             "journal has none"
         )
     check_algorithm(config)
@@ -185,7 +185,7 @@ def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Lear
     try:
         learner, team = _join(config, 0, store, checkpoint), Team(0, world)
         yield learner, team
-        team.tell(Order(what="end"))
+        team.tell(RankCommand(what="end"))
         for process in others:
             process.join()
     except RuntimeError as error:  # of a collective whose other side is gone
@@ -301,7 +301,7 @@ class Replay:
             run=f"{self._timeline.run.name}, replayed",
             lineage=first.lineage,
             version=str(first),
-            step=first.version,
+            step=first.number,
             steps=steps[-1].number,
             sizes=algorithm_in_words(self._configs[0].algorithm),
             overrides=self._overrides,
@@ -335,9 +335,9 @@ class Replay:
                 pair = self._step(planned, learner, team, clock)
                 self._result.pairs.append(pair)
                 on_step(pair)
-            self._compare_weights(WeightVersion(leg.lineage, leg.steps[-1].number), learner, team, config)
+            self._compare_weights(PolicyVersion(leg.lineage, leg.steps[-1].number), learner, team, config)
             if save is not None:
-                team.tell(Order(what="save", folder=save))
+                team.tell(RankCommand(what="save", folder=save))
                 learner.save(save)
 
     def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: Stopwatch) -> Pair:
@@ -347,7 +347,7 @@ class Replay:
         with clock("forward_backward"):
             if team.world > 1:
                 header, body = encode(message, payload)
-                team.tell(Order(what="step", version=planned.version, header=bytes(header), payload=bytes(body)))
+                team.tell(RankCommand(what="step", version=planned.version, header=bytes(header), payload=bytes(body)))
             report = learner.step(groups, planned.version)
         version = f"{planned.version.lineage}.{planned.number}"
         recorded = self._steps.get(version)
@@ -356,12 +356,12 @@ class Replay:
         fields |= {"step": planned.number, "version": version, "seconds": clock.lap(report.seconds)}
         return Pair(planned.number, recorded, as_written(self._events.write("step", **fields)))
 
-    def _compare_weights(self, version: WeightVersion, learner: Learner, team: Team, config: Config) -> None:
+    def _compare_weights(self, version: PolicyVersion, learner: Learner, team: Team, config: Config) -> None:
         """Hold the learner's weights against those that the run published under this version, if it did."""
         published = self._digests.get(str(version))
         if published is None:
             return
-        team.tell(Order(what="gather_weights"))
+        team.tell(RankCommand(what="gather_weights"))
         ours = digest_of(learner.sent.layout(), learner.sent.weights(), config.weights.bucket_mb * 2**20)
         if ours == published:
             self._result.same_weights.append(str(version))

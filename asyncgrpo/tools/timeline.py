@@ -15,10 +15,10 @@ import msgspec
 from asyncgrpo.buffer.recovery import is_on, surviving_path
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import JournalError
-from asyncgrpo.journal.format import Began, Delivered, Handed
+from asyncgrpo.journal.format import BatchIssued, Delivered, RunStarted
 from asyncgrpo.journal.history import Found, History, read_run
 from asyncgrpo.learner.checkpoints import read_state
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Batch, Deliver
 
 
@@ -28,7 +28,7 @@ class PlannedStep:
 
     number: int
     """Optimizer steps done once it is trained."""
-    version: WeightVersion
+    version: PolicyVersion
     """The weights that it started from."""
     groups: tuple[Found, ...]
     """In the order of the batch."""
@@ -94,10 +94,10 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     """
     history = read_run(run)
     starts, last = history.starts, max(history.starts)
-    manifests = [found.record for found in history.found if isinstance(found.record, Handed)]
+    manifests = [found.record for found in history.found if isinstance(found.record, BatchIssued)]
     newest = max((m.step for m in manifests if m.version.lineage == last), default=0)
-    path = surviving_path(starts, WeightVersion(last, newest) if newest else starts[last].parent)
-    standing = sorted((m for m in manifests if is_on(path, WeightVersion(m.version.lineage, m.step))), key=_step)
+    path = surviving_path(starts, PolicyVersion(last, newest) if newest else starts[last].parent)
+    standing = sorted((m for m in manifests if is_on(path, PolicyVersion(m.version.lineage, m.step))), key=_step)
     if not standing:
         raise JournalError(f"no step of {run} stands, so there is nothing to train again")
     wanted = [m for m in standing if m.step > from_step and (to_step is None or m.step <= to_step)]
@@ -114,7 +114,7 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     return Timeline(run, history, tuple(_legs(run, starts, wanted, groups)), checkpoints.get(from_step))
 
 
-def _step(manifest: Handed) -> int:
+def _step(manifest: BatchIssued) -> int:
     return manifest.step
 
 
@@ -123,7 +123,7 @@ def _groups(history: History) -> dict[str, Found]:
     return {found.record.lease_id: found for found in history.found if isinstance(found.record, Delivered)}
 
 
-def _check_every_step(run: Path, wanted: list[Handed], from_step: int) -> None:
+def _check_every_step(run: Path, wanted: list[BatchIssued], from_step: int) -> None:
     for expected, manifest in enumerate(wanted, start=from_step + 1):
         if manifest.step > expected:
             raise JournalError(
@@ -138,7 +138,9 @@ def _audit(run: Path) -> str:
     return shlex.join(["asyncgrpo", "audit", str(run)])
 
 
-def _check_every_group(run: Path, wanted: list[Handed], groups: dict[str, Found], checkpoints: dict[int, Path]) -> None:
+def _check_every_group(
+    run: Path, wanted: list[BatchIssued], groups: dict[str, Found], checkpoints: dict[int, Path]
+) -> None:
     unknown = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if lease_id not in groups]
     if unknown:
         step, lease_id = unknown[0]
@@ -162,12 +164,14 @@ def _checkpoints(run: Path, path: dict[int, int]) -> dict[int, Path]:
     found = {}
     for file in run.glob("checkpoints/step_*/state.json"):
         state = read_state(file.parent)
-        if is_on(path, WeightVersion(state.lineage, state.step)):
+        if is_on(path, PolicyVersion(state.lineage, state.step)):
             found[state.step] = file.parent
     return found
 
 
-def _legs(run: Path, starts: dict[int, Began], wanted: list[Handed], groups: dict[str, Found]) -> Iterator[Leg]:
+def _legs(
+    run: Path, starts: dict[int, RunStarted], wanted: list[BatchIssued], groups: dict[str, Found]
+) -> Iterator[Leg]:
     for lineage in dict.fromkeys(manifest.version.lineage for manifest in wanted):
         steps = tuple(
             PlannedStep(m.step, m.version, tuple(groups[lease_id] for lease_id in m.lease_ids))
@@ -177,10 +181,10 @@ def _legs(run: Path, starts: dict[int, Began], wanted: list[Handed], groups: dic
         yield Leg(lineage, _config(run, starts[lineage]), steps)
 
 
-def _config(run: Path, began: Began) -> Config:
-    if not began.config:
+def _config(run: Path, run_started: RunStarted) -> Config:
+    if not run_started.config:
         raise JournalError(f"the journal of {run} is of an older release, which did not keep the configuration in it")
     try:
-        return msgspec.convert(began.config, Config)
+        return msgspec.convert(run_started.config, Config)
     except msgspec.ValidationError as error:
         raise JournalError(f"the configuration in the journal of {run} is of another release: {error}") from error

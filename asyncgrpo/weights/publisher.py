@@ -5,7 +5,7 @@ sent, has swapped its engine to it, and all engines of one kind report the same 
 has a deadline. A member that misses one, or that somebody has given up, is left out, and the group is built again
 without it; it may join again.
 
-    Join* -> Muster -> Present -> Assemble -> [ Offer -> broadcasts -> Staged -> Swap -> Swapped ]*
+    Join* -> Ping -> Pong -> FormGroup -> [ Offer -> broadcasts -> Staged -> Swap -> Swapped ]*
 """
 
 import logging
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import GeneratorsGone, WeightsError, WireError
-from asyncgrpo.types import TensorInfo, WeightVersion
+from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.broadcast import BroadcastGroup, Bucket, add_digests, digest, plan_buckets, serve_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Kinds, ToPublisher, decode
 from asyncgrpo.wire.sockets import Keys, Server
-from asyncgrpo.wire.weights import Assemble, Join, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ LOOK_EVERY_S = 1.0
 """How soon a wait sees that whoever is awaited was given up."""
 
 
-Answer = TypeVar("Answer", Staged, Swapped)
+Reply = TypeVar("Reply", Staged, Swapped)
 
 
 class _Refused(WeightsError):
@@ -51,7 +51,7 @@ class Member:
     peer: str
     incarnation: str
     in_group: bool = False
-    version: WeightVersion | None = None
+    version: PolicyVersion | None = None
     """The newest version it swapped to."""
 
 
@@ -59,7 +59,7 @@ class Member:
 class Publication:
     """Proof that one version landed."""
 
-    version: WeightVersion
+    version: PolicyVersion
     generators: tuple[str, ...]
     seconds: float
     num_bytes: int
@@ -150,7 +150,7 @@ class Publisher:
             raise WeightsError(f"no generator asked for weights within {timeout_s:.0f} s; their logs say why")
 
     def publish(
-        self, version: WeightVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
+        self, version: PolicyVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
     ) -> Publication:
         """Bring `version` to every generator, and prove it.
 
@@ -195,12 +195,12 @@ class Publisher:
     # -- one attempt -----------------------------------------------------------------------------------------------
 
     def _publish_once(
-        self, version: WeightVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
+        self, version: PolicyVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
     ) -> tuple[str, str, dict[str, str]]:
         """Digest of what was sent, digest of what the engines were given, and their checksums by generator."""
         self.newcomers()
         if self._group is None or any(not m.in_group for m in self._members.values()):
-            self._assemble()
+            self._form_group()
         assert self._group is not None
         offer = Offer(
             epoch=self._epoch,
@@ -251,7 +251,7 @@ class Publisher:
             view.copy_(tensor)
         return flat
 
-    def _check_engines(self, version: WeightVersion, loaded: str, checksums: dict[str, str]) -> None:
+    def _check_engines(self, version: PolicyVersion, loaded: str, checksums: dict[str, str]) -> None:
         """What the engines report of the weights they hold must agree with each other, and change when the weights do.
 
         Raises:
@@ -267,16 +267,16 @@ class Publisher:
 
     # -- members ---------------------------------------------------------------------------------------------------
 
-    def _assemble(self) -> None:
+    def _form_group(self) -> None:
         """Build the group of a new epoch from everyone who is there. Raises WeightsError."""
         self._drop_group()
         self._epoch += 1
-        self._muster()
+        self._ping()
         names = sorted(self._members)
         if not names:
             raise WeightsError("no generator is in touch")
         for rank, name in enumerate(names, start=1):
-            message = Assemble(
+            message = FormGroup(
                 epoch=self._epoch,
                 rank=rank,
                 world=len(names) + 1,
@@ -301,23 +301,23 @@ class Publisher:
         for member in self._members.values():
             member.in_group = True
 
-    def _muster(self) -> None:
+    def _ping(self) -> None:
         """Forget every member that is not there any more."""
         for name, member in list(self._members.items()):
-            if not self._server.send(member.peer, Muster(epoch=self._epoch)):
+            if not self._server.send(member.peer, Ping(epoch=self._epoch)):
                 self._leave_out(name, "it is not connected any more")
         asked = set(self._members)
         missing = set(asked)
         deadline = time.monotonic() + self._config.timeout_s
         while (missing := missing & self._members.keys()) and time.monotonic() < deadline:
             message = self._receive(deadline - time.monotonic())
-            if isinstance(message, Present) and message.epoch == self._epoch:
+            if isinstance(message, Pong) and message.epoch == self._epoch:
                 missing.discard(message.generator_id)
             elif message is not None and (
                 isinstance(message, Join) or message.generator_id in self._members.keys() - asked
             ):  # it came, or came back, after the roll call began
                 name = message.generator_id
-                self._server.send(self._members[name].peer, Muster(epoch=self._epoch))
+                self._server.send(self._members[name].peer, Ping(epoch=self._epoch))
                 asked.add(name)
                 missing.add(name)
         for name in missing:
@@ -334,19 +334,19 @@ class Publisher:
             if member.in_group:
                 self._server.send(member.peer, message)
 
-    def _gather(self, kind: type[Answer], verb: str, version: WeightVersion) -> dict[str, Answer]:
+    def _gather(self, kind: type[Reply], verb: str, version: PolicyVersion) -> dict[str, Reply]:
         """One message of `kind` of this epoch from every member. Who does not answer in time is dropped.
 
         Raises:
             WeightsError: someone failed or was late.
         """
         deadline = time.monotonic() + self._config.timeout_s
-        answers: dict[str, Answer] = {}
+        replies: dict[str, Reply] = {}
         failed: WeightsError | None = None
-        while expected := [n for n, m in self._members.items() if m.in_group and n not in answers]:
+        while expected := [n for n, m in self._members.items() if m.in_group and n not in replies]:
             message = self._receive(deadline - time.monotonic())
             if isinstance(message, kind) and message.epoch == self._epoch and message.generator_id in expected:
-                answers[message.generator_id] = message
+                replies[message.generator_id] = message
             elif isinstance(message, SyncFailed) and message.epoch == self._epoch:
                 error = _Refused if kind is Staged else WeightsError
                 failed = error(f"{message.generator_id} could not {verb} {version}: {message.reason}")
@@ -366,7 +366,7 @@ class Publisher:
             failed = WeightsError(f"a generator was lost before it could {verb} {version}")
         if failed is not None:
             raise failed
-        return answers
+        return replies
 
     def _receive(self, timeout_s: float) -> ToPublisher | None:
         """The next message, or None after `LOOK_EVERY_S` at most. A Join is noted, and who was given up is forgotten."""

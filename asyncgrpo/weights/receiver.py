@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from asyncgrpo.errors import WireError
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.adapters import AdapterMerger, content_digest
 from asyncgrpo.weights.broadcast import BroadcastGroup, add_digests, digest, plan_buckets, visit_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client, Keys
-from asyncgrpo.wire.weights import Assemble, Join, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
 
 log = logging.getLogger(__name__)
 
-Apply = Callable[[Iterable[tuple[str, Tensor]], WeightVersion], str]
+Apply = Callable[[Iterable[tuple[str, Tensor]], PolicyVersion], str]
 """Swaps the engine to these weights and returns its checksum; called in the receiver's thread."""
 
 
@@ -54,7 +54,7 @@ class Receiver:
         self._group: BroadcastGroup | None = None
         self._epoch = 0
         self._staged: list[tuple[str, Tensor]] = []
-        self._staged_version: WeightVersion | None = None
+        self._staged_version: PolicyVersion | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receiver", daemon=True)
         self.failure: BaseException | None = None
@@ -90,10 +90,10 @@ class Receiver:
             client.close()
 
     def _handle(self, client: Client, message: Message) -> None:
-        if isinstance(message, Assemble):
-            self._assemble(client, message)
-        elif isinstance(message, Muster):
-            client.send(Present(generator_id=self._generator_id, epoch=message.epoch))
+        if isinstance(message, FormGroup):
+            self._form_group(client, message)
+        elif isinstance(message, Ping):
+            client.send(Pong(generator_id=self._generator_id, epoch=message.epoch))
         elif isinstance(message, Offer) and message.epoch == self._epoch and self._group is not None:
             self._stage(client, self._group, message)
         elif isinstance(message, Swap) and message.epoch == self._epoch and message.version == self._staged_version:
@@ -102,7 +102,7 @@ class Receiver:
     def _join(self, client: Client, cause: str) -> None:
         client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, cause=cause[:200]))
 
-    def _assemble(self, client: Client, message: Assemble) -> None:
+    def _form_group(self, client: Client, message: FormGroup) -> None:
         self._leave()
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)

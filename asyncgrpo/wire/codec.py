@@ -19,41 +19,41 @@ from asyncgrpo.wire.rollouts import (
     Batch,
     Cancel,
     Deliver,
-    Farewell,
     Finished,
     Grant,
-    Hello,
     LastEvals,
     LeaseFailed,
     Nack,
     NoMore,
     Published,
+    Register,
     RequestEval,
+    Reregister,
     RewardFailed,
     Saved,
-    SayHello,
     Serving,
+    Shutdown,
     Snapshot,
     Take,
     TakeSnapshot,
     Waiting,
     Welcome,
 )
-from asyncgrpo.wire.supervision import Drain, DumpStacks, GeneratorLost, Moved, Pulse
-from asyncgrpo.wire.weights import Assemble, Join, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.supervision import Drain, DumpStacks, EndpointsChanged, GeneratorLost, Heartbeat
+from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
 
-OfGenerator = Hello | Serving | Deliver | LeaseFailed | RewardFailed
+OfGenerator = Register | Serving | Deliver | LeaseFailed | RewardFailed
 OfLearnerOrDriver = (
     Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Drain | GeneratorLost
 )  # fmt: skip
 ToBuffer = OfGenerator | OfLearnerOrDriver
-ToPublisher = Join | Present | Staged | Swapped | SyncFailed
+ToPublisher = Join | Pong | Staged | Swapped | SyncFailed
 AnyMessage = (
     ToBuffer | ToPublisher
-    | Welcome | SayHello | Grant | Ack | Nack | Cancel | Farewell
+    | Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
     | Batch | Waiting | NoMore | Snapshot
-    | Muster | Assemble | Offer | Swap
-    | Pulse | DumpStacks | Moved
+    | Ping | FormGroup | Offer | Swap
+    | Heartbeat | DumpStacks | EndpointsChanged
 )  # fmt: skip
 
 DIGEST_BYTES = 8

@@ -1,7 +1,7 @@
 """A group as a message and a payload of raw arrays, and whether it is one that can be trained.
 
 `check_group` says what a schema cannot, before anyone keeps the group: lengths, spans, scores, and every token and
-log-prob of its payload. `check_answers_lease` holds it against the lease that it answers. A refusal has one of the
+log-prob of its payload. `check_lease` holds it against the lease that it answers. A refusal has one of the
 reasons by which refusals are counted.
 """
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from asyncgrpo.errors import RefusedError
-from asyncgrpo.types import Completion, Group, Lease, Rollout, WeightVersion
+from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Rollout
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Batch, Deliver, RolloutHeader
 
@@ -24,7 +24,7 @@ LARGEST_LOGPROB = 1e-5
 
 # A float32's bits as an integer keep its order: upwards from 0 where it is positive; and seen unsigned, downwards to
 # minus infinity where it is negative, with what is no number behind both infinities. So two largest integers say whether
-# all numbers of an answer are finite and none is positive, without looking at one as a number.
+# all numbers of a completion are finite and none is positive, without looking at one as a number.
 _POSITIVE = int(np.float32(LARGEST_LOGPROB).view(np.int32))
 _MINUS_INFINITY = int(np.float32(-np.inf).view(np.uint32))
 
@@ -35,7 +35,7 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
     Args:
         vocabulary: token ids are below it.
     Raises:
-        RefusedError: names the group and the answer. By `schema`: lengths that do not add up, answers out of order,
+        RefusedError: names the group and the completion. By `schema`: lengths that do not add up, completions out of order,
             spans that do not partition, versions that decrease, a score that is both or neither. By `not_finite`: a
             score, or a log-prob that is none. By `vocabulary`: a token that the model does not have.
     """
@@ -51,12 +51,12 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
     for header in message.rollouts:
         index = header.index
         if index <= before:
-            raise _refused("schema", message, index, f"it follows answer {before}")
+            raise _refused("schema", message, index, f"it follows completion {before}")
         before = index
         end, version = 0, None
         for span in header.spans:
             if span.start != end or span.end <= end:
-                raise _refused("schema", message, index, "version spans do not partition the answer")
+                raise _refused("schema", message, index, "version spans do not partition the completion")
             if version is not None and span.version < version:
                 raise _refused("schema", message, index, "weight versions decrease")
             end, version = span.end, span.version
@@ -78,7 +78,7 @@ def _check_values(message: Deliver, payload: Buffer, vocabulary: int) -> None:
             with_tokens.append(header.index)
             starts += [at, at + header.num_tokens]
             at += 2 * header.num_tokens
-    # Tokens and log-probs in turn, each answer's largest of both.
+    # Tokens and log-probs in turn, each completion's largest of both.
     signed = np.maximum.reduceat(np.frombuffer(payload, "<i4"), starts).tolist()
     unsigned = np.maximum.reduceat(np.frombuffer(payload, "<u4"), starts).tolist()
     if max(unsigned[::2]) >= vocabulary:
@@ -90,30 +90,37 @@ def _check_values(message: Deliver, payload: Buffer, vocabulary: int) -> None:
         raise _refused("not_finite", message, index, "a log-prob is not finite, or positive")
 
 
-def check_answers_lease(message: Deliver, lease: Lease, newest: WeightVersion | None) -> None:
-    """Refuse a group that is no answer to its lease.
+def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) -> None:
+    """Refuse a group that is no completion to its lease.
 
     Args:
         newest: the version published last. The one after it may sample already, where its publication is under way.
     Raises:
         RefusedError: by `lease` (another prompt, or place in the order) or `version` (of weights yet to come).
     """
-    asked = lease.group_id, lease.attempt, lease.order, lease.purpose, lease.prompt.prompt_id, lease.prompt.token_ids
+    asked = (
+        lease.group_id,
+        lease.attempt,
+        lease.prompt_index,
+        lease.purpose,
+        lease.prompt.prompt_id,
+        lease.prompt.token_ids,
+    )
     prompt = message.prompt
     if (
-        message.group_id, message.attempt, message.order, message.purpose, prompt.prompt_id, prompt.token_ids
+        message.group_id, message.attempt, message.prompt_index, message.purpose, prompt.prompt_id, prompt.token_ids
     ) != asked:  # fmt: skip
         raise _refused("lease", message, None, f"it does not answer what lease {lease.lease_id} asks")
     if newest is None:
         return
     for header in message.rollouts:
         for span in header.spans:
-            if span.version.lineage == newest.lineage and span.version.version > newest.version + 1:
+            if span.version.lineage == newest.lineage and span.version.number > newest.number + 1:
                 raise _refused("version", message, header.index, f"weights {span.version} after {newest} are to come")
 
 
-def _refused(reason: str, message: Deliver, answer: int | None, text: str) -> RefusedError:
-    where = f"group {message.group_id}" if answer is None else f"group {message.group_id}, answer {answer}"
+def _refused(reason: str, message: Deliver, completion: int | None, text: str) -> RefusedError:
+    where = f"group {message.group_id}" if completion is None else f"group {message.group_id}, completion {completion}"
     return RefusedError(reason, f"{where}: {text}")
 
 
@@ -142,7 +149,7 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
         group_id=group.group_id,
         lease_id=group.lease_id,
         attempt=group.attempt,
-        order=group.order,
+        prompt_index=group.prompt_index,
         purpose=group.purpose,
         prompt=group.prompt,
         rollouts=tuple(headers),
@@ -179,7 +186,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
         group_id=message.group_id,
         lease_id=message.lease_id,
         attempt=message.attempt,
-        order=message.order,
+        prompt_index=message.prompt_index,
         purpose=message.purpose,
         prompt=message.prompt,
         rollouts=tuple(rollouts),

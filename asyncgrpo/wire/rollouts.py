@@ -10,11 +10,11 @@ from asyncgrpo.types import (
     FinishReason,
     Lease,
     Name,
+    PolicyVersion,
     Prompt,
     RewardHealth,
     Score,
     VersionSpan,
-    WeightVersion,
 )
 from asyncgrpo.wire import Message
 
@@ -26,7 +26,7 @@ PROMPT_BYTES = 2**22
 # -- generator -> buffer -----------------------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Register(Message):
     """The first word of a generator, and again after it lost touch. Ends every lease of its earlier incarnations."""
 
     protocol: int
@@ -40,13 +40,13 @@ class Serving(Message):
     """These weights sample the generator's next token. Sent after every change, and as the heartbeat."""
 
     generator_id: Name
-    version: WeightVersion | None
+    version: PolicyVersion | None
     """None: no published weights yet."""
     rewards: RewardHealth = RewardHealth()
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One scored answer without its arrays."""
+    """One scored completion without its arrays."""
 
     index: Count
     num_tokens: Count
@@ -57,7 +57,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Deliver(Message):
-    """A completed group. The payload holds, answer after answer, the token ids (int32) and then the log-probs (float32)."""
+    """A completed group. Its payload: for each completion the token ids (int32), then the log-probs (float32)."""
 
     max_header_bytes: ClassVar[int] = PROMPT_BYTES
     max_payload_bytes: ClassVar[int] = 2**28
@@ -65,7 +65,7 @@ class Deliver(Message):
     group_id: Name
     lease_id: Name
     attempt: Count
-    order: Count
+    prompt_index: Count
     purpose: Literal["train", "eval"]
     prompt: Prompt
     rollouts: tuple[RolloutHeader, ...]
@@ -101,12 +101,12 @@ class RewardFailed(Message):
 
 
 class Welcome(Message):
-    """Answer to Hello."""
+    """Reply to Register."""
 
     protocol: int
 
 
-class SayHello(Message):
+class Reregister(Message):
     """The buffer does not know this generator (any more); it is to introduce itself again."""
 
 
@@ -134,13 +134,13 @@ class Nack(Message):
 
 
 class Cancel(Message):
-    """These leases are over: stop their answers."""
+    """These leases are over: stop their completions."""
 
     lease_ids: tuple[str, ...]
     reason: str
 
 
-class Farewell(Message):
+class Shutdown(Message):
     """The run is over: close the engine and end."""
 
 
@@ -151,17 +151,17 @@ class Take(Message):
     """Ask for the groups of one optimizer step that starts at `version`, which every generator serves."""
 
     step: Count
-    version: WeightVersion
+    version: PolicyVersion
 
 
 class Published(Message):
     """Every generator serves `version`; the groups of the step before it are trained."""
 
-    version: WeightVersion
+    version: PolicyVersion
 
 
 class RequestEval(Message):
-    """Answer the held-out prompts with whatever weights are served."""
+    """Sample the held-out prompts with whatever weights are served."""
 
     step: Count
 
@@ -169,7 +169,7 @@ class RequestEval(Message):
 class TakeSnapshot(Message):
     """Ask for what a checkpoint must hold of the buffer."""
 
-    published: WeightVersion | None = None
+    published: PolicyVersion | None = None
     """The newest version that every generator serves: the snapshot calls the groups of the steps before it trained."""
 
 
@@ -180,7 +180,7 @@ class Saved(Message):
 
 
 class LastEvals(Message):
-    """No more batches are wanted: grant no training leases, and answer NoMore once no evaluation is under way."""
+    """No more batches are wanted: grant no training leases, and completion NoMore once no evaluation is under way."""
 
 
 class Finished(Message):
@@ -194,13 +194,13 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A finished evaluation, tagged with the versions that answered: none, if every prompt failed."""
 
     step: int
-    oldest: WeightVersion | None
-    newest: WeightVersion | None
-    answers: int
+    oldest: PolicyVersion | None
+    newest: PolicyVersion | None
+    completions: int
     reward_mean: float | None
-    """Over scored answers; None when none was scored."""
+    """Over scored completions; None when none was scored."""
     failures: dict[str, int]
-    answer_length_mean: float | None
+    completion_length_mean: float | None
     seconds: float
 
 

@@ -6,7 +6,7 @@ from asyncgrpo.wire import Message
 # -- any process -> driver ---------------------------------------------------------------------------------------------
 
 
-class Pulse(Message):
+class Heartbeat(Message):
     """This process lives. Sent every second by a thread of its own."""
 
     name: str
@@ -17,7 +17,7 @@ class Pulse(Message):
     """What it waits for, by the names of `metrics.WAITS`: for how long, seconds."""
     loop_age_s: float | None
     """Since its main loop last went round; None: it has not begun to."""
-    home: str = ""
+    buffer_endpoint: str = ""
     """A generator: the buffer that it works for."""
     step: int | None = None
     """The learner: optimizer steps done."""
@@ -34,7 +34,7 @@ class DumpStacks(Message):
     reason: str
 
 
-class Moved(Message):
+class EndpointsChanged(Message):
     """To a generator: buffer and learner were started again and are found here now."""
 
     buffer_endpoint: str
@@ -57,7 +57,7 @@ class GeneratorLost(Message):
     """This generator is of no use any more; its leases are free again.
 
     The driver says it of one whose process is gone, to the buffer and to the learner's first rank; that rank says it to the
-    buffer of one that a publication left out, which may live and comes back with another Hello.
+    buffer of one that a publication left out, which may live and comes back with another Register.
     """
 
     generator_id: Name

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from asyncgrpo.types import Name, TensorInfo, WeightVersion
+from asyncgrpo.types import Name, PolicyVersion, TensorInfo
 from asyncgrpo.wire import Message
 
 # -- who is in the weight group ----------------------------------------------------------------------------------------
@@ -16,20 +16,20 @@ class Join(Message):
     cause: str = "start"
 
 
-class Muster(Message):
+class Ping(Message):
     """Who is there? Asked before a group is built, so that nobody waits in it for the dead."""
 
     epoch: int
 
 
-class Present(Message):
-    """Answer to Muster."""
+class Pong(Message):
+    """Reply to Ping."""
 
     generator_id: Name
     epoch: int
 
 
-class Assemble(Message):
+class FormGroup(Message):
     """Build the process group of this epoch: learner is rank 0."""
 
     epoch: int
@@ -51,7 +51,7 @@ class Offer(Message):
     """Tens of thousands of tensors."""
 
     epoch: int
-    version: WeightVersion
+    version: PolicyVersion
     tensors: tuple[TensorInfo, ...]
     bucket_bytes: int
     base: str = ""
@@ -63,7 +63,7 @@ class Staged(Message):
 
     generator_id: Name
     epoch: int
-    version: WeightVersion
+    version: PolicyVersion
     digest: str
     merged: str = ""
     """Digest of what adapters and base were merged into; empty where whole weights were received."""
@@ -73,7 +73,7 @@ class Swap(Message):
     """The digests agree: sample with `version` from now on."""
 
     epoch: int
-    version: WeightVersion
+    version: PolicyVersion
 
 
 class Swapped(Message):
@@ -81,7 +81,7 @@ class Swapped(Message):
 
     generator_id: Name
     epoch: int
-    version: WeightVersion
+    version: PolicyVersion
     checksum: str
     seconds: float
 

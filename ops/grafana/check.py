@@ -22,11 +22,11 @@ BOARD = Path(__file__).with_name("overview.json")
 
 
 def ask(url: str, path: str, **params: Any) -> Any:
-    """`data` of an answer of Prometheus' API. Raises RuntimeError with its own words when it refuses."""
+    """`data` of a completion of Prometheus' API. Raises RuntimeError with its own words when it refuses."""
     query = urllib.parse.urlencode(params, doseq=True)
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/api/v1/{path}?{query}", timeout=30) as answer:
-            return json.load(answer)["data"]
+        with urllib.request.urlopen(f"{url.rstrip('/')}/api/v1/{path}?{query}", timeout=30) as completion:
+            return json.load(completion)["data"]
     except urllib.error.HTTPError as error:
         raise RuntimeError(json.load(error).get("error", str(error))) from error
 

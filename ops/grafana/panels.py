@@ -1,4 +1,4 @@
-"""The panels of the board, row by row, from left to right: what is asked of Prometheus and what to do about the answer.
+"""The panels of the board, row by row, from left to right: what is asked of Prometheus and what to do about the completion.
 
 build.py turns them into overview.json. Expressions name metrics of asyncgrpo/metrics.py without the label of the run,
 which build.py adds. Rates use `$__rate_interval`, so that the board works with any scrape interval.
@@ -59,7 +59,7 @@ ROWS: dict[str, list[Panel]] = {
     "At a glance": [
         number(
             "Reward",
-            "Mean reward of the answers in the last step. Flat at its start for long: look at samples, then at "
+            "Mean reward of the completions in the last step. Flat at its start for long: look at samples, then at "
             "Rewards below.",
             "none",
             {"train": "asyncgrpo_reward_mean"},
@@ -92,7 +92,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         number(
             "Generators busy",
-            "Share of the generators' time with an answer being sampled. Below 90 % with a learner that does not wait: "
+            "Share of the generators' time with a completion being sampled. Below 90 % with a learner that does not wait: "
             "fewer generators would do.",
             "percentunit",
             {"busy": share("asyncgrpo_generator_seconds_total", 'activity="generate"')},
@@ -141,18 +141,18 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Reward spread",
-            "Standard deviation of the reward over the answers of a step. Near 0 there is nothing to learn from.",
+            "Standard deviation of the reward over the completions of a step. Near 0 there is nothing to learn from.",
             "none",
             {"std": "asyncgrpo_reward_std"},
             width=6,
             height=8,
         ),
         Panel(
-            "Answer length",
-            "Mean sampled tokens of an answer. A steady climb to sampling.max_tokens: answers are cut, or padded for "
+            "Completion length",
+            "Mean sampled tokens of a completion. A steady climb to sampling.max_tokens: completions are cut, or padded for "
             "reward.",
             "none",
-            {"mean": "asyncgrpo_answer_length_mean"},
+            {"mean": "asyncgrpo_completion_length_mean"},
             width=6,
             height=8,
         ),
@@ -220,7 +220,7 @@ ROWS: dict[str, list[Panel]] = {
                 "mean": "asyncgrpo_importance_weight_mean",
                 "capped share": "asyncgrpo_importance_capped_ratio",
                 "rejected share": "asyncgrpo_rejected_ratio",
-                "effective share of answers": "asyncgrpo_effective_sample_share",
+                "effective share of completions": "asyncgrpo_effective_sample_share",
             },
         ),
         Panel(
@@ -260,7 +260,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Groups by outcome",
-            "Per second. Dropped ones cost tokens: stale means evicted by the bound, failed that no answer had a "
+            "Per second. Dropped ones cost tokens: stale means evicted by the bound, failed that no completion had a "
             "reward, poison that the prompt used up its attempts. filtered_zero_signal: rewards were all equal.",
             "none",
             {"{{outcome}}": "sum by (outcome) (rate(asyncgrpo_groups_total[$__rate_interval]))"},
@@ -324,11 +324,11 @@ ROWS: dict[str, list[Panel]] = {
             width=6,
         ),
         Panel(
-            "Answers in no group",
+            "Completions in no group",
             "Per second. retried: sampled again; spare: the reserve, not needed; censored: cut at the deadline of their "
             "group, so what is trained is shorter than what is sampled. Many censored: raise buffer.straggler_factor.",
             "none",
-            {"{{why}}": "sum by (why) (rate(asyncgrpo_answers_discarded_total[$__rate_interval]))"},
+            {"{{why}}": "sum by (why) (rate(asyncgrpo_completions_discarded_total[$__rate_interval]))"},
         ),
         Panel(
             "Deadline of a lease",
@@ -348,7 +348,7 @@ ROWS: dict[str, list[Panel]] = {
     "Generators": [
         Panel(
             "Tokens per second by generator",
-            "Sampled tokens. One far below the others: a slow device, or prompts with long answers.",
+            "Sampled tokens. One far below the others: a slow device, or prompts with long completions.",
             "none",
             {"generator {{rank}}": "sum by (rank) (rate(asyncgrpo_tokens_generated_total[$__rate_interval]))"},
         ),
@@ -373,23 +373,23 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Time to generate a group",
-            "From lease to last answer. p99 far above p50: one long answer holds its group; see sampling.max_tokens.",
+            "From lease to last completion. p99 far above p50: one long completion holds its group; see sampling.max_tokens.",
             "s",
             quantiles("asyncgrpo_generate_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Answer length",
+            "Completion length",
             "Sampled tokens, by quantile.",
             "none",
-            quantiles("asyncgrpo_answer_length_tokens", 0.5, 0.9, 0.99),
+            quantiles("asyncgrpo_completion_length_tokens", 0.5, 0.9, 0.99),
         ),
         Panel(
-            "Why answers end",
-            "Share of answers. Much `length`: raise sampling.max_tokens, or the model does not end its answers.",
+            "Why completions end",
+            "Share of completions. Much `length`: raise sampling.max_tokens, or the model does not end its completions.",
             "percentunit",
             {
-                "{{finish_reason}}": "sum by (finish_reason) (rate(asyncgrpo_answers_total[$__rate_interval]))"
-                " / ignoring (finish_reason) group_left sum(rate(asyncgrpo_answers_total[$__rate_interval]))"
+                "{{finish_reason}}": "sum by (finish_reason) (rate(asyncgrpo_completions_total[$__rate_interval]))"
+                " / ignoring (finish_reason) group_left sum(rate(asyncgrpo_completions_total[$__rate_interval]))"
             },
             stacked=True,
             top=1,
@@ -418,7 +418,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Generators in sync",
-            "Generators that proved by checksum to hold the last version, beside those that answer Prometheus.",
+            "Generators that proved by checksum to hold the last version, beside those that completion Prometheus.",
             "none",
             {"in sync": "asyncgrpo_generators_in_sync", "alive": "count(asyncgrpo_generator_info) or vector(0)"},
             width=5,
@@ -426,14 +426,14 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Rewards": [
         Panel(
-            "Time to score an answer",
+            "Time to score a completion",
             "By quantile. Near reward.timeout_s: a slow or hanging reward; raise reward.workers or mend the function.",
             "s",
             quantiles("asyncgrpo_reward_seconds", 0.5, 0.99),
             width=9,
         ),
         Panel(
-            "Answers without a score",
+            "Completions without a score",
             "Per second, by what went wrong. The generator's log has the exception.",
             "none",
             {"{{failure}}": "sum by (failure) (rate(asyncgrpo_reward_failures_total[$__rate_interval]))"},

@@ -8,7 +8,7 @@ NAN = math.nan
 
 
 class Batch(NamedTuple):
-    """Answers of several prompts, interleaved."""
+    """Rollouts of several prompts, interleaved."""
 
     rewards: list[float]
     groups: list[int]
@@ -17,7 +17,7 @@ class Batch(NamedTuple):
 
 
 def batch(seed: int) -> Batch:
-    """Unequal groups and every edge: a singleton, a constant group at 0.1, missing rewards, empty and short answers."""
+    """Unequal groups and every edge: a singleton, a constant group at 0.1, missing rewards, empty and short completions."""
     rng = random.Random(seed)
     by_group = [
         [rng.choice([0.0, 1.0]) for _ in range(8)],
@@ -33,13 +33,13 @@ def batch(seed: int) -> Batch:
         [1.0, 0.0],
     ]
     ids = rng.sample(range(-1000, 1000), len(by_group))
-    answers = [
+    completions = [
         (reward, group, rng.choice([0, 1, rng.randint(2, 40)]), rng.choice([NAN, 0.0, 1.0, rng.random()]))
         for group, rewards in zip(ids, by_group, strict=True)
         for reward in rewards
     ]
-    rng.shuffle(answers)
-    return Batch(*(list(column) for column in zip(*answers, strict=True)))
+    rng.shuffle(completions)
+    return Batch(*(list(column) for column in zip(*completions, strict=True)))
 
 
 def estimate(
@@ -134,11 +134,11 @@ def pairwise(
 ) -> list[float]:
     """log sigmoid(beta z) of each pair of sequences."""
 
-    def answer_logprob(i: int) -> float:
+    def completion_logprob(i: int) -> float:
         trained = [p - (reference[i][t] if reference else 0.0) for t, p in enumerate(policy[i]) if mask[i][t]]
         return sum(trained) / (max(len(trained), 1) if length_normalised else 1)
 
-    return [-math.log(1 + math.exp(-beta * (answer_logprob(w) - answer_logprob(x)))) for w, x in chosen]
+    return [-math.log(1 + math.exp(-beta * (completion_logprob(w) - completion_logprob(x)))) for w, x in chosen]
 
 
 def _scored_members(i: int, rewards: list[float], groups: list[int]) -> list[int]:

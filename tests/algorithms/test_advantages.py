@@ -23,7 +23,7 @@ def tensors(batch, dtype=torch.float64):
 
 
 def alone(rewards, name, dtype=torch.float64, greedy=0.0):
-    """Advantages of one group, each answer of three tokens."""
+    """Advantages of one group, each completion of three tokens."""
     rewards = torch.tensor(rewards, dtype=dtype)
     same = torch.zeros(len(rewards), dtype=torch.int64)
     return estimate(name, rewards, same, torch.full_like(same, 3), torch.full_like(rewards, greedy))
@@ -50,7 +50,7 @@ def test_the_registry_and_the_public_functions_are_the_same():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_order_of_answers_and_names_of_groups_do_not_matter(name):
+def test_order_of_completions_and_names_of_groups_do_not_matter(name):
     for seed in SEEDS:
         columns = tensors(oracle.batch(seed))
         rewards, groups, lengths, greedy = columns
@@ -61,7 +61,7 @@ def test_order_of_answers_and_names_of_groups_do_not_matter(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_answer_without_reward_changes_nothing_for_the_others(name):
+def test_a_completion_without_reward_changes_nothing_for_the_others(name):
     rewards, groups, lengths, greedy = tensors(oracle.batch(3))
     scored = ~rewards.isnan()
     ours = estimate(name, rewards, groups, lengths, greedy)
@@ -82,7 +82,7 @@ def test_a_singleton_never_trains_on_its_raw_reward(name, rewards):
     assert (ours[len(rewards) :] != 0).any()
 
 
-def test_a_singleton_of_remax_has_the_greedy_answer_for_a_baseline_and_nothing_without_it():
+def test_a_singleton_of_remax_has_the_greedy_completion_for_a_baseline_and_nothing_without_it():
     assert alone([0.7], "remax", greedy=0.2).item() == pytest.approx(0.5)
     assert alone([0.7], "remax", greedy=math.nan).item() == 0
 
@@ -139,7 +139,7 @@ def test_max_rl_gives_nothing_to_a_group_that_loses_on_average():
     assert (alone([-1.0, 0.5, 0.25], "max_rl") == 0).all()
 
 
-def test_opo_gives_nothing_to_a_group_of_empty_answers():
+def test_opo_gives_nothing_to_a_group_of_empty_completions():
     ours = advantages.opo(torch.tensor([1.0, 0.0]), torch.zeros(2).long(), torch.zeros(2).long())
     assert (ours == 0).all()
 

@@ -205,16 +205,16 @@ def test_lag_zero_and_one_are_anchored_at_the_behaviour_policy_and_old_tokens_ne
 
 
 def test_unbiased_is_only_the_whole_sequence_without_truncation():
-    """All four answers of two binary tokens, each weighted by its chance: the sums are exact expectations."""
+    """All four completions of two binary tokens, each weighted by its chance: the sums are exact expectations."""
     generator = torch.Generator().manual_seed(5)
     mine, theirs = (torch.randn(3, dtype=torch.float64, generator=generator) for _ in range(2))
     rewards = torch.randn(4, dtype=torch.float64, generator=generator)
 
     def logprobs(logits):
-        """[4, 2] of each answer's tokens; logits: of the first being 1, of the second after a 0 and after a 1."""
-        answers = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
-        chosen = torch.stack([logits[0].expand(4), logits[1 + answers[:, 0]]], 1)
-        return torch.nn.functional.logsigmoid(torch.where(answers == 1, chosen, -chosen))
+        """[4, 2] of each completion's tokens; logits: of the first being 1, of the second after a 0 and after a 1."""
+        completions = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+        chosen = torch.stack([logits[0].expand(4), logits[1 + completions[:, 0]]], 1)
+        return torch.nn.functional.logsigmoid(torch.where(completions == 1, chosen, -chosen))
 
     mine.requires_grad_()
     policy, behaviour = logprobs(mine), logprobs(theirs)

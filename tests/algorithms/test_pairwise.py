@@ -13,7 +13,7 @@ from tests.algorithms import oracle_advantages as oracle
 SEEDS = range(12)
 LENGTHS = [5, 0, 1, 9, 3, 0, 7]
 PAIRS = [(0, 3), (0, 2), (3, 4), (1, 6), (2, 1), (5, 1)]
-"""Answers in several pairs, on both sides, with an empty answer, and between two empty ones."""
+"""ScoredRollouts in several pairs, on both sides, with an empty completion, and between two empty ones."""
 
 
 def chosen(rewards, groups, kind, seed=0):
@@ -101,11 +101,11 @@ def test_value_follows_the_formula_and_coefficient_is_autograds(with_reference, 
 
         logp = policy.double().requires_grad_()
         margin = logp - reference.double() if with_reference else logp
-        answers = []
+        completions = []
         for tokens, trained in zip(margin.split(LENGTHS), mask.split(LENGTHS), strict=True):
             total = tokens[trained].sum()
-            answers.append(total / max(int(trained.sum()), 1) if length_normalised else total)
-        loss = sum(-F.logsigmoid(0.3 * (answers[w] - answers[x])) for w, x in PAIRS)
+            completions.append(total / max(int(trained.sum()), 1) if length_normalised else total)
+        loss = sum(-F.logsigmoid(0.3 * (completions[w] - completions[x])) for w, x in PAIRS)
         loss.backward()
         torch.testing.assert_close(ours.coefficient, -logp.grad, rtol=tolerance, atol=1e-12)
 

@@ -29,7 +29,7 @@ def test_a_sum_hands_its_gradient_to_every_token():
     assert values.grad.tolist() == [1, 1, 1, 4, 5, 5, 5, 5]
 
 
-def test_a_long_answer_loses_linearly_within_the_buffer_and_no_more_than_the_factor():
+def test_a_long_completion_loses_linearly_within_the_buffer_and_no_more_than_the_factor():
     lengths = torch.tensor([0, 1, 79, 80, 81, 90, 99, 100, 101, 5000])
     expected = [0, 0, 0, 0, -0.1, -1.0, -1.9, -2.0, -2.0, -2.0]
     penalty = overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0)
@@ -86,7 +86,7 @@ REWARDS = torch.tensor([1.0, 0.5, math.nan, 0.0])
         ("zero", [1.0, 0.0, math.nan, 0.0], [True] * 4),
     ],
 )
-def test_truncated_answers_follow_the_rule(rule, rewards, is_trained):
+def test_truncated_completions_follow_the_rule(rule, rewards, is_trained):
     before = REWARDS.clone()
     ours = apply_truncation(REWARDS, TRUNCATED, rule=rule)
     torch.testing.assert_close(ours.rewards, torch.tensor(rewards, dtype=torch.float64), equal_nan=True)
@@ -94,7 +94,7 @@ def test_truncated_answers_follow_the_rule(rule, rewards, is_trained):
     torch.testing.assert_close(REWARDS, before, equal_nan=True)
 
 
-def test_a_masked_answer_still_counts_in_its_group():
+def test_a_masked_completion_still_counts_in_its_group():
     ours = apply_truncation(REWARDS, TRUNCATED, rule="mask")
     one_group = torch.zeros(4).long()
     assert grpo(ours.rewards, one_group).equal(grpo(REWARDS, one_group))

@@ -19,10 +19,10 @@ from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.format import FORMAT, Began, Committed
+from asyncgrpo.journal.format import FORMAT, Committed, RunStarted
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.learner.record import Ledger
-from asyncgrpo.types import Lease, Sampling, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from tests.buffer.test_buffer import deliver, prompts
 from tests.journal.journals import Clock
 from tests.simulation.disk import SimulatedDisk
@@ -35,8 +35,8 @@ TOKENS = 2  # of a group
 HOLDERS = st.sampled_from(["a", "b"])
 
 
-def payload(order: int) -> bytes:
-    return bytes([order]) * 16
+def payload(prompt_index: int) -> bytes:
+    return bytes([prompt_index]) * 16
 
 
 class AnyCrash(RuleBasedStateMachine):
@@ -59,7 +59,7 @@ class AnyCrash(RuleBasedStateMachine):
         self.lineage, self.checkpoint = 0, None
         self.ledger, self.totals = Ledger(), {}
         self.saved: list[tuple[int, ...]] = []  # orders of the steps that the checkpoint holds
-        self.out: list[tuple[Lease, WeightVersion]] = []  # every lease that was granted, with the version then
+        self.out: list[tuple[Lease, PolicyVersion]] = []  # every lease that was granted, with the version then
         self.start(max_lag)
 
     def start(self, max_lag: int):
@@ -67,12 +67,17 @@ class AnyCrash(RuleBasedStateMachine):
         self.lineage += 1
         config = BufferConfig(prompts_per_step=PER_STEP, max_lag=max_lag, max_attempts=1000, **self.config)
         source = PromptSource(prompts(PROMPTS), seed=0, shuffle=True, epochs=1)
-        parent: WeightVersion | None = None
+        parent: PolicyVersion | None = None
         if self.checkpoint is not None:
             parent, state = self.checkpoint
             source.restore(state)
-        began = Began(
-            format=FORMAT, lineage=self.lineage, parent=parent, terms={}, max_lag=max_lag, prompts=source.state()
+        began = RunStarted(
+            format=FORMAT,
+            lineage=self.lineage,
+            parent=parent,
+            compatibility_key={},
+            max_lag=max_lag,
+            prompts=source.state(),
         )
         reopened = reopen(
             self.folder, began, source, config, clock=self.clock, disk=self.disk, segment_bytes=self.segment_bytes
@@ -87,7 +92,7 @@ class AnyCrash(RuleBasedStateMachine):
             journal=reopened.journal,
         )
         bring_back(self.buffer, reopened)
-        self.version = WeightVersion(self.lineage, len(self.saved))
+        self.version = PolicyVersion(self.lineage, len(self.saved))
         self.weights.started(self.version)
         too_old = [v.record.lease_id for v in reopened.verdicts if v.reason == "stale"]
         assert max_lag < self.max_lag or not too_old
@@ -95,8 +100,10 @@ class AnyCrash(RuleBasedStateMachine):
             self.promises.gave_up(lease_id)
         self.num_too_old, self.max_lag = len(too_old), max_lag
         assert self.promises.broken(self.buffer, source, self.weights, reopened.history, self.saved) is None
-        trained = [order for orders in self.saved for order in orders]
-        assert not any(self.buffer._attempts[order] for order in trained), "what is done has nothing behind it"
+        trained = [prompt_index for prompt_indices in self.saved for prompt_index in prompt_indices]
+        assert not any(self.buffer._attempts[prompt_index] for prompt_index in trained), (
+            "what is done has nothing behind it"
+        )
         self.steps = list(self.saved)
         self.batch: list[Entry] | None = None
         self.unacknowledged: dict[str, tuple[int, Kept]] = {}  # by lease, with the place in the journal
@@ -115,14 +122,14 @@ class AnyCrash(RuleBasedStateMachine):
     @precondition(lambda self: self.out)
     @rule(data=st.data(), newest=st.booleans())
     def deliver(self, data, newest):
-        """The answer to any lease there ever was: the first time, again, or long after it had ended."""
+        """The completion to any lease there ever was: the first time, again, or long after it had ended."""
         lease, version = data.draw(st.sampled_from(self.out))
         lineage = version.lineage
         version = self.version if newest and lineage == self.lineage else version
-        refusal = self.buffer.accept(deliver(lease, version.version, lineage=lineage), payload(lease.order))
+        refusal = self.buffer.accept(deliver(lease, version.number, lineage=lineage), payload(lease.prompt_index))
         if refusal is None:
             assert lineage == self.lineage, "a group of another start is kept"
-            kept = Kept(lease.lease_id, lease.order, (version,), lineage)
+            kept = Kept(lease.lease_id, lease.prompt_index, (version,), lineage)
             self.unacknowledged[lease.lease_id] = self.buffer.journal.position, kept
 
     @precondition(lambda self: self.out)
@@ -148,16 +155,16 @@ class AnyCrash(RuleBasedStateMachine):
             return
         self.batch = self.buffer.take(self.version)
         for entry in self.batch or ():
-            assert 0 <= self.version.version - entry.oldest.version <= self.max_lag
-            assert entry.payload == payload(entry.order)
-            assert all(entry.order not in orders for orders in self.steps), "trained twice"
+            assert 0 <= self.version.number - entry.oldest.number <= self.max_lag
+            assert entry.payload == payload(entry.prompt_index)
+            assert all(entry.prompt_index not in prompt_indices for prompt_indices in self.steps), "trained twice"
 
     @rule()
     def publish(self):
         if self.batch is None or self.buffer.journal.is_blocked is not None:
             return
-        self.steps.append(tuple(entry.order for entry in self.batch))
-        self.version = WeightVersion(self.lineage, self.version.version + 1)
+        self.steps.append(tuple(entry.prompt_index for entry in self.batch))
+        self.version = PolicyVersion(self.lineage, self.version.number + 1)
         self.weights.stepped(self.version)
         self.buffer.published(self.version)
         self.batch = None
@@ -182,7 +189,7 @@ class AnyCrash(RuleBasedStateMachine):
         self.buffer.journal.tick()
 
     @rule(full=st.booleans(), seconds=st.sampled_from([0.5, 5.0]))
-    def spoil_disk(self, full, seconds):
+    def break_disk(self, full, seconds):
         if full:
             self.disk.full_until = self.clock() + seconds
         else:
@@ -230,10 +237,12 @@ class AnyCrash(RuleBasedStateMachine):
             for holder in ("a", "b"):
                 self.buffer.release(holder)
             while (lease := self.buffer.lease("a", self.clock())) is not None:
-                message = deliver(lease, self.version.version, lineage=self.lineage)
-                assert self.buffer.accept(message, payload(lease.order)) is None
+                message = deliver(lease, self.version.number, lineage=self.lineage)
+                assert self.buffer.accept(message, payload(lease.prompt_index)) is None
             self.take()
-        assert sorted(order for orders in self.steps for order in orders) == list(range(PROMPTS))
+        assert sorted(prompt_index for prompt_indices in self.steps for prompt_index in prompt_indices) == list(
+            range(PROMPTS)
+        )
         assert self.buffer.exhausted
         self.commit(told=True)
         assert len(self.saved) == len(self.steps)

@@ -14,9 +14,10 @@ from tests.buffer.test_policies import balance, lease_all, make_buffer, spanning
 
 
 def group(length: int, rewards=(0.0, 1.0)) -> Deliver:
-    """Two answers of this many tokens."""
+    """Two completions of this many tokens."""
     lease = Lease(
-        lease_id="1.0.0", group_id="1.0", attempt=0, order=0, purpose="train", num_answers=2, sampling=Sampling(), seed=0,
+        lease_id="1.0.0", group_id="1.0", attempt=0, prompt_index=0, purpose="train", num_completions=2,
+        sampling=Sampling(), seed=0,
         prompt=Prompt(prompt_id="train/0", token_ids=(1,)),
     )  # fmt: skip
     message = deliver(lease, 0, rewards)
@@ -71,7 +72,7 @@ def test_what_is_given_up_shows_by_its_share_in_the_respect_in_which_it_differs(
     assert set(distances.values()) == {0.0}
 
 
-def test_length_is_of_an_answer_however_many_a_group_has():
+def test_length_is_of_a_completion_however_many_a_group_has():
     monitor = BiasMonitor(0.1)
     for number in range(100):
         monitor.settle("s", group(5, (0.0, 1.0) if number % 2 else (0.5,) * 3), age=1, masked=0 if number % 2 else None)
@@ -116,7 +117,7 @@ def test_a_buffer_that_drops_the_slow_ones_is_told_from_one_that_waits():
         buffer.published(v(0))
         while version < 40:
             for lease in lease_all(buffer):
-                if lease.order % 4 == 0:
+                if lease.prompt_index % 4 == 0:
                     late.append((version + 2, lease))
                 else:
                     buffer.accept(spanning(lease, version), b"")

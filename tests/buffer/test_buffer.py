@@ -11,7 +11,7 @@ from asyncgrpo.buffer.group_health import KNOWN_AFTER
 from asyncgrpo.buffer.groups import State, group_seed, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.types import Discarded, Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import Discarded, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 GROUP_SIZE = 2
@@ -29,12 +29,12 @@ def make_buffer(count=12, per_step=2, max_lag=1, epochs=1, filters=False, **sett
 
 
 def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver:
-    span = (VersionSpan(WeightVersion(lineage, version), 0, 1),)
+    span = (VersionSpan(PolicyVersion(lineage, version), 0, 1),)
     return Deliver(
         group_id=lease.group_id,
         lease_id=lease.lease_id,
         attempt=lease.attempt,
-        order=lease.order,
+        prompt_index=lease.prompt_index,
         purpose="train",
         prompt=lease.prompt,
         rollouts=tuple(
@@ -52,8 +52,8 @@ def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver
     )
 
 
-def v(version: int) -> WeightVersion:
-    return WeightVersion(1, version)
+def v(version: int) -> PolicyVersion:
+    return PolicyVersion(1, version)
 
 
 def lease_all(buffer: Buffer, holder="g") -> list[Lease]:
@@ -76,13 +76,13 @@ def test_a_batch_is_full_oldest_first_and_in_prompt_order():
     a, b, c, d = lease_all(buffer)
     for lease in (d, b):
         assert buffer.accept(deliver(lease, 0), b"") is None
-    assert [e.order for e in buffer.take(v(0))] == [b.order, d.order]
+    assert [e.prompt_index for e in buffer.take(v(0))] == [b.prompt_index, d.prompt_index]
     assert buffer.take(v(0)) is None
     buffer.published(v(1))
     assert buffer.outcomes["trained"] == 2
     for lease in (c, a):
         buffer.accept(deliver(lease, 0), b"")
-    assert [e.order for e in buffer.take(v(1))] == [a.order, c.order]
+    assert [e.prompt_index for e in buffer.take(v(1))] == [a.prompt_index, c.prompt_index]
 
 
 def test_slots_are_free_only_when_the_trained_weights_are_published():
@@ -117,7 +117,7 @@ def test_a_lost_generator_s_prompts_are_issued_again_before_new_ones():
     assert kept is not None and lost is not None
     assert buffer.release("b") == [lost.lease_id]
     again = buffer.lease("c", 1.0)
-    assert again is not None and again.order == lost.order and again.prompt == lost.prompt
+    assert again is not None and again.prompt_index == lost.prompt_index and again.prompt == lost.prompt
     assert buffer.held_by("a") == 1 and buffer.held_by("b") == 0
 
 
@@ -141,16 +141,16 @@ def test_a_group_whose_lease_was_taken_away_comes_too_late():
 def test_a_prompt_that_fails_every_time_is_dropped_with_a_count():
     buffer = make_buffer(per_step=1, max_lag=0, max_attempts=3)
     buffer.published(v(0))
-    orders = []
+    prompt_indices = []
     for _ in range(3):
         lease = buffer.lease("g", 0.0)
         assert lease is not None
-        orders.append((lease.order, lease.attempt))
+        prompt_indices.append((lease.prompt_index, lease.attempt))
         buffer.fail(lease.lease_id, "failed")
-    assert orders == [(0, 0), (0, 1), (0, 2)]
+    assert prompt_indices == [(0, 0), (0, 1), (0, 2)]
     assert buffer.outcomes["dropped_failed"] == 1 and buffer.outcomes["requeued"] == 2
     after = buffer.lease("g", 0.0)
-    assert after is not None and after.order == 1
+    assert after is not None and after.prompt_index == 1
 
 
 def test_a_lease_that_takes_too_long_is_given_to_another():
@@ -160,7 +160,7 @@ def test_a_lease_that_takes_too_long_is_given_to_another():
     assert lease is not None and buffer.expire(9.0) == []
     assert [entry.lease for entry in buffer.expire(11.0)] == [lease]
     again = buffer.lease("quick", 11.0)
-    assert again is not None and again.order == lease.order and again.lease_id != lease.lease_id
+    assert again is not None and again.prompt_index == lease.prompt_index and again.lease_id != lease.lease_id
     assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease"
     assert buffer.accept(deliver(again, 0), b"") is None
 
@@ -191,7 +191,7 @@ def test_a_group_that_is_already_too_old_is_dropped_and_its_prompt_issued_again(
     assert buffer.take(v(5)) is None
     assert buffer.outcomes["dropped_stale"] == 1
     again = buffer.lease("g", 0.0)
-    assert again is not None and again.order == lease.order
+    assert again is not None and again.prompt_index == lease.prompt_index
 
 
 def test_the_last_batch_holds_what_is_left():
@@ -233,7 +233,7 @@ def test_a_group_without_signal_is_replaced_by_exactly_one_other_prompt(scores):
     assert buffer.outcomes["filtered_zero_signal"] == buffer.filtered.total() == 1
     assert buffer.tokens["filtered"] == 2 and buffer.prompts_done == 1
     replacements = lease_all(buffer)
-    assert [r.order for r in replacements] == [leases[-1].order + 1]
+    assert [r.prompt_index for r in replacements] == [leases[-1].prompt_index + 1]
     assert buffer.held_by("g") == 4
 
 
@@ -254,7 +254,7 @@ def test_at_lag_zero_filtered_groups_are_refilled_within_the_step():
     assert buffer.take(v(0)) is None
     (c,) = lease_all(buffer)
     buffer.accept(deliver(c, 0), b"")
-    assert [e.order for e in buffer.take(v(0))] == [b.order, c.order]
+    assert [e.prompt_index for e in buffer.take(v(0))] == [b.prompt_index, c.prompt_index]
 
 
 def test_a_run_whose_last_groups_are_all_filtered_ends():
@@ -267,14 +267,14 @@ def test_a_run_whose_last_groups_are_all_filtered_ends():
     for lease in lease_all(buffer):
         assert buffer.take(v(0)) is None, "one more prompt may still fill the batch"
         buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
-    assert [e.order for e in buffer.take(v(0))] == [kept.order], "nothing can fill it any more"
+    assert [e.prompt_index for e in buffer.take(v(0))] == [kept.prompt_index], "nothing can fill it any more"
     buffer.published(v(1))
     assert buffer.exhausted and buffer.take(v(1)) is None
     assert buffer.outcomes["trained"] == 1 and buffer.outcomes["filtered_zero_signal"] == 2
 
 
 def with_indices(message: Deliver, *indices: int) -> Deliver:
-    """The same with these answers, of which index 3 is the greedy one of a group of three."""
+    """The same with these completions, of which index 3 is the greedy one of a group of three."""
     first = message.rollouts[0]
     scored = [msgspec.structs.replace(first, index=i, score=Score(value=float(i))) for i in indices]
     return msgspec.structs.replace(message, rollouts=tuple(scored))
@@ -296,17 +296,17 @@ def with_indices(message: Deliver, *indices: int) -> Deliver:
 def test_a_smaller_group_is_accepted_where_the_configuration_says_so(least, advantage, indices, refusal):
     config = BufferConfig(prompts_per_step=1, max_lag=0)
     source = PromptSource(prompts(2), seed=0, shuffle=False, epochs=1)
-    algorithm = AlgorithmConfig(group_size=3, min_answers=least, advantage=advantage)
+    algorithm = AlgorithmConfig(group_size=3, min_completions=least, advantage=advantage)
     buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
     buffer.published(v(0))
     lease = buffer.lease("g", 0.0)
-    assert lease.min_answers == (least or 3) and lease.cut_after_s < config.lease_timeout_s
+    assert lease.min_completions == (least or 3) and lease.cut_after_s < config.lease_timeout_s
     assert buffer.accept(with_indices(deliver(lease, 0), *indices), b"") == refusal
     sampled = sum(i < 3 for i in indices)
     assert buffer.outcomes["accepted_short"] == (refusal is None and sampled < 3)
 
 
-def test_answers_left_out_of_a_group_are_counted_and_their_tokens_are_aborted():
+def test_completions_left_out_of_a_group_are_counted_and_their_tokens_are_aborted():
     buffer = make_buffer()
     buffer.published(v(0))
     lease = buffer.lease("g", 0.0)
@@ -333,7 +333,7 @@ def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt(
     assert buffer.expire(160.0) == []
     assert [entry.lease for entry in buffer.expire(161.0)] == [lease]
     again = buffer.lease("g", 200.0)
-    assert again.order == lease.order and again.cut_after_s == 900.0
+    assert again.prompt_index == lease.prompt_index and again.cut_after_s == 900.0
     assert buffer.expire(1199.0) == [] and len(buffer.expire(1201.0)) == 1
     assert buffer.outcomes["dropped_lease_timeout"] == 1 and buffer.num_quarantined == 0
 
@@ -400,7 +400,7 @@ class AnyOrder(RuleBasedStateMachine):
             before = self.buffer.outcomes["filtered_zero_signal"]
             self.buffer.accept(deliver(lease, version, scores), b"")
             if self.buffer.outcomes["filtered_zero_signal"] > before:
-                self.filtered.append(lease.order)
+                self.filtered.append(lease.prompt_index)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -418,8 +418,8 @@ class AnyOrder(RuleBasedStateMachine):
         if batch is None:
             return
         assert len(batch) == self.per_step or self.buffer.count(State.READY) == 0
-        assert all(self.version - e.oldest.version <= self.max_lag for e in batch)
-        self.trained += [e.order for e in batch]
+        assert all(self.version - e.oldest.number <= self.max_lag for e in batch)
+        self.trained += [e.prompt_index for e in batch]
         self.version += 1
         self.buffer.published(v(self.version))
 
@@ -453,7 +453,7 @@ class AnyOrder(RuleBasedStateMachine):
         granted = [self.buffer.lease("a", 0.0) for _ in range(free + 1)]
         self.leases += [(lease, self.version) for lease in granted if lease is not None]
         assert granted[-1] is None
-        one_works_alone = self.buffer._prompts.has_aside or self.buffer._suspects._alone is not None
+        one_works_alone = self.buffer._prompts.has_isolated or self.buffer._isolated._alone is not None
         assert all(granted[:-1]) or one_works_alone or not self.buffer._prompts.has_next
 
     def teardown(self):
@@ -481,7 +481,7 @@ def test_a_lease_asks_for_a_greedy_baseline_where_the_advantage_needs_one():
     buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
     buffer.published(v(0))
     lease = buffer.lease("g", 0.0)
-    assert (lease.num_answers, lease.with_greedy) == (GROUP_SIZE, True)
+    assert (lease.num_completions, lease.with_greedy) == (GROUP_SIZE, True)
     assert buffer.accept(deliver(lease, 0), b"") == "incomplete"
     lease = buffer.lease("g", 0.0)
     assert buffer.accept(deliver(lease, 0, scores=(0.0, 1.0, 1.0)), b"") is None

@@ -1,7 +1,7 @@
 """An evaluation ends with every prompt answered or counted as failed, and names the versions that answered."""
 
 from asyncgrpo.buffer.evaluation import FREE_LOSSES, MAX_ATTEMPTS, Evaluations
-from asyncgrpo.types import Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 PROMPTS = tuple(Prompt(prompt_id=f"eval/{i}", token_ids=(i + 1,)) for i in range(3))
@@ -15,7 +15,7 @@ def answered(lease: Lease, value: float | None, version: int = 4) -> Deliver:
     header = RolloutHeader(
         index=0,
         num_tokens=2,
-        spans=(VersionSpan(WeightVersion(1, version), 0, 2),),
+        spans=(VersionSpan(PolicyVersion(1, version), 0, 2),),
         finish_reason="stop",
         score=Score(failure="timeout") if value is None else Score(value=value),
     )
@@ -23,7 +23,7 @@ def answered(lease: Lease, value: float | None, version: int = 4) -> Deliver:
         group_id=lease.group_id,
         lease_id=lease.lease_id,
         attempt=lease.attempt,
-        order=lease.order,
+        prompt_index=lease.prompt_index,
         purpose="eval",
         prompt=lease.prompt,
         rollouts=(header,),
@@ -41,12 +41,12 @@ def test_the_result_counts_every_prompt_and_names_the_versions():
     assert evaluations.accept(answered(leases[2], None, 5), 2.0) is None
     result = evaluations.accept(answered(leases[1], 0.0, 6), 3.0)
     assert result is not None and not evaluations.under_way
-    assert (result.step, result.answers, result.reward_mean) == (5, 3, 0.5)
-    assert (result.oldest, result.newest) == (WeightVersion(1, 4), WeightVersion(1, 6))
+    assert (result.step, result.completions, result.reward_mean) == (5, 3, 0.5)
+    assert (result.oldest, result.newest) == (PolicyVersion(1, 4), PolicyVersion(1, 6))
     assert result.failures == {"timeout": 1} and result.seconds == 3.0
 
 
-def test_the_same_answer_twice_counts_once():
+def test_the_same_completion_twice_counts_once():
     evaluations = make()
     evaluations.request(0, 0.0)
     lease = evaluations.lease("g", 0.0)
@@ -73,9 +73,9 @@ def test_a_prompt_that_ends_every_generator_is_counted_as_failed_and_the_evaluat
         results = evaluations.release("g", float(ends))
         if results:
             break
-        assert evaluations.lease("g", float(ends)).order == 0
+        assert evaluations.lease("g", float(ends)).prompt_index == 0
     assert ends == FREE_LOSSES + MAX_ATTEMPTS
-    assert results[0].failures == {"generator_lost": 1} and results[0].answers == 2
+    assert results[0].failures == {"generator_lost": 1} and results[0].completions == 2
     assert not evaluations.under_way
 
 
@@ -85,13 +85,13 @@ def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_end
     result, now = None, 0.0
     for _ in range(len(PROMPTS)):
         lease = evaluations.lease("g", now)
-        if lease.order:
+        if lease.prompt_index:
             evaluations.accept(answered(lease, 1.0), now)
     for _ in range(MAX_ATTEMPTS - 1):
         now += 11.0
         late, results = evaluations.expire(now)
-        assert [lease.order for lease, _ in late] == [0] and results == []
-        assert evaluations.lease("g", now).order == 0
+        assert [lease.prompt_index for lease, _ in late] == [0] and results == []
+        assert evaluations.lease("g", now).prompt_index == 0
     _, (result,) = evaluations.expire(now + 11.0)
     assert result.failures == {"lease_timeout": 1} and result.reward_mean == 1.0
 
@@ -104,8 +104,8 @@ def test_an_evaluation_of_which_nothing_was_answered_is_a_result_too():
         lease = evaluations.lease("g", 0.0)
         results += filter(None, [evaluations.fail(lease.lease_id, "failed", 5.0)])
     (result,) = results
-    assert (result.answers, result.failures, result.seconds) == (0, {"failed": len(PROMPTS)}, 5.0)
-    assert result.reward_mean is result.newest is result.answer_length_mean is None and not evaluations.under_way
+    assert (result.completions, result.failures, result.seconds) == (0, {"failed": len(PROMPTS)}, 5.0)
+    assert result.reward_mean is result.newest is result.completion_length_mean is None and not evaluations.under_way
 
 
 def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():

@@ -7,15 +7,15 @@ from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
     Cancel,
-    Farewell,
     Grant,
-    Hello,
     LastEvals,
     Nack,
     Published,
+    Register,
     RequestEval,
-    SayHello,
+    Reregister,
     Serving,
+    Shutdown,
     Snapshot,
     Take,
     TakeSnapshot,
@@ -25,7 +25,7 @@ from asyncgrpo.wire.rollouts import (
 from tests.buffer.test_buffer import deliver, make_buffer, prompts, v
 
 PAYLOAD = bytes(16)
-"""Two answers of one token."""
+"""Two completions of one token."""
 
 
 class Lines:
@@ -56,10 +56,10 @@ class Served:
         self.now_s = 0.0
 
     def hear(self, peer: str, message: Message, payload: bytes = b"") -> list[tuple[str, str]]:
-        """Who is sent what in answer."""
+        """Who is sent what in completion."""
         self.lines.sent.clear()
         self.service.turn((peer, encode(message, payload)), self.now_s)
-        return [(to, type(answer).__name__) for to, answer in self.lines.sent]
+        return [(to, type(completion).__name__) for to, completion in self.lines.sent]
 
     def oldest_lease(self) -> Lease:
         entry = self.buffer.oldest_lease()
@@ -67,8 +67,8 @@ class Served:
         return entry.lease
 
 
-def hello(peer: str, window: int = 2) -> Hello:
-    return Hello(protocol=PROTOCOL, generator_id="g", incarnation=peer, window=window)
+def hello(peer: str, window: int = 2) -> Register:
+    return Register(protocol=PROTOCOL, generator_id="g", incarnation=peer, window=window)
 
 
 def serving(version: int | None) -> Serving:
@@ -80,7 +80,7 @@ def test_a_late_word_of_an_incarnation_that_was_replaced_earns_its_successor_no_
     served.hear("learner", Published(version=v(0)))
     served.hear("g-old", hello("g-old"))
     served.hear("g-new", hello("g-new"))
-    assert served.hear("g-old", serving(0)) == [("g-old", Farewell.__name__)]
+    assert served.hear("g-old", serving(0)) == [("g-old", Shutdown.__name__)]
     assert served.buffer.held_by("g") == 0
     assert served.hear("g-new", serving(0)) == [("g-new", Grant.__name__)] * 2
 
@@ -89,7 +89,7 @@ def test_a_replaced_incarnation_cannot_come_back():
     served = Served()
     served.hear("g-old", hello("g-old"))
     served.hear("g-new", hello("g-new"))
-    assert served.hear("g-old", hello("g-old")) == [("g-old", Farewell.__name__)]
+    assert served.hear("g-old", hello("g-old")) == [("g-old", Shutdown.__name__)]
     assert served.hear("g-new", serving(None)) == []
 
 
@@ -104,21 +104,21 @@ def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one
     assert said == [("g-a", Cancel.__name__), ("g-a", Grant.__name__)]
     (_, cancel), (_, grant) = served.lines.sent
     assert cancel.lease_ids == (lease.lease_id,) and cancel.reason == "stale"
-    assert (grant.lease.order, grant.lease.attempt) == (lease.order, 1)
+    assert (grant.lease.prompt_index, grant.lease.attempt) == (lease.prompt_index, 1)
     assert served.hear("g-a", deliver(lease, 0), PAYLOAD) == [("g-a", Nack.__name__)]
 
 
 def test_a_generator_whose_first_word_was_lost_is_asked_for_it():
     served = Served()
     served.hear("g-old", hello("g-old"))
-    assert served.hear("g-new", serving(None)) == [("g-new", SayHello.__name__)]
+    assert served.hear("g-new", serving(None)) == [("g-new", Reregister.__name__)]
     assert served.hear("g-new", hello("g-new")) == [("g-new", Welcome.__name__)]
 
 
 def test_what_one_generator_was_too_slow_for_goes_to_another():
     served = Served(per_step=1, max_lag=0, lease_timeout_s=10.0)
     for name in ("quick", "slow"):
-        served.hear(name, Hello(protocol=PROTOCOL, generator_id=name, incarnation="0", window=1))
+        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=1))
         served.hear(name, Serving(generator_id=name, version=v(0)))
     served.hear("learner", Published(version=v(0)))
     held = []

@@ -9,7 +9,7 @@ import pytest
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.group_health import FILE, SUSPECT_AFTER, Case, Quarantine, Suspects
+from asyncgrpo.buffer.group_health import FILE, ISOLATE_AFTER, Case, IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.recovery import past_of
 from asyncgrpo.buffer.service import BufferService
@@ -18,16 +18,16 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
 from asyncgrpo.journal.format import Dropped, Interrupted
 from asyncgrpo.journal.history import read_history
-from asyncgrpo.types import Lease, Sampling, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
     Finished,
     Grant,
-    Hello,
     LeaseFailed,
     NoMore,
     Published,
+    Register,
     Serving,
     Snapshot,
     Take,
@@ -72,8 +72,8 @@ def run(buffer: Buffer, killer: str, holders="ab", window=4) -> tuple[list[Lease
                 lease = held[holder].pop(rng.randrange(len(held[holder])))
                 assert buffer.accept(deliver(lease, version), b"") is None
             assert balanced(buffer)
-            charged = [order for order, count in buffer._attempts.items() if count]
-            assert all(f"train/{order % 8}" == killer for order in charged), "nobody else is charged"
+            charged = [prompt_index for prompt_index, count in buffer._attempts.items() if count]
+            assert all(f"train/{prompt_index % 8}" == killer for prompt_index in charged), "nobody else is charged"
         if buffer.take(v(version)) is not None:
             version += 1
             buffer.published(v(version))
@@ -86,15 +86,15 @@ def run(buffer: Buffer, killer: str, holders="ab", window=4) -> tuple[list[Lease
 def test_a_prompt_that_ends_every_generator_is_dropped_and_all_others_are_trained(holders: str):
     buffer = make_buffer(max_attempts=3)
     _, ends = run(buffer, "train/2", holders)
-    assert ends == SUSPECT_AFTER + 3
+    assert ends == ISOLATE_AFTER + 3
     assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["trained"] == 7
 
 
 def test_it_is_not_leased_in_later_epochs_and_each_time_counted():
     buffer = make_buffer(max_attempts=2, epochs=3)
     leases, ends = run(buffer, "train/2")
-    assert ends == SUSPECT_AFTER + 2
-    assert all(lease.order < 8 for lease in leases if lease.prompt.prompt_id == "train/2")
+    assert ends == ISOLATE_AFTER + 2
+    assert all(lease.prompt_index < 8 for lease in leases if lease.prompt.prompt_id == "train/2")
     assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["dropped_quarantined"] == 2
     assert buffer.outcomes["trained"] == 3 * 7 and buffer.prompts_done == 3 * 8
 
@@ -111,16 +111,16 @@ def test_a_prompt_that_no_generator_can_answer_is_quarantined_and_one_that_is_on
 
 def test_the_end_of_a_generator_costs_a_prompt_nothing_until_it_is_a_suspect_and_an_answer_clears_it():
     buffer = make_buffer()
-    for _ in range(SUSPECT_AFTER - 1):
+    for _ in range(ISOLATE_AFTER - 1):
         assert len(lease_all(buffer, "a")) == 4
         buffer.release("a")
     again = lease_all(buffer, "a")
-    assert [lease.order for lease in again] == [0, 1, 2, 3] and not buffer._attempts.total()
+    assert [lease.prompt_index for lease in again] == [0, 1, 2, 3] and not buffer._attempts.total()
     assert buffer.accept(deliver(again[0], 0), b"") is None
     buffer.release("a")
-    assert not buffer._suspects.is_suspect(0) and all(map(buffer._suspects.is_suspect, (1, 2, 3)))
-    assert [lease.order for lease in lease_all(buffer, "a")] == [1], "a suspect, alone"
-    assert [lease.order for lease in lease_all(buffer, "b")] == [4, 5], "the others go on"
+    assert not buffer._isolated.is_isolated(0) and all(map(buffer._isolated.is_isolated, (1, 2, 3)))
+    assert [lease.prompt_index for lease in lease_all(buffer, "a")] == [1], "a suspect, alone"
+    assert [lease.prompt_index for lease in lease_all(buffer, "b")] == [4, 5], "the others go on"
 
 
 def test_an_answer_clears_a_prompt_though_it_is_leased_again():
@@ -130,38 +130,38 @@ def test_an_answer_clears_a_prompt_though_it_is_leased_again():
     assert buffer.accept(deliver(buffer.lease("a", 0.0), 0), b"") is None
     buffer.published(v(1))
     assert buffer.take(v(1)) is None and buffer.outcomes["dropped_stale"] == 1
-    assert buffer.lease("a", 0.0).order == 0
+    assert buffer.lease("a", 0.0).prompt_index == 0
     buffer.release("a")
-    assert not buffer._suspects.is_suspect(0)
+    assert not buffer._isolated.is_isolated(0)
 
 
 def test_one_generator_is_emptied_before_it_gets_a_suspect():
-    suspects = Suspects()
-    assert suspects.may_lease("a", 2, is_waiting=True) == (False, False), "it is kept free of others"
-    assert suspects.may_lease("b", 0, is_waiting=True) == (True, False), "of two, one"
-    assert suspects.may_lease("a", 0, is_waiting=True) == (False, True)
-    suspects.leased(3)
-    assert suspects.may_lease("a", 0, is_waiting=True) == (False, False)
-    suspects.ended(3)
-    assert suspects.may_lease("a", 0, is_waiting=False) == (True, False)
+    isolated = IsolatedPrompts()
+    assert isolated.may_lease("a", 2, is_waiting=True) == (False, False), "it is kept free of others"
+    assert isolated.may_lease("b", 0, is_waiting=True) == (True, False), "of two, one"
+    assert isolated.may_lease("a", 0, is_waiting=True) == (False, True)
+    isolated.leased(3)
+    assert isolated.may_lease("a", 0, is_waiting=True) == (False, False)
+    isolated.ended(3)
+    assert isolated.may_lease("a", 0, is_waiting=False) == (True, False)
 
 
 def test_a_suspect_waits_for_no_generator_that_is_gone():
-    suspects = Suspects()
-    assert suspects.may_lease("a", 1, is_waiting=True) == (False, False)
-    suspects.gone("a")
-    assert suspects.may_lease("b", 0, is_waiting=True) == (False, True)
+    isolated = IsolatedPrompts()
+    assert isolated.may_lease("a", 1, is_waiting=True) == (False, False)
+    isolated.gone("a")
+    assert isolated.may_lease("b", 0, is_waiting=True) == (False, True)
 
 
 def test_a_suspect_that_went_into_quarantine_meanwhile_is_dropped_and_its_generator_works_on():
     buffer = make_buffer(per_step=8)
-    for _ in range(SUSPECT_AFTER):
-        assert [buffer.lease("a", 0.0).order for _ in range(2)] == [0, 1]
+    for _ in range(ISOLATE_AFTER):
+        assert [buffer.lease("a", 0.0).prompt_index for _ in range(2)] == [0, 1]
         buffer.release("a")
     for index in range(2):  # say, in another epoch
-        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=9, attempts=3))
+        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=9, attempts=3))
     assert buffer.lease("a", 0.0) is None and buffer.outcomes["dropped_quarantined"] == 2
-    assert [lease.order for lease in lease_all(buffer, "a")] == [2, 3, 4, 5, 6, 7] and balanced(buffer)
+    assert [lease.prompt_index for lease in lease_all(buffer, "a")] == [2, 3, 4, 5, 6, 7] and balanced(buffer)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_the_file_says_which_prompt_and_why_and_the_next_start_reads_it(tmp_path
     path = tmp_path / FILE
     run(make_buffer(max_attempts=2, quarantine=Quarantine(path)), "train/2")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"prompt_id": "train/2", "reason": "poison", "order": 2, "attempts": 2}
+        {"prompt_id": "train/2", "reason": "poison", "prompt_index": 2, "attempts": 2}
     ]
     leases, ends = run(make_buffer(quarantine=Quarantine(path)), "train/2")
     assert ends == 0 and not [lease for lease in leases if lease.prompt.prompt_id == "train/2"]
@@ -185,13 +185,13 @@ def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path):
     path.write_bytes(b'{"prompt_id":"train/1","reason":"poi')
     quarantine = Quarantine(path)
     assert "train/1" not in quarantine
-    quarantine.add(Case(prompt_id="train/5", reason="failed", order=5, attempts=3))
+    quarantine.add(Case(prompt_id="train/5", reason="failed", prompt_index=5, attempts=3))
     assert list(Quarantine(path).cases) == ["train/5"]
 
 
 def test_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
     quarantine = Quarantine(tmp_path / "nowhere" / FILE)
-    quarantine.add(Case(prompt_id="train/5", reason="failed", order=5, attempts=3))
+    quarantine.add(Case(prompt_id="train/5", reason="failed", prompt_index=5, attempts=3))
     assert "train/5" in quarantine
 
 
@@ -201,23 +201,23 @@ def test_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
 def test_failed_attempts_and_ends_of_generators_survive_a_restart(tmp_path: Path):
     config = {"max_attempts": 3, "prompts_per_step": 4, "max_lag": 0}
     buffer, _ = start(tmp_path, 1, **config)
-    buffer.published(WeightVersion(1, 0))
+    buffer.published(PolicyVersion(1, 0))
     for _ in range(2):
         buffer.fail(buffer.lease("a", 0.0).lease_id, "failed")
-    assert [buffer.lease("a", 0.0).order for _ in range(4)] == [0, 1, 2, 3]
+    assert [buffer.lease("a", 0.0).prompt_index for _ in range(4)] == [0, 1, 2, 3]
     buffer.release("a")
     again = [buffer.lease("a", 0.0) for _ in range(4)]
     buffer.accept(deliver(again[3], 0), bytes(16))
     buffer.release("a")
     records = [found.record for found in read_history(tmp_path).found]
-    assert [r.order for r in records if isinstance(r, Dropped)] == [0, 0]
-    assert [len(r.orders) for r in records if isinstance(r, Interrupted)] == [4, 3]
+    assert [r.prompt_index for r in records if isinstance(r, Dropped)] == [0, 0]
+    assert [len(r.prompt_indices) for r in records if isinstance(r, Interrupted)] == [4, 3]
 
     buffer, _ = start(tmp_path, 2, **config)
-    buffer.published(WeightVersion(2, 0))
-    assert buffer.lease("a", 0.0).order == 4, "0, 1 and 2 are suspects, and 3 is answered"
+    buffer.published(PolicyVersion(2, 0))
+    assert buffer.lease("a", 0.0).prompt_index == 4, "0, 1 and 2 are suspects, and 3 is answered"
     alone = buffer.lease("b", 0.0)
-    assert (alone.order, alone.attempt) == (0, 2)
+    assert (alone.prompt_index, alone.attempt) == (0, 2)
     assert buffer.lease("b", 0.0) is None
     buffer.fail(alone.lease_id, "failed")
     assert buffer.outcomes["dropped_failed"] == 1 and buffer.num_quarantined == 1
@@ -240,7 +240,7 @@ class Line:
         found: dict[str, list[int]] = {}
         for peer, message in self.sent:
             if isinstance(message, Grant):
-                found.setdefault(peer, []).append(message.lease.order)
+                found.setdefault(peer, []).append(message.lease.prompt_index)
         self.sent.clear()
         return found
 
@@ -252,7 +252,7 @@ def said(service: BufferService, peer: str, now_s: float, *messages: Message) ->
 
 def hello(name: str, window: int = 2) -> tuple[Message, Message]:
     return (
-        Hello(protocol=PROTOCOL, generator_id=name, incarnation="i", window=window),
+        Register(protocol=PROTOCOL, generator_id=name, incarnation="i", window=window),
         Serving(generator_id=name, version=v(0)),
     )
 
@@ -260,7 +260,7 @@ def hello(name: str, window: int = 2) -> tuple[Message, Message]:
 def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
     line, buffer = Line(), make_buffer(per_step=8)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
-    for end in range(SUSPECT_AFTER):
+    for end in range(ISOLATE_AFTER):
         said(service, f"a-{end}", 1.0, *hello("a"))
         assert line.grants() == {f"a-{end}": [0, 1]}
         said(service, "driver", 1.0, GeneratorLost(generator_id="a"))
@@ -294,7 +294,7 @@ def test_the_leases_of_a_generator_that_a_publication_left_out_are_free_at_once_
 def test_a_generator_with_more_room_that_may_get_nothing_does_not_keep_others_from_it():
     line, buffer = Line(), make_buffer(per_step=8)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
-    for end in range(SUSPECT_AFTER):
+    for end in range(ISOLATE_AFTER):
         said(service, f"a-{end}", 1.0, *hello("a", window=1))
         said(service, "driver", 1.0, GeneratorLost(generator_id="a"))
     line.sent.clear()
@@ -304,25 +304,28 @@ def test_a_generator_with_more_room_that_may_get_nothing_does_not_keep_others_fr
     assert line.grants() == {"small": [1, 2]}
 
 
-def test_a_lease_that_was_cut_with_too_few_answers_counts_as_late():
+def test_a_lease_that_was_cut_with_too_few_completions_counts_as_late():
     line, buffer = Line(), make_buffer(max_attempts=1)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
     said(service, "a", 1.0, *hello("a"))
-    for order, reason in ((0, "lease_timeout"), (1, "failed")):
-        said(service, "a", 2.0, LeaseFailed(generator_id="a", lease_id=f"1.{order}.0", reason=reason))
+    for prompt_index, reason in ((0, "lease_timeout"), (1, "failed")):
+        said(service, "a", 2.0, LeaseFailed(generator_id="a", lease_id=f"1.{prompt_index}.0", reason=reason))
     assert buffer.outcomes["dropped_lease_timeout"] == buffer.outcomes["dropped_failed"] == 1
     assert list(buffer._quarantine.cases) == ["train/1"] and service._sessions["a"].late_s == 2.0
 
 
-def test_what_is_read_of_a_prompt_s_past_ends_with_its_last_answer(tmp_path: Path):
+def test_what_is_read_of_a_prompt_s_past_ends_with_its_last_completion(tmp_path: Path):
     written = journal(tmp_path)
-    for record in (Interrupted(generator_id="a", orders=(1, 2)), Interrupted(generator_id="a", orders=(1, 3))):
+    for record in (
+        Interrupted(generator_id="a", prompt_indices=(1, 2)),
+        Interrupted(generator_id="a", prompt_indices=(1, 3)),
+    ):
         written.append(record)
         written.append(*delivered(*group(1)))
-    written.append(Interrupted(generator_id="a", orders=(1,)))
-    written.append(Dropped(lease_id="1.2.0", order=2, reason="lease_timeout", is_final=False))
-    written.append(Dropped(lease_id="1.3.0", order=3, reason="failed", is_final=False))
-    written.append(Dropped(lease_id="1.4.0", order=4, reason="ahead", is_final=False))
+    written.append(Interrupted(generator_id="a", prompt_indices=(1,)))
+    written.append(Dropped(lease_id="1.2.0", prompt_index=2, reason="lease_timeout", is_final=False))
+    written.append(Dropped(lease_id="1.3.0", prompt_index=3, reason="failed", is_final=False))
+    written.append(Dropped(lease_id="1.4.0", prompt_index=4, reason="ahead", is_final=False))
     past = past_of(read_history(tmp_path), PromptSource(prompts(12), seed=0, shuffle=False, epochs=1))
     assert past.interruptions == {1: 1, 2: 1, 3: 1}
     assert past.attempts == Counter({2: 1, 3: 1}) and past.blamed == Counter({3: 1})
@@ -332,7 +335,7 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_instead_of_looking_for_e
     """With `epochs: null` there is always a next epoch, and nothing in it to lease."""
     buffer = make_buffer(count=3, epochs=None)
     for index in range(3):
-        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=index, attempts=3))
+        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=index, attempts=3))
     with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(quarantine.jsonl"):
         buffer.lease("g", 0.0)
 
@@ -341,7 +344,7 @@ def test_the_learner_is_told_to_save_before_a_buffer_without_a_prompt_to_lease_e
     line, buffer = Line(), make_buffer(count=3, epochs=None)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
     for index in range(3):
-        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", order=index, attempts=3))
+        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=index, attempts=3))
     said(service, "learner", 1.0, Published(version=v(0)), Take(step=0, version=v(0)))
     said(service, "a", 2.0, *hello("a"))
     service.turn(None, 3.0)

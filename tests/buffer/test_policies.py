@@ -18,11 +18,11 @@ TOKENS = 4
 
 
 def spanning(lease: Lease, *versions: int) -> Deliver:
-    """A group of two answers of four tokens each, which these versions sampled one after the other in equal parts."""
+    """A group of two completions of four tokens each, which these versions sampled one after the other in equal parts."""
     each = TOKENS // len(versions)
     spans = tuple(VersionSpan(v(version), i * each, (i + 1) * each) for i, version in enumerate(versions))
     return Deliver(
-        group_id=lease.group_id, lease_id=lease.lease_id, attempt=lease.attempt, order=lease.order, purpose="train",
+        group_id=lease.group_id, lease_id=lease.lease_id, attempt=lease.attempt, prompt_index=lease.prompt_index, purpose="train",
         prompt=lease.prompt, generator_id="g", timings={},
         rollouts=tuple(
             RolloutHeader(index=i, num_tokens=TOKENS, spans=spans, finish_reason="stop", score=Score(value=float(i)))
@@ -41,7 +41,7 @@ def step(buffer: Buffer, version: int) -> list[int] | None:
     batch = buffer.take(v(version))
     if batch is not None:
         buffer.published(v(version + 1))
-    return None if batch is None else [entry.order for entry in batch]
+    return None if batch is None else [entry.prompt_index for entry in batch]
 
 
 def balance(buffer: Buffer) -> None:
@@ -59,13 +59,13 @@ def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, t
     buffer.accept(spanning(quick, 0), b"")
     if policy in ("wait", "window"):
         # Taking `quick` at 0 leaves `slow` with one step: `wait` may, `window` may not.
-        assert step(buffer, 0) == ([quick.order] if policy == "wait" else None)
+        assert step(buffer, 0) == ([quick.prompt_index] if policy == "wait" else None)
         if policy == "wait":
             later = buffer.lease("g", 0.0)
             buffer.accept(spanning(later, 1), b"")
             assert step(buffer, 1) is None, "the deadline of the slow one"
             buffer.accept(spanning(slow, 0), b"")
-            assert step(buffer, 1) == [slow.order]
+            assert step(buffer, 1) == [slow.prompt_index]
     else:
         assert step(buffer, 0) == taken
     balance(buffer)
@@ -94,7 +94,7 @@ def test_the_same_groups_make_the_same_batch_whoever_finished_first(policy):
     again = buffer.lease("g", 0.0)
     buffer.accept(spanning(again, 1), b"")
     buffer.accept(spanning(second, 0), b"")
-    assert again.order == 0 and step(buffer, 1) == [0, 1]
+    assert again.prompt_index == 0 and step(buffer, 1) == [0, 1]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -120,7 +120,7 @@ def test_window_closes_with_what_is_left_when_no_prompt_is():
 def test_drop_cancels_a_lease_once_no_step_can_train_it_and_one_other_takes_its_slot():
     buffer, (slow, quick) = started("drop")
     buffer.accept(spanning(quick, 0), b"")
-    assert step(buffer, 0) == [quick.order] and buffer.cancelled() == [], "the step at 1 could still train it"
+    assert step(buffer, 0) == [quick.prompt_index] and buffer.cancelled() == [], "the step at 1 could still train it"
     (third,) = lease_all(buffer)
     buffer.accept(spanning(third, 1), b"")
     assert buffer.take(v(1)) is not None
@@ -128,7 +128,7 @@ def test_drop_cancels_a_lease_once_no_step_can_train_it_and_one_other_takes_its_
     assert cancelled.lease == slow and buffer.cancelled() == []
     assert buffer.outcomes["dropped_cancelled"] == 1
     (again,) = lease_all(buffer)
-    assert (again.order, again.attempt) == (slow.order, 1), "before any new prompt, and only one"
+    assert (again.prompt_index, again.attempt) == (slow.prompt_index, 1), "before any new prompt, and only one"
     assert buffer.accept(spanning(slow, 0), b"") == "no_such_lease"
     balance(buffer)
 
@@ -142,7 +142,7 @@ def test_drop_lets_go_of_what_waited_too_long_and_refills_it_with_one():
     (young,) = lease_all(buffer)
     buffer.published(v(2))  # a step whose batch was of an earlier start
     assert buffer.outcomes["dropped_stale"] == 1 and buffer.tokens["stale"] == 2 * TOKENS
-    assert [lease.order for lease in lease_all(buffer)] == [leases[1].order]
+    assert [lease.prompt_index for lease in lease_all(buffer)] == [leases[1].prompt_index]
     buffer.accept(spanning(young, 1), b"")
     balance(buffer)
 
@@ -154,11 +154,11 @@ def test_a_prompt_that_is_stale_every_time_is_dropped_for_good_and_counted():
         attempts.append(buffer.oldest_lease().attempt)
         buffer.published(v(version))
         (entry,) = buffer.cancelled()
-        assert entry.order == 0
+        assert entry.prompt_index == 0
         lease_all(buffer)
     assert attempts == [0, 1, 2]
     assert buffer.outcomes["dropped_cancelled"] == 2 and buffer.outcomes["dropped_always_stale"] == 1
-    assert buffer.prompts_done == 1 and buffer.oldest_lease().order == 1
+    assert buffer.prompts_done == 1 and buffer.oldest_lease().prompt_index == 1
     balance(buffer)
 
 
@@ -167,7 +167,7 @@ def test_mask_counts_the_tokens_that_are_too_old_and_trains_the_others():
     buffer.published(v(3))
     assert buffer.cancelled() == [], "its next tokens are of the newest weights"
     buffer.accept(spanning(slow, 0, 3), b"")
-    assert step(buffer, 3) == [slow.order]
+    assert step(buffer, 3) == [slow.prompt_index]
     assert buffer.tokens["masked"] == buffer.tokens["trained"] == TOKENS
     balance(buffer)
 
@@ -179,7 +179,7 @@ def test_mask_drops_a_group_of_which_nothing_would_be_left():
     assert buffer.count(State.READY) == 1, "at 2 its newer half is of lag 1"
     buffer.published(v(3))
     assert buffer.count(State.READY) == 0 and buffer.outcomes["dropped_stale"] == 1
-    assert [lease.order for lease in lease_all(buffer)] == [slow.order]
+    assert [lease.prompt_index for lease in lease_all(buffer)] == [slow.prompt_index]
     balance(buffer)
 
 
@@ -188,7 +188,7 @@ def test_train_takes_a_group_of_any_age():
     buffer.published(v(9))
     assert buffer.cancelled() == []
     buffer.accept(spanning(slow, 0), b"")
-    assert step(buffer, 9) == [slow.order] and buffer.tokens["masked"] == 0
+    assert step(buffer, 9) == [slow.prompt_index] and buffer.tokens["masked"] == 0
     balance(buffer)
 
 
@@ -196,21 +196,21 @@ def test_train_takes_a_group_of_any_age():
 def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_own(policy):
     buffer = make_buffer(policy=policy, per_step=2, max_lag=0)
     buffer.published(v(0))
-    suspect, other = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
+    isolated, other = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
     buffer.release("a")
-    assert buffer.lease("a", 0.0).order == suspect.order
+    assert buffer.lease("a", 0.0).prompt_index == isolated.prompt_index
     buffer.release("a")
     assert buffer.lease("b", 0.0) is None, "it is emptied for the suspect"
     behind = buffer.lease("c", 0.0)
     buffer.accept(spanning(other, 0), b"")
     if policy != "window":
-        assert behind.order == 2, "nobody waits for the suspect"
+        assert behind.prompt_index == 2, "nobody waits for the suspect"
         return
     assert behind is None
     alone = buffer.lease("b", 0.0)
-    assert buffer.take(v(0)) is None and alone.order == suspect.order
+    assert buffer.take(v(0)) is None and alone.prompt_index == isolated.prompt_index
     buffer.accept(spanning(alone, 0), b"")
-    assert step(buffer, 0) == [suspect.order, other.order]
+    assert step(buffer, 0) == [isolated.prompt_index, other.prompt_index]
     balance(buffer)
 
 
@@ -218,14 +218,14 @@ def test_a_suspect_that_is_cancelled_for_its_age_is_alone_the_next_time_as_well(
     buffer = make_buffer(policy="drop", per_step=1, max_lag=1)
     buffer.published(v(0))
     for _ in range(2):
-        suspect = buffer.lease("a", 0.0)
+        isolated = buffer.lease("a", 0.0)
         buffer.release("a")
     alone = buffer.lease("a", 0.0)
-    assert alone.order == suspect.order
+    assert alone.prompt_index == isolated.prompt_index
     buffer.published(v(2))
-    assert [entry.order for entry in buffer.cancelled()] == [suspect.order]
+    assert [entry.prompt_index for entry in buffer.cancelled()] == [isolated.prompt_index]
     again = buffer.lease("a", 0.0)
-    assert (again.order, again.attempt) == (alone.order, alone.attempt + 1)
+    assert (again.prompt_index, again.attempt) == (alone.prompt_index, alone.attempt + 1)
     assert buffer.lease("a", 0.0) is None, "alone"
     balance(buffer)
 
@@ -245,7 +245,7 @@ class AnyPolicy(RuleBasedStateMachine):
     @rule()
     def lease(self):
         if (lease := self.buffer.lease("g", 0.0)) is not None:
-            assert self.buffer._attempts[lease.order] < 3
+            assert self.buffer._attempts[lease.prompt_index] < 3
             self.leases[lease.lease_id] = lease, self.version
 
     @precondition(lambda self: self.leases)
@@ -275,7 +275,7 @@ class AnyPolicy(RuleBasedStateMachine):
             del self.leases[entry.lease.lease_id]
         if batch is None:
             return
-        lags = [self.version - entry.oldest.version for entry in batch]
+        lags = [self.version - entry.oldest.number for entry in batch]
         if self.policy == "mask":
             assert all(entry.masked < entry.num_tokens for entry in batch)
             assert all((entry.masked > 0) == (lag > self.max_lag) for entry, lag in zip(batch, lags, strict=True))
@@ -283,7 +283,7 @@ class AnyPolicy(RuleBasedStateMachine):
             assert max(lags) <= self.max_lag
         left = self.buffer.count(State.READY) + self.buffer.count(State.LEASED) + self.buffer._prompts.has_next
         assert len(batch) == self.per_step or not left
-        self.trained += [entry.order for entry in batch]
+        self.trained += [entry.prompt_index for entry in batch]
         if self.policy == "window":
             assert all(self.buffer._prompts.is_done(o) or o in self.trained for o in range(max(self.trained)))
         self.version += 1

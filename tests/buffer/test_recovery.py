@@ -9,21 +9,21 @@ from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.recovery import bring_back, reopen, surviving_path
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.format import FORMAT, Began, Committed, Dropped
+from asyncgrpo.journal.format import FORMAT, Committed, Dropped, RunStarted
 from asyncgrpo.journal.history import read_history
-from asyncgrpo.types import Lease, Sampling, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from tests.buffer.test_buffer import deliver, prompts
 
-TERMS = {"sampling": "warm"}
+COMPATIBILITY_KEY = {"sampling": "warm"}
 
 
 def start(
     folder: Path,
     lineage: int,
     *,
-    checkpoint: tuple[WeightVersion, PromptState] | None = None,
+    checkpoint: tuple[PolicyVersion, PromptState] | None = None,
     count=12,
-    terms=TERMS,
+    compatibility_key=COMPATIBILITY_KEY,
     **config,
 ) -> tuple[Buffer, dict[str, int]]:
     """A start of a run with prompts 0 to count - 1, and what it got from the earlier ones."""
@@ -33,11 +33,11 @@ def start(
     source = PromptSource(prompts(count), seed=0, shuffle=True, epochs=1)
     if checkpoint is not None:
         source.restore(checkpoint[1])
-    began = Began(
+    began = RunStarted(
         format=FORMAT,
         lineage=lineage,
         parent=checkpoint[0] if checkpoint is not None else None,
-        terms=terms,
+        compatibility_key=compatibility_key,
         max_lag=settings_.max_lag,
         prompts=source.state(),
     )
@@ -61,7 +61,7 @@ def lease(buffer: Buffer) -> Lease:
 
 
 def payload(message) -> bytes:
-    return bytes([message.order]) * 16
+    return bytes([message.prompt_index]) * 16
 
 
 def accept(buffer: Buffer, lease: Lease, version: int, lineage: int = 1) -> None:
@@ -73,96 +73,96 @@ def accept(buffer: Buffer, lease: Lease, version: int, lineage: int = 1) -> None
 def one_step_done(tmp_path: Path):
     """Start 1: groups 0 to 3 delivered at version 0, 0 and 1 trained in step 1, 4 and 5 delivered at version 1."""
     buffer, _ = start(tmp_path, 1)
-    buffer.published(WeightVersion(1, 0))
+    buffer.published(PolicyVersion(1, 0))
     for _ in range(4):
         accept(buffer, lease(buffer), 0)
-    assert [e.order for e in buffer.take(WeightVersion(1, 0))] == [0, 1]
+    assert [e.prompt_index for e in buffer.take(PolicyVersion(1, 0))] == [0, 1]
     before = buffer.snapshot()
-    buffer.published(WeightVersion(1, 1))
+    buffer.published(PolicyVersion(1, 1))
     for _ in range(2):
         accept(buffer, lease(buffer), 1)
     return tmp_path, before, buffer.snapshot()
 
 
 def ready(buffer: Buffer) -> list[tuple[int, bytes]]:
-    found = [(e.order, e.payload) for e in buffer._entries.values() if e.state is State.READY]
+    found = [(e.prompt_index, e.payload) for e in buffer._entries.values() if e.state is State.READY]
     return sorted(found)
 
 
 def test_what_was_kept_and_not_trained_is_ready_again(one_step_done):
     folder, _, prompts_at_1 = one_step_done
-    buffer, counts = start(folder, 2, checkpoint=(WeightVersion(1, 1), prompts_at_1))
+    buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1))
     assert counts == {"ready": 4}
-    assert ready(buffer) == [(order, bytes([order]) * 16) for order in (2, 3, 4, 5)]
-    assert [e.order for e in buffer.take(WeightVersion(2, 1))] == [2, 3], "oldest first, as before"
-    buffer.published(WeightVersion(2, 2))
-    assert lease(buffer).order == 6
+    assert ready(buffer) == [(prompt_index, bytes([prompt_index]) * 16) for prompt_index in (2, 3, 4, 5)]
+    assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == [2, 3], "oldest first, as before"
+    buffer.published(PolicyVersion(2, 2))
+    assert lease(buffer).prompt_index == 6
 
 
 def test_groups_of_weights_that_are_gone_are_dropped_and_their_prompts_issued_again(one_step_done):
     folder, _, _ = one_step_done
     buffer, counts = start(folder, 2)  # step 1 was in no checkpoint
     assert counts == {"ready": 4, "ahead": 2}
-    assert [order for order, _ in ready(buffer)] == [0, 1, 2, 3], "taken and not committed is given back"
-    assert [e.order for e in buffer.take(WeightVersion(2, 0))] == [0, 1]
-    buffer.published(WeightVersion(2, 1))
-    assert [lease(buffer).order for _ in range(2)] == [4, 5]
+    assert [prompt_index for prompt_index, _ in ready(buffer)] == [0, 1, 2, 3], "taken and not committed is given back"
+    assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 0))] == [0, 1]
+    buffer.published(PolicyVersion(2, 1))
+    assert [lease(buffer).prompt_index for _ in range(2)] == [4, 5]
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [({"after_resume": "drop"}, "resume"), ({"terms": {"sampling": "cold"}}, "terms")],
+    [({"after_resume": "drop"}, "resume"), ({"compatibility_key": {"sampling": "cold"}}, "incompatible")],
 )
 def test_by_another_rule_or_other_settings_none_is_kept(one_step_done, arguments, reason):
     folder, _, prompts_at_1 = one_step_done
-    buffer, counts = start(folder, 2, checkpoint=(WeightVersion(1, 1), prompts_at_1), **arguments)
+    buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), **arguments)
     assert counts == {reason: 4}
-    buffer.published(WeightVersion(2, 1))
-    assert [lease(buffer).order for _ in range(4)] == [2, 3, 4, 5]
+    buffer.published(PolicyVersion(2, 1))
+    assert [lease(buffer).prompt_index for _ in range(4)] == [2, 3, 4, 5]
     drops = [f.record for f in read_history(folder).found if isinstance(f.record, Dropped)]
-    assert {(d.order, d.reason, d.is_final) for d in drops} == {(o, reason, False) for o in (2, 3, 4, 5)}
+    assert {(d.prompt_index, d.reason, d.is_final) for d in drops} == {(o, reason, False) for o in (2, 3, 4, 5)}
 
 
 def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_done):
     folder, _, prompts_at_1 = one_step_done
-    buffer, counts = start(folder, 2, checkpoint=(WeightVersion(1, 1), prompts_at_1), max_lag=0)
+    buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), max_lag=0)
     assert counts == {"ready": 2, "stale": 2}
-    assert [e.order for e in buffer.take(WeightVersion(2, 1))] == [4, 5]
+    assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == [4, 5]
 
 
 def test_where_no_lag_is_bounded_everything_is_kept(one_step_done):
     folder, _, prompts_at_1 = one_step_done
-    _, counts = start(folder, 2, checkpoint=(WeightVersion(1, 1), prompts_at_1), max_lag=0, policy="train")
+    _, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), max_lag=0, policy="train")
     assert counts == {"ready": 4}
 
 
 @pytest.mark.parametrize(("policy", "counts"), [("wait", {"ready": 4}), ("window", {"ready": 3, "stale": 1})])
 def test_in_order_a_group_further_away_than_the_slots_reach_leaves_its_slot_to_one_before_it(tmp_path, policy, counts):
     buffer, _ = start(tmp_path, 1, policy=policy, max_attempts=1)
-    buffer.published(WeightVersion(1, 0))
+    buffer.published(PolicyVersion(1, 0))
     buffer.fail(lease(buffer).lease_id, "failed")  # for good, but in no checkpoint
     for _ in range(4):
         accept(buffer, lease(buffer), 0)
     buffer, found = start(tmp_path, 2, policy=policy, max_attempts=1)
-    buffer.published(WeightVersion(2, 0))
+    buffer.published(PolicyVersion(2, 0))
     assert found == counts
     if policy == "window":
         accept(buffer, lease(buffer), 0, lineage=2)
-        assert [e.order for e in buffer.take(WeightVersion(2, 0))] == [0, 1]
+        assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 0))] == [0, 1]
 
 
 def test_a_second_crash_brings_the_same_groups_back_and_a_third_start_on_another_branch_does_not(one_step_done):
     folder, _, prompts_at_1 = one_step_done
-    at_1 = WeightVersion(1, 1), prompts_at_1
+    at_1 = PolicyVersion(1, 1), prompts_at_1
     start(folder, 2, checkpoint=at_1)
     buffer, counts = start(folder, 3, checkpoint=at_1)
     assert counts == {"ready": 4}
-    buffer.take(WeightVersion(3, 1))
-    buffer.published(WeightVersion(3, 2))
+    buffer.take(PolicyVersion(3, 1))
+    buffer.published(PolicyVersion(3, 2))
     buffer.journal.append(Committed(step=2, prompts=buffer.snapshot()))
-    _, counts = start(folder, 4, checkpoint=(WeightVersion(3, 2), buffer.snapshot()))
+    _, counts = start(folder, 4, checkpoint=(PolicyVersion(3, 2), buffer.snapshot()))
     assert counts == {"ready": 2}
-    path = surviving_path(read_history(folder).starts, WeightVersion(3, 2))
+    path = surviving_path(read_history(folder).starts, PolicyVersion(3, 2))
     assert path == {3: 2, 2: 1, 1: 1, 4: 2}
 
 
@@ -172,7 +172,7 @@ def test_a_group_whose_body_was_damaged_is_generated_again(one_step_done):
     data = bytearray(path.read_bytes())
     data[data.index(bytes([3]) * 16) + 5] ^= 1
     path.write_bytes(data)
-    buffer, counts = start(folder, 2, checkpoint=(WeightVersion(1, 1), prompts_at_1))
+    buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1))
     assert counts == {"ready": 3}
-    buffer.published(WeightVersion(2, 1))
-    assert lease(buffer).order == 3
+    buffer.published(PolicyVersion(2, 1))
+    assert lease(buffer).prompt_index == 3

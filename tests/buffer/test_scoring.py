@@ -9,9 +9,9 @@ from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Grant,
-    Hello,
     LeaseFailed,
     Published,
+    Register,
     RequestEval,
     RewardFailed,
     Serving,
@@ -29,7 +29,7 @@ def at_work(*names: str, window: int = 4, **settings) -> Served:
     served = Served(**settings)
     served.hear("learner", Published(version=v(0)))
     for name in names:
-        served.hear(name, Hello(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
+        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
         say(served, name, WELL)
     return served
 
@@ -53,7 +53,7 @@ def test_who_is_paused_is_given_no_lease_until_its_rewards_work_again():
     give_back(served, "g", lease.lease_id)
     assert granted(served) == set() and served.buffer.oldest_lease() is None
     say(served, "g", WELL)
-    assert granted(served) == {"g"} and served.oldest_lease().order == lease.order
+    assert granted(served) == {"g"} and served.oldest_lease().prompt_index == lease.prompt_index
 
 
 def test_what_is_given_back_goes_to_one_that_works():
@@ -69,10 +69,10 @@ def test_what_is_given_back_goes_to_one_that_works():
 @pytest.mark.parametrize("how", ["given back", "out of time"])
 def test_an_outage_costs_a_prompt_no_attempt(how: str):
     served = at_work("g", window=1, max_attempts=1, lease_timeout_s=10.0)
-    order = served.oldest_lease().order
+    prompt_index = served.oldest_lease().prompt_index
     for _ in range(5):
         lease = served.oldest_lease()
-        assert lease.order == order
+        assert lease.prompt_index == prompt_index
         say(served, "g", PAUSED)
         if how == "given back":
             give_back(served, "g", lease.lease_id)
@@ -88,12 +88,12 @@ def test_an_outage_costs_a_prompt_no_attempt(how: str):
 
 def test_a_prompt_that_alone_is_never_scored_uses_up_its_attempts():
     served = at_work("g", window=1, max_attempts=2)
-    order = served.oldest_lease().order
+    prompt_index = served.oldest_lease().prompt_index
     for _ in range(2):
         lease = served.oldest_lease()
-        assert lease.order == order
+        assert lease.prompt_index == prompt_index
         served.hear("g", deliver(lease, 0, scores=(None, None)), PAYLOAD)
-    assert served.buffer.outcomes["dropped_unscored"] == 1 and served.oldest_lease().order != order
+    assert served.buffer.outcomes["dropped_unscored"] == 1 and served.oldest_lease().prompt_index != prompt_index
 
 
 def test_an_outage_costs_an_evaluation_no_attempt():
@@ -155,7 +155,7 @@ def test_one_generator_whose_calls_work_keeps_the_run_going():
 
 def test_the_learner_is_told_that_it_waits_in_vain():
     served = at_work()
-    served.hear("g", Hello(protocol=PROTOCOL, generator_id="g", incarnation="0", window=2))
+    served.hear("g", Register(protocol=PROTOCOL, generator_id="g", incarnation="0", window=2))
     served.hear("learner", Take(step=0, version=v(0)))
     say(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
     assert waiting(served).hopeless == "the reward never worked: 40 of 40 calls failed, the last with exception: no"
@@ -222,17 +222,17 @@ def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: 
     served = at_work("g", count=400, filters=True)
     served.hear("learner", Take(step=0, version=v(0)))
 
-    def answer(scores: tuple) -> None:
+    def completion(scores: tuple) -> None:
         served.now_s += 1.0
         served.hear("g", deliver(served.oldest_lease(), 0, scores=scores), PAYLOAD)
 
     for _ in range(10 * LEAST):
-        answer(scores)
+        completion(scores)
     sentence = "all of the last {} groups were filtered as without signal: " + words
     assert served.told == [("warning", {"about": "filter", "text": sentence.format(n)}) for n in (LEAST, 10 * LEAST)]
-    answer((0.0, 1.0))
+    completion((0.0, 1.0))
     for _ in range(LEAST - 1):
-        answer(scores)
+        completion(scores)
     assert len(served.told) == 2
 
 

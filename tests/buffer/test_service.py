@@ -1,4 +1,4 @@
-"""The buffer's process as its peers see it: over real sockets, with a generator and a learner that answer by hand."""
+"""The buffer's process as its peers see it: over real sockets, with a generator and a learner that completion by hand."""
 
 import threading
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.types import Completion, Group, Lease, Prompt, Rollout, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Rollout, Sampling, Score, VersionSpan
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.groups import pack_group
 from asyncgrpo.wire.rollouts import (
@@ -20,11 +20,11 @@ from asyncgrpo.wire.rollouts import (
     Batch,
     Finished,
     Grant,
-    Hello,
     LastEvals,
     LeaseFailed,
     NoMore,
     Published,
+    Register,
     RequestEval,
     Serving,
     Take,
@@ -33,7 +33,7 @@ from asyncgrpo.wire.rollouts import (
 )
 from asyncgrpo.wire.sockets import Client, Server
 
-V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
+V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
 
 class Plane:
@@ -43,7 +43,7 @@ class Plane:
         self.generator, self.learner = Client(endpoint, "generator-0-a"), Client(endpoint, "learner")
 
     def start(self) -> None:
-        self.generator.send(Hello(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=8))
+        self.generator.send(Register(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=8))
         assert isinstance(self.hear(self.generator), Welcome)
         self.learner.send(Published(version=V0))
         self.generator.send(Serving(generator_id="generator-0", version=V0))
@@ -54,7 +54,7 @@ class Plane:
         return [grant.lease for grant in grants]
 
     def deliver(self, lease: Lease, *rewards: float) -> None:
-        """The answers to a lease, and the buffer's acknowledgement."""
+        """The completions to a lease, and the buffer's acknowledgement."""
         self.generator.send(*pack_group(answered(lease, rewards)))
         said = self.hear(self.generator)
         assert isinstance(said, Ack) and said.lease_id == lease.lease_id
@@ -74,7 +74,9 @@ def answered(lease: Lease, rewards: tuple[float, ...]) -> Group:
         Rollout(Completion(i, np.array([3, 4], np.int32), np.zeros(2, np.float32), spans, "stop"), Score(value=reward))
         for i, reward in enumerate(rewards)
     )
-    fields = {name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "order", "purpose", "prompt")}
+    fields = {
+        name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "purpose", "prompt")
+    }
     return Group(**fields, rollouts=rollouts, generator_id="generator-0")
 
 
@@ -110,7 +112,7 @@ def test_the_tokens_of_a_lease_of_which_nothing_came_are_in_the_ledger(plane):
     told = LeaseFailed(generator_id="generator-0", lease_id=first.lease_id, reason="failed", tokens=7)
     plane.generator.send(told)
     (again,) = plane.leases(1)
-    assert (again.order, again.attempt) == (first.order, 1)
+    assert (again.prompt_index, again.attempt) == (first.prompt_index, 1)
     plane.generator.send(msgspec.structs.replace(told, lease_id=first.lease_id, reason="cancelled", tokens=5))
     plane.learner.send(Take(step=0, version=V0))
     plane.deliver(again, 1.0, 0.0)
@@ -131,7 +133,7 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
     plane.deliver(second, 0.0, 1.0)
     plane.deliver(third, 1.0, 0.0)
     batch = plane.hear(plane.learner)
-    assert isinstance(batch, Batch) and [g.order for g in batch.groups] == [1, 2]
+    assert isinstance(batch, Batch) and [g.prompt_index for g in batch.groups] == [1, 2]
     assert batch.counters["groups_filtered_zero_signal"] == batch.counters["filtered_all_equal_high"] == 1
     assert batch.counters["tokens_filtered"] == 4 and batch.counters["prompts_done"] == 1
 
@@ -159,5 +161,5 @@ def test_evaluations_are_never_filtered(plane):
     plane.learner.send(LastEvals())
     ended = plane.hear(plane.learner)
     (result,) = ended.evals
-    assert isinstance(ended, NoMore) and (result.answers, result.reward_mean) == (2, 1.0)
+    assert isinstance(ended, NoMore) and (result.completions, result.reward_mean) == (2, 1.0)
     assert "groups_filtered_zero_signal" not in ended.counters

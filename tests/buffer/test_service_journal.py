@@ -7,9 +7,9 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import Committed, Handed
+from asyncgrpo.journal.format import BatchIssued, Committed
 from asyncgrpo.journal.history import read_history
-from asyncgrpo.types import Sampling, WeightVersion
+from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
@@ -17,9 +17,9 @@ from asyncgrpo.wire.rollouts import (
     Batch,
     Finished,
     Grant,
-    Hello,
     Nack,
     Published,
+    Register,
     Saved,
     Serving,
     Snapshot,
@@ -56,7 +56,7 @@ class Process:
         buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, journal=log)
         self.service = BufferService(self.line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
         self.hear(Published(version=v(0)), peer="learner")
-        self.hear(Hello(protocol=PROTOCOL, generator_id="g", incarnation="i", window=4))
+        self.hear(Register(protocol=PROTOCOL, generator_id="g", incarnation="i", window=4))
         self.hear(Serving(generator_id="g", version=v(0)))
         self.turn()
 
@@ -67,7 +67,7 @@ class Process:
     def turn(self, seconds: float = 0.0) -> None:
         self.clock.now_s += seconds
         self.service._tick(self.clock.now_s)
-        self.service._answer_take(self.clock.now_s)
+        self.service._reply_to_take(self.clock.now_s)
         self.service._grant(self.clock.now_s)
 
 
@@ -127,8 +127,8 @@ def test_a_batch_whose_manifest_the_disk_refuses_is_handed_over_once_it_is_writt
     process.turn(1.0)
     process.turn(0.1)
     assert len(process.line.of(Batch)) == 1
-    manifests = [f.record for f in read_history(tmp_path / "j").found if isinstance(f.record, Handed)]
-    assert manifests == [Handed(step=1, version=WeightVersion(1, 0), lease_ids=("1.0.0", "1.1.0"))]
+    manifests = [f.record for f in read_history(tmp_path / "j").found if isinstance(f.record, BatchIssued)]
+    assert manifests == [BatchIssued(step=1, version=PolicyVersion(1, 0), lease_ids=("1.0.0", "1.1.0"))]
 
 
 def test_a_checkpoint_s_snapshot_comes_after_a_sync_and_its_commit_is_written(tmp_path: Path):

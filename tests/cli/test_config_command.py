@@ -10,7 +10,7 @@ from asyncgrpo.config.load import load_config
 
 
 def test_explain_prints_one_key_or_all(asyncgrpo):
-    assert "answers to each prompt" in asyncgrpo("config", "explain", "algorithm.group_size").out
+    assert "completions to each prompt" in asyncgrpo("config", "explain", "algorithm.group_size").out
     assert len(asyncgrpo("config", "explain").out.splitlines()) == len(knobs())
 
 
@@ -28,7 +28,7 @@ def test_explain_answers_a_misspelt_key_with_the_right_one(asyncgrpo):
 
 def test_show_prints_what_load_config_reads_back(asyncgrpo, tmp_path):
     ended = asyncgrpo("config", "show", "one_node_8gpu", "run.seed=5", "learner.lr=2e-6")
-    assert ended.out.startswith("# 1,024 prompts x 5 answers")
+    assert ended.out.startswith("# 1,024 prompts x 5 completions")
     (tmp_path / "copy.yaml").write_text(ended.out)
     assert load_config(tmp_path / "copy.yaml") == load_config("one_node_8gpu", ["run.seed=5", "learner.lr=2e-6"])
 
@@ -40,14 +40,16 @@ def test_show_gives_json_to_scripts(asyncgrpo):
 def test_show_says_what_is_wrong_in_one_line(asyncgrpo):
     ended = asyncgrpo("config", "show", "one_node_8gpu", "algorithm.group_size=1")
     assert ended.code == 1
-    assert ended.err.startswith("error: command line: GRPO compares the answers to one prompt, so algorithm.group_size")
+    assert ended.err.startswith(
+        "error: command line: GRPO compares the completions of one prompt, so algorithm.group_size"
+    )
     assert ended.err.count("\n") == 1
 
 
 def test_algorithms_are_listed_with_a_line_each(asyncgrpo):
     lines = asyncgrpo("config", "algorithms").out.splitlines()
     assert [line.split()[0] for line in lines] == algorithm_names()
-    assert "one ratio for a whole answer" in next(line for line in lines if line.startswith("gspo "))
+    assert "one ratio for a whole completion" in next(line for line in lines if line.startswith("gspo "))
     assert list(json.loads(asyncgrpo("config", "algorithms", "--json").out)) == algorithm_names()
 
 
@@ -59,7 +61,7 @@ def test_show_lays_an_algorithm_over_the_file_and_says_so(asyncgrpo):
 def test_show_refuses_an_algorithm_that_does_not_fit(asyncgrpo):
     ended = asyncgrpo("config", "show", "one_node_8gpu", "--algorithm", "pairwise", "learner.minibatches=2")
     assert ended.code == 1
-    assert "algorithm.loss=pairwise compares answers" in ended.err
+    assert "algorithm.loss=pairwise compares completions" in ended.err
 
 
 def test_an_unknown_algorithm_is_answered_with_all_of_them(asyncgrpo, tmp_path, monkeypatch):

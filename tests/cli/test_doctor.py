@@ -29,8 +29,8 @@ def test_a_person_gets_a_line_for_each_finding_and_how_to_mend_it(asyncgrpo, tmp
     ended = asyncgrpo("doctor", "--out", tmp_path)
     assert ended.code == 1
     assert "✗ gloo" in ended.out
-    assert "mend it: export GLOO_SOCKET_IFNAME=lo" in ended.out
-    assert "Training is not possible yet; mend gloo first." in ended.out
+    assert "fix it: export GLOO_SOCKET_IFNAME=lo" in ended.out
+    assert "Training is not possible yet; fix gloo first." in ended.out
 
 
 @pytest.mark.parametrize(

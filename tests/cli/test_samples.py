@@ -11,7 +11,7 @@ import pytest
 def row(index: int, step: int, **changes: object) -> dict[str, object]:
     return {
         "step": step, "version_oldest": "1.3", "version_newest": "1.4", "lag": 2, "group_id": f"g{index // 2}",
-        "prompt_id": f"train/{index}", "prompt": f"question {index}", "answer": f"answer {index}",
+        "prompt_id": f"train/{index}", "prompt": f"question {index}", "completion": f"answer {index}",
         "ground_truth": f'"{index}"', "reward": index / 10, "advantage": index - 3.0, "failure": None,
         "finish_reason": "stop", "num_tokens": 5,
     } | changes  # fmt: skip
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         rows = [row(index, step) for index in range(7)]
         rows.append(row(7, step, reward=None, advantage=None, failure="timeout"))
-        rows.append(row(8, step, answer="\x1b[2Jgone [bold]not markup[/bold] " + "x" * 1000))
+        rows.append(row(8, step, completion="\x1b[2Jgone [bold]not markup[/bold] " + "x" * 1000))
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples" / f"step_{step:06d}.parquet")
     (tmp_path / "samples" / ".step_000003.parquet.tmp").write_text("half written")
     return tmp_path
@@ -60,11 +60,11 @@ def test_a_random_choice_is_the_same_each_time(asyncgrpo, run):
     assert first != listed(asyncgrpo, run)
 
 
-def test_a_person_sees_reward_lag_and_weights_of_each_answer(asyncgrpo, run):
+def test_a_person_sees_reward_lag_and_weights_of_each_completion(asyncgrpo, run):
     out = shown(asyncgrpo, run, "--limit", 9)
     assert "train/4 reward 0.4 advantage +1.000 lag 2 (weights 1.3 to 1.4) 5 tokens, stop" in out
     assert "failed: timeout not trained" in out
-    assert "9 of the 9 answers of step 2" in out
+    assert "9 of the 9 completions of step 2" in out
 
 
 def test_what_a_model_wrote_cannot_move_the_cursor_and_is_no_markup(asyncgrpo, run):
@@ -77,8 +77,8 @@ def test_what_a_model_wrote_cannot_move_the_cursor_and_is_no_markup(asyncgrpo, r
 
 @pytest.fixture
 def without_signal(tmp_path: Path) -> Path:
-    """Two prompts, the same four answers to the first and a last one to the second, all rewarded with 0."""
-    same = {"reward": 0.0, "advantage": 0.0, "prompt": "question", "prompt_id": "train/0", "answer": "the same"}
+    """Two prompts, the same four completions to the first and a last one to the second, all rewarded with 0."""
+    same = {"reward": 0.0, "advantage": 0.0, "prompt": "question", "prompt_id": "train/0", "completion": "the same"}
     rows = [row(index, 1, **same) for index in range(4)]
     rows.append(row(4, 1, **(same | {"prompt": "another question", "prompt_id": "train/1"})))
     (tmp_path / "samples").mkdir()
@@ -86,12 +86,12 @@ def without_signal(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_same_answer_is_shown_once_with_its_count(asyncgrpo, without_signal):
+def test_the_same_completion_is_shown_once_with_its_count(asyncgrpo, without_signal):
     out = shown(asyncgrpo, without_signal, "--best", "--limit", 1)
     assert out.count("the same") == 1
     assert "train/0 x4 reward 0" in out
-    assert "4 of the 5 answers of step 1 (1 different)" in out
-    assert "every answer of this step has reward 0: none is better or worse" in out
+    assert "4 of the 5 completions of step 1 (1 different)" in out
+    assert "every completion of this step has reward 0: none is better or worse" in out
     assert [(r["prompt_id"], r["count"]) for r in listed(asyncgrpo, without_signal, "--best")] == [
         ("train/0", 4),
         ("train/1", 1),

@@ -11,9 +11,9 @@ from asyncgrpo.cluster.fleet import BACKOFF_S, Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.wire.supervision import Moved
+from asyncgrpo.wire.supervision import EndpointsChanged
 
-HOME = Moved(buffer_endpoint="b", weights_endpoint="w")
+ENDPOINTS = EndpointsChanged(buffer_endpoint="b", weights_endpoint="w")
 
 
 class Ray:
@@ -39,14 +39,14 @@ class Watch:
         self.silent_s: dict[str, float] = {}
         self.missed: dict[str, str] = {}
 
-    def ailment(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
+    def unhealthy_reason(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
         age = self.silent_s.get(f"{name} {incarnation}", 0.0)
         return f"silent for {age:.0f} s" if age > silent_s else None
 
     def missing(self) -> dict[str, str]:
         return self.missed
 
-    def home(self, name: str, incarnation: str) -> None:
+    def buffer_endpoint(self, name: str, incarnation: str) -> None:
         return None
 
     def has_begun(self, name: str, incarnation: str) -> bool:
@@ -81,21 +81,21 @@ def plane(monkeypatch):
     events = SimpleNamespace(write=lambda event, **fields: written.append({"event": event, **fields}))
     placement = SimpleNamespace(generator=lambda index: {})
     fleet = Fleet(setup, placement, watch, events, on_address=lambda name, address: None)  # type: ignore[arg-type]
-    fleet.work_for(core, HOME)  # type: ignore[arg-type]
-    fleet.tend()
+    fleet.work_for(core, ENDPOINTS)  # type: ignore[arg-type]
+    fleet.reconcile()
     return fleet, watch, core, written
 
 
 def test_one_that_another_process_misses_may_be_silent_for_five_signs_of_life_only(plane):
     fleet, watch, core, _ = plane
     watch.silent_s = {"generator-0 1.0": 6.0, "generator-1 1.0": 4.0}
-    fleet.tend()
+    fleet.reconcile()
     assert core.lost == [], "nobody misses them, and the limit of the configuration is far away"
     watch.missed = {"generator-0-1.0": "learner-0", "generator-1-1.0": "learner-0"}
-    fleet.tend()
+    fleet.reconcile()
     assert core.lost == [("generator-0", "1.0")]
     watch.silent_s = {"generator-0 1.1": 6.0}  # it is still importing
-    fleet.tend()
+    fleet.reconcile()
     assert core.lost == [("generator-0", "1.0")], "its successor is not missed by anyone"
 
 
@@ -103,23 +103,23 @@ def test_a_restart_is_an_event_once_something_has_started(plane):
     fleet, watch, core, written = plane
     assert written == []
     watch.silent_s = {"generator-1 1.0": 500.0}
-    fleet.tend(may_restart=False)
+    fleet.reconcile(may_restart=False)
     assert core.lost == [("generator-1", "1.0")] and written == []
     watch.silent_s = {"generator-0 1.0": 500.0}
     fleet.leave()
-    fleet.tend()
+    fleet.reconcile()
     assert written == [], "there is no core to work for"
-    fleet.work_for(core, HOME)
-    fleet.tend()
+    fleet.work_for(core, ENDPOINTS)
+    fleet.reconcile()
     assert written == [{"event": "restart", "actor": "generator-0", "reason": "silent for 500 s", "count": 1}]
 
 
 def test_one_that_may_not_start_again_is_no_restart_and_nothing_starts_while_the_run_ends(plane):
     fleet, watch, _, written = plane
     watch.silent_s = {"generator-0 1.0": 500.0}
-    fleet.tend()
+    fleet.reconcile()
     watch.silent_s = {"generator-0 1.1": 500.0, "generator-1 1.0": 500.0}
     with pytest.raises(AsyncGRPOError, match="generator-0 ended 2 times within an hour"):
-        fleet.tend()
-    fleet.tend(may_restart=False)
+        fleet.reconcile()
+    fleet.reconcile(may_restart=False)
     assert [event["actor"] for event in written] == ["generator-0"] and not fleet._running

@@ -31,7 +31,7 @@ def give_up(core: Core, folder: Path) -> list[bool]:
     """Returns for each look at the generators whether one might be started again."""
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), cluster=ClusterConfig(stall_timeout_s=0.7))
     looks: list[bool] = []
-    fleet = SimpleNamespace(tend=lambda *, may_restart: looks.append(may_restart))
+    fleet = SimpleNamespace(reconcile=lambda *, may_restart: looks.append(may_restart))
     watch = SimpleNamespace(listen=lambda: None)
     run = Run(config, SimpleNamespace(path=folder), "")  # type: ignore[arg-type]
     run._save_before_giving_up(core, fleet, watch, "generator-1 ended too often")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.cluster.heartbeat import Heart, Watch
-from asyncgrpo.wire.supervision import GeneratorLost, Moved
+from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
 
 
 class Clock:
@@ -40,34 +40,36 @@ def listen_until(watch: Watch, condition) -> None:
 def test_a_process_that_is_silent_or_stands_still_is_found(watch: Watch, clock: Clock, tmp_path: Path):
     age: list[float | None] = [None]
     Heart(watch.endpoint, "buffer", "1", None, run_dir=tmp_path, loop_age_s=lambda: age[0])
-    assert watch.ailment("buffer", "1", silent_s=5.0, still_s=5.0) is None, "nothing was heard yet"
+    assert watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) is None, "nothing was heard yet"
     listen_until(watch, lambda: watch.pids("buffer"))
-    assert watch.ailment("buffer", "1", silent_s=5.0, still_s=5.0) is None
+    assert watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) is None
     assert not watch.has_begun("buffer", "1")
     clock.now_s = 6.0
-    assert "silent for 6 s" in (watch.ailment("buffer", "1", silent_s=5.0, still_s=5.0) or "")
-    assert watch.ailment("buffer", "2", silent_s=5.0, still_s=5.0) is None, "of another start nothing is known"
+    assert "silent for 6 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
+    assert watch.unhealthy_reason("buffer", "2", silent_s=5.0, still_s=5.0) is None, "of another start nothing is known"
     age[0] = 8.0
     listen_until(watch, lambda: watch.has_begun("buffer", "1"))
-    assert "stands still for 8 s" in (watch.ailment("buffer", "1", silent_s=5.0, still_s=5.0) or "")
-    assert watch.ailment("buffer", "1", silent_s=5.0, still_s=9.0) is None
+    assert "stands still for 8 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
+    assert watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=9.0) is None
 
 
 def test_the_dead_of_an_earlier_start_are_not_taken_for_the_living(watch: Watch, tmp_path: Path):
-    Heart(watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, home=lambda: "old")
-    listen_until(watch, lambda: watch.home("generator-0", "1.0") == "old")
-    assert watch.home("generator-0", "1.1") is None and not watch.has_begun("generator-0", "1.1")
+    Heart(watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, buffer_endpoint=lambda: "old")
+    listen_until(watch, lambda: watch.buffer_endpoint("generator-0", "1.0") == "old")
+    assert watch.buffer_endpoint("generator-0", "1.1") is None and not watch.has_begun("generator-0", "1.1")
 
 
 def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
-    moved: list[Moved] = []
-    Heart(watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_moved=moved.append, step=lambda: 7)
+    moved: list[EndpointsChanged] = []
+    Heart(
+        watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_endpoints_changed=moved.append, step=lambda: 7
+    )
     listen_until(watch, lambda: watch.step("generator-0", "1.0") == 7)
-    watch.tell("generator-0", Moved(buffer_endpoint="a", weights_endpoint="b"))
+    watch.tell("generator-0", EndpointsChanged(buffer_endpoint="a", weights_endpoint="b"))
     watch.dump_stacks("nothing moves")
     stacks = tmp_path / "logs" / "generator-0.stacks"
     listen_until(watch, lambda: stacks.exists() and "test_a_process_is_told" in stacks.read_text())
-    assert moved == [Moved(buffer_endpoint="a", weights_endpoint="b")]
+    assert moved == [EndpointsChanged(buffer_endpoint="a", weights_endpoint="b")]
     assert stacks.read_text().startswith("nothing moves, process ")
 
 

@@ -172,7 +172,7 @@ def test_a_ratio_is_never_counted_twice(loss):
         ),
         (
             ["algorithm.overlong_buffer=9", "algorithm.truncated=zero"],
-            "rewards an answer that is cut (0) above one that ends just before",
+            "rewards a completion that is cut (0) above one that ends just before",
         ),
         (
             ["algorithm.overlong_buffer=9", "algorithm.advantage=max_rl"],

@@ -34,13 +34,13 @@ def test_the_presets_are_those_that_are_promised():
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_a_preset_takes_a_step(name, path):
-    groups = random_groups(4, 4, seed=1, answer=(2, 6))  # in some group one answer is the best: pass_at_k
+    groups = random_groups(4, 4, seed=1, answer=(2, 6))  # in some group one completion is the best: pass_at_k
     settings = [f"model.path={path}", "learner.tokens_per_microbatch=40", "learner.lr=1e-3"]
     settings += ["algorithm.group_size=3" if name == "remax" else "algorithm.group_size=4"]
     config = load_config("quickstart", settings, algorithm=name)
     check_algorithm(config)
     learner = Learner(config, rank=0, world=1, device="cpu")
-    if name == "geometric_rs":  # made for answers that engine and learner agree about
+    if name == "geometric_rs":  # made for completions that engine and learner agree about
         groups = with_true_logprobs(path, groups)
     before = {info.name: tensor.clone() for info, tensor in learner.weights()}
     report = learner.step(groups, groups[0].versions[0])
@@ -54,7 +54,7 @@ NEEDED = "model: {path: m}\ndata: {train: t}\n"
 
 def recipe(config: Config) -> tuple[AlgorithmConfig, int, bool]:
     """What a preset decides."""
-    objective = msgspec.structs.replace(config.algorithm, group_size=8, min_answers=None)
+    objective = msgspec.structs.replace(config.algorithm, group_size=8, min_completions=None)
     return objective, config.learner.minibatches, config.learner.ess_lr
 
 
@@ -75,7 +75,7 @@ def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
         "kl_coef": 0.5, "kl_kind": "k2", "kl_in": "reward", "kl_target": 0.1, "kl_horizon": 7, "behaviour_kl_coef": 0.3,
         "entropy_coef": 0.2, "truncated": "mask", "overlong_buffer": 3, "overlong_factor": 2.0,
         "critic": {"lam": 0.5, "gamma": 0.9, "value_coef": 2.0, "value_clip": None, "lr_scale": 3.0},
-        "group_size": 5, "min_answers": 3,
+        "group_size": 5, "min_completions": 3,
     }  # fmt: skip
     assert every.keys() == set(AlgorithmConfig.__struct_fields__), "a new key: is it part of a recipe?"
     odd = tmp_path / "odd.yaml"
@@ -85,7 +85,7 @@ def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
         load_config(None, ["model.path=m", "data.train=t"], algorithm=name),
     )
     assert recipe(config) == recipe(plain)
-    sizes = (config.algorithm.group_size, config.algorithm.min_answers, config.learner.lr)
+    sizes = (config.algorithm.group_size, config.algorithm.min_completions, config.learner.lr)
     assert sizes == (5, 3, 0.5), "what is no part of a recipe is the file's"
 
 

@@ -198,7 +198,7 @@ class TestMistakes:
             ("buffer.max_steps=2", "(value 2): `asyncgrpo config explain` lists all keys"),
             ("actor_rollout_ref.actor.use_kl_loss=True", "that is verl's name for algorithm.kl_coef=0.001"),
             ("xyzzy=1", "`asyncgrpo config explain` lists all keys"),
-            ("algorithm.group_size=1", "answers to one prompt, so algorithm.group_size must be at least 2; it is 1"),
+            ("algorithm.group_size=1", "completions of one prompt, so algorithm.group_size must be at least 2; it is 1"),
             ("algorithm.group_size=many", "algorithm.group_size must be a whole number, at least 2; it is many"),
             ("algorithm.group_size=8.5", "algorithm.group_size must be a whole number, at least 2; it is 8.5"),
             ("sampling.top_p=2", "sampling.top_p must be above 0 and at most 1; it is 2"),
@@ -314,7 +314,7 @@ class TestCrossChecks:
         [
             (["learner.tokens_per_microbatch=1535"], "tokens_per_microbatch (1535) is smaller than the longest"),
             (["learner.betas=[0.9,1.0]"], "learner.betas must each be at least 0 and below 1; 1 is not"),
-            (["algorithm.min_answers=9"], "algorithm.min_answers (9) is more than algorithm.group_size (8)"),
+            (["algorithm.min_completions=9"], "algorithm.min_completions (9) is more than algorithm.group_size (8)"),
             (["buffer.straggler_factor=1.2"], "or at least 1.5"),
             (["sampling.top_k=0"], "write -1 for no limit"),
             (["model.lora.targets=[q_proj]"], "model.lora.rank is 0, so all weights would be trained"),
@@ -354,7 +354,7 @@ class TestModelCheck:
             self.check(path, *overrides)
         return str(caught.value)
 
-    def test_a_prompt_and_an_answer_must_fit_the_context(self, model):
+    def test_a_prompt_and_a_completion_must_fit_the_context(self, model):
         self.check(model)
         message = self.message(model, "sampling.max_tokens=1025")
         assert "is 1536 tokens, but data.max_prompt_tokens (512) + sampling.max_tokens (1025) = 1537" in message
@@ -410,7 +410,7 @@ class TestWords:
 
     def test_a_key_is_explained_with_value_default_and_section(self):
         text = explain("algorithm.group_size")
-        assert "answers to each prompt" in text
+        assert "completions to each prompt" in text
         assert "a whole number, at least 2" in text
         assert "default  8" in text
         assert "The objective." in text
@@ -436,7 +436,7 @@ class TestWords:
 
     def test_the_sizes_of_a_run_are_said_in_words(self):
         text = sizes_in_words(load_config(None, [*NEEDED, "generators.count=3", "run.steps=10"]))
-        assert "64 prompts x 8 answers = 512 sequences per step" in text
+        assert "64 prompts x 8 completions = 512 sequences per step" in text
         assert "lag at most 4 steps; up to 320 groups under way" in text
         assert "3 generators (sglang, 1 GPU each) + 1 learner rank = 4 GPUs" in text
         assert "ends after 10 steps or 1 epoch, whichever is first; checkpoint every 20 steps, no evaluation" in text

@@ -70,17 +70,17 @@ GOLDEN_ORDER = [0, 8, 9, 3, 7, 5, 1, 2, 6, 4, 3, 7, 4, 2, 9, 8, 1, 6, 5, 0]
 
 def test_without_an_end_there_is_always_another_epoch():
     source = PromptSource(some_prompts(3), seed=0, shuffle=True, epochs=None)
-    for order in range(30):
-        assert source.next() == (order, source.prompt(order))
-        source.done(order)
+    for prompt_index in range(30):
+        assert source.next() == (prompt_index, source.prompt(prompt_index))
+        source.done(prompt_index)
     assert (source.epoch, source.num_done, source.remaining, source.is_exhausted) == (10, 30, None, False)
 
 
 def test_what_is_given_back_comes_before_anything_new_oldest_first():
     source = PromptSource(some_prompts(9), seed=0, shuffle=True, epochs=1)
     issued = [source.next() for _ in range(6)]
-    for order in (4, 1, 3):
-        source.give_back(order)
+    for prompt_index in (4, 1, 3):
+        source.give_back(prompt_index)
     assert [source.next() for _ in range(3)] == [issued[1], issued[3], issued[4]]
     assert source.next() == (6, source.prompt(6))
 
@@ -106,28 +106,28 @@ def test_a_source_is_exhausted_only_when_nothing_is_under_way():
 
 def test_what_is_set_aside_is_issued_only_to_who_asks_for_it():
     source = PromptSource(some_prompts(3), seed=0, shuffle=False, epochs=1)
-    take_orders(source, 3)
-    source.set_aside(2)
-    source.set_aside(0)
+    take_prompt_indices(source, 3)
+    source.isolate(2)
+    source.isolate(0)
     source.done(1)
-    assert source.next() is None and source.has_next and source.has_aside and not source.is_exhausted
-    assert (source.num_aside, source.next_order) == (2, 0)
-    assert [source.next_aside()[0] for _ in range(2)] == [0, 2] and source.next_aside() is None
-    source.set_aside(2)
+    assert source.next() is None and source.has_next and source.has_isolated and not source.is_exhausted
+    assert (source.num_isolated, source.next_prompt_index) == (2, 0)
+    assert [source.next_isolated()[0] for _ in range(2)] == [0, 2] and source.next_isolated() is None
+    source.isolate(2)
     source.restore(source.state())
-    assert take_orders(source, 3) == [0, 2], "a restart knows nothing of it"
+    assert take_prompt_indices(source, 3) == [0, 2], "a restart knows nothing of it"
 
 
 def test_a_restored_run_may_have_more_epochs():
     short = PromptSource(some_prompts(2), seed=0, shuffle=True, epochs=1)
-    for order in take_orders(short, 2):
-        short.done(order)
+    for prompt_index in take_prompt_indices(short, 2):
+        short.done(prompt_index)
     longer = PromptSource(some_prompts(2), seed=0, shuffle=True, epochs=2)
     longer.restore(short.state())
-    assert take_orders(longer, 3) == [2, 3]
+    assert take_prompt_indices(longer, 3) == [2, 3]
 
 
-def take_orders(source: PromptSource, count: int) -> list[int]:
+def take_prompt_indices(source: PromptSource, count: int) -> list[int]:
     return [item[0] for item in (source.next() for _ in range(count)) if item is not None]
 
 
@@ -153,7 +153,7 @@ class AnyRun(RuleBasedStateMachine):
     def begin(self, count, epochs, seed, shuffle):
         self.make = lambda: PromptSource(some_prompts(count), seed=seed, shuffle=shuffle, epochs=epochs)
         self.source = self.make()
-        self.plan = [self.source.prompt(order).prompt_id for order in range(count * epochs)]
+        self.plan = [self.source.prompt(prompt_index).prompt_id for prompt_index in range(count * epochs)]
         for start in range(0, len(self.plan), count):
             assert len(set(self.plan[start : start + count])) == count
         self.done: list[int] = []
@@ -166,7 +166,7 @@ class AnyRun(RuleBasedStateMachine):
         expected = min(self.waiting, default=None)
         if expected is None:
             known = {*self.done, *self.outstanding}
-            expected = next((order for order in range(len(self.plan)) if order not in known), None)
+            expected = next((prompt_index for prompt_index in range(len(self.plan)) if prompt_index not in known), None)
         issued = self.source.next()
         if expected is None:
             assert issued is None
@@ -179,26 +179,26 @@ class AnyRun(RuleBasedStateMachine):
     @precondition(lambda self: self.outstanding)
     @rule(data=st.data())
     def finish(self, data):
-        order = data.draw(st.sampled_from(sorted(self.outstanding)))
-        self.source.done(order)
-        self.outstanding.remove(order)
-        self.done.append(order)
+        prompt_index = data.draw(st.sampled_from(sorted(self.outstanding)))
+        self.source.done(prompt_index)
+        self.outstanding.remove(prompt_index)
+        self.done.append(prompt_index)
 
     @precondition(lambda self: self.outstanding)
     @rule(data=st.data())
     def fail(self, data):
-        order = data.draw(st.sampled_from(sorted(self.outstanding)))
-        self.source.give_back(order)
-        self.outstanding.remove(order)
-        self.waiting.add(order)
+        prompt_index = data.draw(st.sampled_from(sorted(self.outstanding)))
+        self.source.give_back(prompt_index)
+        self.outstanding.remove(prompt_index)
+        self.waiting.add(prompt_index)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def finish_late(self, data):
-        order = data.draw(st.sampled_from(sorted(self.waiting)))
-        self.source.done(order)
-        self.waiting.remove(order)
-        self.done.append(order)
+        prompt_index = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.source.done(prompt_index)
+        self.waiting.remove(prompt_index)
+        self.done.append(prompt_index)
 
     @rule()
     def checkpoint(self):
@@ -222,21 +222,21 @@ class AnyRun(RuleBasedStateMachine):
         frontier = next((i for i in range(len(self.plan)) if i not in self.done), len(self.plan))
         state = self.source.state()
         assert state.frontier == frontier
-        assert list(state.done_beyond) == sorted(order for order in self.done if order > frontier)
+        assert list(state.done_beyond) == sorted(prompt_index for prompt_index in self.done if prompt_index > frontier)
 
     def teardown(self):
         if not hasattr(self, "source"):
             return
-        for order in sorted(self.outstanding):
-            self.fail_now(order)
+        for prompt_index in sorted(self.outstanding):
+            self.fail_now(prompt_index)
         while (issued := self.source.next()) is not None:
             self.source.done(issued[0])
             self.done.append(issued[0])
         assert sorted(self.done) == list(range(len(self.plan)))
         assert self.source.is_exhausted
 
-    def fail_now(self, order: int) -> None:
-        self.source.give_back(order)
+    def fail_now(self, prompt_index: int) -> None:
+        self.source.give_back(prompt_index)
 
 
 AnyRun.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

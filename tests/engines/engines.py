@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.engines.fake import FakeEngine
-from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from asyncgrpo.weights.files import disk_tensors
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
@@ -38,7 +38,7 @@ class Rig:
     """Largest difference of a log-prob (nats, absolute) from the reference forward in float32."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _base: dict[str, Tensor] = field(default_factory=dict)
-    _changes: dict[WeightVersion, int] = field(default_factory=dict)
+    _changes: dict[PolicyVersion, int] = field(default_factory=dict)
     _requests: int = 0
 
     def start(self) -> "Rig":
@@ -46,7 +46,7 @@ class Rig:
             self._base = {name: tensor.detach().clone() for name, tensor in disk_tensors(self.reference_model).items()}
         else:
             self._base = {"table": torch.zeros(4, 4)}
-        first = WeightVersion(0, 0)
+        first = PolicyVersion(0, 0)
         self._changes[first] = 0
         self.run(self.engine.start(first))
         return self
@@ -65,59 +65,61 @@ class Rig:
         scale = 0.1 if change else 0.0
         return {name: base + scale * torch.randn(base.shape, generator=noise) for name, base in self._base.items()}
 
-    async def load(self, change: int, *, keep_kv: bool = True) -> WeightVersion:
+    async def load(self, change: int, *, keep_kv: bool = True) -> PolicyVersion:
         """Load `weights(change)` as the next version."""
-        version = WeightVersion(0, self.engine.version.version + 1)
+        version = PolicyVersion(0, self.engine.version.number + 1)
         self._changes[version] = change
         await self.engine.load_weights(iter(self.weights(change).items()), version, keep_kv=keep_kv)
         return version
 
     async def sample(
-        self, prompt: tuple[int, ...], num_answers: int = 1, *, seed: int = 0, request_id: str = "", **knobs: Any
+        self, prompt: tuple[int, ...], num_completions: int = 1, *, seed: int = 0, request_id: str = "", **knobs: Any
     ) -> list[Completion]:
-        """All answers of one request, in the order in which they came."""
+        """All completions of one request, in the order in which they came."""
         self._requests += 1
         request_id = request_id or f"request-{self._requests}"
-        answers = self.engine.generate(request_id, prompt, num_answers, Sampling(**knobs), seed)
-        return [answer async for answer in answers]
+        completions = self.engine.generate(request_id, prompt, num_completions, Sampling(**knobs), seed)
+        return [completion async for completion in completions]
 
-    def logits(self, token_ids: list[int], version: WeightVersion) -> Tensor:
+    def logits(self, token_ids: list[int], version: PolicyVersion) -> Tensor:
         """[len(token_ids), VOCAB] float32 of a plain forward under the weights of `version`."""
         model = self.model_of(version)
         with torch.no_grad():
             return model(torch.tensor([token_ids])).logits[0].float()
 
-    def expected_logprobs(self, prompt: tuple[int, ...], answer: Completion, temperature: float = 1.0) -> np.ndarray:
+    def expected_logprobs(
+        self, prompt: tuple[int, ...], completion: Completion, temperature: float = 1.0
+    ) -> np.ndarray:
         """[L] what `answer.logprobs` must be if each span saw keys and values of its own version only."""
-        tokens = list(prompt) + answer.token_ids.tolist()
+        tokens = list(prompt) + completion.token_ids.tolist()
         logits = torch.cat(
             [
                 self.logits(tokens, span.version)[len(prompt) + span.start - 1 : len(prompt) + span.end - 1]
-                for span in answer.spans
+                for span in completion.spans
             ]
         )
-        return _chosen(logits / temperature, answer)
+        return _chosen(logits / temperature, completion)
 
-    def expected_logprobs_kept(self, prompt: tuple[int, ...], answer: Completion) -> np.ndarray:
+    def expected_logprobs_kept(self, prompt: tuple[int, ...], completion: Completion) -> np.ndarray:
         """[L] what `answer.logprobs` must be if each span kept the keys and values of earlier versions.
 
         The token at place t is sampled by feeding the one before it, so the span [a, b) feeds places a - 1 .. b - 2.
         """
-        tokens = list(prompt) + answer.token_ids.tolist()
+        tokens = list(prompt) + completion.token_ids.tolist()
         cache, logits = DynamicCache(), []
-        for span in answer.spans:
+        for span in completion.spans:
             fed = 0 if span.start == 0 else len(prompt) + span.start - 1
             with torch.no_grad():
                 model = self.model_of(span.version)
                 part = model(torch.tensor([tokens[fed : len(prompt) + span.end - 1]]), past_key_values=cache).logits[0]
             logits.append(part[-(span.end - span.start) :].float())
-        return _chosen(torch.cat(logits), answer)
+        return _chosen(torch.cat(logits), completion)
 
-    def assert_logprobs(self, prompt: tuple[int, ...], answer: Completion, temperature: float = 1.0) -> None:
-        expected = self.expected_logprobs(prompt, answer, temperature)
-        np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=self.tolerance)
+    def assert_logprobs(self, prompt: tuple[int, ...], completion: Completion, temperature: float = 1.0) -> None:
+        expected = self.expected_logprobs(prompt, completion, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=self.tolerance)
 
-    def model_of(self, version: WeightVersion) -> PreTrainedModel:
+    def model_of(self, version: PolicyVersion) -> PreTrainedModel:
         """The reference model, holding the weights of `version` until the next call."""
         assert self.reference_model is not None, "this engine has no model"
         places = disk_tensors(self.reference_model)
@@ -126,16 +128,20 @@ class Rig:
         return self.reference_model
 
 
-def _chosen(logits: Tensor, answer: Completion) -> np.ndarray:
-    picked = torch.from_numpy(answer.token_ids).long()[:, None]
+def _chosen(logits: Tensor, completion: Completion) -> np.ndarray:
+    picked = torch.from_numpy(completion.token_ids).long()[:, None]
     return logits.log_softmax(dim=-1).gather(1, picked)[:, 0].numpy()
 
 
-def torch_rig(path: Path, *, max_answers: int = 12) -> Rig:
+def torch_rig(path: Path, *, max_completions: int = 12) -> Rig:
     from asyncgrpo.engines.torch.engine import TorchEngine
 
     engine = TorchEngine(
-        str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=MAX_CONTEXT, max_answers=max_answers
+        str(path),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_context=MAX_CONTEXT,
+        max_completions=max_completions,
     )
     return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 

@@ -12,14 +12,14 @@ import torch
 
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.rollout import SEED_STRIDE, GroupUnderWay, Redundancy
-from asyncgrpo.types import Completion, Lease, Prompt, Sampling, Score, WeightVersion
+from asyncgrpo.types import Completion, Lease, PolicyVersion, Prompt, Sampling, Score
 from tests.engines.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
 
 PROMPT = (5, 77, 130, 9, 201)
 OFTEN = tuple(range(0, VOCAB, 12))
-"""Stop tokens that end most answers after some ten tokens, each at another place."""
+"""Stop tokens that end most completions after some ten tokens, each at another place."""
 LONG = 200
-"""Tokens of an answer that must outlive what a test does meanwhile."""
+"""Tokens of a completion that must outlive what a test does meanwhile."""
 
 SGLANG = pytest.param("sglang", marks=pytest.mark.slow)
 SGLANG_MOE = pytest.param("sglang-qwen3-moe", marks=pytest.mark.slow)
@@ -57,22 +57,25 @@ def seeded_rig(rigs: Callable[[str], Rig], request: pytest.FixtureRequest) -> Ri
     return rigs(request.param)
 
 
-def texts(answers: list[Completion]) -> list[tuple[int, ...]]:
-    """Token ids of each answer, in the order of their index."""
-    return [tuple(answer.token_ids.tolist()) for answer in sorted(answers, key=lambda answer: answer.index)]
+def texts(completions: list[Completion]) -> list[tuple[int, ...]]:
+    """Token ids of each completion, in the order of their index."""
+    return [
+        tuple(completion.token_ids.tolist())
+        for completion in sorted(completions, key=lambda completion: completion.index)
+    ]
 
 
-def assert_spans_partition(answer: Completion) -> None:
-    edges = [0, *(span.end for span in answer.spans)]
-    assert [span.start for span in answer.spans] == edges[:-1]
-    assert edges[-1] == len(answer.token_ids) == len(answer.logprobs)
-    assert all(span.start < span.end for span in answer.spans)
-    versions = [span.version for span in answer.spans]
+def assert_spans_partition(completion: Completion) -> None:
+    edges = [0, *(span.end for span in completion.spans)]
+    assert [span.start for span in completion.spans] == edges[:-1]
+    assert edges[-1] == len(completion.token_ids) == len(completion.logprobs)
+    assert all(span.start < span.end for span in completion.spans)
+    versions = [span.version for span in completion.spans]
     assert versions == sorted(set(versions))
 
 
-async def change_midway(rig: Rig, change: int, *, keep_kv: bool) -> tuple[list[Completion], list[WeightVersion]]:
-    """Three long answers whose weights change while they run: the answers, and the two versions."""
+async def change_midway(rig: Rig, change: int, *, keep_kv: bool) -> tuple[list[Completion], list[PolicyVersion]]:
+    """Three long completions whose weights change while they run: the completions, and the two versions."""
     old = rig.engine.version
     long = asyncio.create_task(rig.sample(PROMPT, 3, max_tokens=LONG))
     await rig.sample(PROMPT[:2], max_tokens=6)  # when this is back, the long ones are on their way
@@ -80,35 +83,35 @@ async def change_midway(rig: Rig, change: int, *, keep_kv: bool) -> tuple[list[C
     return await long, [old, new]
 
 
-# --- answers, streaming, endings
+# --- completions, streaming, endings
 
 
 def test_every_answer_comes_once_and_they_differ(rig: Rig) -> None:
-    answers = rig.run(rig.sample(PROMPT, 8, max_tokens=12))
-    assert sorted(answer.index for answer in answers) == list(range(8))
-    assert len(set(texts(answers))) == 8
-    for answer in answers:
-        assert_spans_partition(answer)
-        assert answer.token_ids.dtype == np.int32 and answer.logprobs.dtype == np.float32
-        assert (answer.logprobs <= 0).all()
-        assert [span.version for span in answer.spans] == [rig.engine.version]
+    completions = rig.run(rig.sample(PROMPT, 8, max_tokens=12))
+    assert sorted(completion.index for completion in completions) == list(range(8))
+    assert len(set(texts(completions))) == 8
+    for completion in completions:
+        assert_spans_partition(completion)
+        assert completion.token_ids.dtype == np.int32 and completion.logprobs.dtype == np.float32
+        assert (completion.logprobs <= 0).all()
+        assert [span.version for span in completion.spans] == [rig.engine.version]
 
 
-def test_max_tokens_ends_an_answer_with_length(rig: Rig) -> None:
+def test_max_tokens_ends_a_completion_with_length(rig: Rig) -> None:
     for max_tokens in (1, 7):
-        (answer,) = rig.run(rig.sample(PROMPT, max_tokens=max_tokens))
-        assert len(answer.token_ids) == max_tokens
-        assert answer.finish_reason == "length"
+        (completion,) = rig.run(rig.sample(PROMPT, max_tokens=max_tokens))
+        assert len(completion.token_ids) == max_tokens
+        assert completion.finish_reason == "length"
 
 
-def test_a_stop_token_ends_an_answer_and_is_its_last_token(rig: Rig) -> None:
-    answers = rig.run(rig.sample(PROMPT, 12, max_tokens=30, stop_token_ids=OFTEN))
-    assert "stop" in {answer.finish_reason for answer in answers}
-    for answer in answers:
-        *before, last = answer.token_ids.tolist()
+def test_a_stop_token_ends_a_completion_and_is_its_last_token(rig: Rig) -> None:
+    completions = rig.run(rig.sample(PROMPT, 12, max_tokens=30, stop_token_ids=OFTEN))
+    assert "stop" in {completion.finish_reason for completion in completions}
+    for completion in completions:
+        *before, last = completion.token_ids.tolist()
         assert not set(before) & set(OFTEN)
-        assert (last in OFTEN) == (answer.finish_reason == "stop")
-        assert answer.finish_reason == "stop" or len(answer.token_ids) == 30
+        assert (last in OFTEN) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 30
 
 
 def test_a_stop_token_in_the_last_allowed_place_counts_as_stop(rig: Rig) -> None:
@@ -120,8 +123,8 @@ def test_a_stop_token_in_the_last_allowed_place_counts_as_stop(rig: Rig) -> None
     assert stopped.finish_reason == "stop"
 
 
-def test_a_short_answer_does_not_wait_for_a_long_one(rig: Rig) -> None:
-    async def order() -> list[str]:
+def test_a_short_completion_does_not_wait_for_a_long_one(rig: Rig) -> None:
+    async def prompt_index() -> list[str]:
         done: list[str] = []
 
         async def ask(name: str, max_tokens: int) -> None:
@@ -131,23 +134,23 @@ def test_a_short_answer_does_not_wait_for_a_long_one(rig: Rig) -> None:
         await asyncio.gather(ask("long", LONG), ask("short", 3))
         return done
 
-    assert rig.run(order()) == ["short", "long"]
+    assert rig.run(prompt_index()) == ["short", "long"]
 
 
-def test_answers_of_one_request_are_yielded_one_by_one(rig: Rig) -> None:
+def test_completions_of_one_request_are_yielded_one_by_one(rig: Rig) -> None:
     async def abort_after_first() -> list[Completion]:
-        answers = []
+        completions = []
         # One stop token in twelve: the first of 8 ends early, and that all the others end with it will not happen.
         sampling = Sampling(max_tokens=LONG, stop_token_ids=OFTEN)
-        async for answer in rig.engine.generate("one-by-one", PROMPT, 8, sampling, seed=0):
-            answers.append(answer)
+        async for completion in rig.engine.generate("one-by-one", PROMPT, 8, sampling, seed=0):
+            completions.append(completion)
             await rig.engine.abort("one-by-one")
-        return answers
+        return completions
 
-    answers = rig.run(abort_after_first())
-    assert len(answers) == 8
-    assert answers[0].finish_reason == "stop"
-    assert "abort" in {answer.finish_reason for answer in answers}
+    completions = rig.run(abort_after_first())
+    assert len(completions) == 8
+    assert completions[0].finish_reason == "stop"
+    assert "abort" in {completion.finish_reason for completion in completions}
 
 
 def test_abort_returns_what_was_generated(rig: Rig) -> None:
@@ -157,14 +160,14 @@ def test_abort_returns_what_was_generated(rig: Rig) -> None:
         await rig.engine.abort("to-abort")
         return await long
 
-    answers = rig.run(abort_midway())
-    assert sorted(answer.index for answer in answers) == [0, 1, 2, 3]
-    for answer in answers:
-        assert answer.finish_reason == "abort"
-        assert 0 < len(answer.token_ids) < LONG
-        assert_spans_partition(answer)
+    completions = rig.run(abort_midway())
+    assert sorted(completion.index for completion in completions) == [0, 1, 2, 3]
+    for completion in completions:
+        assert completion.finish_reason == "abort"
+        assert 0 < len(completion.token_ids) < LONG
+        assert_spans_partition(completion)
         if rig.reference_model is not None:
-            rig.assert_logprobs(PROMPT, answer)
+            rig.assert_logprobs(PROMPT, completion)
 
 
 class Unrewarded:
@@ -173,7 +176,7 @@ class Unrewarded:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
         self.asked += 1
         return Score(failure="timeout") if self.asked == 1 else Score(value=1.0)
 
@@ -182,15 +185,15 @@ class Unrewarded:
 
 
 def test_a_group_with_a_reserve_and_a_retry_is_whole_and_leaves_the_engine_free(rig: Rig) -> None:
-    """The reserve is aborted in the middle, and one answer is sampled again alone, whatever the engine."""
+    """The reserve is aborted in the middle, and one completion is sampled again alone, whatever the engine."""
     lease = Lease(
         lease_id="1.0.0",
         group_id="1.0",
         attempt=0,
-        order=0,
+        prompt_index=0,
         purpose="train",
         prompt=Prompt(prompt_id="train/0", token_ids=PROMPT),
-        num_answers=2,
+        num_completions=2,
         sampling=Sampling(max_tokens=LONG, stop_token_ids=OFTEN),
         seed=40,
     )
@@ -213,11 +216,11 @@ def test_abort_of_an_unknown_request_does_nothing(rig: Rig) -> None:
 
 
 def test_many_requests_at_once_are_each_right(rig: Rig) -> None:
-    """Each of its own prompt, number of answers, length, stop tokens and temperature."""
+    """Each of its own prompt, number of completions, length, stop tokens and temperature."""
     requests = [
         {
             "prompt": tuple((7 * i + j) % VOCAB for j in range(1 + i % 13)),
-            "num_answers": 1 + i % 4,
+            "num_completions": 1 + i % 4,
             "max_tokens": 2 + 3 * i % 17,
             "stop_token_ids": ((), OFTEN, OFTEN[:5], (i,))[i % 4],
             "temperature": (1.0, 0.7, 1.5)[i % 3],
@@ -228,16 +231,16 @@ def test_many_requests_at_once_are_each_right(rig: Rig) -> None:
     async def all_at_once() -> list[list[Completion]]:
         return await asyncio.gather(*(rig.sample(**request) for request in requests))
 
-    for request, answers in zip(requests, rig.run(all_at_once()), strict=True):
-        assert len(answers) == request["num_answers"]
-        for answer in answers:
-            assert_spans_partition(answer)
-            stops = [token in request["stop_token_ids"] for token in answer.token_ids.tolist()]
+    for request, completions in zip(requests, rig.run(all_at_once()), strict=True):
+        assert len(completions) == request["num_completions"]
+        for completion in completions:
+            assert_spans_partition(completion)
+            stops = [token in request["stop_token_ids"] for token in completion.token_ids.tolist()]
             assert not any(stops[:-1])
-            assert answer.finish_reason == ("stop" if stops[-1] else "length")
+            assert completion.finish_reason == ("stop" if stops[-1] else "length")
             assert stops[-1] or len(stops) == request["max_tokens"]
             if rig.reference_model is not None:
-                rig.assert_logprobs(request["prompt"], answer, request["temperature"])
+                rig.assert_logprobs(request["prompt"], completion, request["temperature"])
 
 
 # --- log-probs and sampling, against transformers
@@ -245,23 +248,23 @@ def test_many_requests_at_once_are_each_right(rig: Rig) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_transformers_forward(model_rig: Rig, temperature: float) -> None:
-    for answer in model_rig.run(model_rig.sample(PROMPT, 4, max_tokens=40, temperature=temperature)):
-        model_rig.assert_logprobs(PROMPT, answer, temperature)
+    for completion in model_rig.run(model_rig.sample(PROMPT, 4, max_tokens=40, temperature=temperature)):
+        model_rig.assert_logprobs(PROMPT, completion, temperature)
 
 
 def test_logprobs_are_over_the_whole_vocabulary_when_sampling_is_restricted(model_rig: Rig) -> None:
-    for answer in model_rig.run(model_rig.sample(PROMPT, 4, max_tokens=12, top_k=20, top_p=0.8)):
-        model_rig.assert_logprobs(PROMPT, answer)
+    for completion in model_rig.run(model_rig.sample(PROMPT, 4, max_tokens=12, top_k=20, top_p=0.8)):
+        model_rig.assert_logprobs(PROMPT, completion)
 
 
 def test_greedy_is_transformers_greedy(model_rig: Rig) -> None:
-    (answer,) = model_rig.run(model_rig.sample(PROMPT, max_tokens=24, temperature=0.0))
+    (completion,) = model_rig.run(model_rig.sample(PROMPT, max_tokens=24, temperature=0.0))
     prompt = torch.tensor([PROMPT])
     expected = model_rig.model_of(model_rig.engine.version).generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24
     )
-    assert answer.token_ids.tolist() == expected[0, len(PROMPT) :].tolist()
-    model_rig.assert_logprobs(PROMPT, answer)
+    assert completion.token_ids.tolist() == expected[0, len(PROMPT) :].tolist()
+    model_rig.assert_logprobs(PROMPT, completion)
 
 
 def test_top_k_1_is_greedy(model_rig: Rig) -> None:
@@ -275,8 +278,8 @@ def test_top_k_1_is_greedy(model_rig: Rig) -> None:
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.3), (10, 0.5)])
 def test_top_k_and_top_p_restrict_what_is_sampled(model_rig: Rig, top_k: int, top_p: float) -> None:
     """Each token is among the top_k best, and the better ones do not already hold top_p of all probability."""
-    for answer in model_rig.run(model_rig.sample(PROMPT, 6, max_tokens=16, top_k=top_k, top_p=top_p)):
-        tokens = answer.token_ids.tolist()
+    for completion in model_rig.run(model_rig.sample(PROMPT, 6, max_tokens=16, top_k=top_k, top_p=top_p)):
+        tokens = completion.token_ids.tolist()
         probs = model_rig.logits([*PROMPT, *tokens], model_rig.engine.version).softmax(dim=-1).double()
         for place, token in enumerate(tokens):
             here = probs[len(PROMPT) - 1 + place]
@@ -289,33 +292,33 @@ def test_top_k_and_top_p_restrict_what_is_sampled(model_rig: Rig, top_k: int, to
 
 
 def test_a_weight_change_between_two_tokens_is_tagged(rig: Rig) -> None:
-    answers, versions = rig.run(change_midway(rig, 1, keep_kv=True))
-    for answer in answers:
-        assert_spans_partition(answer)
-        assert len(answer.token_ids) == LONG
-        assert [span.version for span in answer.spans] == versions
+    completions, versions = rig.run(change_midway(rig, 1, keep_kv=True))
+    for completion in completions:
+        assert_spans_partition(completion)
+        assert len(completion.token_ids) == LONG
+        assert [span.version for span in completion.spans] == versions
     assert rig.engine.version == versions[1]
 
 
 def test_each_span_is_sampled_by_its_version_when_keys_are_recomputed(model_rig: Rig) -> None:
-    answers, versions = model_rig.run(change_midway(model_rig, 1, keep_kv=False))
-    for answer in answers:
-        assert [span.version for span in answer.spans] == versions
-        model_rig.assert_logprobs(PROMPT, answer)
+    completions, versions = model_rig.run(change_midway(model_rig, 1, keep_kv=False))
+    for completion in completions:
+        assert [span.version for span in completion.spans] == versions
+        model_rig.assert_logprobs(PROMPT, completion)
         # The oracle can tell: the old keys would have given other numbers.
-        kept = model_rig.expected_logprobs_kept(PROMPT, answer)
-        assert np.abs(kept - answer.logprobs).max() > 100 * model_rig.tolerance
+        kept = model_rig.expected_logprobs_kept(PROMPT, completion)
+        assert np.abs(kept - completion.logprobs).max() > 100 * model_rig.tolerance
 
 
 def test_each_span_is_sampled_by_its_version_when_keys_are_kept(model_rig: Rig) -> None:
-    answers, versions = model_rig.run(change_midway(model_rig, 2, keep_kv=True))
-    for answer in answers:
-        assert [span.version for span in answer.spans] == versions
-        expected = model_rig.expected_logprobs_kept(PROMPT, answer)
-        np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=model_rig.tolerance)
+    completions, versions = model_rig.run(change_midway(model_rig, 2, keep_kv=True))
+    for completion in completions:
+        assert [span.version for span in completion.spans] == versions
+        expected = model_rig.expected_logprobs_kept(PROMPT, completion)
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=model_rig.tolerance)
 
 
-def test_an_answer_may_live_through_many_changes(rig: Rig) -> None:
+def test_a_completion_may_live_through_many_changes(rig: Rig) -> None:
     async def change_often() -> list[Completion]:
         long = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
         for change in (1, 2, 3):
@@ -323,11 +326,11 @@ def test_an_answer_may_live_through_many_changes(rig: Rig) -> None:
             await rig.load(change, keep_kv=False)
         return await long
 
-    for answer in rig.run(change_often()):
-        assert_spans_partition(answer)
-        assert len(answer.spans) >= 2
+    for completion in rig.run(change_often()):
+        assert_spans_partition(completion)
+        assert len(completion.spans) >= 2
         if rig.reference_model is not None:
-            rig.assert_logprobs(PROMPT, answer)
+            rig.assert_logprobs(PROMPT, completion)
 
 
 @pytest.mark.parametrize("keep_kv", [True, False])
@@ -336,9 +339,9 @@ def test_no_later_request_reuses_old_keys(model_rig: Rig, keep_kv: bool) -> None
     for change in (0, 1, 2):
         version = model_rig.run(model_rig.load(change, keep_kv=keep_kv))
         for _ in range(2):
-            for answer in model_rig.run(model_rig.sample(prompt, 2, max_tokens=6)):
-                assert [span.version for span in answer.spans] == [version]
-                model_rig.assert_logprobs(prompt, answer)
+            for completion in model_rig.run(model_rig.sample(prompt, 2, max_tokens=6)):
+                assert [span.version for span in completion.spans] == [version]
+                model_rig.assert_logprobs(prompt, completion)
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
@@ -352,12 +355,12 @@ def test_requests_submitted_just_before_a_change_are_right(rig: Rig, turns: int)
         return await asyncio.gather(*requests)
 
     *before, after = rig.run(race())
-    for answers in (*before, after):
-        for answer in answers:
-            assert_spans_partition(answer)
+    for completions in (*before, after):
+        for completion in completions:
+            assert_spans_partition(completion)
             if rig.reference_model is not None:
-                rig.assert_logprobs(PROMPT, answer)
-    assert {span.version for answer in after for span in answer.spans} == {rig.engine.version}
+                rig.assert_logprobs(PROMPT, completion)
+    assert {span.version for completion in after for span in completion.spans} == {rig.engine.version}
 
 
 def test_the_checksum_follows_the_weights(rig: Rig) -> None:
@@ -393,17 +396,17 @@ def test_a_partial_load_leaves_the_rest_as_it_was(model_rig: Rig, layers: tuple[
     assert before == whole_before and part == whole != before
 
 
-def test_the_same_seed_gives_the_same_answers(seeded_rig: Rig) -> None:
+def test_the_same_seed_gives_the_same_completions(seeded_rig: Rig) -> None:
     first, second = (texts(seeded_rig.run(seeded_rig.sample(PROMPT, 4, seed=11, max_tokens=20))) for _ in range(2))
     assert first == second
 
 
-def test_another_seed_gives_other_answers(seeded_rig: Rig) -> None:
+def test_another_seed_gives_other_completions(seeded_rig: Rig) -> None:
     first, second = (texts(seeded_rig.run(seeded_rig.sample(PROMPT, 4, seed=s, max_tokens=20))) for s in (11, 100))
     assert not set(first) & set(second)
 
 
-def test_answer_i_is_seeded_by_seed_plus_i_whatever_runs_beside_it(seeded_rig: Rig) -> None:
+def test_completion_i_is_seeded_by_seed_plus_i_whatever_runs_beside_it(seeded_rig: Rig) -> None:
     async def crowded() -> list[Completion]:
         others = [asyncio.create_task(seeded_rig.sample((1, 2), 2, seed=i, max_tokens=i + 1)) for i in range(4)]
         await asyncio.sleep(0)
@@ -439,7 +442,7 @@ def test_a_request_that_cannot_be_sampled_is_refused_by_name(
 
 
 def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(seeded_rig: Rig) -> None:
-    async def break_midway() -> WeightVersion:
+    async def break_midway() -> PolicyVersion:
         def half_of_them():
             yield next(iter(seeded_rig.weights(1).items()))
             raise ConnectionError("the learner went away")
@@ -448,7 +451,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(seeded_rig: Rig
         running = asyncio.create_task(seeded_rig.sample(PROMPT, 2, max_tokens=LONG))
         await seeded_rig.sample(PROMPT, max_tokens=3)
         with pytest.raises(EngineError, match="the learner went away"):
-            await seeded_rig.engine.load_weights(half_of_them(), WeightVersion(0, 999_999))
+            await seeded_rig.engine.load_weights(half_of_them(), PolicyVersion(0, 999_999))
         with pytest.raises(EngineError, match="the learner went away"):
             await running
         with pytest.raises(EngineError, match="does not sample"):
@@ -457,7 +460,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(seeded_rig: Rig
         return await seeded_rig.load(2)
 
     version = seeded_rig.run(break_midway())
-    for answer in seeded_rig.run(seeded_rig.sample(PROMPT, 2, max_tokens=8)):
-        assert [span.version for span in answer.spans] == [version]
+    for completion in seeded_rig.run(seeded_rig.sample(PROMPT, 2, max_tokens=8)):
+        assert [span.version for span in completion.spans] == [version]
         if seeded_rig.reference_model is not None:
-            seeded_rig.assert_logprobs(PROMPT, answer)
+            seeded_rig.assert_logprobs(PROMPT, completion)

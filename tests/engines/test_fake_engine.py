@@ -9,19 +9,19 @@ import torch
 
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
 
 PROMPT = (1, 2, 3)
 
 
 async def started(**options) -> FakeEngine:
     engine = FakeEngine(**options)
-    await engine.start(WeightVersion(0, 0))
+    await engine.start(PolicyVersion(0, 0))
     return engine
 
 
 async def sample(engine: FakeEngine, request_id: str = "r", **knobs) -> list[Completion]:
-    return [answer async for answer in engine.generate(request_id, PROMPT, 3, Sampling(**knobs), 7)]
+    return [completion async for completion in engine.generate(request_id, PROMPT, 3, Sampling(**knobs), 7)]
 
 
 async def test_it_fails_after_so_many_tokens_and_says_so_to_all() -> None:
@@ -40,7 +40,7 @@ async def test_it_does_not_fail_before() -> None:
 async def test_tokens_depend_on_the_version() -> None:
     engine = await started()
     before = await sample(engine, max_tokens=10)
-    await engine.load_weights([("w", torch.ones(2))], WeightVersion(0, 1))
+    await engine.load_weights([("w", torch.ones(2))], PolicyVersion(0, 1))
     after = await sample(engine, max_tokens=10)
     assert [a.token_ids.tolist() for a in before] != [a.token_ids.tolist() for a in after]
 
@@ -51,7 +51,7 @@ async def test_the_checksum_tells_one_changed_number() -> None:
     for value in (0.0, 1.0, 0.0):
         tensor = torch.zeros(100, dtype=torch.bfloat16)
         tensor[57] = value
-        await engine.load_weights([("a", torch.zeros(3)), ("b", tensor)], WeightVersion(0, len(sums) + 1))
+        await engine.load_weights([("a", torch.zeros(3)), ("b", tensor)], PolicyVersion(0, len(sums) + 1))
         sums.append(await engine.checksum())
     assert sums[0] == sums[2] != sums[1]
 
@@ -61,16 +61,16 @@ async def test_lengths_can_have_a_long_tail_of_which_the_prompt_has_a_part() -> 
     lengths = []
     for prompt in range(1, 101):
         sampling = Sampling(max_tokens=90_000, stop_token_ids=(0, 255))
-        answers = [a async for a in engine.generate(str(prompt), (prompt,), 4, sampling, seed=prompt << 20)]
-        assert all(a.finish_reason == "stop" and (a.token_ids[:-1] % 255).all() for a in answers)
-        lengths.append([math.log(len(a.token_ids)) for a in answers])
+        completions = [a async for a in engine.generate(str(prompt), (prompt,), 4, sampling, seed=prompt << 20)]
+        assert all(a.finish_reason == "stop" and (a.token_ids[:-1] % 255).all() for a in completions)
+        lengths.append([math.log(len(a.token_ids)) for a in completions])
     table = np.array(lengths)
     assert abs(np.median(table) - math.log(50)) < 0.2 and abs(table.std() - 1.0) < 0.15
     assert abs(np.cov(table, rowvar=False)[np.triu_indices(4, 1)].mean() - 0.5) < 0.25, "half of the variance is shared"
 
 
 async def test_tokens_can_take_time() -> None:
-    """The short answer ends first although it was asked for last: it waits for its own tokens only."""
+    """The short completion ends first although it was asked for last: it waits for its own tokens only."""
     engine = await started(seconds_per_token=0.001)
     done: list[str] = []
 
@@ -82,6 +82,6 @@ async def test_tokens_can_take_time() -> None:
     assert done == ["short", "long"]
 
 
-async def test_the_context_ends_an_answer() -> None:
+async def test_the_context_ends_a_completion() -> None:
     engine = await started(max_context=8)
     assert {(len(a.token_ids), a.finish_reason) for a in await sample(engine, max_tokens=50)} == {(5, "length")}

@@ -7,7 +7,7 @@ import pytest
 
 from asyncgrpo.engines.sglang.engine import completion_of, sampling_params
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Sampling, VersionSpan, WeightVersion
+from asyncgrpo.types import PolicyVersion, Sampling, VersionSpan
 
 
 def output(
@@ -25,27 +25,27 @@ def output(
 
 
 def test_tokens_log_probs_and_reason_are_kept() -> None:
-    answer = completion_of(output([5, 6], [-0.5, -1.5], {"type": "stop", "matched": 6}), 3)
-    assert (answer.index, answer.finish_reason) == (3, "stop")
-    assert (answer.token_ids.dtype, answer.logprobs.dtype) == (np.int32, np.float32)
-    assert (answer.token_ids.tolist(), answer.logprobs.tolist()) == ([5, 6], [-0.5, -1.5])
+    completion = completion_of(output([5, 6], [-0.5, -1.5], {"type": "stop", "matched": 6}), 3)
+    assert (completion.index, completion.finish_reason) == (3, "stop")
+    assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
+    assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([5, 6], [-0.5, -1.5])
 
 
 def test_spans_are_those_of_sglang_without_empty_ones() -> None:
     spans = [{"version": "2.6", "start": 0, "end": 0}, {"version": "2.7", "start": 0, "end": 1}]
     spans += [{"version": "2.8", "start": 1, "end": 3}]
-    answer = completion_of(output([1, 2, 3], [-1.0] * 3, weight_versions=spans), 0)
-    assert answer.spans == (VersionSpan(WeightVersion(2, 7), 0, 1), VersionSpan(WeightVersion(2, 8), 1, 3))
+    completion = completion_of(output([1, 2, 3], [-1.0] * 3, weight_versions=spans), 0)
+    assert completion.spans == (VersionSpan(PolicyVersion(2, 7), 0, 1), VersionSpan(PolicyVersion(2, 8), 1, 3))
 
 
-def test_without_spans_the_whole_answer_is_by_the_version_at_its_end() -> None:
-    assert completion_of(output([1, 2], [-1.0] * 2), 0).spans == (VersionSpan(WeightVersion(2, 7), 0, 2),)
+def test_without_spans_the_whole_completion_is_by_the_version_at_its_end() -> None:
+    assert completion_of(output([1, 2], [-1.0] * 2), 0).spans == (VersionSpan(PolicyVersion(2, 7), 0, 2),)
 
 
-def test_an_answer_aborted_before_its_first_token_is_empty() -> None:
-    answer = completion_of(output([], [-1.0], {"type": "abort", "message": "Aborted"}), 0)
-    assert (len(answer.token_ids), len(answer.logprobs), answer.spans) == (0, 0, ())
-    assert answer.finish_reason == "abort"
+def test_a_completion_aborted_before_its_first_token_is_empty() -> None:
+    completion = completion_of(output([], [-1.0], {"type": "abort", "message": "Aborted"}), 0)
+    assert (len(completion.token_ids), len(completion.logprobs), completion.spans) == (0, 0, ())
+    assert completion.finish_reason == "abort"
 
 
 @pytest.mark.parametrize("broken", [np.nan, -np.inf, float(np.finfo(np.float32).min)])
@@ -64,6 +64,6 @@ def test_missing_log_probs_are_an_error() -> None:
         completion_of(output([1, 2], [-1.0]), 0)
 
 
-def test_an_answer_is_no_longer_than_its_room() -> None:
+def test_a_completion_is_no_longer_than_its_room() -> None:
     assert sampling_params(Sampling(max_tokens=100), room=30)["max_new_tokens"] == 30
     assert sampling_params(Sampling(max_tokens=20), room=30)["max_new_tokens"] == 20

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from asyncgrpo import scratch
 from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
 
@@ -33,7 +33,7 @@ LONG = 150
 MAX_CONTEXT = 200
 AT_ONCE = 4
 END_TOKENS = list(range(0, 260, 10))
-"""End tokens of the model's own configuration: most answers would soon meet one."""
+"""End tokens of the model's own configuration: most completions would soon meet one."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,12 @@ def rig(folder: Path) -> Iterator[Rig]:
     # found, and the last one found the other's handler.
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     engine = SGLangEngine(
-        str(folder), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu", max_answers=AT_ONCE, prefix_cache=True
+        str(folder),
+        dtype=torch.float32,
+        max_context=MAX_CONTEXT,
+        device="cpu",
+        max_completions=AT_ONCE,
+        prefix_cache=True,
     )
     before = process_wide()
     rig = Rig(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tolerance=1e-4).start()
@@ -83,7 +88,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_process(folder:
     handler = signal.getsignal(signal.SIGQUIT)
     engine = SGLangEngine(str(tmp_path), dtype=torch.float32, max_context=64, device="cpu")
     with pytest.raises(EngineError, match=str(tmp_path)):
-        asyncio.run(engine.start(WeightVersion(0, 0)))
+        asyncio.run(engine.start(PolicyVersion(0, 0)))
     assert set(multiprocessing.active_children()) == before
     assert signal.getsignal(signal.SIGQUIT) == handler
 
@@ -101,13 +106,13 @@ def test_what_a_killed_engine_would_leave_bears_our_mark(rig: Rig) -> None:
 def test_a_context_longer_than_the_model_can_attend_to_is_refused(folder: Path) -> None:
     engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=MAX_CONTEXT + 1, device="cpu")
     with pytest.raises(EngineError, match=rf"max_context \({MAX_CONTEXT + 1}\)"):
-        asyncio.run(engine.start(WeightVersion(0, 0)))
+        asyncio.run(engine.start(PolicyVersion(0, 0)))
 
 
 def test_before_start_everything_is_refused(folder: Path) -> None:
     engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=64, device="cpu")
     with pytest.raises(EngineError, match="not started"):
-        asyncio.run(engine.load_weights([], WeightVersion(0, 1)))
+        asyncio.run(engine.load_weights([], PolicyVersion(0, 1)))
     with pytest.raises(EngineError, match="not started"):
         asyncio.run(engine.checksum())
     asyncio.run(engine.close())
@@ -123,13 +128,13 @@ def test_a_request_still_queued_when_weights_change_does_not_find_old_keys(rig: 
         await asyncio.sleep(0.05)
         assert len(rig.engine._manager.rid_to_state) == AT_ONCE + 2
         version = await rig.load(1)
-        answers = await queued
-        assert all(answer.spans[0].version == version for answer in answers)
-        assert all(len(answer.spans) == 2 for answer in await long)
-        return answers
+        completions = await queued
+        assert all(completion.spans[0].version == version for completion in completions)
+        assert all(len(completion.spans) == 2 for completion in await long)
+        return completions
 
-    for answer in rig.run(queue_behind_long_ones()):
-        rig.assert_logprobs(PROMPT, answer)
+    for completion in rig.run(queue_behind_long_ones()):
+        rig.assert_logprobs(PROMPT, completion)
 
 
 def test_a_request_submitted_while_weights_change_waits_for_the_new_ones(rig: Rig) -> None:
@@ -138,13 +143,13 @@ def test_a_request_submitted_while_weights_change_waits_for_the_new_ones(rig: Ri
         loading = asyncio.create_task(rig.load(2))
         while rig.engine._may_submit.is_set():
             await asyncio.sleep(0)
-        answers = await rig.sample(PROMPT, 2, max_tokens=4)
+        completions = await rig.sample(PROMPT, 2, max_tokens=4)
         await loading
-        return answers
+        return completions
 
-    for answer in rig.run(submit_meanwhile()):
-        assert [span.version for span in answer.spans] == [rig.engine.version]
-        rig.assert_logprobs(PROMPT, answer)
+    for completion in rig.run(submit_meanwhile()):
+        assert [span.version for span in completion.spans] == [rig.engine.version]
+        rig.assert_logprobs(PROMPT, completion)
 
 
 def test_the_prefix_cache_is_used_within_a_version(rig: Rig) -> None:
@@ -162,21 +167,23 @@ def test_the_prefix_cache_is_used_within_a_version(rig: Rig) -> None:
     assert rig.run(cached_tokens()) >= len(PROMPT) - 1
 
 
-def test_the_end_tokens_of_the_model_do_not_end_an_answer(rig: Rig) -> None:
+def test_the_end_tokens_of_the_model_do_not_end_a_completion(rig: Rig) -> None:
     for stop in [(), (7,)]:
-        answers = rig.run(rig.sample(PROMPT, 8, max_tokens=30, stop_token_ids=stop))
-        met = {token for answer in answers for token in answer.token_ids[:-1].tolist()}
+        completions = rig.run(rig.sample(PROMPT, 8, max_tokens=30, stop_token_ids=stop))
+        met = {token for completion in completions for token in completion.token_ids[:-1].tolist()}
         assert met & set(END_TOKENS)
-        assert {answer.finish_reason for answer in answers} <= {"length", "stop"}
-        assert all((answer.finish_reason == "stop") == (answer.token_ids[-1] in stop) for answer in answers)
+        assert {completion.finish_reason for completion in completions} <= {"length", "stop"}
+        assert all(
+            (completion.finish_reason == "stop") == (completion.token_ids[-1] in stop) for completion in completions
+        )
 
 
-def test_an_answer_may_fill_the_whole_context(rig: Rig) -> None:
+def test_a_completion_may_fill_the_whole_context(rig: Rig) -> None:
     for length in (MAX_CONTEXT - 1, 5):
         prompt = tuple(token % 260 for token in range(length))
-        (answer,) = rig.run(rig.sample(prompt, max_tokens=MAX_CONTEXT))
-        assert (len(answer.token_ids), answer.finish_reason) == (MAX_CONTEXT - length, "length")
-        rig.assert_logprobs(prompt, answer)
+        (completion,) = rig.run(rig.sample(prompt, max_tokens=MAX_CONTEXT))
+        assert (len(completion.token_ids), completion.finish_reason) == (MAX_CONTEXT - length, "length")
+        rig.assert_logprobs(prompt, completion)
 
 
 def assert_mixed_lengths_are_right(rig: Rig) -> None:
@@ -185,8 +192,8 @@ def assert_mixed_lengths_are_right(rig: Rig) -> None:
 
     for longest in (20, 180):  # padded, and one by one
         prompts = [tuple(range(longest)), (1,), (2, 3), tuple(range(50, 60))]
-        for prompt, (answer,) in zip(prompts, rig.run(mixed(prompts)), strict=True):
-            rig.assert_logprobs(prompt, answer)
+        for prompt, (completion,) in zip(prompts, rig.run(mixed(prompts)), strict=True):
+            rig.assert_logprobs(prompt, completion)
 
 
 def test_sequences_of_different_lengths_are_right(rig: Rig) -> None:
@@ -200,12 +207,12 @@ def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
         ]
         await rig.sample((1,), max_tokens=3)
         await rig.engine.abort("g")
-        return [answer for (answer,) in await asyncio.gather(*tasks)]
+        return [completion for (completion,) in await asyncio.gather(*tasks)]
 
-    assert [answer.finish_reason for answer in rig.run(abort_one())] == ["abort", "length", "length"]
+    assert [completion.finish_reason for completion in rig.run(abort_one())] == ["abort", "length", "length"]
 
 
-def test_an_answer_aborted_in_the_queue_is_empty(rig: Rig) -> None:
+def test_a_completion_aborted_in_the_queue_is_empty(rig: Rig) -> None:
     async def abort_queued() -> list[Completion]:
         long = asyncio.create_task(rig.sample(PROMPT[:2], AT_ONCE, max_tokens=LONG, request_id="long"))
         while len(rig.engine._manager.rid_to_state) < AT_ONCE:
@@ -213,24 +220,24 @@ def test_an_answer_aborted_in_the_queue_is_empty(rig: Rig) -> None:
         queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8, request_id="queued"))
         await asyncio.sleep(0.05)
         await rig.engine.abort("queued")
-        answers = await queued
+        completions = await queued
         await rig.engine.abort("long")
         await long
-        return answers
+        return completions
 
-    for answer in rig.run(abort_queued()):
-        assert (len(answer.token_ids), len(answer.logprobs), answer.spans) == (0, 0, ())
-        assert answer.finish_reason == "abort"
+    for completion in rig.run(abort_queued()):
+        assert (len(completion.token_ids), len(completion.logprobs), completion.spans) == (0, 0, ())
+        assert completion.finish_reason == "abort"
 
 
 def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
     async def leave() -> None:
-        answers = rig.engine.generate(
+        completions = rig.engine.generate(
             "left", PROMPT, 3, Sampling(max_tokens=LONG, stop_token_ids=tuple(range(0, 260, 5))), 0
         )
-        async for _ in answers:
+        async for _ in completions:
             break
-        await answers.aclose()  # type: ignore[attr-defined]
+        await completions.aclose()  # type: ignore[attr-defined]
         while rig.engine._manager.rid_to_state:
             await asyncio.sleep(0.01)
 
@@ -244,8 +251,8 @@ def test_weights_may_come_in_many_buckets_of_either_kind(rig: Rig, monkeypatch: 
         monkeypatch.setattr(weights, "BUCKET_BYTES", bucket)
         monkeypatch.setattr(weights, "INLINE_BYTES", inline)
         rig.run(rig.load(change + 3))
-        (answer,) = rig.run(rig.sample(PROMPT, max_tokens=20))
-        rig.assert_logprobs(PROMPT, answer)
+        (completion,) = rig.run(rig.sample(PROMPT, max_tokens=20))
+        rig.assert_logprobs(PROMPT, completion)
 
 
 def test_only_the_tensors_of_one_bucket_and_one_more_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +304,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monke
 
     monkeypatch.setattr(weights, "BUCKET_BYTES", 1)
 
-    async def break_midway() -> WeightVersion:
+    async def break_midway() -> PolicyVersion:
         def half_of_them():
             yield from list(rig.weights(1).items())[:4]
             raise ConnectionError("the learner went away")
@@ -306,7 +313,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monke
         running = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
         await rig.sample(PROMPT, max_tokens=3)
         with pytest.raises(EngineError, match="the learner went away"):
-            await rig.engine.load_weights(half_of_them(), WeightVersion(0, 999_999))
+            await rig.engine.load_weights(half_of_them(), PolicyVersion(0, 999_999))
         with pytest.raises(EngineError, match="the learner went away"):
             await running
         with pytest.raises(EngineError, match="does not sample"):
@@ -315,14 +322,14 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monke
         return await rig.load(2)
 
     version = rig.run(break_midway())
-    (answer,) = rig.run(rig.sample(PROMPT, max_tokens=8))
-    assert [span.version for span in answer.spans] == [version]
-    rig.assert_logprobs(PROMPT, answer)
+    (completion,) = rig.run(rig.sample(PROMPT, max_tokens=8))
+    assert [span.version for span in completion.spans] == [version]
+    rig.assert_logprobs(PROMPT, completion)
 
 
 def test_a_load_that_is_cancelled_is_a_failed_load(rig: Rig) -> None:
     async def cancel() -> None:
-        loading = asyncio.create_task(rig.engine.load_weights(rig.weights(1).items(), WeightVersion(0, 999_999)))
+        loading = asyncio.create_task(rig.engine.load_weights(rig.weights(1).items(), PolicyVersion(0, 999_999)))
         while rig.engine._may_submit.is_set():
             await asyncio.sleep(0)
         loading.cancel()
@@ -333,8 +340,8 @@ def test_a_load_that_is_cancelled_is_a_failed_load(rig: Rig) -> None:
         await rig.load(2)
 
     rig.run(cancel())
-    (answer,) = rig.run(rig.sample(PROMPT, max_tokens=8))
-    rig.assert_logprobs(PROMPT, answer)
+    (completion,) = rig.run(rig.sample(PROMPT, max_tokens=8))
+    rig.assert_logprobs(PROMPT, completion)
 
 
 def test_a_dead_scheduler_fails_what_waits_and_harms_no_other_process(rig: Rig) -> None:

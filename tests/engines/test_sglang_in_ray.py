@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncgrpo.engines.sglang.engine import SGLangEngine
-from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("sglang")
@@ -34,18 +34,21 @@ class Generator:
 
 async def start_sample_and_load(engine: SGLangEngine, folder: str, change: float) -> dict[str, Any]:
     """The engine is left running."""
-    await engine.start(WeightVersion(3, 0))
+    await engine.start(PolicyVersion(3, 0))
     sums = [await engine.checksum()]
     long = asyncio.create_task(sample(engine, "long", 40))
     short = await sample(engine, "short", 3)
     tensors = {name: tensor * change for name, tensor in load_file(f"{folder}/model.safetensors").items()}
-    await engine.load_weights(tensors.items(), WeightVersion(3, 1))
+    await engine.load_weights(tensors.items(), PolicyVersion(3, 1))
     sums.append(await engine.checksum())
     return {"sums": sums, "answers": [*short, *await long], "pids": [os.getpid(), *engine._engine.get_all_child_pids()]}
 
 
 async def sample(engine: SGLangEngine, request_id: str, max_tokens: int) -> list[Completion]:
-    return [answer async for answer in engine.generate(request_id, PROMPT, 4, Sampling(max_tokens=max_tokens), seed=0)]
+    return [
+        completion
+        async for completion in engine.generate(request_id, PROMPT, 4, Sampling(max_tokens=max_tokens), seed=0)
+    ]
 
 
 @pytest.fixture
@@ -71,9 +74,9 @@ def test_two_engines_in_two_actors_sample_change_weights_and_end_with_them(clust
     assert first["sums"] == second["sums"]
     assert first["sums"][0] != first["sums"][1]
     for result in (first, second):
-        versions = {span.version for answer in result["answers"] for span in answer.spans}
-        assert versions == {WeightVersion(3, 0), WeightVersion(3, 1)}
-        assert sorted(len(answer.token_ids) for answer in result["answers"]) == [3] * 4 + [40] * 4
+        versions = {span.version for completion in result["answers"] for span in completion.spans}
+        assert versions == {PolicyVersion(3, 0), PolicyVersion(3, 1)}
+        assert sorted(len(completion.token_ids) for completion in result["answers"]) == [3] * 4 + [40] * 4
     pids = first["pids"] + second["pids"]
     assert len(set(pids)) == 4 and all(map(is_running, pids))
     ray.shutdown()

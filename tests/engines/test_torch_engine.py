@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.engine import TorchEngine, weights_digest
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Sampling, WeightVersion
+from asyncgrpo.types import PolicyVersion, Sampling
 from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig, torch_rig
 from tests.models import make_tiny_qwen3
 
@@ -31,8 +31,8 @@ def tied_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rig(model_path: Path) -> Iterator[Rig]:
-    """Room for 4 answers at once."""
-    rig = torch_rig(model_path, max_answers=4).start()
+    """Room for 4 completions at once."""
+    rig = torch_rig(model_path, max_completions=4).start()
     yield rig
     rig.stop()
 
@@ -57,15 +57,15 @@ async def turns(count: int) -> None:
 # --- rows and queues
 
 
-def test_a_request_with_more_answers_than_rows_runs_in_parts(rig: Rig) -> None:
-    answers = rig.run(rig.sample(PROMPT, 11, max_tokens=5))
-    assert sorted(answer.index for answer in answers) == list(range(11))
-    for answer in answers:
-        rig.assert_logprobs(PROMPT, answer)
+def test_a_request_with_more_completions_than_rows_runs_in_parts(rig: Rig) -> None:
+    completions = rig.run(rig.sample(PROMPT, 11, max_tokens=5))
+    assert sorted(completion.index for completion in completions) == list(range(11))
+    for completion in completions:
+        rig.assert_logprobs(PROMPT, completion)
 
 
 def test_requests_wait_their_turn_first_come_first_served(rig: Rig) -> None:
-    async def order() -> list[int]:
+    async def prompt_index() -> list[int]:
         done: list[int] = []
 
         async def ask(number: int) -> None:
@@ -75,10 +75,10 @@ def test_requests_wait_their_turn_first_come_first_served(rig: Rig) -> None:
         await asyncio.gather(*(ask(number) for number in range(5)))
         return done
 
-    assert rig.run(order()) == [0, 1, 2, 3, 4]
+    assert rig.run(prompt_index()) == [0, 1, 2, 3, 4]
 
 
-def test_a_waiting_request_that_is_aborted_yields_empty_answers(rig: Rig) -> None:
+def test_a_waiting_request_that_is_aborted_yields_empty_completions(rig: Rig) -> None:
     async def abort_waiting() -> list:
         running = asyncio.create_task(rig.sample(PROMPT, 4, max_tokens=30))
         await asyncio.sleep(0)
@@ -88,8 +88,8 @@ def test_a_waiting_request_that_is_aborted_yields_empty_answers(rig: Rig) -> Non
         assert len(await running) == 4
         return await waiting
 
-    answers = rig.run(abort_waiting())
-    assert [(len(a.token_ids), a.spans, a.finish_reason) for a in answers] == [(0, (), "abort")] * 2
+    completions = rig.run(abort_waiting())
+    assert [(len(a.token_ids), a.spans, a.finish_reason) for a in completions] == [(0, (), "abort")] * 2
 
 
 def test_whoever_stops_listening_frees_the_rows(rig: Rig) -> None:
@@ -106,12 +106,12 @@ def test_whoever_stops_listening_frees_the_rows(rig: Rig) -> None:
     rig.run(leave_early())
 
 
-def test_an_answer_ends_with_length_when_the_context_is_full(rig: Rig) -> None:
+def test_a_completion_ends_with_length_when_the_context_is_full(rig: Rig) -> None:
     prompt = tuple(range(MAX_CONTEXT - 6))
-    for answer in rig.run(rig.sample(prompt, 2, max_tokens=50)):
-        assert len(answer.token_ids) == 6
-        assert answer.finish_reason == "length"
-        rig.assert_logprobs(prompt, answer)
+    for completion in rig.run(rig.sample(prompt, 2, max_tokens=50)):
+        assert len(completion.token_ids) == 6
+        assert completion.finish_reason == "length"
+        rig.assert_logprobs(prompt, completion)
 
 
 def test_a_request_id_in_flight_is_refused(rig: Rig) -> None:
@@ -125,7 +125,7 @@ def test_a_request_id_in_flight_is_refused(rig: Rig) -> None:
     rig.run(twice())
 
 
-def test_a_prompt_is_prefilled_once_for_all_its_answers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_prefilled_once_for_all_its_completions(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
     rig.engine._model.base_model.register_forward_pre_hook(  # type: ignore[attr-defined]
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -144,9 +144,9 @@ def test_prefill_in_many_forwards_gives_the_same(rig: Rig, monkeypatch: pytest.M
         await rig.load(1, keep_kv=False)
         return [(tuple(range(30)), await long), ((1, 2, 3), await short)]
 
-    for prompt, answers in rig.run(all_at_once()):
-        for answer in answers:
-            rig.assert_logprobs(prompt, answer)
+    for prompt, completions in rig.run(all_at_once()):
+        for completion in completions:
+            rig.assert_logprobs(prompt, completion)
 
 
 # --- weights
@@ -160,15 +160,15 @@ def test_tied_weights_may_be_given_once_or_twice(tied_rig: Rig, keep_lm_head: bo
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     version = tied_rig.run(tied_rig.load(1))
     tied_rig.run(tied_rig.engine.load_weights(tensors.items(), version))
-    (answer,) = tied_rig.run(tied_rig.sample(PROMPT, max_tokens=10))
-    tied_rig.assert_logprobs(PROMPT, answer)
+    (completion,) = tied_rig.run(tied_rig.sample(PROMPT, max_tokens=10))
+    tied_rig.assert_logprobs(PROMPT, completion)
 
 
 def test_tied_weights_that_differ_are_refused(tied_rig: Rig) -> None:
     tensors = tied_rig.weights(1)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     with pytest.raises(EngineError, match=r"lm_head\.weight another value"):
-        tied_rig.run(tied_rig.engine.load_weights(tensors.items(), WeightVersion(0, 1)))
+        tied_rig.run(tied_rig.engine.load_weights(tensors.items(), PolicyVersion(0, 1)))
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -186,8 +186,8 @@ def test_a_bad_load_names_the_tensor_and_stops_the_engine(rig: Rig, change, mess
     tensors = rig.weights(1)
     change(tensors)
     with pytest.raises(EngineError, match=message):
-        rig.run(rig.engine.load_weights(tensors.items(), WeightVersion(0, 1)))
-    assert rig.engine.version == WeightVersion(0, 0)
+        rig.run(rig.engine.load_weights(tensors.items(), PolicyVersion(0, 1)))
+    assert rig.engine.version == PolicyVersion(0, 0)
     with pytest.raises(EngineError, match="does not sample"):
         rig.run(rig.sample(PROMPT))
 
@@ -197,7 +197,7 @@ def test_weights_that_are_not_finite_end_every_request_and_leave_nothing_behind(
         requests = [asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=50)) for _ in range(4)]  # two of them wait
         await turns(5)
         bad = {name: tensor * float("nan") for name, tensor in rig.weights(0).items()}
-        await rig.engine.load_weights(bad.items(), WeightVersion(0, 1))
+        await rig.engine.load_weights(bad.items(), PolicyVersion(0, 1))
         for outcome in await asyncio.gather(*requests, return_exceptions=True):
             assert isinstance(outcome, EngineError)
             assert "0.1: the model gives logits that are not finite" in str(outcome)
@@ -206,8 +206,8 @@ def test_weights_that_are_not_finite_end_every_request_and_leave_nothing_behind(
         await rig.load(1)
 
     rig.run(poison())
-    for answer in rig.run(rig.sample(PROMPT, 4, max_tokens=20)):
-        rig.assert_logprobs(PROMPT, answer)
+    for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=20)):
+        rig.assert_logprobs(PROMPT, completion)
 
 
 def test_the_checksum_is_that_of_the_tensors_in_any_order(rig: Rig) -> None:
@@ -225,18 +225,18 @@ def test_a_sliding_window_smaller_than_the_context_is_refused(tmp_path: Path) ->
     ).save_pretrained(tmp_path)
     window = MistralConfig().sliding_window
     with pytest.raises(EngineError, match=rf"sliding_window \({window}\) is smaller than max_context"):
-        asyncio.run(new_engine(tmp_path, max_context=window + 1).start(WeightVersion(0, 0)))
+        asyncio.run(new_engine(tmp_path, max_context=window + 1).start(PolicyVersion(0, 0)))
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=str(tmp_path)):
-        asyncio.run(new_engine(tmp_path).start(WeightVersion(0, 0)))
+        asyncio.run(new_engine(tmp_path).start(PolicyVersion(0, 0)))
 
 
 def test_before_start_everything_is_refused(model_path: Path) -> None:
     engine = new_engine(model_path)
     with pytest.raises(EngineError, match="not started"):
-        asyncio.run(engine.load_weights([], WeightVersion(0, 1)))
+        asyncio.run(engine.load_weights([], PolicyVersion(0, 1)))
     with pytest.raises(EngineError, match="not started"):
         asyncio.run(engine.checksum())
     asyncio.run(engine.close())
@@ -245,7 +245,7 @@ def test_before_start_everything_is_refused(model_path: Path) -> None:
 def test_close_tells_whoever_still_waits(model_path: Path) -> None:
     async def close_midway() -> None:
         engine = new_engine(model_path)
-        await engine.start(WeightVersion(0, 0))
+        await engine.start(PolicyVersion(0, 0))
 
         async def ask() -> None:
             async for _ in engine.generate("r", PROMPT, 2, Sampling(), 0):
@@ -259,7 +259,7 @@ def test_close_tells_whoever_still_waits(model_path: Path) -> None:
         with pytest.raises(EngineError, match="closed"):
             await ask()
         with pytest.raises(EngineError, match="closed"):
-            await engine.load_weights([], WeightVersion(0, 1))
+            await engine.load_weights([], PolicyVersion(0, 1))
 
     asyncio.run(close_midway())
 
@@ -269,16 +269,16 @@ def test_in_bfloat16_logprobs_are_float32_and_close_to_transformers(model_path: 
 
     async def sample() -> list:
         engine = new_engine(model_path, dtype=torch.bfloat16)
-        await engine.start(WeightVersion(0, 0))
-        answers = [answer async for answer in engine.generate("r", PROMPT, 4, Sampling(max_tokens=20), 0)]
+        await engine.start(PolicyVersion(0, 0))
+        completions = [completion async for completion in engine.generate("r", PROMPT, 4, Sampling(max_tokens=20), 0)]
         await engine.close()
-        return answers
+        return completions
 
     rig = Rig(new_engine(model_path), AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16))
-    for answer in asyncio.run(sample()):
-        tokens = [*PROMPT, *answer.token_ids.tolist()]
+    for completion in asyncio.run(sample()):
+        tokens = [*PROMPT, *completion.token_ids.tolist()]
         with torch.no_grad():
             logprobs = rig.reference_model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)  # type: ignore[misc]
-        expected = logprobs[np.arange(len(PROMPT) - 1, len(tokens) - 1), answer.token_ids]
-        assert answer.logprobs.dtype == np.float32
-        np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=0.3)
+        expected = logprobs[np.arange(len(PROMPT) - 1, len(tokens) - 1), completion.token_ids]
+        assert completion.logprobs.dtype == np.float32
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=0.3)

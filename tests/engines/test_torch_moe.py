@@ -10,7 +10,7 @@ from transformers import HrmTextConfig, HrmTextForCausalLM
 from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.errors import EngineError
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from tests.learner.helpers import VERSION, config, make_group, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
 
@@ -24,7 +24,7 @@ def path(request, tmp_path_factory) -> Path:
 
 
 def engine_of(path: Path) -> TorchEngine:
-    return TorchEngine(str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=64, max_answers=8)
+    return TorchEngine(str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=64, max_completions=8)
 
 
 @pytest.fixture
@@ -40,19 +40,19 @@ def test_the_learner_agrees_with_what_the_engine_samples(path, trained):
 
     async def sample() -> list[Completion]:
         engine = engine_of(path)
-        await engine.start(WeightVersion(0, 0))
+        await engine.start(PolicyVersion(0, 0))
         await engine.load_weights(((info.name, tensor) for info, tensor in trained.weights()), VERSION)
-        answers = [a async for a in engine.generate("r", PROMPT, 8, Sampling(max_tokens=24), 0)]
+        completions = [a async for a in engine.generate("r", PROMPT, 8, Sampling(max_tokens=24), 0)]
         await engine.close()
-        return answers
+        return completions
 
-    answers = asyncio.run(sample())
+    completions = asyncio.run(sample())
     group = make_group(
         0,
         [float(index % 2) for index in range(8)],
-        [answer.token_ids for answer in answers],
+        [completion.token_ids for completion in completions],
         prompt=PROMPT,
-        logprobs=[answer.logprobs for answer in answers],
+        logprobs=[completion.logprobs for completion in completions],
     )
     assert trained.step([group], VERSION).logprob_gap_max < 1e-4
 
@@ -63,7 +63,7 @@ def test_an_engine_that_loaded_holds_what_an_engine_of_the_export_holds(path, tr
     async def checksums() -> list[str]:
         loaded, started = engine_of(path), engine_of(tmp_path)
         for engine in (loaded, started):
-            await engine.start(WeightVersion(0, 0))
+            await engine.start(PolicyVersion(0, 0))
         before = await loaded.checksum()
         await loaded.load_weights(((info.name, tensor) for info, tensor in trained.weights()), VERSION)
         sums = [before, await loaded.checksum(), await started.checksum()]
@@ -80,7 +80,7 @@ def test_one_expert_that_is_missing_is_named(path, trained):
 
     async def load() -> None:
         engine = engine_of(path)
-        await engine.start(WeightVersion(0, 0))
+        await engine.start(PolicyVersion(0, 0))
         try:
             some = ((info.name, tensor) for info, tensor in trained.weights() if info.name != name)
             await engine.load_weights(some, VERSION)
@@ -95,4 +95,4 @@ def test_a_model_whose_weights_could_not_be_replaced_does_not_start(tmp_path):
     shape = {"hidden_size": 32, "intermediate_size": 16, "num_layers_per_stack": 1, "num_attention_heads": 2}
     HrmTextForCausalLM(HrmTextConfig(**shape, head_dim=16, vocab_size=40)).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=r"cannot start with the model .*gqkv_proj\.weight on disk is made of"):
-        asyncio.run(engine_of(tmp_path).start(WeightVersion(0, 0)))
+        asyncio.run(engine_of(tmp_path).start(PolicyVersion(0, 0)))

@@ -24,9 +24,9 @@ def draw(logits: torch.Tensor, rows: int, **of: float) -> torch.Tensor:
 
 def filtered(probs: list[float], top_k: int, top_p: float) -> list[float]:
     """Slowly: walk from the most probable token down, until top_k are taken or they hold top_p of the top_k."""
-    order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k if top_k > 0 else None]
-    total, taken = sum(probs[token] for token in order), []
-    for token in order:
+    prompt_index = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k if top_k > 0 else None]
+    total, taken = sum(probs[token] for token in prompt_index), []
+    for token in prompt_index:
         if sum(probs[t] for t in taken) >= top_p * total:
             break
         taken.append(token)

@@ -1,4 +1,4 @@
-"""The answers of a group: which are kept, which are sampled again, which are done without; and that this is unbiased."""
+"""The completions of a group: which are kept, which are sampled again, which are done without; and that this is unbiased."""
 
 import asyncio
 import random
@@ -8,27 +8,37 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
-from asyncgrpo.engines.base import Answer
+from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators import rollout
-from asyncgrpo.generators.rollout import NONE, GroupUnderWay, Launched, Redundancy, TooFewAnswers, choose, retry_seed
-from asyncgrpo.types import Completion, Group, Lease, Prompt, Sampling, Score, VersionSpan, WeightVersion
+from asyncgrpo.generators.rollout import (
+    NONE,
+    GroupUnderWay,
+    Launched,
+    Redundancy,
+    TooFewCompletions,
+    choose,
+    retry_seed,
+)
+from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from tests.simulation.clock import VirtualLoop
 
 SEED = 7000
 
 
-def make_lease(num_answers: int = 3, **fields) -> Lease:
+def make_lease(num_completions: int = 3, **fields) -> Lease:
     prompt = Prompt(prompt_id="train/0", token_ids=(1, 2, 3))
-    settings = {"attempt": 0, "order": 0, "purpose": "train", "sampling": Sampling(max_tokens=8), "seed": SEED}
+    settings = {"attempt": 0, "prompt_index": 0, "purpose": "train", "sampling": Sampling(max_tokens=8), "seed": SEED}
     return Lease(
-        **{"lease_id": "1.0.0", "group_id": "1.0", "prompt": prompt, "num_answers": num_answers} | settings | fields
+        **{"lease_id": "1.0.0", "group_id": "1.0", "prompt": prompt, "num_completions": num_completions}
+        | settings
+        | fields
     )
 
 
 class Rewards:
-    """Scores an answer by its text; the scores given come first, whoever asks."""
+    """Scores a completion by its text; the scores given come first, whoever asks."""
 
     def __init__(self, *first: Score) -> None:
         self.first = list(first)
@@ -50,7 +60,7 @@ def generated(
     fake = FakeEngine(seconds_per_token=1.0, **engine)
 
     async def work() -> Group:
-        await fake.start(WeightVersion(1, 0))
+        await fake.start(PolicyVersion(1, 0))
         group = await GroupUnderWay(lease, fake, reward or Rewards(), str, redundancy).generate("g")
         assert not fake._requests, "a request is left behind"
         return group
@@ -65,7 +75,7 @@ def indices(group: Group) -> list[int]:
 
 
 def launched(group: Group) -> list[int]:
-    """Place in the order of launch of each sampled answer that was not retried."""
+    """Place in the order of launch of each sampled completion that was not retried."""
     return [r.seed - SEED for r in group.rollouts]
 
 
@@ -74,8 +84,8 @@ def done(index: int, failure: str | None = None) -> Launched:
     return Launched(index, completion=empty, score=Score(value=1.0) if failure is None else Score(failure=failure))
 
 
-def chosen(answers: Sequence[Launched], wanted: int, **how) -> list[int] | None:
-    found = choose(answers, wanted, **how)
+def chosen(completions: Sequence[Launched], wanted: int, **how) -> list[int] | None:
+    found = choose(completions, wanted, **how)
     return None if found is None else [one.index for one in found]
 
 
@@ -102,19 +112,19 @@ def test_at_the_deadline_those_that_are_not_done_are_passed_over():
 
 
 class LongTail:
-    """An engine whose answers have lognormal lengths, drawn from the seed of each; a token a second; no tokens kept."""
+    """An engine whose completions have lognormal lengths, drawn from the seed of each; a token a second; no tokens kept."""
 
-    version = WeightVersion(1, 0)
+    version = PolicyVersion(1, 0)
 
     @staticmethod
     def length(seed: int) -> int:
         return max(1, round(random.Random(seed).lognormvariate(3.0, 1.0)))
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
         self._aborted = asyncio.Event()
-        left = {index: self.length(seed + index) for index in range(num_answers)}
+        left = {index: self.length(seed + index) for index in range(num_completions)}
         started_s = asyncio.get_running_loop().time()
         while left:
             index = min(left, key=lambda i: left[i])
@@ -138,11 +148,11 @@ class LongTail:
 
 
 def mean_length(num_groups: int, size: int, extra: int, cut_after_s: float | None) -> tuple[float, float, float]:
-    """Mean length of what was kept, its standard error, and the share of answers that were cut."""
+    """Mean length of what was kept, its standard error, and the share of completions that were cut."""
     lengths: list[int] = []
     cut = 0
     for number in range(num_groups):
-        loop, lease = VirtualLoop(), make_lease(size, seed=1000 * number, cut_after_s=cut_after_s, min_answers=2)  # type: ignore[abstract]
+        loop, lease = VirtualLoop(), make_lease(size, seed=1000 * number, cut_after_s=cut_after_s, min_completions=2)  # type: ignore[abstract]
         engine = LongTail()
         task = loop.create_task(GroupUnderWay(lease, engine, Rewards(), str, Redundancy(0, extra)).generate("g"))  # type: ignore[arg-type]
         loop.run_until(1e6)
@@ -166,9 +176,9 @@ def test_what_is_kept_is_as_long_as_what_is_sampled_and_the_first_to_finish_are_
     mean, error, cut = mean_length(400, 6, 3, None)
     assert cut == 0 and abs(mean - TRUE_MEAN) < 3 * error, (mean, TRUE_MEAN, error)
 
-    def first_finished(answers: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
-        good = [one for one in answers if one.is_good]
-        return good[:wanted] if len(good) >= wanted else choose(answers, wanted, is_late=is_late)
+    def first_finished(completions: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
+        good = [one for one in completions if one.is_good]
+        return good[:wanted] if len(good) >= wanted else choose(completions, wanted, is_late=is_late)
 
     monkeypatch.setattr(rollout, "choose", first_finished)
     biased, error, _ = mean_length(400, 6, 3, None)
@@ -182,25 +192,25 @@ def test_a_deadline_makes_what_is_kept_shorter_and_says_how_many_it_cut():
     assert cut == pytest.approx(expected, rel=0.25), "as many as are longer than the deadline"
 
 
-# -- one answer that fails ---------------------------------------------------------------------------------------------
+# -- one completion that fails ---------------------------------------------------------------------------------------------
 
 
-def once(index: int, what: str) -> Callable[[Answer, int], str | None]:
-    """The first answer with this index meets its fate after two tokens."""
-    met: list[Answer] = []
+def once(index: int, what: str) -> Callable[[PendingCompletion, int], str | None]:
+    """The first completion with this index meets its fate after two tokens."""
+    met: list[PendingCompletion] = []
 
-    def misfortune(answer: Answer, length: int) -> str | None:
-        if answer.index == index and len(answer.request.answers) > 1 and length == 2:
-            met.append(answer)
+    def injected_fault(completion: PendingCompletion, length: int) -> str | None:
+        if completion.index == index and len(completion.request.pending) > 1 and length == 2:
+            met.append(completion)
             return what
         return None
 
-    return misfortune
+    return injected_fault
 
 
-def test_an_answer_that_the_engine_ended_is_sampled_again_alone_with_a_seed_of_its_own():
+def test_a_completion_that_the_engine_ended_is_sampled_again_alone_with_a_seed_of_its_own():
     plain = generated(make_lease())
-    group = generated(make_lease(), redundancy=Redundancy(retries=1), misfortune=once(1, "abort"))
+    group = generated(make_lease(), redundancy=Redundancy(retries=1), injected_fault=once(1, "abort"))
     assert indices(group) == [0, 1, 2]
     assert [r.seed for r in group.rollouts] == [SEED, retry_seed(SEED, 1, 1), SEED + 2]
     assert [r.completion.finish_reason for r in group.rollouts] == ["length"] * 3
@@ -210,7 +220,7 @@ def test_an_answer_that_the_engine_ended_is_sampled_again_alone_with_a_seed_of_i
     assert (group.discarded.retried, group.discarded.tokens) == (1, 2)
 
 
-def test_an_answer_whose_reward_failed_is_sampled_again_and_not_for_ever():
+def test_a_completion_whose_reward_failed_is_sampled_again_and_not_for_ever():
     timeout = Score(failure="timeout")
     group = generated(make_lease(), Rewards(timeout), Redundancy(retries=2))
     assert [r.score.failure for r in group.rollouts] == [None] * 3
@@ -221,17 +231,17 @@ def test_an_answer_whose_reward_failed_is_sampled_again_and_not_for_ever():
 
 
 def test_without_retries_the_group_has_the_failure_by_name():
-    group = generated(make_lease(), misfortune=once(1, "abort"))
+    group = generated(make_lease(), injected_fault=once(1, "abort"))
     assert [r.score.failure for r in group.rollouts] == [None, "aborted", None]
     assert group.discarded.retried == group.discarded.tokens == 0
 
 
-def test_what_no_other_answer_would_mend_is_not_tried_again():
+def test_what_no_other_completion_would_mend_is_not_tried_again():
     group = generated(make_lease(1), Rewards(Score(failure="unknown_source")), Redundancy(retries=5))
     assert group.discarded.retried == 0
 
 
-def test_the_greedy_answer_is_retried_too_and_stays_greedy():
+def test_the_greedy_completion_is_retried_too_and_stays_greedy():
     lease = make_lease(with_greedy=True)
     plain = generated(lease).rollouts[-1]
     group = generated(lease, Rewards(*[Score(failure="crash")] * 4), Redundancy(retries=1))
@@ -256,27 +266,27 @@ def test_an_evaluation_has_neither_reserve_nor_retries():
 
 
 def test_the_reserve_takes_the_place_of_one_that_failed_and_is_aborted_where_it_is_not_needed():
-    group = generated(make_lease(), redundancy=Redundancy(extra=2), misfortune=once(1, "abort"))
+    group = generated(make_lease(), redundancy=Redundancy(extra=2), injected_fault=once(1, "abort"))
     assert indices(group) == [0, 1, 2] and launched(group) == [0, 2, 3]
     assert (group.discarded.failed, group.discarded.spare, group.discarded.censored) == (1, 1, 0)
     assert group.discarded.tokens == 2 + 8
 
 
-def test_an_answer_that_never_ends_is_cut_at_the_deadline_and_counted():
+def test_a_completion_that_never_ends_is_cut_at_the_deadline_and_counted():
     stuck = once(1, "hang")
-    group = generated(make_lease(cut_after_s=50.0), redundancy=Redundancy(extra=1), misfortune=stuck)
+    group = generated(make_lease(cut_after_s=50.0), redundancy=Redundancy(extra=1), injected_fault=stuck)
     assert indices(group) == [0, 1, 2] and launched(group) == [0, 2, 3]
     assert (group.discarded.censored, group.discarded.spare, group.discarded.tokens) == (1, 0, 2)
 
 
 def test_a_retry_that_is_cut_has_its_tokens_counted_once():
-    def fate(answer: Answer, length: int) -> str | None:
-        if answer.seed == SEED + 1 and length == 2:
+    def fate(completion: PendingCompletion, length: int) -> str | None:
+        if completion.seed == SEED + 1 and length == 2:
             return "abort"
-        return "hang" if answer.seed == retry_seed(SEED, 1, 1) and length == 3 else None
+        return "hang" if completion.seed == retry_seed(SEED, 1, 1) and length == 3 else None
 
-    lease = make_lease(cut_after_s=50.0, min_answers=2)
-    group = generated(lease, redundancy=Redundancy(retries=1), misfortune=fate)
+    lease = make_lease(cut_after_s=50.0, min_completions=2)
+    group = generated(lease, redundancy=Redundancy(retries=1), injected_fault=fate)
     assert launched(group) == [0, 2]
     assert (group.discarded.retried, group.discarded.censored, group.discarded.tokens) == (1, 1, 2 + 3)
 
@@ -284,30 +294,32 @@ def test_a_retry_that_is_cut_has_its_tokens_counted_once():
 def test_a_retry_that_never_begins_leaves_nothing_behind():
     """It is given up while the engine has not sampled a token of it."""
 
-    def fate(answer: Answer, length: int) -> str | None:
-        if answer.seed == SEED + 1 and length == 2:
+    def fate(completion: PendingCompletion, length: int) -> str | None:
+        if completion.seed == SEED + 1 and length == 2:
             return "abort"
-        return "hang" if answer.seed == retry_seed(SEED, 1, 1) else None
+        return "hang" if completion.seed == retry_seed(SEED, 1, 1) else None
 
-    group = generated(make_lease(cut_after_s=50.0, min_answers=2), redundancy=Redundancy(retries=1), misfortune=fate)
+    group = generated(
+        make_lease(cut_after_s=50.0, min_completions=2), redundancy=Redundancy(retries=1), injected_fault=fate
+    )
     assert group.discarded.tokens == 2
 
 
 def test_a_smaller_group_is_delivered_at_the_deadline_if_it_is_large_enough():
-    lease = make_lease(4, cut_after_s=50.0, min_answers=3)
-    group = generated(lease, misfortune=once(1, "hang"))
+    lease = make_lease(4, cut_after_s=50.0, min_completions=3)
+    group = generated(lease, injected_fault=once(1, "hang"))
     assert indices(group) == [0, 1, 2] and launched(group) == [0, 2, 3]
     assert group.discarded.censored == 1
-    with pytest.raises(TooFewAnswers, match="2 of 4 answers were done after 50 s"):
-        generated(lease, misfortune=lambda answer, length: "hang" if answer.index < 2 else None)
+    with pytest.raises(TooFewCompletions, match="2 of 4 completions were done after 50 s"):
+        generated(lease, injected_fault=lambda completion, length: "hang" if completion.index < 2 else None)
 
 
 def test_a_group_without_its_greedy_baseline_is_given_back():
-    def greedy_hangs(answer: Answer, length: int) -> str | None:
-        return "hang" if len(answer.request.answers) == 1 else None
+    def greedy_hangs(completion: PendingCompletion, length: int) -> str | None:
+        return "hang" if len(completion.request.pending) == 1 else None
 
-    with pytest.raises(TooFewAnswers, match="not the greedy one"):
-        generated(make_lease(4, cut_after_s=50.0, min_answers=3, with_greedy=True), misfortune=greedy_hangs)
+    with pytest.raises(TooFewCompletions, match="not the greedy one"):
+        generated(make_lease(4, cut_after_s=50.0, min_completions=3, with_greedy=True), injected_fault=greedy_hangs)
 
 
 def test_a_lease_that_can_do_without_nothing_waits_past_the_cut():

@@ -6,11 +6,11 @@ import pytest
 
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.generators.rollout import GivenUp, GroupUnderWay
-from asyncgrpo.types import Lease, Prompt, Sampling, Score, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
 
 
 class LengthReward:
-    """An answer's length."""
+    """A completion's length."""
 
     async def score(self, prompt: Prompt, text: str) -> Score:
         return Score(value=float(len(text)))
@@ -23,10 +23,10 @@ def make_lease(*, seed: int = 0, with_greedy: bool = True) -> Lease:
         lease_id="1.0.0",
         group_id="1.0",
         attempt=0,
-        order=0,
+        prompt_index=0,
         purpose="train",
         prompt=Prompt(prompt_id="train/0", token_ids=(1, 2, 3)),
-        num_answers=3,
+        num_completions=3,
         sampling=Sampling(max_tokens=8),
         seed=seed,
         with_greedy=with_greedy,
@@ -35,24 +35,24 @@ def make_lease(*, seed: int = 0, with_greedy: bool = True) -> Lease:
 
 async def started() -> FakeEngine:
     engine = FakeEngine()
-    await engine.start(WeightVersion(1, 0))
+    await engine.start(PolicyVersion(1, 0))
     return engine
 
 
-async def answers(lease: Lease) -> dict[int, list[int]]:
+async def completions(lease: Lease) -> dict[int, list[int]]:
     engine = await started()
     group = await GroupUnderWay(lease, engine, LengthReward(), str).generate("g")
     await engine.close()
     return {r.completion.index: r.completion.token_ids.tolist() for r in group.rollouts}
 
 
-async def test_a_lease_gives_its_answers_and_a_greedy_one_only_if_it_asks():
-    assert list(await answers(make_lease())) == [0, 1, 2, 3]
-    assert list(await answers(make_lease(with_greedy=False))) == [0, 1, 2]
+async def test_a_lease_gives_its_completions_and_a_greedy_one_only_if_it_asks():
+    assert list(await completions(make_lease())) == [0, 1, 2, 3]
+    assert list(await completions(make_lease(with_greedy=False))) == [0, 1, 2]
 
 
-async def test_the_greedy_answer_does_not_depend_on_the_seed_and_the_others_do():
-    first, second = await answers(make_lease(seed=0)), await answers(make_lease(seed=9))
+async def test_the_greedy_completion_does_not_depend_on_the_seed_and_the_others_do():
+    first, second = await completions(make_lease(seed=0)), await completions(make_lease(seed=9))
     assert first[3] == second[3]
     assert first[0] != second[0]
 
@@ -79,7 +79,7 @@ async def test_a_lease_that_is_given_up_leaves_no_request_behind():
     with pytest.raises(GivenUp):
         task.result()
     assert not engine._requests and not under_way._requests, "no request is left behind"
-    assert under_way.num_tokens >= 4, "two of each answer were sampled, and are counted"
+    assert under_way.num_tokens >= 4, "two of each completion were sampled, and are counted"
     never = GroupUnderWay(make_lease(), engine, LengthReward(), str)
     never.give_up()
     with pytest.raises(GivenUp):

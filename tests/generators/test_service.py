@@ -21,12 +21,12 @@ from asyncgrpo.wire.rollouts import (
     Ack,
     Cancel,
     Deliver,
-    Farewell,
     Grant,
-    Hello,
     LeaseFailed,
+    Register,
     RewardFailed,
     Serving,
+    Shutdown,
 )
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import GeneratorLine
@@ -36,17 +36,17 @@ LEASE = Lease(
     lease_id="1.0.0",
     group_id="1.0",
     attempt=0,
-    order=0,
+    prompt_index=0,
     purpose="train",
     prompt=Prompt(prompt_id="train/0", token_ids=(1,)),
-    num_answers=2,
+    num_completions=2,
     sampling=Sampling(max_tokens=4),
     seed=group_seed(0, 0, 0),
 )
 
 
 class FixedReward:
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
         return Score(value=1.0)
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ def test_a_lease_that_is_granted_again_while_it_is_worked_on_is_generated_once()
     loop.run_until(12.0)
     assert len(generator.delivered) == 1 and not task.done()
     generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
-    generator.hear(Farewell())
+    generator.hear(Shutdown())
     loop.run_until(13.0)
     assert task.done() and task.exception() is None
 
@@ -118,7 +118,7 @@ def test_a_group_is_sent_again_until_the_buffer_answers():
     generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
     loop.run_until(100.0)
     assert len(generator.delivered) == 3
-    generator.hear(Farewell())
+    generator.hear(Shutdown())
     loop.run_until(101.0)
     assert task.done() and task.exception() is None
 
@@ -130,18 +130,18 @@ def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
     loop.run_until(0.5)
     generator.hear(Grant(lease=LEASE))
     loop.run_until(1.5)
-    hellos = sum(isinstance(message, Hello) for message in generator.sent)
+    hellos = sum(isinstance(message, Register) for message in generator.sent)
     generator.move("another", "weights")
     loop.run_until(12.0)
-    assert generator.home == "another" and not task.done()
-    assert sum(isinstance(message, Hello) for message in generator.sent) == hellos + 1
+    assert generator.buffer_endpoint == "another" and not task.done()
+    assert sum(isinstance(message, Register) for message in generator.sent) == hellos + 1
     assert generator.delivered == [], "its lease was of the buffer before"
     generator.hear(Grant(lease=LEASE))
     loop.run_until(20.0)
     assert len(generator.delivered) == 1
     generator.move("another", "weights")  # told again: nothing changes
     generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
-    generator.hear(Farewell())
+    generator.hear(Shutdown())
     loop.run_until(30.0)
     assert task.done() and task.exception() is None
 
@@ -176,7 +176,7 @@ def test_a_cancelled_lease_ends_at_once_and_says_what_was_sampled_for_it(purpose
     loop.run_until(3.0)
     assert [(f.lease_id, f.reason, f.tokens) for f in failures(generator)] == [("1.0.0", "cancelled", tokens)]
     assert not generator._engine._requests and generator.delivered == []
-    generator.hear(Farewell())
+    generator.hear(Shutdown())
     loop.run_until(4.0)
     assert task.done() and task.exception() is None
 
@@ -188,7 +188,9 @@ def hear_leases(loop: VirtualLoop, generator: Generator, *leases: Lease) -> None
 
 
 def numbered(number: int, **fields: Any) -> Lease:
-    return msgspec.structs.replace(LEASE, lease_id=f"1.{number}.0", group_id=f"1.{number}", order=number, **fields)
+    return msgspec.structs.replace(
+        LEASE, lease_id=f"1.{number}.0", group_id=f"1.{number}", prompt_index=number, **fields
+    )
 
 
 REFUSED = Prompt(prompt_id="train/9", token_ids=(10**6,))
@@ -202,7 +204,7 @@ def test_a_prompt_that_the_engine_refuses_is_given_back_and_the_generator_lives(
         hear_leases(loop, generator, numbered(number, prompt=REFUSED), numbered(number + 1))
     assert [(m.lease_id, m.reason) for m in failures(generator)] == [(f"1.{n}.0", "failed") for n in range(0, 10, 2)]
     assert {m.lease_id for m in generator.delivered} == {f"1.{n}.0" for n in range(1, 10, 2)} and not task.done()
-    generator.hear(Farewell())
+    generator.hear(Shutdown())
     loop.run_until(loop.time() + 1.0)
 
 
@@ -216,14 +218,14 @@ def test_an_engine_that_answers_nothing_any_more_ends_the_generator():
     assert isinstance(cause, EngineError) and "requests of 5 leases in a row" in str(cause)
 
 
-def test_a_group_with_too_few_answers_at_its_cut_is_given_back_as_late():
-    loop, generator = VirtualLoop(), Generator(Redundancy(extra=1), misfortune=lambda answer, length: "hang")  # type: ignore[abstract]
+def test_a_group_with_too_few_completions_at_its_cut_is_given_back_as_late():
+    loop, generator = VirtualLoop(), Generator(Redundancy(extra=1), injected_fault=lambda completion, length: "hang")  # type: ignore[abstract]
     task = loop.create_task(generator.run())
     loop.run_until(0.5)
     hear_leases(loop, generator, numbered(0, cut_after_s=5.0))
     assert [message.reason for message in failures(generator)] == ["lease_timeout"]
     assert generator.delivered == [] and not generator._engine._requests
-    generator.hear(Farewell())
+    generator.hear(Shutdown())
     loop.run_until(loop.time() + 1.0)
     assert task.done() and task.exception() is None
 
@@ -234,7 +236,7 @@ class Outage:
     def __init__(self, since_s: float, until_s: float, bad: str = "") -> None:
         self.since_s, self.until_s, self.bad = since_s, until_s, bad
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
         await asyncio.sleep(0.1)
         if self.since_s <= asyncio.get_running_loop().time() < self.until_s or prompt.prompt_id == self.bad:
             return Score(failure="exception", detail="my_reward.py:12: OSError: the judge is down")
@@ -248,7 +250,7 @@ def lease(number: int) -> Lease:
     changes = {
         "lease_id": f"1.{number}.0",
         "group_id": f"1.{number}",
-        "order": number,
+        "prompt_index": number,
         "seed": group_seed(0, number, 0),
     }
     prompt = Prompt(prompt_id=f"train/{number}", token_ids=(number,))
@@ -265,7 +267,7 @@ def serve(generator: Generator, numbers: range, every_s: float, until_s: float) 
     loop.run_until(until_s)
     for message in generator.delivered:
         generator.hear(Ack(group_id=message.group_id, lease_id=message.lease_id))
-    generator.hear(Farewell())
+    generator.hear(Shutdown())
     loop.run_until(until_s + 10.0)
     assert task.done() and task.exception() is None
 
@@ -308,10 +310,10 @@ def test_a_group_that_is_due_in_an_outage_is_not_cut_down_to_what_failed():
     loop = VirtualLoop()  # type: ignore[abstract]
     loop.create_task(generator.run())
     loop.run_until(0.5)
-    generator.hear(Grant(lease=msgspec.structs.replace(LEASE, cut_after_s=8.0, min_answers=2)))
+    generator.hear(Grant(lease=msgspec.structs.replace(LEASE, cut_after_s=8.0, min_completions=2)))
     loop.run_until(29.0)
     assert generator.delivered == []
     loop.run_until(50.0)
     assert all(rollout.score.value == 1.0 for rollout in generator.delivered[0].rollouts)
-    generator.hear(Farewell())
+    generator.hear(Shutdown())
     loop.run_until(60.0)

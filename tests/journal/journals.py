@@ -3,34 +3,40 @@
 from pathlib import Path
 
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.journal.format import FORMAT, Began, Delivered, delivered
-from asyncgrpo.journal.history import History, mend, read_history
+from asyncgrpo.journal.format import FORMAT, Delivered, RunStarted, delivered
+from asyncgrpo.journal.history import History, read_history, repair
 from asyncgrpo.journal.log import Disk, Journal
-from asyncgrpo.types import Prompt, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import PolicyVersion, Prompt, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
-TERMS = {"model": "m"}
+COMPATIBILITY_KEY = {"model": "m"}
 
 
-def began(lineage: int = 1, parent: WeightVersion | None = None, max_lag: int = 4, policy: str = "wait") -> Began:
+def began(lineage: int = 1, parent: PolicyVersion | None = None, max_lag: int = 4, policy: str = "wait") -> RunStarted:
     prompts = PromptState(frontier=0, done_beyond=(), seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
-    return Began(
-        format=FORMAT, lineage=lineage, parent=parent, terms=TERMS, max_lag=max_lag, prompts=prompts, policy=policy
+    return RunStarted(
+        format=FORMAT,
+        lineage=lineage,
+        parent=parent,
+        compatibility_key=COMPATIBILITY_KEY,
+        max_lag=max_lag,
+        prompts=prompts,
+        policy=policy,
     )
 
 
 def group(
-    order: int, *, lineage: int = 1, version: int = 0, tokens: int = 1, attempt: int = 0
+    prompt_index: int, *, lineage: int = 1, version: int = 0, tokens: int = 1, attempt: int = 0
 ) -> tuple[Deliver, bytes]:
-    """Two answers of `tokens` tokens each, and a payload of the right size."""
-    span = (VersionSpan(WeightVersion(lineage, version), 0, tokens),)
+    """Two completions of `tokens` tokens each, and a payload of the right size."""
+    span = (VersionSpan(PolicyVersion(lineage, version), 0, tokens),)
     message = Deliver(
-        group_id=f"{lineage}.{order}",
-        lease_id=f"{lineage}.{order}.{attempt}",
+        group_id=f"{lineage}.{prompt_index}",
+        lease_id=f"{lineage}.{prompt_index}.{attempt}",
         attempt=attempt,
-        order=order,
+        prompt_index=prompt_index,
         purpose="train",
-        prompt=Prompt(prompt_id=f"train/{order}", token_ids=(order,)),
+        prompt=Prompt(prompt_id=f"train/{prompt_index}", token_ids=(prompt_index,)),
         rollouts=tuple(
             RolloutHeader(index=i, num_tokens=tokens, spans=span, finish_reason="stop", score=Score(value=float(i)))
             for i in range(2)
@@ -38,7 +44,7 @@ def group(
         generator_id="g",
         timings={},
     )
-    return message, bytes([order % 251]) * (16 * tokens)
+    return message, bytes([prompt_index % 251]) * (16 * tokens)
 
 
 def journal(
@@ -46,7 +52,7 @@ def journal(
 ) -> Journal:
     """Another start's journal in `folder`."""
     history = read_history(folder)
-    mend(history)
+    repair(history)
     return Journal(history, began(lineage, parent, policy=policy), durability, **arguments)
 
 
@@ -55,8 +61,8 @@ def groups_in(history: History) -> dict[int, bytes]:
     found = {}
     for item in history.found:
         if isinstance(item.record, Delivered) and (read := history.group(item)) is not None:
-            assert read[0].order == item.record.order
-            found[item.record.order] = read[1]
+            assert read[0].prompt_index == item.record.prompt_index
+            found[item.record.prompt_index] = read[1]
     return found
 
 

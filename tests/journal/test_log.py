@@ -11,20 +11,20 @@ from typing import ClassVar
 
 import pytest
 
-from asyncgrpo.journal.format import Committed, Damage, Delivered, Dropped, Handed, Whole, delivered, pack, scan
-from asyncgrpo.journal.history import mend, read_history
+from asyncgrpo.journal.format import BatchIssued, Committed, Damage, Delivered, Dropped, Whole, delivered, pack, scan
+from asyncgrpo.journal.history import read_history, repair
 from asyncgrpo.journal.log import Disk
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from tests.journal.journals import Clock, FailingDisk, began, group, groups_in, journal
 
 
 def records():
     """One of each kind."""
     yield began(), ()
-    for order in range(3):
-        yield delivered(*group(order))
-    yield Dropped(lease_id="1.2.0", order=2, reason="stale", is_final=False), ()
-    yield Handed(step=1, version=WeightVersion(1, 0), lease_ids=("1.0.0", "1.1.0")), ()
+    for prompt_index in range(3):
+        yield delivered(*group(prompt_index))
+    yield Dropped(lease_id="1.2.0", prompt_index=2, reason="stale", is_final=False), ()
+    yield BatchIssued(step=1, version=PolicyVersion(1, 0), lease_ids=("1.0.0", "1.1.0")), ()
     yield Committed(step=1, prompts=began().prompts), ()
 
 
@@ -48,7 +48,7 @@ def test_cut_at_every_byte_it_reopens_to_what_was_whole_and_goes_on(tmp_path: Pa
         whole = sum(end <= length for end in ends)
         assert [found.record for found in history.found] == written[:whole]
         assert history.damage == []
-        mend(history)
+        repair(history)
         assert path.stat().st_size == ([0, *ends])[whole]
     again = journal(path.parent, lineage=2)
     again.append(*delivered(*group(7, lineage=2)))
@@ -83,7 +83,7 @@ def test_a_torn_end_in_a_segment_that_is_not_the_last_is_damage(tmp_path: Path):
     (tmp_path / "00000002.journal").write_bytes(data)
     history = read_history(tmp_path)
     assert history.segments[0].damage == [Damage(ends[-2], len(data) - 1)]
-    mend(history)
+    repair(history)
     assert (tmp_path / "00000001.journal").stat().st_size == len(data) - 1, "damage is evidence and stays"
 
 
@@ -116,8 +116,8 @@ def test_a_record_is_durable_when_its_mode_says_so(tmp_path: Path, durability):
 def test_a_full_disk_makes_nothing_durable_is_said_every_30_s_and_recovers_by_itself(tmp_path, durability, caplog):
     clock, disk = Clock(), FailingDisk(room=1500)
     log = journal(tmp_path / "j", durability=durability, clock=clock, disk=disk)
-    for order in range(8):
-        log.append(*delivered(*group(order)))
+    for prompt_index in range(8):
+        log.append(*delivered(*group(prompt_index)))
     assert log.is_blocked is not None and "No space left" in log.is_blocked and str(tmp_path) in log.is_blocked
     durable = sum(log.is_durable(position) for position in range(1, 9))
     assert durable < 8
@@ -137,7 +137,9 @@ def test_a_full_disk_makes_nothing_durable_is_said_every_30_s_and_recovers_by_it
     assert log.is_durable(9)
     history = read_history(tmp_path / "j")
     assert history.damage == []
-    assert sorted(found.record.order for found in history.found if isinstance(found.record, Delivered)) == [*range(9)]
+    assert sorted(found.record.prompt_index for found in history.found if isinstance(found.record, Delivered)) == [
+        *range(9)
+    ]
 
 
 def test_after_a_failed_sync_everything_since_the_last_good_one_is_written_again(tmp_path: Path):
@@ -206,12 +208,16 @@ def test_a_limit_of_the_operating_system_blocks_and_its_end_frees(tmp_path: Path
 
 def test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays(tmp_path: Path):
     log = journal(tmp_path / "j", segment_bytes=1000)
-    for order in range(12):
-        log.append(*delivered(*group(order)))
-        log.append(Handed(step=order + 1, version=WeightVersion(1, order), lease_ids=(f"1.{order}.0",)))
+    for prompt_index in range(12):
+        log.append(*delivered(*group(prompt_index)))
+        log.append(
+            BatchIssued(
+                step=prompt_index + 1, version=PolicyVersion(1, prompt_index), lease_ids=(f"1.{prompt_index}.0",)
+            )
+        )
     before = [f.record for f in read_history(tmp_path / "j").found]
     log.append(Committed(step=8, prompts=began().prompts))
-    log.append(Dropped(lease_id="1.8.0", order=8, reason="stale", is_final=False))
+    log.append(Dropped(lease_id="1.8.0", prompt_index=8, reason="stale", is_final=False))
     log.append(Committed(step=8, prompts=began().prompts))
     history = read_history(tmp_path / "j")
     kept = set(groups_in(history))
@@ -230,7 +236,7 @@ def test_segments_of_more_records_than_one_call_may_write_are_retired_at_every_c
         while log.path == segment:
             log.append(*delivered(*group(step, tokens=4)))
             step += 1
-            log.append(Handed(step=step, version=WeightVersion(1, step - 1), lease_ids=(f"1.{step - 1}.0",)))
+            log.append(BatchIssued(step=step, version=PolicyVersion(1, step - 1), lease_ids=(f"1.{step - 1}.0",)))
         before = segment.read_bytes()
         log.append(Committed(step=step, prompts=began().prompts))
         assert sum(1 for _ in scan(before)) > per_segment
@@ -263,8 +269,8 @@ def test_what_a_call_wrote_in_part_is_written_to_its_end(tmp_path: Path, monkeyp
 
 def test_a_new_start_keeps_the_bodies_of_survivors_only(tmp_path: Path):
     log = journal(tmp_path / "j", segment_bytes=1)
-    for order in range(4):
-        log.append(*delivered(*group(order)))
+    for prompt_index in range(4):
+        log.append(*delivered(*group(prompt_index)))
     log.close()
     again = journal(tmp_path / "j", lineage=2, survivors={"1.2.0"})
     again.append(Committed(step=1, prompts=began().prompts))
@@ -273,9 +279,9 @@ def test_a_new_start_keeps_the_bodies_of_survivors_only(tmp_path: Path):
 
 def test_a_journal_that_is_kept_loses_no_body(tmp_path: Path):
     log = journal(tmp_path / "j", segment_bytes=1, keep=True)
-    for order in range(3):
-        log.append(*delivered(*group(order)))
-    log.append(Handed(step=1, version=WeightVersion(1, 0), lease_ids=("1.0.0", "1.1.0", "1.2.0")))
+    for prompt_index in range(3):
+        log.append(*delivered(*group(prompt_index)))
+    log.append(BatchIssued(step=1, version=PolicyVersion(1, 0), lease_ids=("1.0.0", "1.1.0", "1.2.0")))
     log.append(Committed(step=1, prompts=began().prompts))
     assert set(groups_in(read_history(tmp_path / "j"))) == {0, 1, 2}
 
@@ -313,6 +319,8 @@ def test_a_writer_killed_at_any_moment_leaves_all_that_it_acknowledged(tmp_path:
         process.wait()
         acknowledged = max(int(line) for line in lines if line.endswith(b"\n"))
         history = read_history(tmp_path / "j")
-        orders = {f.record.order for f in history.found if isinstance(f.record, Delivered) and f.lineage == lineage}
-        assert history.damage == [] and orders >= set(range(acknowledged)), f"{acknowledged} were acknowledged"
-        assert groups_in(history).keys() >= orders
+        prompt_indices = {
+            f.record.prompt_index for f in history.found if isinstance(f.record, Delivered) and f.lineage == lineage
+        }
+        assert history.damage == [] and prompt_indices >= set(range(acknowledged)), f"{acknowledged} were acknowledged"
+        assert groups_in(history).keys() >= prompt_indices

@@ -13,10 +13,10 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.learner import head
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport
-from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
-VERSION = WeightVersion(7, 3)
-OLDER = WeightVersion(7, 2)
+VERSION = PolicyVersion(7, 3)
+OLDER = PolicyVersion(7, 2)
 
 
 def config(path, **sections) -> Config:
@@ -30,10 +30,10 @@ def config(path, **sections) -> Config:
     return msgspec.convert({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}, Config)
 
 
-def make_group(number: int, rewards, answers, *, prompt=(5, 6, 7), logprobs=None, version=VERSION) -> Group:
-    """A group with the given answers (lists of token ids); a reward of None is a failure."""
+def make_group(number: int, rewards, completions, *, prompt=(5, 6, 7), logprobs=None, version=VERSION) -> Group:
+    """A group with the given completions (lists of token ids); a reward of None is a failure."""
     rollouts = []
-    for index, (reward, tokens) in enumerate(zip(rewards, answers, strict=True)):
+    for index, (reward, tokens) in enumerate(zip(rewards, completions, strict=True)):
         chosen = logprobs[index] if logprobs is not None else np.full(len(tokens), -5.0)
         completion = Completion(
             index=index,
@@ -48,7 +48,7 @@ def make_group(number: int, rewards, answers, *, prompt=(5, 6, 7), logprobs=None
         group_id=f"g{number}",
         lease_id=f"l{number}",
         attempt=0,
-        order=number,
+        prompt_index=number,
         purpose="train",
         prompt=Prompt(prompt_id=f"train/{number}", token_ids=tuple(prompt)),
         rollouts=tuple(rollouts),
@@ -62,24 +62,24 @@ def random_groups(
     rng = np.random.default_rng(seed)
     groups = []
     for number in range(count):
-        answers = [rng.integers(0, vocab, rng.integers(*answer, endpoint=True)) for _ in range(size)]
+        completions = [rng.integers(0, vocab, rng.integers(*answer, endpoint=True)) for _ in range(size)]
         groups.append(
             make_group(
                 number,
                 rng.integers(0, 2, size).astype(float).tolist(),
-                answers,
+                completions,
                 prompt=rng.integers(0, vocab, rng.integers(*prompt, endpoint=True)).tolist(),
-                logprobs=[rng.normal(-5.5, 0.5, len(a)) for a in answers],
+                logprobs=[rng.normal(-5.5, 0.5, len(a)) for a in completions],
                 version=[VERSION, OLDER][number % 2],
             )
         )
     return groups
 
 
-def plain_logprobs(path, prompt, answer, *, temperature: float = 1.0) -> np.ndarray:
-    """Log-probs of one answer from an unpacked, unsharded forward pass of transformers."""
+def plain_logprobs(path, prompt, completion, *, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of one completion from an unpacked, unsharded forward pass of transformers."""
     model = path if isinstance(path, torch.nn.Module) else load(path)
-    tokens = torch.tensor([[*prompt, *answer]])
+    tokens = torch.tensor([[*prompt, *completion]])
     with torch.no_grad():
         logprobs = (model(tokens).logits[0].float() / temperature).log_softmax(-1)
     return logprobs[len(prompt) - 1 : -1].gather(-1, tokens[0, len(prompt) :, None]).squeeze(-1).numpy()
@@ -94,7 +94,7 @@ def with_true_logprobs(path, groups: list[Group], *, temperature: float = 1.0) -
     model = load(path)
     return [
         make_group(
-            group.order,
+            group.prompt_index,
             [r.score.value for r in group.rollouts],
             [r.completion.token_ids for r in group.rollouts],
             prompt=group.prompt.token_ids,

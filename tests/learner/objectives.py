@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncgrpo.types import Group, VersionSpan, WeightVersion
+from asyncgrpo.types import Group, PolicyVersion, VersionSpan
 from tests.learner.helpers import OLDER, VERSION, make_group
 
-OLDEST = WeightVersion(VERSION.lineage, VERSION.version - 3)
+OLDEST = PolicyVersion(VERSION.lineage, VERSION.number - 3)
 VOCAB = 61
 MAX_TOKENS = 16
 
@@ -108,11 +108,11 @@ STEP_WIDE = (
 
 
 def groups(logprobs=None) -> list[Group]:
-    """Six prompts: an empty answer, one-token answers, a constant group, a failure, a singleton, cut answers, and
-    several versions, in one answer too.
+    """Six prompts: an empty completion, one-token completions, a constant group, a failure, a singleton, cut completions, and
+    several versions, in one completion too.
 
     Args:
-        logprobs: function of prompt and answer; behaviour log-probs are around them.
+        logprobs: function of prompt and completion; behaviour log-probs are around them.
     """
     rng = np.random.default_rng(4)
     lengths = [(9, 1, 4, 6), (3, 0, 7), (2, 5), (4, 1, 8), (3,), (6, 2, 12)]
@@ -120,14 +120,14 @@ def groups(logprobs=None) -> list[Group]:
     made = []
     for number, (sizes, given) in enumerate(zip(lengths, rewards, strict=True)):
         prompt = tuple(rng.integers(0, VOCAB, rng.integers(1, 9)).tolist())
-        answers = [rng.integers(0, VOCAB, n).tolist() for n in sizes]
+        completions = [rng.integers(0, VOCAB, n).tolist() for n in sizes]
         behaviour = []
-        for answer in answers:
-            exact = logprobs(prompt, answer) if logprobs and answer else np.full(len(answer), -4.0)
-            noise = rng.normal(0, 0.2, len(answer)) + (rng.random(len(answer)) < 0.1) * rng.choice([-0.9, 0.9])
+        for completion in completions:
+            exact = logprobs(prompt, completion) if logprobs and completion else np.full(len(completion), -4.0)
+            noise = rng.normal(0, 0.2, len(completion)) + (rng.random(len(completion)) < 0.1) * rng.choice([-0.9, 0.9])
             behaviour.append(np.minimum(exact + noise, -1e-3))
         version = (VERSION, OLDER, OLDEST)[number % 3]
-        made.append(make_group(number, given, answers, prompt=prompt, logprobs=behaviour, version=version))
+        made.append(make_group(number, given, completions, prompt=prompt, logprobs=behaviour, version=version))
     made[0] = _changed(
         made[0], 0, spans=(VersionSpan(OLDEST, 0, 3), VersionSpan(OLDER, 3, 5), VersionSpan(VERSION, 5, 9))
     )

@@ -1,4 +1,4 @@
-"""One update again: one answer at a time through plain transformers in float64, then the oracles of tests/algorithms.
+"""One update again: one completion at a time through plain transformers in float64, then the oracles of tests/algorithms.
 
 Nothing here is packed, split, fused or shared, and nothing is from `asyncgrpo.learner` or `asyncgrpo.algorithms`.
 """
@@ -29,10 +29,10 @@ class Policy:
         self.value_head = {
             name: tensor.double().requires_grad_() for name, tensor in weights.items() if name.startswith(VALUE_HEAD)
         }
-        self._answers: dict[tuple, Answer] = {}
+        self._answers: dict[tuple, Completed] = {}
 
-    def answer(self, prompt: tuple[int, ...], tokens: list[int], temperature: float) -> "Answer":
-        """What it says of one answer, with gradient; computed once."""
+    def completion(self, prompt: tuple[int, ...], tokens: list[int], temperature: float) -> "Completed":
+        """What it says of one completion, with gradient; computed once."""
         key = (prompt, *tokens)
         if key not in self._answers:
             where = slice(len(prompt) - 1, len(prompt) + len(tokens) - 1)
@@ -43,7 +43,7 @@ class Policy:
                 values = (hidden @ self.value_head["value_head.weight"].t()).squeeze(-1)
                 values = values + self.value_head["value_head.bias"]
             logprobs = log_p.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
-            self._answers[key] = Answer(log_p, logprobs, values)
+            self._answers[key] = Completed(log_p, logprobs, values)
         return self._answers[key]
 
     def gradient(self, loss: Tensor) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class Policy:
         return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), gradients, strict=True)}
 
 
-class Answer(NamedTuple):
+class Completed(NamedTuple):
     log_p: Tensor
     """[L, V]"""
     logprobs: Tensor
@@ -91,12 +91,12 @@ class _Update:
     def __init__(self, setup: Setup, groups: list[Group]) -> None:
         self.setup, self.settings = setup, setup.settings
         found = [(g, r.completion, r.score.value) for g in groups for r in g.rollouts if r.score.value is not None]
-        self.groups = [g.order for g, _, _ in found]
+        self.groups = [g.prompt_index for g, _, _ in found]
         self.rewards = [reward for *_, reward in found]
         self.trained = [not (self.settings.truncated == "mask" and c.finish_reason == "length") for _, c, _ in found]
 
-        def under(policy: Policy) -> list[Answer]:
-            return [policy.answer(g.prompt.token_ids, c.token_ids.tolist(), setup.temperature) for g, c, _ in found]
+        def under(policy: Policy) -> list[Completed]:
+            return [policy.completion(g.prompt.token_ids, c.token_ids.tolist(), setup.temperature) for g, c, _ in found]
 
         self.now, self.start = under(setup.now), under(setup.start)
         self.initial = under(setup.initial) if setup.initial is not None else None
@@ -105,7 +105,7 @@ class _Update:
         self.sequences = [list(range(s, s + n)) for s, n in zip(starts, self.lengths, strict=True)]
         self.mask = [t for t, n in zip(self.trained, self.lengths, strict=True) for _ in range(n)]
         self.behaviour = [float(x) for _, c, _ in found for x in c.logprobs]
-        self.versions = [s.version.version for _, c, _ in found for s in c.spans for _ in range(s.start, s.end)]
+        self.versions = [s.version.number for _, c, _ in found for s in c.spans for _ in range(s.start, s.end)]
         self.policy = _flat(self.now)
         self.proximal = _flat(self.start)
         self.reference = _flat(self.initial) if self.initial is not None else None
@@ -195,11 +195,11 @@ class _Update:
         points = oracle_losses.surrogate(
             self.settings.loss, self.policy, anchor, advantages, self.mask, self.sequences, **self.settings.loss_args
         )
-        slopes, values = [], []
+        gradients, values = [], []
         for (weight, keep), (coefficient, value, _) in zip(verdicts, points, strict=True):
-            slopes.append(-weight * keep * coefficient)
+            gradients.append(-weight * keep * coefficient)
             values.append(-weight * keep * value)
-        return slopes, values
+        return gradients, values
 
     def _correct(self, one: CorrectionConfig, log_rho: list[float], advantages: list[float]) -> list:
         where = (self.mask, self.sequences)
@@ -242,9 +242,9 @@ class _Update:
             yield root, root.item()
 
     def _penalty(self, coef: float, points: list, logp: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-        slopes = torch.tensor([slope for _, slope in points], dtype=torch.float64)
+        gradients = torch.tensor([gradient for _, gradient in points], dtype=torch.float64)
         value = math.fsum(w * v for w, (v, _) in zip(self.weights, points, strict=True))
-        return coef * (weights * slopes * logp).sum(), coef * value
+        return coef * (weights * gradients * logp).sum(), coef * value
 
     def _pairs(self) -> tuple[Tensor, float]:
         """-mean log sigmoid(beta z), by autograd."""
@@ -281,5 +281,5 @@ class _Update:
         return (weights * 0.5 * loss).sum()
 
 
-def _flat(answers: list[Answer]) -> list[float]:
-    return torch.cat([a.logprobs for a in answers]).tolist()
+def _flat(completions: list[Completed]) -> list[float]:
+    return torch.cat([a.logprobs for a in completions]).tolist()

@@ -11,7 +11,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.adapters import AdapterMerger
 from asyncgrpo.weights.broadcast import size_bytes
 from asyncgrpo.weights.publisher import Publisher
@@ -104,11 +104,11 @@ class Generator:
     """A torch engine behind a receiver, and the loop it lives on."""
 
     def __init__(self, path, dtype: torch.dtype) -> None:
-        self.engine = TorchEngine(str(path), dtype=dtype, device=torch.device("cpu"), max_context=64, max_answers=2)
+        self.engine = TorchEngine(str(path), dtype=dtype, device=torch.device("cpu"), max_context=64, max_completions=2)
         self.path, self.dtype = path, dtype
         self.receiver: Receiver | None = None
         self.loop = asyncio.new_event_loop()
-        self.loop.run_until_complete(self.engine.start(WeightVersion(0, 0)))
+        self.loop.run_until_complete(self.engine.start(PolicyVersion(0, 0)))
 
     def join(self, publisher: Publisher, name: str) -> None:
         self.receiver = Receiver(
@@ -122,7 +122,7 @@ class Generator:
         )
         self.receiver.start()
 
-    def apply(self, tensors, version: WeightVersion) -> str:
+    def apply(self, tensors, version: PolicyVersion) -> str:
         self.loop.run_until_complete(self.engine.load_weights(tensors, version, partial=True))
         return self.checksum()
 
@@ -150,7 +150,7 @@ def plane():
         return generators[-1]
 
     def publish(ours: Learner, version: int):
-        return publisher.publish(WeightVersion(1, version), ours.sent.weights)
+        return publisher.publish(PolicyVersion(1, version), ours.sent.weights)
 
     yield publisher, start, publish
     for generator in generators:
@@ -189,7 +189,7 @@ def test_engines_hold_the_merged_weights_also_those_that_come_later(tmp_path, pl
         assert all(parameter.equal(whole[name]) for name, parameter in generator.parameters().items())
 
     beside = start(path, getattr(torch, dtype))  # gets whole weights, as merged publishing would send them
-    beside.loop.run_until_complete(beside.engine.load_weights(whole.items(), WeightVersion(1, 2)))
+    beside.loop.run_until_complete(beside.engine.load_weights(whole.items(), PolicyVersion(1, 2)))
     assert {beside.checksum()} == set(publication.checksums.values())
 
 
@@ -204,7 +204,7 @@ def test_a_generator_with_another_base_is_left_out_before_it_samples(tmp_path, p
     await_members(publisher, 2)
     publication = publish(ours, 0)
     assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
-    assert wrong.engine.version == WeightVersion(0, 0), "it was never told to swap"
+    assert wrong.engine.version == PolicyVersion(0, 0), "it was never told to swap"
     wrong.receiver._thread.join(5.0)
     assert isinstance(wrong.receiver.failure, WeightsError) and "holds other weights here" in str(
         wrong.receiver.failure

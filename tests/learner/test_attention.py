@@ -18,7 +18,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def random_families(seed: int, *, groups: int, longest: int) -> Segments:
-    """Prompts with answers, prompts of their own, and a family whose prefix lies further back; lengths from 1."""
+    """Prompts with completions, prompts of their own, and a family whose prefix lies further back; lengths from 1."""
     rng = random.Random(seed)
     families: list[Family] = []
     end = 0
@@ -41,16 +41,16 @@ def random_families(seed: int, *, groups: int, longest: int) -> Segments:
 
 
 def of_lengths(*groups: tuple[int, list[int]]) -> Segments:
-    """Prompts, each with the answers to it."""
+    """Prompts, each with the completions to it."""
     families, end = [], 0
-    for prompt, answers in groups:
+    for prompt, completions in groups:
         prefix = (end, end + prompt)
         families.append(Family((end, end), prefix))
         end += prompt
         bounds = [end]
-        for answer in answers:
-            bounds.append(bounds[-1] + answer)
-        if answers:
+        for completion in completions:
+            bounds.append(bounds[-1] + completion)
+        if completions:
             families.append(Family(prefix, tuple(bounds)))
         end = bounds[-1]
     return Segments.of(families)

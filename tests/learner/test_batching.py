@@ -10,7 +10,7 @@ import torch
 
 from asyncgrpo.algorithms.advantages import ESTIMATORS
 from asyncgrpo.learner.batch import Shaping, pack
-from asyncgrpo.types import VersionSpan, WeightVersion
+from asyncgrpo.types import PolicyVersion, VersionSpan
 from tests.algorithms import oracle_advantages
 from tests.learner.helpers import OLDER, VERSION, make_group, random_groups
 
@@ -19,7 +19,7 @@ GROUPS = [
     make_group(7, [1.0, 0.0, None, 0.5], [[], [9], [1, 2], [3, 4, 5]], prompt=(8,)),
     make_group(8, [1.0, 1.0], [[6, 7], [8]], prompt=range(20)),
 ]
-"""With an empty answer, one-token answers, an unusable one, a prompt of one token, and a group without signal."""
+"""With an empty completion, one-token completions, an unusable one, a prompt of one token, and a group without signal."""
 
 
 def packed(groups=GROUPS, *, rank=0, world=1, budget=64, version=VERSION, **options):
@@ -46,18 +46,18 @@ def history(batch, position: int) -> tuple[list[int], list[int]]:
 def read(step) -> dict:
     """(group_id, index) of every answer in a rank's micro-batches to what is there for each of its tokens."""
     found = {}
-    for batch in (*step.trained, *step.silent):
+    for batch in (*step.trained, *step.forward_only):
         bounds = itertools.pairwise(batch.cu_seqlens.tolist())
         columns = (batch.targets, batch.mask, batch.behaviour_logprobs, batch.advantages, batch.versions)
         columns = [c.tolist() for c in (*columns, batch.is_current)]
-        for answer, in_group, (start, end) in zip(batch.answers, batch.tokens_in_group, bounds, strict=True):
+        for completion, in_group, (start, end) in zip(batch.rollouts, batch.tokens_in_group, bounds, strict=True):
             tokens = []
             for n in range(start, end):
                 seen, positions = history(batch, int(batch.read_at[n]))
                 assert positions == list(range(len(positions)))
                 tokens.append((seen, *(column[n] for column in columns)))
-            key = step.answers.keys[answer]
-            assert key not in found, "no answer is there twice"
+            key = step.rollouts.keys[completion]
+            assert key not in found, "no completion is there twice"
             found[key] = (tokens, int(in_group))
     return found
 
@@ -73,44 +73,48 @@ def expected(groups, advantages: dict) -> dict:
             completion, key = rollout.completion, (group.group_id, rollout.completion.index)
             if key not in advantages or not len(completion.token_ids):
                 continue
-            prompt, answer = list(group.prompt.token_ids), completion.token_ids.tolist()
+            prompt, sampled = list(group.prompt.token_ids), completion.token_ids.tolist()
             version = completion.spans[0].version
             a = float(np.float32(advantages[key]))
             tokens = [
-                (prompt + answer[:i], token, True, logprob, a, version.version, version == VERSION)
-                for i, (token, logprob) in enumerate(zip(answer, completion.logprobs.tolist(), strict=True))
+                (prompt + sampled[:i], token, True, logprob, a, version.number, version == VERSION)
+                for i, (token, logprob) in enumerate(zip(sampled, completion.logprobs.tolist(), strict=True))
             ]
             found[key] = (tokens, in_group)
     return found
 
 
 def by_key(step) -> dict:
-    return dict(zip(step.answers.keys, step.advantages.tolist(), strict=True))
+    return dict(zip(step.rollouts.keys, step.advantages.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("skip_silent", [True, False])
+@pytest.mark.parametrize("skip_forward_only", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 40])
 @pytest.mark.parametrize("budget", [1, 30, 64, 100_000])
 def test_every_token_is_trained_once_after_its_history_and_ranks_run_equally_often(
-    world, budget, share_prompts, skip_silent
+    world, budget, share_prompts, skip_forward_only
 ):
-    options = {"world": world, "budget": budget, "share_prompts": share_prompts, "skip_silent": skip_silent}
+    options = {"world": world, "budget": budget, "share_prompts": share_prompts, "skip_forward_only": skip_forward_only}
     shares = [packed(rank=rank, **options) for rank in range(world)]
     first = shares[0]
     found = [read(share) for share in shares]
-    assert sum(map(len, found)) == len(set().union(*found)), "no two ranks train the same answer"
+    assert sum(map(len, found)) == len(set().union(*found)), "no two ranks train the same completion"
     assert {k: v for share in found for k, v in share.items()} == expected(GROUPS, by_key(first))
-    assert len({len(share.trained) for share in shares}) == len({len(share.silent) for share in shares}) == 1
+    assert len({len(share.trained) for share in shares}) == len({len(share.forward_only) for share in shares}) == 1
     for share in shares:
         assert by_key(share) == by_key(first), "ranks agree without talking"
-        counts = (share.num_tokens, share.num_answers, share.num_groups, share.zero_signal_groups)
+        counts = (share.num_tokens, share.num_completions, share.num_groups, share.zero_signal_groups)
         assert counts == (sum(g.num_tokens for g in GROUPS) - 2, 7 * 4 + 3 + 2, 9, first.zero_signal_groups)
-        for batch in (*share.trained, *share.silent):
-            assert len(batch.token_ids) <= budget or len(batch.answers) <= 1
+        for batch in (*share.trained, *share.forward_only):
+            assert len(batch.token_ids) <= budget or len(batch.rollouts) <= 1
             assert batch.segments.queries[-1] == len(batch.token_ids) == len(batch.position_ids)
-        silent = {k: v for batch in share.silent for k, v in read(replace(share, trained=(batch,), silent=())).items()}
-        assert all(by_key(first)[key] == 0 for key in silent) and (skip_silent or not silent)
+        forward_only = {
+            k: v
+            for batch in share.forward_only
+            for k, v in read(replace(share, trained=(batch,), forward_only=())).items()
+        }
+        assert all(by_key(first)[key] == 0 for key in forward_only) and (skip_forward_only or not forward_only)
 
 
 def test_the_plan_is_the_same_every_time():
@@ -118,7 +122,7 @@ def test_the_plan_is_the_same_every_time():
     assert [b.token_ids.tolist() for b in first.trained] == [b.token_ids.tolist() for b in second.trained]
 
 
-def test_a_shared_prompt_is_run_once_and_the_last_token_of_an_answer_never():
+def test_a_shared_prompt_is_run_once_and_the_last_token_of_a_completion_never():
     group = make_group(0, [1.0, 0.0, 0.5], [[1], [2, 3], [4, 5, 6]], prompt=(7, 8))
     (batch,) = packed([group]).trained
     assert sorted(batch.token_ids.tolist()) == [2, 4, 5, 7, 8]
@@ -127,11 +131,11 @@ def test_a_shared_prompt_is_run_once_and_the_last_token_of_an_answer_never():
     assert sorted(batch.token_ids.tolist()) == [2, 4, 5, *[7] * 3, *[8] * 3]
     assert batch.segments.key_positions is None, "nothing is shared, so keys are the row itself"
     alone = make_group(1, [1.0], [[1, 2]], prompt=(7, 8))
-    assert packed([alone]).trained[0].segments.key_positions is None, "nor by an answer that is alone"
+    assert packed([alone]).trained[0].segments.key_positions is None, "nor by a completion that is alone"
 
 
-def test_each_answer_has_its_own_advantage_however_many_tokens_there_are():
-    """As many tokens as answers, in another order: nothing may take the one for the other."""
+def test_each_completion_has_its_own_advantage_however_many_tokens_there_are():
+    """As many tokens as completions, in another order: nothing may take the one for the other."""
     group = make_group(0, [1.0, 0.0, 0.25], [[1], [2, 3], []])
     step = packed([group])
     assert read(step) == expected([group], by_key(step))
@@ -141,52 +145,54 @@ def test_each_answer_has_its_own_advantage_however_many_tokens_there_are():
         assert read(step).items() <= expected([group], by_key(step)).items()
 
 
-def test_advantages_are_the_estimators_and_know_their_answers():
+def test_advantages_are_the_estimators_and_know_their_completions():
     step = packed(advantage="rloo")
     rewards = [r.score.value for g in GROUPS for r in g.rollouts if r.score.value is not None]
-    groups = [g.order for g in GROUPS for r in g.rollouts if r.score.value is not None]
+    groups = [g.prompt_index for g in GROUPS for r in g.rollouts if r.score.value is not None]
     keys = tuple((g.group_id, r.completion.index) for g in GROUPS for r in g.rollouts if r.score.value is not None)
-    assert step.answers.keys == keys and step.advantages.shape == (len(keys),)
+    assert step.rollouts.keys == keys and step.advantages.shape == (len(keys),)
     assert step.advantages.dtype == torch.float64
     values = oracle_advantages.estimate("rloo", rewards, groups, [1] * len(rewards), rewards)
     assert step.advantages.tolist() == pytest.approx(values, abs=1e-12)
     assert (packed(advantage="gae").advantages == 0).all(), "a critic's are not known yet"
 
 
-def test_answers_without_score_or_aborted_or_without_logprobs_are_left_out_and_counted():
+def test_completions_without_score_or_aborted_or_without_logprobs_are_left_out_and_counted():
     group = make_group(0, [1.0, None, 0.0, 1.0, 1.0], [[1], [2], [3], [4], [5]])
     group = changed(changed(group, 3, finish_reason="abort"), 4, logprobs=np.float32([math.nan]))
     step = packed([group])
-    assert (step.num_answers, step.answers.num_unusable, step.num_tokens) == (2, 3, 2)
-    assert step.answers.num_malformed == 1
+    assert (step.num_completions, step.rollouts.num_unusable, step.num_tokens) == (2, 3, 2)
+    assert step.rollouts.num_malformed == 1
     assert by_key(step).keys() == {("g0", 0), ("g0", 2)}
     assert by_key(step)["g0", 0] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
     assert sorted(t for batch in step.trained for t in batch.targets.tolist()) == [1, 3]
 
 
-def test_an_empty_answer_takes_part_in_the_statistics_but_has_nothing_to_train():
+def test_an_empty_completion_takes_part_in_the_statistics_but_has_nothing_to_train():
     step = packed([make_group(0, [1.0, 0.0], [[], [9, 9]])])
-    assert (step.num_answers, step.num_tokens) == (2, 2)
+    assert (step.num_completions, step.num_tokens) == (2, 2)
     assert by_key(step)["g0", 0] > 0 and read(step).keys() == {("g0", 1)}
     only = packed([make_group(0, [1.0, 0.0], [[], []])])
-    assert (only.num_answers, only.num_tokens, only.num_groups, only.zero_signal_groups) == (2, 0, 0, 0)
+    assert (only.num_completions, only.num_tokens, only.num_groups, only.zero_signal_groups) == (2, 0, 0, 0)
     assert [len(batch.targets) for batch in only.trained] == [0]
 
 
 def test_groups_without_signal_are_counted_and_can_be_set_apart():
     groups = [make_group(0, [1.0, 1.0], [[1], [2]]), make_group(1, [1.0, 0.0], [[3], [4]]), make_group(2, [1.0], [[5]])]
     groups.append(make_group(3, [None, None], [[1], [2]]))
-    step = packed(groups, skip_silent=True)
+    step = packed(groups, skip_forward_only=True)
     assert step.zero_signal_groups == 3
-    assert [b.mask.sum().item() for b in step.trained] == [2] and sum(b.mask.sum().item() for b in step.silent) == 3
-    assert not packed(groups).silent
+    assert [b.mask.sum().item() for b in step.trained] == [2] and sum(
+        b.mask.sum().item() for b in step.forward_only
+    ) == 3
+    assert not packed(groups).forward_only
 
 
 @pytest.mark.parametrize("groups", [[], [make_group(0, [None, None], [[1], [2]])]])
-def test_a_step_without_answers_still_has_one_empty_microbatch_for_every_rank(groups):
+def test_a_step_without_completions_still_has_one_empty_microbatch_for_every_rank(groups):
     for rank in range(2):
         step = packed(groups, rank=rank, world=2)
-        assert len(step.trained) == 1 and step.num_tokens == step.num_answers == step.num_groups == 0
+        assert len(step.trained) == 1 and step.num_tokens == step.num_completions == step.num_groups == 0
         (batch,) = step.trained
         assert len(batch.token_ids) == 1, "a model can run it"
         assert batch.mask.shape == batch.targets.shape == batch.advantages.shape == batch.versions.shape == (0,)
@@ -199,23 +205,23 @@ def test_each_token_knows_whose_weights_sampled_it():
     columns = (batch.targets.tolist(), batch.versions.tolist(), batch.is_current.tolist())
     seen = {token: rest for token, *rest in zip(*columns, strict=True)}
     assert seen == {1: [2, False], 2: [2, False], 3: [3, False], 4: [3, True], 5: [3, True]}
-    elsewhere = packed([mixed], version=WeightVersion(VERSION.lineage + 1, VERSION.version))
+    elsewhere = packed([mixed], version=PolicyVersion(VERSION.lineage + 1, VERSION.number))
     assert not elsewhere.trained[0].is_current.any(), "the same number of another lineage is another version"
 
 
 def cut_at(limit: int):
-    """Two groups, some of whose answers were cut at `limit` tokens."""
+    """Two groups, some of whose completions were cut at `limit` tokens."""
     group = make_group(0, [1.0, 0.0, 0.5], [[1] * limit, [2, 3], [4] * limit], prompt=(5,))
     group = changed(changed(group, 0, finish_reason="length"), 2, finish_reason="length")
     return [group, make_group(1, [1.0, 0.0], [[6], [7]])]
 
 
-def test_answers_that_were_cut_can_be_compared_with_and_not_trained():
+def test_completions_that_were_cut_can_be_compared_with_and_not_trained():
     step = packed(cut_at(4), shaping=Shaping(truncated="mask"))
     kept = packed(cut_at(4))
     assert by_key(step) == by_key(kept), "they count in the statistics"
-    assert (step.num_tokens, step.num_answers, step.num_groups) == (4, 3, 2)
-    assert (kept.num_tokens, kept.num_answers) == (12, 5)
+    assert (step.num_tokens, step.num_completions, step.num_groups) == (4, 3, 2)
+    assert (kept.num_tokens, kept.num_completions) == (12, 5)
     tokens = {key: [m for _, _, m, *_ in rows] for key, (rows, _) in read(step).items()}
     assert tokens == {("g0", 0): [False] * 4, ("g0", 1): [True] * 2, ("g0", 2): [False] * 4} | {
         ("g1", i): [True] for i in range(2)
@@ -223,62 +229,62 @@ def test_answers_that_were_cut_can_be_compared_with_and_not_trained():
     assert {in_group for key, (_, in_group) in read(step).items() if key[0] == "g0"} == {2}
     all_cut = changed(cut_at(4)[0], 1, finish_reason="length")
     nothing = packed([all_cut], shaping=Shaping("mask"))
-    assert (nothing.num_tokens, nothing.num_answers, nothing.num_groups) == (0, 0, 0)
+    assert (nothing.num_tokens, nothing.num_completions, nothing.num_groups) == (0, 0, 0)
 
 
-def test_answers_that_were_cut_can_be_worth_nothing():
+def test_completions_that_were_cut_can_be_worth_nothing():
     step = packed(cut_at(4), shaping=Shaping(truncated="zero"))
-    assert step.answers.rewards.tolist() == [0, 0, 0, 1, 0]
+    assert step.rollouts.rewards.tolist() == [0, 0, 0, 1, 0]
     assert step.zero_signal_groups == 1 and step.num_tokens == 12
 
 
-def test_long_answers_lose_reward_over_the_overlong_buffer():
+def test_long_completions_lose_reward_over_the_overlong_buffer():
     group = make_group(0, [1.0, 1.0, 1.0, 1.0], [[1] * n for n in (4, 6, 8, 11)])
     step = packed([group], shaping=Shaping("keep", longest=10, overlong_buffer=5, overlong_factor=0.5))
-    assert step.answers.rewards.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5])
+    assert step.rollouts.rewards.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5])
     expected = oracle_advantages.estimate("grpo", [1.0, 0.9, 0.7, 0.5], [0] * 4, [4, 6, 8, 11], [math.nan] * 4)
     assert step.advantages.tolist() == pytest.approx(expected)
     assert packed([group]).zero_signal_groups == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf, 0.1, 9.9, -3.4e38])
-def test_an_answer_with_a_number_that_is_no_logprob_is_left_out_and_counted_by_name(bad):
+def test_a_completion_with_a_number_that_is_no_logprob_is_left_out_and_counted_by_name(bad):
     group = changed(make_group(0, [1.0, 0.0, 1.0], [[1], [2], [3, 3]]), 2, logprobs=np.float32([-1.0, bad]))
     step = packed([group])
-    assert (step.num_answers, step.answers.num_unusable, step.answers.num_malformed) == (2, 1, 1)
+    assert (step.num_completions, step.rollouts.num_unusable, step.rollouts.num_malformed) == (2, 1, 1)
     assert step.advantages.tolist() == packed([make_group(0, [1.0, 0.0], [[1], [2]])]).advantages.tolist()
 
 
 @pytest.mark.parametrize("good", [0.0, 1e-3, -700.0])
 def test_a_logprob_that_rounding_or_chance_made_odd_is_one(good):
     step = packed([changed(make_group(0, [1.0, 0.0], [[1], [2]]), 1, logprobs=np.float32([good]))])
-    assert (step.num_answers, step.answers.num_malformed) == (2, 0)
+    assert (step.num_completions, step.rollouts.num_malformed) == (2, 0)
 
 
 @pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
-def test_an_answer_with_a_reward_that_is_not_finite_is_left_out_and_counted(reward):
+def test_a_completion_with_a_reward_that_is_not_finite_is_left_out_and_counted(reward):
     step = packed([make_group(0, [1.0, 0.0, reward], [[1], [2], [3]])])
-    assert (step.num_answers, step.answers.num_unusable, step.answers.num_malformed) == (2, 1, 0)
+    assert (step.num_completions, step.rollouts.num_unusable, step.rollouts.num_malformed) == (2, 1, 0)
     assert step.advantages.isfinite().all()
 
 
-def test_greedy_answers_are_baselines_and_nothing_else():
+def test_greedy_completions_are_baselines_and_nothing_else():
     first = make_group(0, [1.0, 0.0, 0.25], [[1], [2, 2], [3, 3, 3]])
     second = make_group(1, [1.0, 0.0, None], [[4], [5], [6]])
     step = packed([first, second], group_size=2, advantage="remax")
-    assert step.answers.keys == (("g0", 0), ("g0", 1), ("g1", 0), ("g1", 1))
+    assert step.rollouts.keys == (("g0", 0), ("g0", 1), ("g1", 0), ("g1", 1))
     assert step.advantages.tolist() == [0.75, -0.25, 0.0, 0.0], "without a baseline nothing is learned"
-    assert (step.num_tokens, step.num_answers, step.answers.num_unusable) == (5, 4, 0)
+    assert (step.num_tokens, step.num_completions, step.rollouts.num_unusable) == (5, 4, 0)
     assert not any({3, 6} & set(batch.targets.tolist()) for batch in step.trained)
     plain = packed([first, second], group_size=2, advantage="dr_grpo")
     assert plain.advantages.tolist() == [0.5, -0.5, 0.5, -0.5], "nor do they take part in a group's statistics"
-    baselines = plain.answers.baseline_rewards
+    baselines = plain.rollouts.baseline_rewards
     assert baselines[:2].tolist() == [0.25, 0.25] and baselines[2:].isnan().all()
 
 
 @pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
-def test_a_group_that_lost_answers_is_compared_with_those_it_has(estimator):
-    """Groups of 4, 2 and 3 sampled answers in one batch, each with its greedy one."""
+def test_a_group_that_lost_completions_is_compared_with_those_it_has(estimator):
+    """Groups of 4, 2 and 3 sampled completions in one batch, each with its greedy one."""
     rewards = [[1.0, 0.0, 0.5, 0.25], [1.0, 0.5], [0.0, 0.75, 1.0]]
     greedy = [0.5, 0.25, 1.0]
     lengths = [[1, 2, 3, 1], [4, 1], [2, 2, 5]]
@@ -295,8 +301,8 @@ def test_a_group_that_lost_answers_is_compared_with_those_it_has(estimator):
         estimator, flat, owner, [n for found in lengths for n in found], [greedy[n] for n in owner]
     )
     assert step.advantages.tolist() == pytest.approx(expected, abs=1e-9)
-    assert (step.num_tokens, step.num_answers, step.num_groups) == (21, 9, 3)
-    assert step.answers.keys == tuple((f"g{n}", i) for n, found in enumerate(rewards) for i in range(len(found)))
+    assert (step.num_tokens, step.num_completions, step.num_groups) == (21, 9, 3)
+    assert step.rollouts.keys == tuple((f"g{n}", i) for n, found in enumerate(rewards) for i in range(len(found)))
     in_group = {key[0]: count for key, (_, count) in read(step).items()}
     assert in_group == {"g0": 7, "g1": 5, "g2": 9}, "what `prompt-mean` divides by"
 
@@ -305,7 +311,7 @@ def test_a_step_with_other_advantages_differs_in_nothing_else():
     step = packed(budget=40)
     of_tokens = [torch.randn(batch.mask.shape, dtype=torch.float64) for batch in step.trained]
     other = step.with_advantages(-step.advantages, of_tokens)
-    assert torch.equal(other.advantages, -step.advantages) and other.answers is step.answers
+    assert torch.equal(other.advantages, -step.advantages) and other.rollouts is step.rollouts
     for before, after, given in zip(step.trained, other.trained, of_tokens, strict=True):
         assert torch.equal(after.advantages, given.float()) and torch.equal(after.targets, before.targets)
     assert replace(other, trained=step.trained, advantages=step.advantages) == step

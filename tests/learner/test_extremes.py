@@ -16,7 +16,7 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner.batch import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.head import TokenScores
-from asyncgrpo.learner.objective import Known, MicrobatchObjective, Scored, is_needed, look_ahead
+from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, Scored, needs_precompute, precompute
 from asyncgrpo.learner.report import StepReport, Update, build_report
 from asyncgrpo.types import Group
 from tests.learner.helpers import OLDER, VERSION, make_group
@@ -52,12 +52,12 @@ def made_groups(gaps: tuple[float, ...], rewards: tuple[float, ...], finish_reas
     """Behaviour log-probs for `gaps`; token n has token id n, so that the policy's can be told."""
     made, token = [], 0
     for number, sizes in enumerate(LENGTHS):
-        answers = [list(range(token := token + 10, token + size)) for size in sizes]
-        behaviour = [[LIKELY + min(-gaps[t % len(gaps)], 0.0) for t in answer] for answer in answers]
+        completions = [list(range(token := token + 10, token + size)) for size in sizes]
+        behaviour = [[LIKELY + min(-gaps[t % len(gaps)], 0.0) for t in completion] for completion in completions]
         group = make_group(
             number,
             rewards[: len(sizes)],
-            answers,
+            completions,
             logprobs=behaviour,
             version=(VERSION, OLDER)[number % 2],
         )
@@ -75,7 +75,7 @@ def policy_of(batch: PackedBatch, gaps: tuple[float, ...]) -> torch.Tensor:
 def one_step(
     config: Config, gaps: tuple[float, ...], rewards: tuple[float, ...], **others
 ) -> tuple[torch.Tensor, StepReport]:
-    """Slopes of all tokens, and the report; the step began with the behaviour policy's weights."""
+    """LossGradients of all tokens, and the report; the step began with the behaviour policy's weights."""
     settings = config.algorithm
     step: StepBatch = pack(
         made_groups(gaps, rewards, **others),
@@ -88,31 +88,31 @@ def one_step(
         shaping=Shaping(settings.truncated, 8, settings.overlong_buffer, settings.overlong_factor),
     )
     if settings.advantage == "remax":
-        baseline = torch.zeros_like(step.answers.rewards)
-        advantages = step.answers._replace(baseline_rewards=baseline).advantages("remax")
+        baseline = torch.zeros_like(step.rollouts.rewards)
+        advantages = step.rollouts._replace(baseline_rewards=baseline).advantages("remax")
         step = step.with_advantages(
-            advantages, [advantages[b.answers].repeat_interleave(b.cu_seqlens.diff()) for b in step.trained]
+            advantages, [advantages[b.rollouts].repeat_interleave(b.cu_seqlens.diff()) for b in step.trained]
         )
 
     def before(batch: PackedBatch) -> Scored:
         return Scored(batch.behaviour_logprobs, batch.behaviour_logprobs, torch.zeros_like(batch.behaviour_logprobs))
 
-    known = [Known(reference=batch.behaviour_logprobs) for batch in step.trained]
-    if is_needed(settings, config.learner.minibatches):
-        step, known = look_ahead(step, before, settings, kl_coef=settings.kl_coef)
-    (batch,), (told,) = step.trained, known
+    precomputed = [Precomputed(reference=batch.behaviour_logprobs) for batch in step.trained]
+    if needs_precompute(settings, config.learner.minibatches):
+        step, precomputed = precompute(step, before, settings, kl_coef=settings.kl_coef)
+    (batch,), (told,) = step.trained, precomputed
     policy = policy_of(batch, gaps)
     scores = TokenScores(policy, torch.ones_like(policy))
     objective = MicrobatchObjective(
-        settings, batch, step, told, version=VERSION.version, max_length=8, kl_coef=settings.kl_coef
+        settings, batch, step, told, version=VERSION.number, max_length=8, kl_coef=settings.kl_coef
     )
-    objective.know(scores)
-    slopes = objective(slice(0, len(policy)), scores).logprobs
-    update = Update(grad_norm=slopes.double().norm().item(), lr=1.0, skipped=None)
+    objective.use_scores(scores)
+    gradients = objective(slice(0, len(policy)), scores).logprobs
+    update = Update(grad_norm=gradients.double().norm().item(), lr=1.0, skipped=None)
     report = build_report(
         [objective.report(scores)], [step], [update], kl_coef=settings.kl_coef, group_size=3, seconds={}
     )
-    return slopes, report
+    return gradients, report
 
 
 def numbers_of(report: StepReport) -> dict[str, float]:
@@ -127,18 +127,18 @@ def test_a_preset_is_finite_and_bounded_under_extreme_numbers(name):
     config = settings_of(name)
     for gap, gaps in GAPS.items():
         for reward, rewards in REWARDS.items():
-            slopes, report = one_step(config, gaps, rewards)
-            assert slopes.isfinite().all(), (gap, reward)
+            gradients, report = one_step(config, gaps, rewards)
+            assert gradients.isfinite().all(), (gap, reward)
             assert [n for n, value in numbers_of(report).items() if not math.isfinite(value)] == [], (gap, reward)
             largest = max((abs(a) for a in report.advantages.values()), default=0.0)
             penalties = 1e3 * (config.algorithm.behaviour_kl_coef + config.algorithm.kl_coef * LARGEST_WEIGHT + 0.1)
-            assert slopes.abs().sum() <= LARGEST_WEIGHT * largest + penalties, (gap, reward)
+            assert gradients.abs().sum() <= LARGEST_WEIGHT * largest + penalties, (gap, reward)
 
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_a_preset_of_nothing_to_train_is_zero(name):
-    slopes, report = one_step(
+    gradients, report = one_step(
         settings_of(name, "algorithm.truncated=mask"), GAPS["both"], REWARDS["huge"], finish_reason="length"
     )
-    assert (slopes == 0).all() and report.answers == 0
+    assert (gradients == 0).all() and report.rollouts == 0
     assert [n for n, value in numbers_of(report).items() if not math.isfinite(value)] == []

@@ -118,10 +118,10 @@ def test_too_many_in_a_row_end_the_run(bad):
 
 
 def loud(groups, factor: float) -> list:
-    """The same answers with rewards that are much larger."""
+    """The same completions with rewards that are much larger."""
     return [
         make_group(
-            group.order,
+            group.prompt_index,
             [factor * r.score.value for r in group.rollouts],
             [r.completion.token_ids for r in group.rollouts],
             prompt=group.prompt.token_ids,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncgrpo.learner.head import Reference, Slopes, TokenScores, fused_loss, score
+from asyncgrpo.learner.head import LossGradients, Reference, TokenScores, fused_loss, score
 from tests.learner.helpers import cut_head
 
 WIDTH, VOCAB = 12, 37
@@ -16,18 +16,18 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 class Objective:
-    """Slopes that depend on the scores, as a real objective's do, and a record of what was asked."""
+    """LossGradients that depend on the scores, as a real objective's do, and a record of what was asked."""
 
     def __init__(self, *, entropy: bool, full_kl: bool) -> None:
         self.entropy, self.full_kl = entropy, full_kl
         self.tiles: list[slice] = []
 
-    def __call__(self, tile: slice, scores: TokenScores) -> Slopes:
+    def __call__(self, tile: slice, scores: TokenScores) -> LossGradients:
         self.tiles.append(tile)
         assert not any(x is not None and x.requires_grad for x in scores)
         assert (scores.reference_kl is not None) == self.full_kl
         assert all(x is None or len(x) == tile.stop - tile.start for x in scores)
-        return Slopes(
+        return LossGradients(
             logprobs=(2 * scores.logprobs).cos(),
             entropy=0.3 * scores.entropy.sin() if self.entropy else None,
             reference_kl=scores.reference_kl.cos() if self.full_kl else None,
@@ -156,9 +156,9 @@ def test_scores_without_a_loss_are_the_same(monkeypatch, tile):
 
 def test_statistics_of_bfloat16_weights_are_float32():
     hidden, weight, targets, _ = inputs(torch.bfloat16)
-    slopes = torch.linspace(-1, 1, 11)
+    gradients = torch.linspace(-1, 1, 11)
     root, scores = fused_loss(
-        hidden, weight, targets, lambda tile, _: Slopes(slopes[tile], 0.3 * slopes[tile]), temperature=2.0
+        hidden, weight, targets, lambda tile, _: LossGradients(gradients[tile], 0.3 * gradients[tile]), temperature=2.0
     )
     root.backward()
     assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
@@ -166,7 +166,7 @@ def test_statistics_of_bfloat16_weights_are_float32():
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     log_p = (exact[0] @ exact[1].t() / 2).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    (slopes * (log_p.gather(-1, targets[:, None]).squeeze(-1) + 0.3 * entropy)).sum().backward()
+    (gradients * (log_p.gather(-1, targets[:, None]).squeeze(-1) + 0.3 * entropy)).sum().backward()
     for found, expected in ((hidden.grad, exact[0].grad), (weight.grad, exact[1].grad)):
         assert (found.double() - expected).norm() < 0.02 * expected.norm()
 
@@ -177,8 +177,8 @@ def test_a_weight_gradient_is_summed_over_tiles_before_it_is_rounded(monkeypatch
     hidden = torch.ones(300, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
 
-    def objective(tile: slice, scores: TokenScores) -> Slopes:
-        return Slopes(torch.full_like(scores.logprobs, 2.0))
+    def objective(tile: slice, scores: TokenScores) -> LossGradients:
+        return LossGradients(torch.full_like(scores.logprobs, 2.0))
 
     root, _ = fused_loss(hidden, weight, torch.zeros(300, dtype=torch.int64), objective, temperature=1.0)
     root.backward()

@@ -4,13 +4,13 @@ import pytest
 
 from asyncgrpo.errors import RewardError, StalledError
 from asyncgrpo.learner.inbox import Inbox
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import EvalResult, NoMore, Waiting
 
-AT = WeightVersion(1, 3)
+AT = PolicyVersion(1, 3)
 RESULT = EvalResult(
-    step=3, oldest=AT, newest=AT, answers=1, reward_mean=1.0, failures={}, answer_length_mean=1.0, seconds=1.0
+    step=3, oldest=AT, newest=AT, completions=1, reward_mean=1.0, failures={}, completion_length_mean=1.0, seconds=1.0
 )
 
 

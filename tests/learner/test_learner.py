@@ -36,7 +36,7 @@ def path(tmp_path_factory):
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
-def test_setting_silent_answers_apart_changes_nothing(path, monkeypatch):
+def test_setting_silent_completions_apart_changes_nothing(path, monkeypatch):
     """Forward-only micro-batches count in the report and contribute the zero gradient that they have."""
     groups = [*GROUPS, make_group(9, [1.0, 1.0], [[1, 2], [3]]), make_group(10, [0.0, 0.0], [[4], [5, 6, 7]])]
     apart, together = learner(path), learner(path)
@@ -51,8 +51,8 @@ def test_setting_silent_answers_apart_changes_nothing(path, monkeypatch):
 
 
 def _all_trained(batch):
-    assert batch.silent
-    return replace(batch, trained=batch.trained + batch.silent, silent=())
+    assert batch.forward_only
+    return replace(batch, trained=batch.trained + batch.forward_only, forward_only=())
 
 
 def test_constant_groups_have_no_gradient(path):
@@ -63,7 +63,7 @@ def test_constant_groups_have_no_gradient(path):
     assert report.tokens_trained == 60 and set(report.advantages.values()) == {0.0}
 
 
-def test_rewarded_answers_become_likelier(path):
+def test_rewarded_completions_become_likelier(path):
     ours = learner(path)
     group = make_group(0, [1.0, 0.0], [[1, 2], [3, 4]])
     before = [plain_logprobs(path, (5, 6, 7), a).sum() for a in ([1, 2], [3, 4])]
@@ -103,9 +103,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(path):
     assert all(expected[name].equal(tensor) for name, tensor in weights(ours).items())
 
 
-def test_a_step_without_usable_answers_is_a_step_of_zero_gradient(path):
+def test_a_step_without_usable_completions_is_a_step_of_zero_gradient(path):
     report = learner(path).step([make_group(0, [None, None], [[1], [2]])], VERSION)
-    assert (report.tokens_trained, report.answers, report.answers_unusable) == (0, 0, 2)
+    assert (report.tokens_trained, report.rollouts, report.rollouts_unusable) == (0, 0, 2)
     assert (report.loss, report.grad_norm, report.entropy) == (0.0, 0.0, 0.0)
 
 
@@ -155,7 +155,7 @@ def test_diagnostics_are_of_the_ratios_to_the_generator(path):
     groups = with_true_logprobs(path, GROUPS)
     shifted = [
         make_group(
-            g.order,
+            g.prompt_index,
             [r.score.value for r in g.rollouts],
             [r.completion.token_ids for r in g.rollouts],
             prompt=g.prompt.token_ids,
@@ -177,7 +177,7 @@ def test_diagnostics_are_of_the_ratios_to_the_generator(path):
 
 @pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 @pytest.mark.parametrize("algorithm", [{}, {"corrections": ({"kind": "m2po", "threshold": 0.04},)}])
-def test_answers_from_the_wire_cannot_be_written_and_need_not_be(path, algorithm):
+def test_completions_from_the_wire_cannot_be_written_and_need_not_be(path, algorithm):
     groups = random_groups(3, 4)
     for rollout in (r for group in groups for r in group.rollouts):
         rollout.completion.logprobs.flags.writeable = rollout.completion.token_ids.flags.writeable = False
@@ -225,7 +225,7 @@ def test_a_step_of_solved_groups_moves_nothing_though_it_has_an_entropy_bonus(pa
 
 
 def all_with(reward: float, group: Group) -> Group:
-    """The same answers, all with one reward."""
+    """The same completions, all with one reward."""
     score = Score(value=reward)
     return replace(group, rollouts=tuple(replace(rollout, score=score) for rollout in group.rollouts))
 

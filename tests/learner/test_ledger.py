@@ -10,7 +10,7 @@ from asyncgrpo.learner.record import DROPPED, KEPT, Ledger, Recorder
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.text import summary
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.publisher import Publication
 
 
@@ -140,7 +140,7 @@ def test_the_totals_of_a_killed_run_agree_with_each_other(recorder, tmp_path):
 
 
 def test_a_generator_that_is_left_out_was_not_restarted(recorder, tmp_path):
-    fields = {"version": WeightVersion(1, 3), "generators": ("generator-0",), "dropped": ("generator-1",)}
+    fields = {"version": PolicyVersion(1, 3), "generators": ("generator-0",), "dropped": ("generator-1",)}
     recorder().sync(Publication(**fields, seconds=0.1, num_bytes=8, digest="d", attempts=2))
     progress = Progress.of(read_events(tmp_path / "metrics.jsonl"))
     assert progress.num_restarts == 0

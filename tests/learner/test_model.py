@@ -31,7 +31,9 @@ def path(tmp_path_factory):
 def test_a_sliding_window_is_refused_only_where_it_would_be_felt(tmp_path):
     MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24)).save_pretrained(tmp_path)
     load_language_model(str(tmp_path), longest=24)
-    with pytest.raises(ConfigError, match=r"attends to 24 tokens in some layers, but prompt and answer may have 25"):
+    with pytest.raises(
+        ConfigError, match=r"attends to 24 tokens in some layers, but prompt and completion may have 25"
+    ):
         load_language_model(str(tmp_path), longest=25)
 
 

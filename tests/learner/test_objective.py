@@ -1,4 +1,4 @@
-"""The gradient of a step is that of the papers' loss, written down one answer at a time; whichever algorithm it is."""
+"""The gradient of a step is that of the papers' loss, written down one completion at a time; whichever algorithm it is."""
 
 from collections.abc import Callable
 from functools import cache
@@ -55,7 +55,7 @@ def policies(path) -> dict[str, Policy]:
 @pytest.fixture(scope="module")
 def groups(policies):
     model = policies["now"].model
-    return objectives.groups(lambda prompt, answer: plain_logprobs(model, prompt, answer))
+    return objectives.groups(lambda prompt, completion: plain_logprobs(model, prompt, completion))
 
 
 def setup(policies, algorithm: dict, **others) -> Setup:
@@ -63,7 +63,7 @@ def setup(policies, algorithm: dict, **others) -> Setup:
     now = policies["critic" if settings.advantage == "gae" else "now"]
     return Setup(
         **{"settings": settings, "now": now, "start": now, "initial": policies["initial"]} | others,
-        version=VERSION.version,
+        version=VERSION.number,
         max_length=MAX_TOKENS,
     )
 

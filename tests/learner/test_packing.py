@@ -15,45 +15,45 @@ PAIR_COST = 1 / 400
 
 
 def rollouts(groups: int, size: int, *, seed: int, longest: int = 60) -> tuple[list[int], list[list[int]]]:
-    """Prompts and answers of unequal lengths; some answers have nothing to run, some groups have no answer."""
+    """Prompts and answers of unequal lengths; some completions have nothing to run, some groups have no completion."""
     rng = np.random.default_rng(seed)
-    answers = [rng.integers(0, longest, rng.integers(0, size, endpoint=True)).tolist() for _ in range(groups)]
-    return rng.integers(1, 30, groups).tolist(), answers
+    completions = [rng.integers(0, longest, rng.integers(0, size, endpoint=True)).tolist() for _ in range(groups)]
+    return rng.integers(1, 30, groups).tolist(), completions
 
 
-def tokens_of(row: PackedRow, prompts, answers) -> int:
+def tokens_of(row: PackedRow, prompts, completions) -> int:
     """Counted token by token, not as the module does it."""
-    return sum(prompts[group] + sum(answers[group][a] for a in members) for group, members in row)
+    return sum(prompts[group] + sum(completions[group][a] for a in members) for group, members in row)
 
 
-def pairs_of(row: PackedRow, prompts, answers) -> float:
+def pairs_of(row: PackedRow, prompts, completions) -> float:
     """Query-key pairs, half of a square for a sequence of its own."""
     pairs = 0.0
     for group, members in row:
         pairs += prompts[group] ** 2 / 2
-        pairs += sum(prompts[group] * answers[group][a] + answers[group][a] ** 2 / 2 for a in members)
+        pairs += sum(prompts[group] * completions[group][a] + completions[group][a] ** 2 / 2 for a in members)
     return pairs
 
 
-def check(prompts, answers, *, world: int, budget: int, share_prompts: bool, pair_cost: float = PAIR_COST):
+def check(prompts, completions, *, world: int, budget: int, share_prompts: bool, pair_cost: float = PAIR_COST):
     """Everything that every packing promises. Returns its rows, of all ranks."""
     dealt = rows_for_ranks(
-        prompts, answers, world=world, budget=budget, share_prompts=share_prompts, pair_cost=pair_cost
+        prompts, completions, world=world, budget=budget, share_prompts=share_prompts, pair_cost=pair_cost
     )
     assert len(dealt) == world
     assert len({len(rows) for rows in dealt}) == 1, "every rank runs its model equally often"
     rows = [row for rank in dealt for row in rank]
-    found = Counter((piece.group, a) for row in rows for piece in row for a in piece.answers)
-    assert found == Counter((g, a) for g, lengths in enumerate(answers) for a in range(len(lengths)))
+    found = Counter((piece.group, a) for row in rows for piece in row for a in piece.rollouts)
+    assert found == Counter((g, a) for g, lengths in enumerate(completions) for a in range(len(lengths)))
     for row in rows:
-        assert all(piece.answers for piece in row), "a prompt that nobody continues is not computed"
-        assert row_tokens(row, prompts, answers) == tokens_of(row, prompts, answers)
-        is_one_sequence = len(row) == 1 and len(row[0].answers) == 1
-        assert is_one_sequence or tokens_of(row, prompts, answers) <= budget
+        assert all(piece.rollouts for piece in row), "a prompt that nobody continues is not computed"
+        assert row_tokens(row, prompts, completions) == tokens_of(row, prompts, completions)
+        is_one_sequence = len(row) == 1 and len(row[0].rollouts) == 1
+        assert is_one_sequence or tokens_of(row, prompts, completions) <= budget
         if share_prompts:
             assert len({piece.group for piece in row}) == len(row), "a row computes a prompt once"
         else:
-            assert all(len(piece.answers) == 1 for piece in row)
+            assert all(len(piece.rollouts) == 1 for piece in row)
     filled = sum(bool(row) for row in rows)
     assert len(rows) - filled < world, "only the last turn has ranks without work"
     return rows
@@ -75,10 +75,10 @@ LENGTHS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.booleans(), st.sampled_from([0.0, PAIR_COST, 1.0]))
 def test_any_lengths_can_be_packed(groups, world, budget, share_prompts, pair_cost):
-    prompts, answers = [prompt for prompt, _ in groups], [lengths for _, lengths in groups]
+    prompts, completions = [prompt for prompt, _ in groups], [lengths for _, lengths in groups]
     options = {"world": world, "budget": budget, "share_prompts": share_prompts, "pair_cost": pair_cost}
-    rows = check(prompts, answers, **options)
-    assert rows == [r for rank in rows_for_ranks(prompts, answers, **options) for r in rank], "always the same rows"
+    rows = check(prompts, completions, **options)
+    assert rows == [r for rank in rows_for_ranks(prompts, completions, **options) for r in rank], "always the same rows"
     # First fit would need fewer than twice the rows that the tokens fill, of those that are no longer than the budget.
     if not share_prompts:
         fitting = [p + a for p, lengths in groups for a in lengths if p + a <= budget]
@@ -93,9 +93,9 @@ def test_nothing_to_pack_is_no_row(world, share_prompts):
     assert rows_for_ranks([5], [[]], world=world, budget=10, share_prompts=share_prompts) == [[]] * world
 
 
-def num_rows(prompts, answers, **options) -> int:
+def num_rows(prompts, completions, **options) -> int:
     options = {"world": 1, "share_prompts": True} | options
-    return sum(map(len, rows_for_ranks(prompts, answers, **options)))
+    return sum(map(len, rows_for_ranks(prompts, completions, **options)))
 
 
 def test_there_are_no_more_rows_than_the_budget_needs():
@@ -116,51 +116,51 @@ def test_a_sequence_that_is_longer_than_the_budget_has_a_row_for_itself():
 
 
 def test_a_group_stays_together_where_it_fits():
-    prompts, answers = rollouts(12, 5, seed=3)
-    rows = check(prompts, answers, world=1, budget=10_000, share_prompts=True)
-    assert len(rows) == 1 and len(rows[0]) == sum(map(bool, answers))
-    whole = sum(p for p, lengths in zip(prompts, answers, strict=True) if lengths) + sum(map(sum, answers))
-    assert row_tokens(rows[0], prompts, answers) == whole
+    prompts, completions = rollouts(12, 5, seed=3)
+    rows = check(prompts, completions, world=1, budget=10_000, share_prompts=True)
+    assert len(rows) == 1 and len(rows[0]) == sum(map(bool, completions))
+    whole = sum(p for p, lengths in zip(prompts, completions, strict=True) if lengths) + sum(map(sum, completions))
+    assert row_tokens(rows[0], prompts, completions) == whole
 
 
 @pytest.mark.parametrize("pair_cost", [0.0, PAIR_COST])
 @pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("where", ["answers", "prompts"])
+@pytest.mark.parametrize("where", ["completions", "prompts"])
 def test_ranks_that_wait_for_one_another_have_about_equal_work(where, world, pair_cost):
     """Half of the tokens are in long sequences, whose attention costs several times that of as many short ones."""
     rng = np.random.default_rng(0)
-    answers, prompts = rng.integers(10, 200, (400, 4)).tolist(), rng.integers(10, 60, 400).tolist()
+    completions, prompts = rng.integers(10, 200, (400, 4)).tolist(), rng.integers(10, 60, 400).tolist()
     for group in range(0, 400, 10):
-        if where == "answers":
-            answers[group] = rng.integers(1000, 1900, 3).tolist()
+        if where == "completions":
+            completions[group] = rng.integers(1000, 1900, 3).tolist()
         else:
             prompts[group] = int(rng.integers(1000, 1500))
-    dealt = rows_for_ranks(prompts, answers, world=world, budget=2048, share_prompts=True, pair_cost=pair_cost)
+    dealt = rows_for_ranks(prompts, completions, world=world, budget=2048, share_prompts=True, pair_cost=pair_cost)
 
     def cost(row):
-        return tokens_of(row, prompts, answers) + pair_cost * pairs_of(row, prompts, answers)
+        return tokens_of(row, prompts, completions) + pair_cost * pairs_of(row, prompts, completions)
 
-    turns = [[cost(row) for row in turn] for turn in zip(*dealt, strict=True)]
-    all_costs = [cost for turn in turns for cost in turn]
+    progress = [[cost(row) for row in turn] for turn in zip(*dealt, strict=True)]
+    all_costs = [cost for turn in progress for cost in turn]
     assert pair_cost == 0 or max(all_costs) > 1.5 * min(all_costs), "the rows themselves are unequal"
-    wasted = sum(max(turn) for turn in turns) * world / sum(all_costs) - 1
+    wasted = sum(max(turn) for turn in progress) * world / sum(all_costs) - 1
     assert wasted < 0.04, "little is spent waiting"
 
 
 def long_tail(seed: int, groups: int = 128, size: int = 8) -> tuple[list[int], list[list[int]]]:
-    """Lognormal lengths with a median of 700 tokens, cut at 8 and 8,192, as reasoning models answer."""
+    """Lognormal lengths with a median of 700 tokens, cut at 8 and 8,192, as reasoning models completion."""
     rng = np.random.default_rng(seed)
-    answers = np.exp(rng.normal(math.log(700), 0.9, (groups, size))).astype(int).clip(8, 8192)
-    return rng.integers(64, 256, groups, endpoint=True).tolist(), answers.tolist()
+    completions = np.exp(rng.normal(math.log(700), 0.9, (groups, size))).astype(int).clip(8, 8192)
+    return rng.integers(64, 256, groups, endpoint=True).tolist(), completions.tolist()
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("world", [1, 8])
 def test_a_long_tail_leaves_less_than_a_percent_of_the_rows_empty(world, share_prompts):
     for seed in range(3):
-        prompts, answers = long_tail(seed)
-        rows = check(prompts, answers, world=world, budget=16_384, share_prompts=share_prompts)
-        sizes = [row_tokens(row, prompts, answers) for row in rows]
+        prompts, completions = long_tail(seed)
+        rows = check(prompts, completions, world=world, budget=16_384, share_prompts=share_prompts)
+        sizes = [row_tokens(row, prompts, completions) for row in rows]
         assert sum(sizes) / (len(sizes) * max(sizes)) >= 0.99
         if share_prompts:  # dividing groups to fill rows computes few prompts twice
-            assert sum(sizes) <= 1.02 * (sum(prompts) + sum(map(sum, answers)))
+            assert sum(sizes) <= 1.02 * (sum(prompts) + sum(map(sum, completions)))

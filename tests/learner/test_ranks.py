@@ -60,7 +60,7 @@ FIELDS = (
     "logprob_gap_max",
     "effective_sample_share",
     "tokens_trained",
-    "answers",
+    "rollouts",
     "zero_signal_groups",
     "value_loss",
     "kl_reference",

@@ -1,4 +1,4 @@
-"""What the scorer says of packed answers is what plain transformers says of one sequence at a time."""
+"""What the scorer says of packed completions is what plain transformers says of one sequence at a time."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from asyncgrpo.learner import attention
 from asyncgrpo.learner.batch import PackedBatch, pack
-from asyncgrpo.learner.head import Slopes, TokenScores
+from asyncgrpo.learner.head import LossGradients, TokenScores
 from asyncgrpo.learner.model import TokenScorer
 from tests.learner.helpers import VERSION, assert_same_gradient, cut_head, load, make_group, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -51,16 +51,16 @@ def one_at_a_time(model, groups, *, temperature: float) -> dict:
     found = {}
     for group in groups:
         for rollout in group.rollouts:
-            prompt, answer = group.prompt.token_ids, rollout.completion.token_ids.tolist()
-            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-            found[group.order, rollout.completion.index] = (logits / temperature).log_softmax(-1)
+            prompt, completion = group.prompt.token_ids, rollout.completion.token_ids.tolist()
+            logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+            found[group.prompt_index, rollout.completion.index] = (logits / temperature).log_softmax(-1)
     return found
 
 
 def in_order(batch: PackedBatch, by_answer: dict) -> torch.Tensor:
-    """What belongs to the answers of a micro-batch, one after the other."""
+    """What belongs to the completions of a micro-batch, one after the other."""
     keys = list(by_answer)
-    return torch.cat([by_answer[keys[i]] for i in batch.answers.tolist()])
+    return torch.cat([by_answer[keys[i]] for i in batch.rollouts.tolist()])
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
@@ -83,16 +83,16 @@ class Objective:
     """Some slope for each token, whatever its micro-batch."""
 
     def __init__(self) -> None:
-        self.known: TokenScores | None = None
+        self.precomputed: TokenScores | None = None
         self.positions: torch.Tensor | None = None
 
-    def know(self, scores: TokenScores) -> None:
-        self.known = scores
+    def use_scores(self, scores: TokenScores) -> None:
+        self.precomputed = scores
 
-    def __call__(self, tile: slice, scores: TokenScores) -> Slopes:
-        if self.known is not None:
-            torch.testing.assert_close(scores.logprobs, self.known.logprobs[tile])
-        return Slopes(scores.logprobs.cos(), 0.1 * scores.entropy)
+    def __call__(self, tile: slice, scores: TokenScores) -> LossGradients:
+        if self.precomputed is not None:
+            torch.testing.assert_close(scores.logprobs, self.precomputed.logprobs[tile])
+        return LossGradients(scores.logprobs.cos(), 0.1 * scores.entropy)
 
 
 def gradient(model: TokenScorer, share_prompts: bool, *, is_elementwise: bool = True) -> dict[str, torch.Tensor]:
@@ -100,7 +100,7 @@ def gradient(model: TokenScorer, share_prompts: bool, *, is_elementwise: bool = 
     for batch in batches(share_prompts=share_prompts, budget=200):
         objective = Objective()
         model(batch, objective, is_elementwise=is_elementwise).loss.backward()
-        assert (objective.known is None) == is_elementwise
+        assert (objective.precomputed is None) == is_elementwise
     return {n: p.grad.clone() for n, p in model.language_model.named_parameters() if p.grad is not None}
 
 
@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_one_sequence_at_a_time(path, share_prompts):
     by_answer = one_at_a_time(model, GROUPS, temperature=0.7)
     for group in GROUPS:
         for rollout in group.rollouts:
-            log_p = by_answer[group.order, rollout.completion.index]
+            log_p = by_answer[group.prompt_index, rollout.completion.index]
             tokens = torch.from_numpy(rollout.completion.token_ids).long()
             logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
             entropy = -(log_p.exp() * log_p).sum(-1)

@@ -12,7 +12,7 @@ from asyncgrpo.errors import AsyncGRPOError, GeneratorsGone, StalledError, Train
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.inbox import Taken, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Snapshot
 
 STEPS = 3
@@ -24,28 +24,28 @@ class Inbox:
 
     def __init__(self, end: AsyncGRPOError | str = "exhausted") -> None:
         self.end = end
-        self.is_draining = self.is_failing = self.is_silent = False
-        self.version: WeightVersion | None = None
+        self.is_draining = self.is_failing = self.is_forward_only = False
+        self.version: PolicyVersion | None = None
         self.trained_in_snapshot: int | None = None
 
-    def take(self, step: int, version: WeightVersion, **_: Any) -> Taken:
+    def take(self, step: int, version: PolicyVersion, **_: Any) -> Taken:
         if step < STEPS:
             return Taken([], None, memoryview(b""), {}, 0.0)
         if isinstance(self.end, AsyncGRPOError):
             raise self.end
         return Taken([], None, memoryview(b""), {}, 0.0, self.end)
 
-    def published(self, version: WeightVersion) -> None:
+    def published(self, version: PolicyVersion) -> None:
         self.version = version
 
     def give_up(self, reason: str) -> None:
         self.is_draining = self.is_failing = True
 
     def snapshot(self, within_s: float = 0.0) -> Snapshot:
-        if self.is_silent:
+        if self.is_forward_only:
             raise WireError("the buffer has said nothing for 60 s")
         return Snapshot(
-            state={"done": self.version.version if self.version else 0},
+            state={"done": self.version.number if self.version else 0},
             draining=self.is_draining,
             failing=self.is_failing,
         )
@@ -66,8 +66,8 @@ class Publisher:
             self.tell()
             tell("generators", 0.0)
 
-    def publish(self, version: WeightVersion, tensors: Callable) -> None:
-        if (error := self.fails.get(version.version)) is not None:
+    def publish(self, version: PolicyVersion, tensors: Callable) -> None:
+        if (error := self.fails.get(version.number)) is not None:
             self.generators = []
             raise error
 
@@ -82,8 +82,8 @@ class Learner:
         self.steps, self.error, self.at = 0, error, at
         self.sent = None
 
-    def step(self, groups: list, version: WeightVersion) -> SimpleNamespace:
-        if self.error is not None and version.version == STEPS - 1:
+    def step(self, groups: list, version: PolicyVersion) -> SimpleNamespace:
+        if self.error is not None and version.number == STEPS - 1:
             self.steps += self.at > 0
             raise self.error
         self.steps += 1
@@ -185,7 +185,7 @@ def test_weights_between_two_steps_are_not_saved(tmp_path: Path, caplog):
 def test_without_a_buffer_there_is_no_checkpoint_and_the_reason_for_the_end_stands(tmp_path: Path, caplog):
     inbox = Inbox(StalledError("nothing to train for 60 s"))
     learner = service(tmp_path, inbox)
-    inbox.give_up = lambda reason: setattr(inbox, "is_silent", True)  # type: ignore[method-assign]
+    inbox.give_up = lambda reason: setattr(inbox, "is_forward_only", True)  # type: ignore[method-assign]
     with pytest.raises(StalledError, match="nothing to train"):
         learner.run()
     assert saved(tmp_path) == (2, 2) and "no last checkpoint: the buffer has said nothing" in caplog.text

@@ -6,7 +6,7 @@ import time
 
 from asyncgrpo import metrics
 
-GROUPS, ANSWERS, MAX_LAG = 8, 8, 2
+GROUPS, COMPLETIONS, MAX_LAG = 8, 8, 2
 
 
 def start() -> None:
@@ -23,11 +23,11 @@ def one_group(rng: random.Random) -> None:
     metrics.generate_seconds.observe(rng.uniform(0.05, 0.2))
     metrics.generator_seconds_total.labels(activity="generate").inc(0.02)
     metrics.generator_seconds_total.labels(activity="idle").inc(0.002)
-    for _ in range(ANSWERS):
+    for _ in range(COMPLETIONS):
         tokens = rng.randrange(4, 60)
         metrics.tokens_generated_total.inc(tokens)
-        metrics.answer_length_tokens.observe(tokens)
-        metrics.answers_total.labels(finish_reason="stop").inc()
+        metrics.completion_length_tokens.observe(tokens)
+        metrics.completions_total.labels(finish_reason="stop").inc()
         metrics.reward_seconds.observe(0.002)
 
 
@@ -39,7 +39,7 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.buffer_groups.labels(state="leased").set(5)
     metrics.buffer_groups.labels(state="ready").set(3)
     metrics.buffer_oldest_group_age_seconds.set(rng.random())
-    metrics.answers_discarded_total.labels(why="spare").inc(GROUPS)
+    metrics.completions_discarded_total.labels(why="spare").inc(GROUPS)
     metrics.lease_deadline_seconds.set(60.0)
     metrics.quarantined_prompts.set(0)
     metrics.bias_distance.labels(of="length").set(rng.uniform(0.0, 0.02))
@@ -63,8 +63,8 @@ def one_step(rng: random.Random, step: int) -> None:
             "diagnostics": {"ratio_max": 1.5, "ess_sequence": 0.9, "kl_k3": 1e-3, "rejected_dropped": 0.0},
             "logprob_gap_mean": 1e-7,
             "logprob_gap_max": 2e-6,
-            "answer_length_mean": 30.0,
-            "tokens_trained": GROUPS * ANSWERS * 30,
+            "completion_length_mean": 30.0,
+            "tokens_trained": GROUPS * COMPLETIONS * 30,
             "seconds": {"wait_data": 0.05, "forward_backward": 0.1, "optimizer": 0.02, "publish": 0.01},
         }
     )

@@ -87,7 +87,7 @@ def test_a_resume_drops_the_steps_that_will_be_trained_again(path):
     log = EventLog(path)
     for n in range(1, 6):
         log.write("step", **step(n))
-        log.write("eval", step=n, version=f"1.{n}", reward_mean=0.1, answers=4)
+        log.write("eval", step=n, version=f"1.{n}", reward_mean=0.1, completions=4)
         log.write("sync", version=f"1.{n}", engines=2, ms=3.0, checksum="ok")
     assert EventLog(path).resume_at(3) == 4
     log.write("step", **step(4, version="2.4"))

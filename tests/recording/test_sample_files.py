@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.recording.samples import SCHEMA, SampleWriter, samples_of
-from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
 
 def rollout(index: int, tokens: list[int], spans: tuple[VersionSpan, ...], score: Score) -> Rollout:
@@ -17,11 +17,11 @@ def rollout(index: int, tokens: list[int], spans: tuple[VersionSpan, ...], score
 
 @pytest.fixture
 def group() -> Group:
-    old, new = WeightVersion(1, 16), WeightVersion(1, 17)
+    old, new = PolicyVersion(1, 16), PolicyVersion(1, 17)
     prompt = Prompt(prompt_id="train/17", token_ids=(104, 105), answer={"target": "é"}, source="reverse")
     good = Score(value=1.0, parts={"format": 0.5})
     return Group(
-        group_id="g1", lease_id="l1", attempt=0, order=5, purpose="train", prompt=prompt,
+        group_id="g1", lease_id="l1", attempt=0, prompt_index=5, purpose="train", prompt=prompt,
         rollouts=(
             rollout(0, [97, 98, 99], (VersionSpan(old, 0, 2), VersionSpan(new, 2, 3)), good),
             rollout(1, [], (), Score(failure="timeout")),
@@ -42,11 +42,11 @@ def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
     }
     assert first == {
         "step": 18, "version_oldest": "1.16", "version_newest": "1.17", "lag": 2, "group_id": "g1",
-        "prompt_id": "train/17", "source": "reverse", "prompt": "hi", "answer": "abc", "reward": 1.0,
+        "prompt_id": "train/17", "source": "reverse", "prompt": "hi", "completion": "abc", "reward": 1.0,
         "advantage": 0.7, "failure": None, "finish_reason": "stop", "num_tokens": 3,
     }  # fmt: skip
     assert (second["reward"], second["advantage"], second["failure"]) == (None, None, "timeout")
-    assert (second["answer"], second["version_oldest"], second["num_tokens"]) == ("", "", 0)
+    assert (second["completion"], second["version_oldest"], second["num_tokens"]) == ("", "", 0)
 
 
 def test_the_file_has_the_schema_even_when_a_step_has_no_sample(tmp_path):

@@ -18,9 +18,9 @@ from asyncgrpo.recording.text import line_of, summary
 def step(n: int, **more) -> Event:
     return {
         "event": "step", "time": 1000.0 + 2 * n, "step": n, "version": f"1.{n}", "reward_mean": n / 20, "loss": -0.0125,
-        "lags": {"0": 2, "2": 6}, "answers": 64, "tokens_trained": 100, "tokens_generated": 120 * n,
+        "lags": {"0": 2, "2": 6}, "completions": 64, "tokens_trained": 100, "tokens_generated": 120 * n,
         "tokens": {"generated": 120 * n, "trained": 100 * n, "filtered": 0, "stale": 5, "failed": 2, "waiting": 20 * n - 7},
-        "tokens_dropped": 7, "logprob_gap_max": n * 1e-6, "answer_length_mean": 9.5, "failures": {}, "dropped": {},
+        "tokens_dropped": 7, "logprob_gap_max": n * 1e-6, "completion_length_mean": 9.5, "failures": {}, "dropped": {},
         "seconds": {"wait_data": 0.5, "forward_backward": 1.0, "optimizer": 0.4, "publish": 0.1}, **more,
     }  # fmt: skip
 
@@ -39,9 +39,9 @@ def sync(n: int, **more) -> Event:
 
 START = {
     "event": "start", "time": 1000.0, "run": "demo", "lineage": 1, "version": "1.0", "step": 0,
-    "sizes": "8 prompts x 8 answers", "steps": 20,
+    "sizes": "8 prompts x 8 completions", "steps": 20,
 }  # fmt: skip
-EVAL = {"event": "eval", "time": 1021.0, "step": 10, "version": "1.10", "reward_mean": 0.45, "answers": 32}
+EVAL = {"event": "eval", "time": 1021.0, "step": 10, "version": "1.10", "reward_mean": 0.45, "completions": 32}
 END = {"event": "end", "time": 1041.0, "status": "done", "step": 20}
 RUN = [START, *(event for n in range(1, 21) for event in (step(n), sync(n))), EVAL, END]
 
@@ -118,8 +118,8 @@ def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
 
 def test_an_evaluation_without_scores_says_why():
     event = EVAL | {"reward_mean": None, "failures": {"timeout": 30, "crash": 2}}
-    assert line_of(event, Progress.of([event])) == "eval  10  reward -  answers 32  failures: crash 2, timeout 30"
-    assert line_of(EVAL, Progress.of([EVAL])) == "eval  10  reward 0.450  answers 32"
+    assert line_of(event, Progress.of([event])) == "eval  10  reward -  completions 32  failures: crash 2, timeout 30"
+    assert line_of(EVAL, Progress.of([EVAL])) == "eval  10  reward 0.450  completions 32"
 
 
 def test_large_numbers_are_printed_shortly(tmp_path):
@@ -188,7 +188,7 @@ def test_a_file_gets_one_tidy_line_a_step(tmp_path):
         "start demo at step 0",
         "step   1/20  reward 0.050  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
         "step   2/20  reward 0.100  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
-        "eval   2  reward 0.450  answers 32",
+        "eval   2  reward 0.450  completions 32",
         "end   done at step 2",
     ]
     assert progress.step == 2

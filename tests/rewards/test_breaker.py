@@ -36,7 +36,7 @@ class Judge:
         self.seconds = seconds
         self.calls: list[tuple[float, str]] = []
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
         loop = asyncio.get_running_loop()
         self.calls.append((loop.time(), prompt.prompt_id))
         await asyncio.sleep(self.seconds)

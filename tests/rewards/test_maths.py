@@ -7,8 +7,8 @@ from asyncgrpo.rewards.maths import final_answer, score_maths
 from asyncgrpo.rewards.worker import Call
 
 
-def score(answer_text, ground_truth, source="math_reasoning"):
-    return score_maths(Call(data_source=source, answer_text=answer_text, ground_truth=ground_truth))
+def score(completion_text, ground_truth, source="math_reasoning"):
+    return score_maths(Call(data_source=source, completion_text=completion_text, ground_truth=ground_truth))
 
 
 RIGHT = [
@@ -80,18 +80,18 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("answer_text", "ground_truth"), RIGHT)
-def test_right(answer_text, ground_truth):
-    assert score(answer_text, ground_truth) == 1.0
+@pytest.mark.parametrize(("completion_text", "ground_truth"), RIGHT)
+def test_right(completion_text, ground_truth):
+    assert score(completion_text, ground_truth) == 1.0
 
 
-@pytest.mark.parametrize(("answer_text", "ground_truth"), WRONG)
-def test_wrong(answer_text, ground_truth):
-    assert score(answer_text, ground_truth) == 0.0
+@pytest.mark.parametrize(("completion_text", "ground_truth"), WRONG)
+def test_wrong(completion_text, ground_truth):
+    assert score(completion_text, ground_truth) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("answer_text", "value"),
+    ("completion_text", "value"),
     [
         ("She has 40 + 2 = 42.\n#### 42", 1.0),
         ("#### 1,042", 0.0),
@@ -107,8 +107,8 @@ def test_wrong(answer_text, ground_truth):
 )
 @pytest.mark.parametrize("ground_truth", ["42", "20 and 22 are 42\n#### 42"])
 @pytest.mark.parametrize("source", ["gsm8k", "openai/gsm8k"])
-def test_gsm8k_prefers_the_number_after_the_hashes(answer_text, value, ground_truth, source):
-    assert score(answer_text, ground_truth, source) == value
+def test_gsm8k_prefers_the_number_after_the_hashes(completion_text, value, ground_truth, source):
+    assert score(completion_text, ground_truth, source) == value
 
 
 def test_others_prefer_the_box():

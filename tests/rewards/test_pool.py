@@ -119,7 +119,7 @@ async def test_a_start_does_not_count_against_the_deadline(reward_file):
 
 async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
     pool = Pool("asyncgrpo.no_such_module:load", workers=1, timeout_s=1)
-    score = await pool.call(Call(data_source="", answer_text="", ground_truth=""))
+    score = await pool.call(Call(data_source="", completion_text="", ground_truth=""))
     assert score.failure == "crash"
     assert "no_such_module" in score.detail
     await pool.close()

@@ -82,7 +82,7 @@ async def test_an_extra_rule_that_fails_is_named(rules):
 
 
 @pytest.mark.parametrize(
-    ("answer_text", "ground_truth", "value"),
+    ("completion_text", "ground_truth", "value"),
     [
         ("The capital of France is Paris.", "Paris", 1.0),
         ("the PARIS!", "Paris", 1.0),
@@ -101,12 +101,12 @@ async def test_an_extra_rule_that_fails_is_named(rules):
         ("1969", 1969, 1.0),
     ],
 )
-def test_text_match(answer_text, ground_truth, value):
-    assert text_match(answer_text, ground_truth) == value
+def test_text_match(completion_text, ground_truth, value):
+    assert text_match(completion_text, ground_truth) == value
 
 
 @pytest.mark.parametrize(
-    ("answer_text", "ground_truth", "value"),
+    ("completion_text", "ground_truth", "value"),
     [
         ("positive", "Positive", 1.0),
         ("I read it.\n Positive.\n", "positive", 1.0),
@@ -116,8 +116,8 @@ def test_text_match(answer_text, ground_truth, value):
         ("3", 3, 1.0),
     ],
 )
-def test_label_match(answer_text, ground_truth, value):
-    assert label_match(answer_text, ground_truth) == value
+def test_label_match(completion_text, ground_truth, value):
+    assert label_match(completion_text, ground_truth) == value
 
 
 def test_exact_match_counts_everything_but_blanks_around():

@@ -11,7 +11,7 @@ from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_fu
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
 
-CALL = Call(data_source="math", answer_text="it is 42", ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")
+CALL = Call(data_source="math", completion_text="it is 42", ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")
 VERL = ("math", "it is 42", "42", {"level": 3})
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import xxhash
 
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.group_health import SUSPECT_AFTER, Quarantine
+from asyncgrpo.buffer.group_health import ISOLATE_AFTER, Quarantine
 from asyncgrpo.buffer.groups import State, group_seed
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy
 from asyncgrpo.journal.history import History
 from asyncgrpo.learner.checkpoints import RunState
-from asyncgrpo.types import Group, Lease, WeightVersion
+from asyncgrpo.types import Group, Lease, PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import REWARDS_PAUSED, Ack, Batch, Cancel, Grant, Snapshot
 from tests.simulation.promises import Kept, Promises, Weights
@@ -27,7 +27,9 @@ class Violation(Exception):
     """A promise is broken."""
 
 
-ISSUED_AGAIN = {f"dropped_{why}" for why in ("stale", "cancelled", "superseded", "resume", "terms", "ahead", "damaged")}
+ISSUED_AGAIN = {
+    f"dropped_{why}" for why in ("stale", "cancelled", "superseded", "resume", "incompatible", "ahead", "damaged")
+}
 """Ends of a group that are not the end of its prompt."""
 
 
@@ -52,7 +54,7 @@ class Life:
     """Leases that a generator was told to stop because they would be too old."""
     ended: set[str] = field(default_factory=set)
     """Leases that were cancelled, or that failed."""
-    proven: set[WeightVersion] = field(default_factory=set)
+    proven: set[PolicyVersion] = field(default_factory=set)
     """Versions that every generator in the weight group holds."""
     untrained: Counter[str] = field(default_factory=Counter)
     """Prompts done without training, by reason, when the buffer last gave a snapshot."""
@@ -63,7 +65,7 @@ class Life:
     losses: Counter[int] = field(default_factory=Counter)
     """Those of them that ended because their generator did, or fell silent."""
     given_back: set[str] = field(default_factory=set)
-    """Leases whose answers could not be scored because no reward worked."""
+    """Leases whose completions could not be scored because no reward worked."""
 
 
 class Checker:
@@ -78,13 +80,13 @@ class Checker:
         killers: set[tuple[int, ...]],
         quarantine: Quarantine,
         vocab_size: int,
-        num_orders: int,
+        num_prompts: int,
         windows: int,
         promises: Promises,
     ) -> None:
         """
         Args:
-            rewards_fail: answers may be without a reward for another reason than an outage of all rewards.
+            rewards_fail: completions may be without a reward for another reason than an outage of all rewards.
             killers: token ids of the prompts that end every generator.
             windows: leases that one generator may hold.
         """
@@ -93,11 +95,11 @@ class Checker:
         self._redundancy = redundancy
         self._rewards_fail = rewards_fail
         self._killers = killers
-        self._killer_leases = SUSPECT_AFTER + config.buffer.max_attempts
+        self._killer_leases = ISOLATE_AFTER + config.buffer.max_attempts
         self._quarantine = quarantine
         self._cut_after_s: dict[str, float] = {}  # by lease, over all lives
         self._vocab_size = vocab_size
-        self._num_orders = num_orders
+        self._num_prompts = num_prompts
         buffer = config.buffer
         self._policy, self._max_lag, self._max_attempts = buffer.policy, buffer.max_lag, buffer.max_attempts
         self._per_step, self._slots = buffer.prompts_per_step, buffer.num_slots
@@ -117,7 +119,7 @@ class Checker:
     ) -> None:
         """The run starts, or goes on from a checkpoint of `step`; the buffer has what the journal brought back."""
         self._require(step == len(self._history), "resume", f"goes on at step {step} of {len(self._history)}")
-        self._weights.started(WeightVersion(lineage, step))
+        self._weights.started(PolicyVersion(lineage, step))
         self.life = life = Life(lineage, step, source.num_done, buffer, source)
         life.num_stale = buffer.outcomes["dropped_stale"]
         if (broken := self.promises.broken(buffer, source, self._weights, history, self._history)) is not None:
@@ -131,7 +133,11 @@ class Checker:
         life = self._life
         so_far = state.step - life.first_step
         self._require(0 <= so_far <= len(life.steps), "checkpoint", f"of step {state.step}, which was not trained")
-        trained = {order for orders in [*self._history[: life.first_step], *life.steps[:so_far]] for order in orders}
+        trained = {
+            prompt_index
+            for prompt_indices in [*self._history[: life.first_step], *life.steps[:so_far]]
+            for prompt_index in prompt_indices
+        }
         frontier, beyond = state.prompts["frontier"], set(state.prompts["done_beyond"])
         done = set(range(frontier)) | beyond
         missing = sorted(trained - done)
@@ -155,44 +161,52 @@ class Checker:
         """The run is done: every prompt of every epoch was trained once, or is counted by name."""
         if (broken := self.promises.at_the_end(self._weights, history, self._history)) is not None:
             raise Violation(broken)
-        trained = [order for orders in self._history for order in orders]
+        trained = [prompt_index for prompt_indices in self._history for prompt_index in prompt_indices]
         self._require(len(trained) == len(set(trained)), "P6 no prompt twice", "an order was trained twice")
-        skipped = self._num_orders - len(trained) - sum(self._dropped.values())
+        skipped = self._num_prompts - len(trained) - sum(self._dropped.values())
         self._require(skipped == 0, "P5 no prompt skipped", f"{skipped} prompts neither trained nor counted")
         self.counts["trained"] += len(trained)
         self.counts["untrained_counted"] += sum(self._dropped.values())
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def trained(self, groups: list[Group], version: WeightVersion) -> None:
+    def trained(self, groups: list[Group], version: PolicyVersion) -> None:
         """The learner makes a step of `groups` that starts at `version`."""
         life = self._life
         self._require(version.lineage == life.lineage, "lineage", f"a step at {version} in lineage {life.lineage}")
         step = life.first_step + len(life.steps)
-        self._require(version.version == step, "resume", f"step {step} starts at version {version}")
-        orders = [group.order for group in groups]
-        self._require(orders == sorted(orders), "P25 order of a batch", f"{version} trains {orders}")
-        before = {order for orders in self._history for order in orders}
+        self._require(version.number == step, "resume", f"step {step} starts at version {version}")
+        prompt_indices = [group.prompt_index for group in groups]
+        self._require(
+            prompt_indices == sorted(prompt_indices), "P25 order of a batch", f"{version} trains {prompt_indices}"
+        )
+        before = {prompt_index for prompt_indices in self._history for prompt_index in prompt_indices}
         for group in groups:
             self._require(
-                group.order not in life.trained and group.order not in before,
+                group.prompt_index not in life.trained and group.prompt_index not in before,
                 "P2 none twice",
-                f"order {group.order} is trained twice in {version}",
+                f"order {group.prompt_index} is trained twice in {version}",
             )
-            life.trained.add(group.order)
-            self._answers_are_in_order_of_launch(group)
+            life.trained.add(group.prompt_index)
+            self._completions_are_in_order_of_launch(group)
             versions = self._true_versions(group, life.source)
             self._lag_is_bounded(group.group_id, versions, version)
-            self.lags[version.version - versions[0].version] += 1
+            self.lags[version.number - versions[0].number] += 1
         if self._policy == "window":
-            passed = [order for order in range(max(g.order for g in groups)) if order not in life.trained]
-            passed = [order for order in passed if not life.source.is_done(order)]
-            self._require(not passed, "P21 in order", f"{version} trains {[g.order for g in groups]} before {passed}")
+            passed = [
+                prompt_index
+                for prompt_index in range(max(g.prompt_index for g in groups))
+                if prompt_index not in life.trained
+            ]
+            passed = [prompt_index for prompt_index in passed if not life.source.is_done(prompt_index)]
+            self._require(
+                not passed, "P21 in order", f"{version} trains {[g.prompt_index for g in groups]} before {passed}"
+            )
         if len(groups) < self._per_step:
             rest = life.buffer.count(State.LEASED) + life.buffer.count(State.READY) + life.source.has_next
             self._require(not rest, "P7 full batches", f"{len(groups)} groups of {self._per_step}, and {rest} are left")
-        life.steps.append(tuple(g.order for g in groups))
-        self._weights.stepped(WeightVersion(life.lineage, step + 1))
+        life.steps.append(tuple(g.prompt_index for g in groups))
+        self._weights.stepped(PolicyVersion(life.lineage, step + 1))
         tokens = life.buffer.tokens
         came, left = tokens["generated"] + tokens["recovered"], life.buffer.tokens_in_flight
         fates = tokens.total() - came
@@ -284,15 +298,15 @@ class Checker:
         if buffer.version is not None and buffer.version not in life.proven and not buffer.draining:
             raise Violation(f"P10 proof: {buffer.version} counts, unproven")
 
-    def granted(self, peer: str, lease: Lease, serves: WeightVersion | None) -> None:
+    def granted(self, peer: str, lease: Lease, serves: PolicyVersion | None) -> None:
         """A lease goes to a generator whose engine now samples with `serves` (None: it has ended)."""
         life, lease_id = self._life, lease.lease_id
         current = life.buffer.version
         if serves is not None and current is not None and serves < current:
             raise Violation(f"P10 proof: {lease_id} goes to {peer}, which serves {serves}; published is {current}")
         self._require(lease_id not in life.ended, "P8 ended leases", f"{lease_id} failed and is granted again")
-        order, prompt = lease.order, lease.prompt
-        life.grants[order] += 1
+        prompt_index, prompt = lease.prompt_index, lease.prompt
+        life.grants[prompt_index] += 1
         self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
         self._require(
             prompt.prompt_id not in self._quarantine.cases,
@@ -300,11 +314,11 @@ class Checker:
             f"{prompt.prompt_id} is in quarantine and is leased",
         )
         self._require(
-            prompt.token_ids not in self._killers or life.grants[order] <= self._killer_leases,
+            prompt.token_ids not in self._killers or life.grants[prompt_index] <= self._killer_leases,
             "P19 poison",
-            f"{prompt.prompt_id} ends generators and is leased {life.grants[order]} times",
+            f"{prompt.prompt_id} ends generators and is leased {life.grants[prompt_index]} times",
         )
-        charged = life.grants[order] - life.losses[order]
+        charged = life.grants[prompt_index] - life.losses[prompt_index]
         self._require(
             charged <= self._max_attempts, "P22 attempts", f"{lease_id} is the {charged}th of {self._max_attempts}"
         )
@@ -337,10 +351,10 @@ class Checker:
             if entry is not None and entry.state is not State.LEASED:
                 continue
             del life.kept[lease_id]
-            if not life.source.is_done(group.order):
+            if not life.source.is_done(group.prompt_index):
                 gone += 1
                 self._gave_up(life, lease_id)
-            elif group.order not in life.trained:
+            elif group.prompt_index not in life.trained:
                 self.counts["filtered_or_dropped"] += 1
                 self._gave_up(life, lease_id)
         life.num_stale += gone
@@ -355,20 +369,20 @@ class Checker:
             finished <= len(life.trained), "P1 none lost", f"{finished} count as trained, {len(life.trained)} were"
         )
 
-    def _answers_are_in_order_of_launch(self, group: Group) -> None:
-        """By their seeds, which the tokens prove: each of one answer's tries, and none was left out for being long."""
+    def _completions_are_in_order_of_launch(self, group: Group) -> None:
+        """By their seeds, which the tokens prove: each of one completion's tries, and none was left out for being long."""
         size = self._algorithm.group_size
         sampled = [rollout for rollout in group.rollouts if rollout.completion.index < size]
-        least = self._algorithm.min_answers or size
+        least = self._algorithm.min_completions or size
         fits = least <= len(sampled) <= size
         num_greedy = len(group.rollouts) - len(sampled)
         self._require(
             fits and num_greedy == (self._algorithm.advantage == "remax"),
-            "P20 answers",
-            f"{group.group_id} has {len(sampled)} answers and {num_greedy} greedy ones",
+            "P20 completions",
+            f"{group.group_id} has {len(sampled)} completions and {num_greedy} greedy ones",
         )
         discarded, extra = group.discarded, self._redundancy.extra
-        base = group_seed(self._seed, group.order, group.attempt)
+        base = group_seed(self._seed, group.prompt_index, group.attempt)
         places = [divmod(rollout.seed - base, SEED_STRIDE) for rollout in group.rollouts]
         launched = [index for _, index in places[: len(sampled)]]
         num_tries = sum(tried for tried, _ in places)
@@ -381,36 +395,38 @@ class Checker:
                 if not extra and not discarded.censored
                 else num_tries <= discarded.retried
             ),
-            "P20 answers",
-            f"{group.group_id} has answers of the tries {places}, and says that {discarded.retried} were tried again",
+            "P20 completions",
+            f"{group.group_id} has completions of the tries {places}, and says that {discarded.retried} were tried again",
         )
         for name in ("retried", "failed", "spare", "censored"):
-            self.counts[f"answers_{name}"] += getattr(discarded, name)
+            self.counts[f"completions_{name}"] += getattr(discarded, name)
         self.counts["groups_short"] += len(sampled) < size
         took_s = sum(group.timings.values())
         if discarded.censored:
             self._require(
                 took_s >= self._cut_after_s.get(group.lease_id, 0.0) - 1e-6,
-                "P20 answers",
+                "P20 completions",
                 f"{group.group_id} was cut after {took_s:.1f} s, before its time",
             )
         elif not discarded.failed:
             self._require(
                 sorted(launched) == list(range(size)),
-                "P20 answers",
-                f"{group.group_id} has the answers {launched}, and says of none that it failed or was cut",
+                "P20 completions",
+                f"{group.group_id} has the completions {launched}, and says of none that it failed or was cut",
             )
 
-    def _lag_is_bounded(self, group_id: str, versions: list[WeightVersion], at: WeightVersion) -> None:
+    def _lag_is_bounded(self, group_id: str, versions: list[PolicyVersion], at: PolicyVersion) -> None:
         """As the policy promises: of every token, of those that have a weight (and some must), or of none."""
         decisive = {"mask": versions[-1], "train": at}.get(self._policy, versions[0])
-        lag = at.version - decisive.version
+        lag = at.number - decisive.number
         self._require(0 <= lag <= self._max_lag, "P4 lag", f"{group_id} is trained with lag {lag} at {at}")
 
-    def _true_versions(self, group: Group, source: PromptSource) -> list[WeightVersion]:
+    def _true_versions(self, group: Group, source: PromptSource) -> list[PolicyVersion]:
         """The versions that sampled in `group`, oldest first, after every token proved which one sampled it."""
-        prompt = source.prompt(group.order)
-        self._require(prompt == group.prompt, "P5 no prompt skipped", f"order {group.order} came with another prompt")
+        prompt = source.prompt(group.prompt_index)
+        self._require(
+            prompt == group.prompt, "P5 no prompt skipped", f"order {group.prompt_index} came with another prompt"
+        )
         versions = []
         for rollout in group.rollouts:
             completion = rollout.completion
@@ -426,7 +442,7 @@ class Checker:
                         )
         gone = [str(version) for version in versions if not self._weights.are_there(version)]
         self._require(not gone, "P4 lag", f"{group.group_id} is of weights that are gone: {gone}")
-        return sorted(versions, key=lambda version: version.version)
+        return sorted(versions, key=lambda version: version.number)
 
     def _require(self, holds: bool, promise: str, problem: str) -> None:
         if not holds:

@@ -9,7 +9,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.journal import log as journal_module
-from asyncgrpo.journal.format import Committed, Handed, Record
+from asyncgrpo.journal.format import BatchIssued, Committed, Record
 from asyncgrpo.journal.history import History
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.types import Lease
@@ -49,7 +49,7 @@ def manifest_after_step() -> list[Change]:
 
     def late(self: Journal, record: Record, body: Any = ()) -> None:
         held = self.__dict__.setdefault("held", [])
-        if isinstance(record, Handed):
+        if isinstance(record, BatchIssued):
             held.append(record)
             return
         while isinstance(record, Committed) and held:
@@ -130,7 +130,7 @@ def taken_is_trained() -> list[Change]:
     """A batch that was handed over before the crash counts as trained, whatever the checkpoint says."""
 
     def hopeful(history: History, path: Any) -> set[str]:
-        return {i for found in history.found if isinstance(found.record, Handed) for i in found.record.lease_ids}
+        return {i for found in history.found if isinstance(found.record, BatchIssued) for i in found.record.lease_ids}
 
     return [(recovery, "trained_on", hopeful)]
 
@@ -150,16 +150,16 @@ def recovered_is_issued_too() -> list[Change]:
 @mutant
 def leases_while_blocked() -> list[Change]:
     """With a full disk the buffer hands over a batch whose manifest is not written."""
-    answer = BufferService._answer_take
+    completion = BufferService._reply_to_take
 
     def bold(self: BufferService, now_s: float) -> None:
         journal, self._journal = self._journal, _NeverBlocked(self._journal)
         try:
-            answer(self, now_s)
+            completion(self, now_s)
         finally:
             self._journal = journal
 
-    return [(BufferService, "_answer_take", bold)]
+    return [(BufferService, "_reply_to_take", bold)]
 
 
 class _NeverBlocked:
@@ -174,7 +174,7 @@ class _NeverBlocked:
 
 @mutant
 def evaluation_of_another_start() -> list[Change]:
-    """A generator that outlived a restart answers an evaluation with the weights of before."""
+    """A generator that outlived a restart completions an evaluation with the weights of before."""
     lease = Evaluations._lease
 
     def nameless(self: Evaluations, step: int, index: int, attempt: int) -> Lease:

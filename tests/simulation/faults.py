@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-OF_ANSWERS = ("answer_aborts", "answer_hangs", "killer_prompt")
+OF_COMPLETIONS = ("answer_aborts", "answer_hangs", "killer_prompt")
 """Drawn from a stream of their own: a seed that has none of them is the run that it was without them."""
 KINDS = (
     "drop", "duplicate", "delay", "corrupt", "cut", "freeze", "slow_node", "generator_crash", "engine_failure",
@@ -26,13 +26,13 @@ class Faults:
     rate: dict[str, float] = field(default_factory=dict)
 
 
-def draw_of_answers(seed: int) -> dict[str, float]:
-    """What befalls single answers and prompts in the run of a seed: the share of answers of each kind."""
+def draw_of_completions(seed: int) -> dict[str, float]:
+    """What befalls single completions and prompts in the run of a seed: the share of completions of each kind."""
     rng = random.Random(f"answers {seed}")
     if rng.random() < 0.5:
         return {}
     most = {"answer_aborts": 0.15, "answer_hangs": 0.1, "killer_prompt": 1.0}
-    return {kind: most[kind] * rng.uniform(0.2, 1.0) for kind in OF_ANSWERS if rng.random() < 0.5}
+    return {kind: most[kind] * rng.uniform(0.2, 1.0) for kind in OF_COMPLETIONS if rng.random() < 0.5}
 
 
 class Outage(NamedTuple):

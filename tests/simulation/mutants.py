@@ -13,18 +13,18 @@ import msgspec
 from asyncgrpo.buffer import admission
 from asyncgrpo.buffer.admission import Mask, Policy, Wait, Window
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.group_health import Quarantine, Suspects
+from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.groups import Entry, State
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.engines.base import Answer
+from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.generators import rollout
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.generators.rollout import Launched
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
-from asyncgrpo.types import Lease, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import Deliver, Grant, Serving
 from tests.simulation.disk_mutants import DISK_MUTANTS, Change
@@ -79,15 +79,15 @@ def forget_dedup() -> list[Change]:
             lease_id=message.lease_id,
             group_id=message.group_id,
             attempt=message.attempt,
-            order=message.order,
+            prompt_index=message.prompt_index,
             purpose="train",
             prompt=message.prompt,
-            num_answers=self._group_size,
+            num_completions=self._group_size,
             sampling=self._sampling,
             seed=0,
         )
         oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
-        entry = Entry(message.order, message.prompt, message.attempt, lease, "", 0.0, oldest)
+        entry = Entry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest)
         self._enter(entry)
         self._turn(entry, State.READY)
         entry.message, entry.payload = message, payload
@@ -155,22 +155,24 @@ def requeue_forgets_attempt() -> list[Change]:
     def forgetful(self: Buffer, lease_id: str, reason: str) -> None:
         if (entry := self._leased(lease_id)) is not None:
             self._requeue(entry)
-            self._ended[entry.order] = entry.attempt
+            self._ended[entry.prompt_index] = entry.attempt
 
     return [(Buffer, "fail", forgetful)]
 
 
 @mutant
-def released_lease_answers() -> list[Change]:
+def released_lease_delivers() -> list[Change]:
     """A lease that was taken from a silent generator is granted to another under the same name."""
     release = Buffer.release
 
     def trusting(self: Buffer, holder: str) -> list[str]:
         attempts = {
-            e.order: e.attempt for e in self._entries.values() if e.state is State.LEASED and e.holder == holder
+            e.prompt_index: e.attempt for e in self._entries.values() if e.state is State.LEASED and e.holder == holder
         }
         released = release(self, holder)
-        self._ended.update({order: attempt - self._ended[order] for order, attempt in attempts.items()})
+        self._ended.update(
+            {prompt_index: attempt - self._ended[prompt_index] for prompt_index, attempt in attempts.items()}
+        )
         return released
 
     return [(Buffer, "release", trusting)]
@@ -201,7 +203,7 @@ def evicted_without_refill() -> list[Change]:
     give_up = Buffer._give_up
 
     def wasteful(self: Buffer, entry: Entry, version: int, reason: str) -> None:
-        give_back, self._prompts.give_back = self._prompts.give_back, lambda order: None  # type: ignore[method-assign]
+        give_back, self._prompts.give_back = self._prompts.give_back, lambda prompt_index: None  # type: ignore[method-assign]
         try:
             give_up(self, entry, version, reason)
         finally:
@@ -272,7 +274,7 @@ def publication_trains_all() -> list[Change]:
     """A publication counts every group in the buffer as trained, ready ones too."""
     published = Buffer.published
 
-    def sweeping(self: Buffer, version: WeightVersion) -> None:
+    def sweeping(self: Buffer, version: PolicyVersion) -> None:
         for entry in self._entries.values():
             if entry.state is State.READY:
                 self._turn(entry, State.TAKEN)
@@ -311,7 +313,7 @@ def no_fencing() -> list[Change]:
 @mutant
 def endless_poison() -> list[Change]:
     """The end of a generator costs the prompts in flight nothing, however often."""
-    return [(Suspects, "in_flight_at_an_end", lambda self, orders: None)]
+    return [(IsolatedPrompts, "in_flight_at_an_end", lambda self, prompt_indices: None)]
 
 
 @mutant
@@ -325,19 +327,19 @@ def quarantine_forgotten() -> list[Change]:
 
 @mutant
 def version_at_completion() -> list[Change]:
-    """An answer is labelled with the version that ended it."""
-    complete = Answer.complete
+    """A completion is labelled with the version that ended it."""
+    complete = PendingCompletion.complete
 
-    def relabelled(self: Answer, token_ids: Any, logprobs: Any, reason: Any) -> None:
+    def relabelled(self: PendingCompletion, token_ids: Any, logprobs: Any, reason: Any) -> None:
         self._starts = [(self._starts[-1][0], 0)] if self._starts else []
         complete(self, token_ids, logprobs, reason)
 
-    return [(Answer, "complete", relabelled)]
+    return [(PendingCompletion, "complete", relabelled)]
 
 
 @mutant
 def first_finished() -> list[Change]:
-    """Of the answers launched, the first to finish make the group: the short ones."""
+    """Of the completions launched, the first to finish make the group: the short ones."""
     choose = rollout.choose
 
     def quick(launched: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
@@ -349,7 +351,7 @@ def first_finished() -> list[Change]:
 
 @mutant
 def retried_with_the_same_seed() -> list[Change]:
-    """An answer that failed is sampled again from the same stream."""
+    """A completion that failed is sampled again from the same stream."""
     return [(rollout, "retry_seed", lambda seed, index, num_retries: seed + index)]
 
 
@@ -426,7 +428,7 @@ def version_restarts() -> list[Change]:
 
     def from_zero(self: LearnerService, checkpoint: Any) -> None:
         resume(self, checkpoint)
-        self.version = WeightVersion(self.version.lineage, 0)
+        self.version = PolicyVersion(self.version.lineage, 0)
 
     return [(LearnerService, "resume", from_zero)]
 
@@ -438,7 +440,7 @@ def checkpoint_names_no_step() -> list[Change]:
 
     def behind(self: LearnerService) -> Any:
         after = self.version
-        self.version = WeightVersion(after.lineage, max(0, after.version - 1))
+        self.version = PolicyVersion(after.lineage, max(0, after.number - 1))
         try:
             return checkpoint(self)
         finally:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncgrpo.engines.base import Answer
-from asyncgrpo.engines.fake import FakeEngine, Misfortune
+from asyncgrpo.engines.base import PendingCompletion
+from asyncgrpo.engines.fake import FakeEngine, InjectedFault
 from asyncgrpo.errors import GeneratorsGone, WeightsError
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.rewards.breaker import Breaker
-from asyncgrpo.types import Group, Prompt, Score, WeightVersion
+from asyncgrpo.types import Group, PolicyVersion, Prompt, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import REWARDS_PAUSED, Deliver, LeaseFailed, Serving
@@ -39,7 +39,7 @@ class Reward:
     def __init__(self, world: "World", generator: str) -> None:
         self._world, self._generator = world, generator
 
-    async def score(self, prompt: Prompt, answer_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
         world = self._world
         await asyncio.sleep(world.rng.uniform(0.01, 0.5))
         if prompt.info.get("poison"):
@@ -49,7 +49,7 @@ class Reward:
             return Score(failure="exception", detail="judge.py:1: ConnectionError: nobody answers")
         if world.now < world.faults.until_s and world.rng.random() < world.faults.share.get("bad_reward", 0.0):
             return Score(failure="timeout")
-        return Score(value=float(len(answer_text) % 3))
+        return Score(value=float(len(completion_text) % 3))
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -101,11 +101,14 @@ class GeneratorHost:
         self.line = GeneratorLine(self._send)
         self.receiver = Receiver(lambda: world.publisher.join_later(self))
         self.engine = FakeEngine(
-            vocab_size=VOCABULARY, max_context=64, seconds_per_token=seconds_per_token, misfortune=self._misfortune
+            vocab_size=VOCABULARY,
+            max_context=64,
+            seconds_per_token=seconds_per_token,
+            injected_fault=self._injected_fault,
         )
-        self._fates: dict[Answer, Misfortune | None] = {}
+        self._fates: dict[PendingCompletion, InjectedFault | None] = {}
         self._sent: dict[str, float] = {}  # when each group was last sent, by lease
-        self.unanswered: set[str] = set()
+        self.unreplied: set[str] = set()
         self.service = SimulatedGenerator(
             self,
             generator_id=self.name,
@@ -133,21 +136,21 @@ class GeneratorHost:
         self.line.close()
         self.task.cancel()
 
-    def _misfortune(self, answer: Answer, length: int) -> Misfortune | None:
-        """What befalls an answer before this token. Its seed decides, so that the same try meets the same fate."""
+    def _injected_fault(self, completion: PendingCompletion, length: int) -> InjectedFault | None:
+        """What befalls a completion before this token. Its seed decides, so that the same try meets the same fate."""
         world = self.world
-        if answer.request.prompt in world.killers and self.is_alive:
+        if completion.request.prompt in world.killers and self.is_alive:
             world.note("fault", "killer_prompt", self.peer)
             world.killed_s = world.now
             self.kill()
             world.generator_ended(self)
-        if not world.of_answers or length != 1:
+        if not world.of_completions or length != 1:
             return None
-        if answer not in self._fates:
-            self._fates[answer] = fate = world.fate_of(answer)
+        if completion not in self._fates:
+            self._fates[completion] = fate = world.fate_of(completion)
             if fate is not None:
                 world.note("fault", f"answer_{fate}s", self.peer)
-        return self._fates[answer]
+        return self._fates[completion]
 
     def arrive(self, frames: Frames) -> None:
         if self.is_alive:
@@ -168,7 +171,7 @@ class GeneratorHost:
 
     def granted(self, lease_id: str) -> None:
         """A lease that was answered and comes again is generated, and delivered, again."""
-        if lease_id not in self.unanswered:
+        if lease_id not in self.unreplied:
             self._sent.pop(lease_id, None)
 
     def _send(self, message: Message, payload: Frame) -> None:
@@ -177,13 +180,13 @@ class GeneratorHost:
             self._sent[message.lease_id] = now
             if before is not None and now - before < self.world.resend_after_s:
                 self.world.violated(f"P11 resends: {message.lease_id} again after {now - before:.1f} s")
-            self.unanswered.add(message.lease_id)
+            self.unreplied.add(message.lease_id)
         elif isinstance(message, LeaseFailed) and message.reason == REWARDS_PAUSED:
             self.world.checker.given_back(message.lease_id)
         elif isinstance(message, Serving):
-            lost = self.unanswered - set(self.service._unacknowledged)
+            lost = self.unreplied - set(self.service._unacknowledged)
             if lost:
-                self.world.violated(f"P1 none lost: {self.peer} forgot {sorted(lost)} without an answer")
+                self.world.violated(f"P1 none lost: {self.peer} forgot {sorted(lost)} without a completion")
         self.world.to_buffer(self.peer, self.name, message, payload)
 
 
@@ -223,7 +226,7 @@ class Publisher:
     def newcomers(self) -> bool:
         return any(self._members[peer].is_alive for peer in self._new if peer in self._members)
 
-    def publish(self, version: WeightVersion, tensors: Callable[[], Iterable]) -> SimpleNamespace:
+    def publish(self, version: PolicyVersion, tensors: Callable[[], Iterable]) -> SimpleNamespace:
         """Every member swaps, or is left out after a deadline and joins again."""
         loop = self._world.loop
         swapped: set[str] = set()
@@ -246,7 +249,7 @@ class Publisher:
     def close(self) -> None:
         """Nothing to close."""
 
-    def _swap(self, host: GeneratorHost, version: WeightVersion, swapped: set[str]) -> None:
+    def _swap(self, host: GeneratorHost, version: PolicyVersion, swapped: set[str]) -> None:
         world = self._world
         if not host.is_alive or self.cut_until.get(host.name, 0.0) > world.now or not hasattr(host.service, "_client"):
             return
@@ -274,7 +277,7 @@ class Trainer:
         self._rng = rng
         self.sent = SimpleNamespace(weights=lambda: iter(()))
 
-    def step(self, groups: list[Group], version: WeightVersion) -> SimpleNamespace:
+    def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
         self._world.checker.trained(groups, version)
         self._world.note("step", "learner", str(version), [g.group_id for g in groups])
         self._world.spend(self._rng.choice((0.1, 0.1, 2.0)) * self._rng.uniform(0.5, 2.0))

@@ -1,7 +1,7 @@
 """What the disk owes: which groups were promised, by what they were sampled, and which steps must have a manifest.
 
 Weights are told apart by their history, not by their name: a step makes a child of the weights that it started from. So
-"still there after a resume" is a question about ancestors, and no label of the product answers it.
+"still there after a resume" is a question about ancestors, and no label of the product completions it.
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import Began, Delivered, Handed, Record
+from asyncgrpo.journal.format import BatchIssued, Delivered, Record, RunStarted
 from asyncgrpo.journal.history import History
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 
 
 class Weights:
@@ -20,16 +20,16 @@ class Weights:
 
     def __init__(self) -> None:
         self._made = 0
-        self._ids: dict[WeightVersion, int] = {}
+        self._ids: dict[PolicyVersion, int] = {}
         self._path = [0]  # ids by step: the present weights are the last
         self._saved = [0]
 
-    def started(self, version: WeightVersion) -> None:
+    def started(self, version: PolicyVersion) -> None:
         """A start goes on from the newest checkpoint and calls it `version`."""
         self._path = list(self._saved)
         self._ids[version] = self._path[-1]
 
-    def stepped(self, version: WeightVersion) -> None:
+    def stepped(self, version: PolicyVersion) -> None:
         """The step that makes `version`."""
         self._made += 1
         self._ids[version] = self._made
@@ -38,10 +38,10 @@ class Weights:
     def saved(self, step: int) -> None:
         self._saved = self._path[: step + 1]
 
-    def are_there(self, version: WeightVersion) -> bool:
+    def are_there(self, version: PolicyVersion) -> bool:
         """Whether the present weights are these, or come from them."""
         made, path = self._ids.get(version), self._path
-        return made is not None and version.version < len(path) and path[version.version] == made
+        return made is not None and version.number < len(path) and path[version.number] == made
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Kept:
     """A group that the buffer took in."""
 
     lease_id: str
-    order: int
-    versions: tuple[WeightVersion, ...]
+    prompt_index: int
+    versions: tuple[PolicyVersion, ...]
     lineage: int
     """Of the start that took it in."""
 
@@ -89,9 +89,9 @@ class Promises:
             case Delivered(lease_id=lease_id):
                 self._kept.pop(lease_id, None)
                 self._altered.add(lease_id)
-            case Handed():
+            case BatchIssued():
                 self._has_all_manifests = False
-            case Began():
+            case RunStarted():
                 self._distrusted, self._has_all_manifests = lineage, False
 
     def power_was_cut(self, *, has_holes: bool) -> None:
@@ -115,19 +115,19 @@ class Promises:
         Args:
             steps: the orders of each step that the checkpoint holds.
         """
-        there = {entry.order for entry in buffer._entries.values() if entry.state is State.READY}
+        there = {entry.prompt_index for entry in buffer._entries.values() if entry.state is State.READY}
         kept, self._kept = self._kept, {}
         if self._durability == "memory":
             return None
         for group in kept.values():
             if (
-                source.is_done(group.order)
+                source.is_done(group.prompt_index)
                 or not self._keeps
                 or group.lineage <= self._distrusted
                 or not all(map(weights.are_there, group.versions))
             ):
                 continue
-            if group.order not in there:
+            if group.prompt_index not in there:
                 return f"P13 none lost in a crash: {group.lease_id} was acknowledged, and is not there"
             self._kept[group.lease_id] = group
             self.num_recovered += 1
@@ -144,11 +144,13 @@ class Promises:
             return None
         manifests: dict[int, tuple[int, ...]] = {}
         for found in history.found:
-            if isinstance(record := found.record, Handed):
-                after = WeightVersion(record.version.lineage, record.version.version + 1)
+            if isinstance(record := found.record, BatchIssued):
+                after = PolicyVersion(record.version.lineage, record.version.number + 1)
                 if weights.are_there(record.version) and weights.are_there(after):
                     manifests[record.step] = tuple(int(lease_id.split(".")[1]) for lease_id in record.lease_ids)
-        for step, orders in enumerate(steps, start=1):
-            if manifests.get(step) != orders:
-                return f"P15 manifests: step {step} trained {orders}, and the journal says {manifests.get(step)}"
+        for step, prompt_indices in enumerate(steps, start=1):
+            if manifests.get(step) != prompt_indices:
+                return (
+                    f"P15 manifests: step {step} trained {prompt_indices}, and the journal says {manifests.get(step)}"
+                )
         return None

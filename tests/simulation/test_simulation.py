@@ -57,7 +57,7 @@ def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int, policy
     outcomes = world._buffer.outcomes
     filtered, given_up = outcomes["filtered_zero_signal"], outcomes["dropped_always_stale"]
     assert given_up == 0 or policy == "drop"
-    assert world.checker.counts["trained"] == world.num_orders - poisoned - filtered - given_up
+    assert world.checker.counts["trained"] == world.num_prompts - poisoned - filtered - given_up
     assert world._lineage == 1
 
 

@@ -26,17 +26,17 @@ from asyncgrpo.config.schema import (
     RunConfig,
 )
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.engines.base import Answer
-from asyncgrpo.engines.fake import Misfortune
+from asyncgrpo.engines.base import PendingCompletion
+from asyncgrpo.engines.fake import InjectedFault
 from asyncgrpo.errors import AsyncGRPOError, StalledError
 from asyncgrpo.generators.rollout import Redundancy
-from asyncgrpo.journal.format import FORMAT, Began
+from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.inbox import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.types import Prompt, Sampling, WeightVersion
+from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import decode
@@ -45,7 +45,7 @@ from asyncgrpo.wire.supervision import Drain, GeneratorLost
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.disk import Killed, SimulatedDisk
-from tests.simulation.faults import Faults, Outage, draw, draw_of_answers, draw_of_rewards
+from tests.simulation.faults import Faults, Outage, draw, draw_of_completions, draw_of_rewards
 from tests.simulation.network import BufferSocket, Frames, LearnerLine, Network
 from tests.simulation.nodes import VOCABULARY, GeneratorHost, MemoryCheckpoints, Publisher, Silent, Trainer
 from tests.simulation.promises import Promises
@@ -72,14 +72,14 @@ class World:
         seed: int,
         *,
         faults: Faults | None = None,
-        of_answers: dict[str, float] | None = None,
+        of_completions: dict[str, float] | None = None,
         outages: tuple[Outage, ...] | None = None,
         max_lag: int | None = None,
         policy: str | None = None,
     ) -> None:
         """
         Args:
-            faults, of_answers, outages: instead of those that the seed draws.
+            faults, of_completions, outages: instead of those that the seed draws.
             max_lag, policy: instead of those that the seed takes in turn.
         """
         self.seed = seed
@@ -111,7 +111,7 @@ class World:
             ),
             generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
         )
-        self.of_answers = draw_of_answers(seed) if of_answers is None else of_answers
+        self.of_completions = draw_of_completions(seed) if of_completions is None else of_completions
         self.outages = draw_of_rewards(seed, self.faults.until_s) if outages is None else outages
         self.redundancy, self.config = self._redundancy()
         poisoned = rng.randrange(count) if rng.random() < 0.2 else None
@@ -119,10 +119,10 @@ class World:
             Prompt(prompt_id=f"train/{i}", token_ids=_token_ids(i), info={"poison": i == poisoned})
             for i in range(count)
         )
-        self.num_orders = count * epochs
+        self.num_prompts = count * epochs
         self._sampling = Sampling(max_tokens=rng.randint(2, 8), stop_token_ids=(0,))
         # By token ids, which is all that an engine sees. Not those of the held-out prompts.
-        killers = self._prompts[-1:] if "killer_prompt" in self.of_answers and count > 2 else ()
+        killers = self._prompts[-1:] if "killer_prompt" in self.of_completions and count > 2 else ()
         self.killers = {prompt.token_ids for prompt in killers}
         self.killed_s = 0.0
         """When a prompt last ended a generator, which it may do after the faults, though not for ever (P19)."""
@@ -131,11 +131,11 @@ class World:
         self.checker = Checker(
             config=self.config,
             redundancy=self.redundancy,
-            rewards_fail="bad_reward" in self.faults.kinds or "answer_aborts" in self.of_answers,
+            rewards_fail="bad_reward" in self.faults.kinds or "answer_aborts" in self.of_completions,
             killers=self.killers,
             quarantine=self.quarantine,
             vocab_size=VOCABULARY,
-            num_orders=self.num_orders,
+            num_prompts=self.num_prompts,
             windows=self.window,
             promises=Promises(
                 durability=self.config.buffer.durability, keeps=self.config.buffer.after_resume == "keep"
@@ -153,15 +153,15 @@ class World:
         self._service: BufferService | None = None
 
     def _redundancy(self) -> tuple[Redundancy, Config]:
-        """Where answers fail or hang, the run is set up for it in one of several ways; else as it is by default."""
+        """Where completions fail or hang, the run is set up for it in one of several ways; else as it is by default."""
         config, rng = self.config, random.Random(f"redundancy {self.seed}")
-        if not self.of_answers:
+        if not self.of_completions:
             return Redundancy(), config
         size = rng.randint(2, 4)
         algorithm = msgspec.structs.replace(
             config.algorithm,
             group_size=size,
-            min_answers=rng.choice((None, 2)),
+            min_completions=rng.choice((None, 2)),
             advantage=rng.choice(("grpo", "remax")),
         )
         buffer = msgspec.structs.replace(config.buffer, straggler_factor=rng.choice((0.0, 1.5, 3.0)))
@@ -228,11 +228,11 @@ class World:
         if state is not None:
             source.restore(msgspec.convert(state.prompts, PromptState))
         assert self.disk is not None
-        began = Began(
+        began = RunStarted(
             format=FORMAT,
             lineage=self._lineage,
-            parent=None if state is None else WeightVersion(state.lineage, state.step),
-            terms={},
+            parent=None if state is None else PolicyVersion(state.lineage, state.step),
+            compatibility_key={},
             max_lag=self.max_lag,
             prompts=source.state(),
         )
@@ -300,7 +300,7 @@ class World:
 
     def _start_generator(self, index: int) -> GeneratorHost:
         self._incarnations += 1
-        # The first one always answers within the deadline of a lease: without such a one nothing could be trained.
+        # The first one always completions within the deadline of a lease: without such a one nothing could be trained.
         slow = index > 0 and "slow_node" in self.faults.kinds and self.rng.random() < 0.6
         self.network.slowness[f"generator-{index}"] = 50.0 if slow else 1.0
         pace_s = (
@@ -327,17 +327,17 @@ class World:
         """The learner works for so long, while the world goes on."""
         self.loop.run_until(self.now + seconds)
 
-    def proven(self, version: WeightVersion) -> None:
+    def proven(self, version: PolicyVersion) -> None:
         """Every member of the weight group holds `version`."""
         assert self.checker.life is not None
         self.checker.life.proven.add(version)
         self.note("published", "learner", str(version))
 
-    def fate_of(self, answer: Answer) -> Misfortune | None:
-        """What the seed has in store for one try of one answer."""
-        drawn = random.Random(f"{self.seed} {answer.request.prompt} {answer.seed}").random()
+    def fate_of(self, completion: PendingCompletion) -> InjectedFault | None:
+        """What the seed has in store for one try of one completion."""
+        drawn = random.Random(f"{self.seed} {completion.request.prompt} {completion.seed}").random()
         for what in ("abort", "hang"):
-            drawn -= self.of_answers.get(f"answer_{what}s", 0.0)
+            drawn -= self.of_completions.get(f"answer_{what}s", 0.0)
             if drawn < 0:
                 return what
         return None
@@ -435,7 +435,7 @@ class World:
             pass
         else:
             if isinstance(message, Ack | Nack):
-                host.unanswered.discard(message.lease_id)
+                host.unreplied.discard(message.lease_id)
             elif isinstance(message, Grant):
                 host.granted(message.lease.lease_id)
         host.arrive(frames)
@@ -513,7 +513,7 @@ def _token_ids(index: int) -> tuple[int, ...]:
 
 def without_faults(seed: int, **settings: Any) -> World:
     """The run of a seed, undisturbed, and with time for its slowest generator."""
-    world = World(seed, faults=Faults(until_s=0.0), of_answers={}, outages=(), **settings)
+    world = World(seed, faults=Faults(until_s=0.0), of_completions={}, outages=(), **settings)
     patient = msgspec.structs.replace(world.config.buffer, lease_timeout_s=1000.0)
     world.config = msgspec.structs.replace(world.config, buffer=patient)
     return world

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from asyncgrpo.cli import app
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError
-from asyncgrpo.journal.format import Committed, Dropped, Handed, Interrupted
+from asyncgrpo.journal.format import BatchIssued, Committed, Dropped, Interrupted
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.tools.audit import audit
-from asyncgrpo.types import VersionSpan, WeightVersion
+from asyncgrpo.types import PolicyVersion, VersionSpan
 from tests.journal.journals import delivered, group, journal
 
 
@@ -30,16 +30,16 @@ class FakeRun:
         self.events = EventLog(folder / "metrics.jsonl")
         self.journal = journal(folder / "journal", durability="written", policy=policy)
 
-    def restart(self, lineage: int, parent: WeightVersion) -> None:
+    def restart(self, lineage: int, parent: PolicyVersion) -> None:
         self.journal.close()
         self.journal = journal(self.folder / "journal", lineage=lineage, parent=parent, durability="written")
 
-    def deliver(self, *orders: int, lineage: int = 1, version: int = 0, attempt: int = 0) -> None:
-        for order in orders:
-            self.journal.append(*delivered(*group(order, lineage=lineage, version=version, attempt=attempt)))
+    def deliver(self, *prompt_indices: int, lineage: int = 1, version: int = 0, attempt: int = 0) -> None:
+        for prompt_index in prompt_indices:
+            self.journal.append(*delivered(*group(prompt_index, lineage=lineage, version=version, attempt=attempt)))
 
     def train(self, step: int, *lease_ids: str, lineage: int = 1, lag: int = 0) -> None:
-        self.journal.append(Handed(step=step, version=WeightVersion(lineage, step - 1), lease_ids=lease_ids))
+        self.journal.append(BatchIssued(step=step, version=PolicyVersion(lineage, step - 1), lease_ids=lease_ids))
         self.events.write(
             "step",
             step=step,
@@ -52,8 +52,8 @@ class FakeRun:
         )
 
     def drop(self, lease_id: str, reason: str, *, is_final: bool) -> None:
-        order = int(lease_id.split(".")[1])
-        self.journal.append(Dropped(lease_id=lease_id, order=order, reason=reason, is_final=is_final))
+        prompt_index = int(lease_id.split(".")[1])
+        self.journal.append(Dropped(lease_id=lease_id, prompt_index=prompt_index, reason=reason, is_final=is_final))
 
     def checkpoint(self, step: int, prompts: PromptState, lineage: int = 1) -> None:
         saved = RunState(step=step, lineage=lineage, prompts=msgspec.to_builtins(prompts))
@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> FakeRun:
     run.deliver(6, version=2)
     run.train(3, "1.5.0", "1.6.0", lag=1)
     run.events.resume_at(2)
-    run.restart(2, WeightVersion(1, 2))
+    run.restart(2, PolicyVersion(1, 2))
     return run
 
 
@@ -88,12 +88,12 @@ def test_a_run_that_kept_its_promises_has_no_difference(run: FakeRun):
     assert found.lags == {0: 4} and found.step == 2 and found.starts == 2 and found.prompts_done == 5
     run.drop("1.6.0", "ahead", is_final=False)
     run.deliver(6, lineage=2, version=2)
-    run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("1.5.0", "2.6.0")))
+    run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("1.5.0", "2.6.0")))
     assert audit(run.folder).differences == []
 
 
 def test_prompts_in_quarantine_and_ends_of_generators_are_no_difference(run: FakeRun):
-    run.journal.append(Interrupted(generator_id="generator-0", orders=(7, 8)))
+    run.journal.append(Interrupted(generator_id="generator-0", prompt_indices=(7, 8)))
     run.drop("2.7.0", "poison", is_final=False)
     run.drop("2.7.1", "poison", is_final=True)
     run.drop("2.8.0", "quarantined", is_final=True)
@@ -115,10 +115,10 @@ def test_prompts_in_quarantine_and_ends_of_generators_are_no_difference(run: Fak
 def test_the_audit_asks_of_each_policy_what_it_promises(tmp_path: Path, policy, oldest, newest, sentence):
     run = FakeRun(tmp_path, policy)
     message, payload = group(0)
-    spans = VersionSpan(WeightVersion(1, oldest), 0, 1), VersionSpan(WeightVersion(1, newest), 1, 2)
+    spans = VersionSpan(PolicyVersion(1, oldest), 0, 1), VersionSpan(PolicyVersion(1, newest), 1, 2)
     rollouts = tuple(msgspec.structs.replace(r, num_tokens=2, spans=spans) for r in message.rollouts)
     run.journal.append(*delivered(msgspec.structs.replace(message, rollouts=rollouts), 2 * payload))
-    run.journal.append(Handed(step=10, version=WeightVersion(1, 9), lease_ids=("1.0.0",)))
+    run.journal.append(BatchIssued(step=10, version=PolicyVersion(1, 9), lease_ids=("1.0.0",)))
     too_old = [difference for difference in audit(tmp_path).differences if "max_lag" in difference]
     assert [sentence in difference for difference in too_old] == ([True] if sentence else [])
 
@@ -128,12 +128,12 @@ def breakages():
 
     def twice(run: FakeRun) -> None:
         run.deliver(7, lineage=2, version=2)
-        run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("2.7.0", "1.0.0")))
+        run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("2.7.0", "1.0.0")))
         run.checkpoint(3, state(5, 7), lineage=2)
 
     def same_prompt(run: FakeRun) -> None:
         run.deliver(4, lineage=2, version=2)
-        run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("2.4.0",)))
+        run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("2.4.0",)))
         run.checkpoint(3, state(5), lineage=2)
 
     def skipped(run: FakeRun) -> None:
@@ -143,14 +143,14 @@ def breakages():
         run.checkpoint(2, state(4))
 
     def never_delivered(run: FakeRun) -> None:
-        run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("2.9.0",)))
+        run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("2.9.0",)))
 
     def too_old(run: FakeRun) -> None:
-        run.journal.append(Handed(step=9, version=WeightVersion(2, 8), lease_ids=("1.5.0",)))
+        run.journal.append(BatchIssued(step=9, version=PolicyVersion(2, 8), lease_ids=("1.5.0",)))
 
     def from_the_future(run: FakeRun) -> None:
         run.deliver(7, lineage=2, version=5)
-        run.journal.append(Handed(step=3, version=WeightVersion(2, 2), lease_ids=("2.7.0",)))
+        run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("2.7.0",)))
 
     def no_manifest(run: FakeRun) -> None:
         run.checkpoint(3, state(5), lineage=2)

@@ -39,9 +39,9 @@ def test_a_preset_leaves_alone_which_groups_were_trained(recorded: Config, is_fi
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("algorithm.group_size=4", "so many answers"),
+        ("algorithm.group_size=4", "so many completions"),
         ("algorithm.filter_zero_signal=true", "which groups were trained"),
-        ("algorithm.advantage=remax", "greedy answer"),
+        ("algorithm.advantage=remax", "greedy completion"),
         ("sampling.temperature=0.5", "sampled under it"),
         ("sampling.max_tokens=8", "sampled under it"),
         ("data.train=other.jsonl", "prompts came from there"),

@@ -10,12 +10,12 @@ import pytest
 from asyncgrpo.cli import main
 from asyncgrpo.config.schema import Config, DataConfig, LearnerConfig, ModelConfig
 from asyncgrpo.errors import JournalError
-from asyncgrpo.journal.format import Committed, Handed
-from asyncgrpo.journal.history import mend, read_history
+from asyncgrpo.journal.format import BatchIssued, Committed
+from asyncgrpo.journal.history import read_history, repair
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.tools.timeline import read_timeline
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from tests.journal.journals import began, delivered, group
 
 
@@ -28,13 +28,13 @@ class FakeRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lineage = self.step = self.orders = 0
+        self.lineage = self.step = self.prompt_indices = 0
 
-    def start(self, parent: WeightVersion | None = None, values: dict[str, Any] | None = None, **arguments) -> None:
+    def start(self, parent: PolicyVersion | None = None, values: dict[str, Any] | None = None, **arguments) -> None:
         self.lineage += 1
-        self.step = parent.version if parent is not None else 0
+        self.step = parent.number if parent is not None else 0
         history = read_history(self.folder / "journal")
-        mend(history)
+        repair(history)
         plain = msgspec.to_builtins(config(lr=self.lineage * 1e-6)) if values is None else values
         this = msgspec.structs.replace(began(self.lineage, parent), config=plain)
         self.journal = Journal(history, this, "written", segment_bytes=400, **arguments)
@@ -42,23 +42,26 @@ class FakeRun:
     def train(self, count: int = 1) -> None:
         for _ in range(count):
             lease_ids = []
-            for order in (self.orders + 1, self.orders):  # they came in another order than that of the batch
-                message, payload = group(order, lineage=self.lineage, version=self.step, tokens=3)
+            for prompt_index in (
+                self.prompt_indices + 1,
+                self.prompt_indices,
+            ):  # they came in another order than that of the batch
+                message, payload = group(prompt_index, lineage=self.lineage, version=self.step, tokens=3)
                 self.journal.append(*delivered(message, payload))
                 lease_ids.insert(0, message.lease_id)
-            self.orders += 2
+            self.prompt_indices += 2
             self.hand(*lease_ids)
 
     def hand(self, *lease_ids: str) -> None:
-        version = WeightVersion(self.lineage, self.step)
+        version = PolicyVersion(self.lineage, self.step)
         self.step += 1
-        self.journal.append(Handed(step=self.step, version=version, lease_ids=lease_ids))
+        self.journal.append(BatchIssued(step=self.step, version=version, lease_ids=lease_ids))
 
-    def checkpoint(self) -> WeightVersion:
+    def checkpoint(self) -> PolicyVersion:
         saved = RunState(step=self.step, lineage=self.lineage, prompts={})
         Checkpoints(self.folder, keep=9).write(saved, lambda folder: None)
         self.journal.append(Committed(step=self.step, prompts=began().prompts))
-        return WeightVersion(self.lineage, self.step)
+        return PolicyVersion(self.lineage, self.step)
 
 
 @pytest.fixture
@@ -91,9 +94,9 @@ def test_a_batch_is_what_the_manifest_says_in_its_order(run: FakeRun):
     run.train(2)
     timeline = read_timeline(run.folder)
     message, payload = timeline.batch(list(timeline.steps)[1])
-    assert [deliver.order for deliver in message.groups] == [2, 3] and message.step == 1
+    assert [deliver.prompt_index for deliver in message.groups] == [2, 3] and message.step == 1
     assert message.groups[1] == group(3, version=1, tokens=3)[0]
-    assert payload == b"".join(group(order, version=1, tokens=3)[1] for order in (2, 3))
+    assert payload == b"".join(group(prompt_index, version=1, tokens=3)[1] for prompt_index in (2, 3))
     assert sum(message.payload_sizes) == len(payload)
 
 
@@ -227,7 +230,7 @@ def test_a_body_that_is_damaged_is_said_at_its_step(run: FakeRun):
     [
         (
             ["--with", "sampling.temperature=0.5"],
-            "cannot change sampling.temperature: the answers were sampled under it",
+            "cannot change sampling.temperature: the completions were sampled under it",
         ),
         (["--with", "learner.lr=fast"], "learner.lr must be a number"),
         (["--with", "nonsense"], "not of the form key=value"),

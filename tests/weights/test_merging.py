@@ -47,8 +47,8 @@ def test_no_order_of_summation_changes_a_bit(rank):
     base = random(70, 90, scale=0.02)
     merged = merge(base, up, down, torch.float32)
     for seed in range(5):
-        order = torch.randperm(rank, generator=torch.Generator().manual_seed(seed))
-        assert merge(base, up[:, order], down[order], torch.float32).equal(merged)
+        prompt_index = torch.randperm(rank, generator=torch.Generator().manual_seed(seed))
+        assert merge(base, up[:, prompt_index], down[prompt_index], torch.float32).equal(merged)
     alone = torch.cat([merge(base[i : i + 1], up[i : i + 1], down, torch.float32) for i in range(70)])
     assert alone.equal(merged), "rows may be merged one by one"
     expected = base.double() + up.double() @ down.double()

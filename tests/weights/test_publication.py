@@ -12,7 +12,7 @@ import torch
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import GeneratorsGone, WeightsError
-from asyncgrpo.types import TensorInfo, WeightVersion
+from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.broadcast import add_digests, digest, digest_of, plan_buckets
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -33,14 +33,14 @@ def weights(seed: int) -> list[tuple[TensorInfo, torch.Tensor]]:
 class Engine:
     """Holds what it was given, as a real engine would."""
 
-    def __init__(self, spoil: bool = False) -> None:
+    def __init__(self, corrupt: bool = False) -> None:
         self.held: dict[str, torch.Tensor] = {}
-        self.version: WeightVersion | None = None
-        self.spoil = spoil
+        self.version: PolicyVersion | None = None
+        self.corrupt = corrupt
 
-    def apply(self, tensors, version: WeightVersion) -> str:
+    def apply(self, tensors, version: PolicyVersion) -> str:
         self.held = {name: tensor.clone() for name, tensor in tensors}
-        if self.spoil:
+        if self.corrupt:
             self.held["norm"][0] += 1
         self.version = version
         return str(sum(float(t.double().sum()) for t in self.held.values()))
@@ -87,12 +87,12 @@ def test_every_generator_holds_exactly_what_was_published(plane):
         add(f"generator-{index}", engine)
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
     for step in range(3):
-        publication = publisher.publish(WeightVersion(1, step), lambda step=step: weights(step))
+        publication = publisher.publish(PolicyVersion(1, step), lambda step=step: weights(step))
         assert publication.generators == ("generator-0", "generator-1")
         assert len(set(publication.checksums.values())) == 1
         assert publication.digest == digest_of(LAYOUT, weights(step), 2**20) == digest_of(LAYOUT, weights(step), 64)
         for engine in engines:
-            assert engine.version == WeightVersion(1, step)
+            assert engine.version == PolicyVersion(1, step)
             assert_holds(engine, weights(step))
 
 
@@ -101,11 +101,11 @@ def test_a_newcomer_gets_the_current_version_and_the_rest_goes_on(plane):
     first, second = Engine(), Engine()
     add("generator-0", first)
     publisher.wait_for(1, 10.0, lambda what, seconds: None)
-    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
     add("generator-1", second)
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
     assert publisher.newcomers()
-    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
     assert not publisher.newcomers()
     assert_holds(second, weights(0))
 
@@ -116,13 +116,13 @@ def test_a_generator_that_is_gone_is_left_out_and_named(plane):
     add("generator-0", alive)
     gone = add("generator-1", dying)
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
     gone.stop()
-    publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+    publication = publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
     assert publication.generators == ("generator-0",)
     assert "generator-1" in publication.dropped
     assert_holds(alive, weights(1))
-    assert dying.version == WeightVersion(1, 0)
+    assert dying.version == PolicyVersion(1, 0)
 
 
 class Frozen(Engine):
@@ -132,29 +132,29 @@ class Frozen(Engine):
         super().__init__()
         self.let_go = threading.Event()
 
-    def apply(self, tensors, version: WeightVersion) -> str:
+    def apply(self, tensors, version: PolicyVersion) -> str:
         if self.version is not None:
             self.let_go.wait(60.0)
         return super().apply(tensors, version)
 
 
-def test_whoever_does_not_answer_is_named_at_once_and_comes_back_by_itself(plane):
+def test_whoever_does_not_completion_is_named_at_once_and_comes_back_by_itself(plane):
     publisher, add = plane
     told, frozen = [], Frozen()
     publisher.on_left_out = lambda *details: told.append((*details, publisher.missing))
     add("generator-0", Engine())
     add("generator-1", frozen, "1.4")
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
     assert not told and publisher.missing == ()
-    publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+    publication = publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
     assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
     assert told == [("generator-1", "1.4", "it did not swap to 1.1 within 3 s", ("generator-1-1.4",))]
-    assert publisher.publish(WeightVersion(1, 2), lambda: weights(2)).dropped == ("generator-1",), "not back yet"
+    assert publisher.publish(PolicyVersion(1, 2), lambda: weights(2)).dropped == ("generator-1",), "not back yet"
     frozen.let_go.set()
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
     assert publisher.missing == ()
-    publication = publisher.publish(WeightVersion(1, 3), lambda: weights(3))
+    publication = publisher.publish(PolicyVersion(1, 3), lambda: weights(3))
     assert publication.generators == ("generator-0", "generator-1") and publication.dropped == ()
     assert_holds(frozen, weights(3))
 
@@ -167,10 +167,10 @@ def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
     add("generator-0", Engine())
     add("generator-1", frozen, "1.4")
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
     publisher.give_up("generator-1", "1.3")  # the one before it
     threading.Timer(0.5, publisher.give_up, ("generator-1", "1.4")).start()
-    publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+    publication = publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
     assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
     assert publication.attempts == 2 and publisher.missing == () and not told, "who gave it up has told everyone"
     frozen.let_go.set()
@@ -180,26 +180,26 @@ def test_when_all_are_gone_the_next_that_comes_gets_the_version(plane):
     publisher, add = plane
     gone = [add("generator-0", Engine()), add("generator-1", Engine())]
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
     for receiver in gone:
         receiver.stop()
     with pytest.raises(GeneratorsGone, match=r"1\.1 reached nobody"):
-        publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+        publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
     assert not publisher.generators
     replacement = Engine()
     add("generator-0", replacement, "1")
     publisher.wait_for(1, 10.0, lambda what, seconds: None)
-    assert publisher.publish(WeightVersion(1, 1), lambda: weights(1)).generators == ("generator-0",)
+    assert publisher.publish(PolicyVersion(1, 1), lambda: weights(1)).generators == ("generator-0",)
     assert_holds(replacement, weights(1))
 
 
 def test_engines_that_end_up_different_are_an_error(plane):
     publisher, add = plane
     add("generator-0", Engine())
-    add("generator-1", Engine(spoil=True))
+    add("generator-1", Engine(corrupt=True))
     publisher.wait_for(2, 10.0, lambda what, seconds: None)
     with pytest.raises(WeightsError, match="different weights"):
-        publisher.publish(WeightVersion(1, 0), lambda: weights(0))
+        publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
 
 
 def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
@@ -207,11 +207,11 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
     engine = Engine()
     add("generator-0", engine)
     publisher.wait_for(1, 10.0, lambda what, seconds: None)
-    publisher.publish(WeightVersion(1, 0), lambda: weights(0))
-    checksum = engine.apply([(i.name, t) for i, t in weights(0)], WeightVersion(1, 0))
+    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
+    checksum = engine.apply([(i.name, t) for i, t in weights(0)], PolicyVersion(1, 0))
     engine.apply = lambda tensors, version: checksum  # says yes, does nothing
     with pytest.raises(WeightsError, match="still holds the weights before"):
-        publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+        publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
 
 
 def test_without_generators_the_wait_ends_with_a_sentence(plane):
@@ -263,14 +263,14 @@ def test_a_process_that_is_stopped_is_left_out_and_comes_back_when_it_goes_on(pl
     )
     try:
         publisher.wait_for(2, 60.0, lambda what, seconds: None)
-        assert publisher.publish(WeightVersion(1, 0), lambda: weights(0)).dropped == ()
+        assert publisher.publish(PolicyVersion(1, 0), lambda: weights(0)).dropped == ()
         process.send_signal(signal.SIGSTOP)
-        publication = publisher.publish(WeightVersion(1, 1), lambda: weights(1))
+        publication = publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
         assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
         assert publisher.missing == ("generator-1-1.0",)
         process.send_signal(signal.SIGCONT)
         publisher.wait_for(2, 60.0, lambda what, seconds: None)
-        publication = publisher.publish(WeightVersion(1, 2), lambda: weights(2))
+        publication = publisher.publish(PolicyVersion(1, 2), lambda: weights(2))
         assert publication.generators == ("generator-0", "generator-1") and publisher.missing == ()
     finally:
         process.kill()

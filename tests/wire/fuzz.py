@@ -34,13 +34,13 @@ from asyncgrpo.types import (
     Completion,
     Group,
     Lease,
+    PolicyVersion,
     Prompt,
     RewardHealth,
     Rollout,
     Sampling,
     Score,
     VersionSpan,
-    WeightVersion,
 )
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -54,11 +54,11 @@ from asyncgrpo.wire.rollouts import (
     Deliver,
     Finished,
     Grant,
-    Hello,
     LastEvals,
     LeaseFailed,
     Nack,
     Published,
+    Register,
     RequestEval,
     RewardFailed,
     Saved,
@@ -68,7 +68,7 @@ from asyncgrpo.wire.rollouts import (
     Welcome,
 )
 from asyncgrpo.wire.supervision import Drain, GeneratorLost
-from asyncgrpo.wire.weights import Assemble, Join, Muster, Offer, Present, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
 from tests.wire.mutations import Frames, Mutator
 
 VOCABULARY, GROUP_SIZE, PER_STEP, MAX_LAG = 151_936, 2, 2, 2
@@ -100,7 +100,7 @@ class Plane:
         self.net = Net()
         prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1, 7), answer=[1]) for i in range(50))
         self.buffer = Buffer(
-            # Spoilt answers count against their prompts, which would all be in quarantine after some 100,000 frames.
+            # Spoilt completions count against their prompts, which would all be in quarantine after some 100,000 frames.
             BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=4.0, max_attempts=10**6),
             AlgorithmConfig(group_size=GROUP_SIZE),
             PromptSource(prompts, seed=seed, shuffle=True, epochs=None),
@@ -113,7 +113,7 @@ class Plane:
         self.now_s = 0.0
         self.step = 0
         self.trained = 0
-        self.hear("learner", Published(version=WeightVersion(1, 0)))
+        self.hear("learner", Published(version=PolicyVersion(1, 0)))
 
     def hear(self, peer: str, message: Message, payload: bytes = b"") -> None:
         self.turn(peer, [bytes(frame) for frame in encode(message, payload)])
@@ -126,11 +126,11 @@ class Plane:
 
     def go_on(self) -> None:
         """A good generator delivers what it was granted; the learner takes a batch, and publishes."""
-        version = WeightVersion(1, self.step)
+        version = PolicyVersion(1, self.step)
         if self.rng.random() < 0.1:  # one that claims a large window gets whatever is free
             self.end_the_others()
-        self._say_hello("bad")
-        self._say_hello("good")
+        self._register("bad")
+        self._register("good")
         for lease in self.leases("good-0"):
             self.hear("good-0", *answered(lease, version))
         self.net.sent["good-0"].clear()
@@ -141,10 +141,10 @@ class Plane:
                 self._train(message, payload, version)
         self.check()
 
-    def _say_hello(self, name: str) -> None:
+    def _register(self, name: str) -> None:
         if name not in self.service._sessions:
-            self.hear(f"{name}-0", Hello(protocol=PROTOCOL, generator_id=name, incarnation="0", window=3))
-        self.hear(f"{name}-0", Serving(generator_id=name, version=WeightVersion(1, self.step)))
+            self.hear(f"{name}-0", Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=3))
+        self.hear(f"{name}-0", Serving(generator_id=name, version=PolicyVersion(1, self.step)))
 
     def end_the_others(self) -> None:
         """The supervisor does away with everyone but the good generator."""
@@ -156,7 +156,7 @@ class Plane:
         granted = [m.lease for m, _ in self.net.sent.get(peer, ()) if isinstance(m, Grant)]
         return [lease for lease in granted if self.buffer.lease_of(lease.lease_id) == lease]
 
-    def _train(self, batch: Batch, payload: memoryview, version: WeightVersion) -> None:
+    def _train(self, batch: Batch, payload: memoryview, version: PolicyVersion) -> None:
         """What the learner gets can be believed, in words other than those of the checks."""
         for group in unpack_batch(batch, payload):
             assert len(group.rollouts) == GROUP_SIZE
@@ -166,13 +166,13 @@ class Plane:
                 assert all(0 <= token < VOCABULARY for token in done.token_ids.tolist())
                 assert np.isfinite(done.logprobs).all() and (done.logprobs <= 1e-5).all()
                 assert rollout.score.value is None or np.isfinite(rollout.score.value)
-                ages = [version.version - span.version.version for span in done.spans]
+                ages = [version.number - span.version.number for span in done.spans]
                 # One claimed to be of the weights under way is indistinguishable from one that is.
                 assert all(-1 <= age <= MAX_LAG for age in ages), ages
                 assert {span.version.lineage for span in done.spans} == {1}
             self.trained += 1
         self.step += 1
-        self.hear("learner", Published(version=WeightVersion(1, self.step)))
+        self.hear("learner", Published(version=PolicyVersion(1, self.step)))
 
     def check(self) -> None:
         """The ledger balances, in groups and in tokens."""
@@ -188,7 +188,7 @@ class Plane:
         """One spoilt message."""
         kind = self.rng.random()
         if kind < 0.05:
-            self._say_hello("bad")
+            self._register("bad")
         elif kind < 0.45:  # the bad generator knows how to make a digest
             message, payload = self._of_generator()
             if isinstance(message, Deliver) and self.rng.random() < 0.6:
@@ -211,18 +211,18 @@ class Plane:
     def _of_generator(self) -> tuple[Message, bytes]:
         leases = self.leases("bad-0") or self.leases("good-0")
         if leases and self.rng.random() < 0.6:
-            return answered(self.rng.choice(leases), WeightVersion(1, self.step))
+            return answered(self.rng.choice(leases), PolicyVersion(1, self.step))
         lease_id = leases[0].lease_id if leases else "1.0.0"
         health = RewardHealth(failed=5, failing_s=1.0, probe_in_s=self.rng.choice((None, 3.0)), last="no")
         return self.rng.choice((
-            Hello(protocol=PROTOCOL, generator_id="bad", incarnation="0", window=3),
-            Serving(generator_id="bad", version=WeightVersion(1, self.step), rewards=health),
+            Register(protocol=PROTOCOL, generator_id="bad", incarnation="0", window=3),
+            Serving(generator_id="bad", version=PolicyVersion(1, self.step), rewards=health),
             LeaseFailed(generator_id="bad", lease_id=lease_id, reason="failed", detail="why"),
             RewardFailed(generator_id="bad", failure="timeout", detail="why", count=10),
         )), b""  # fmt: skip
 
     def _of_others(self) -> list[Message]:
-        version = WeightVersion(1, self.step)
+        version = PolicyVersion(1, self.step)
         return [
             Take(step=self.step, version=version), Published(version=version), RequestEval(step=3),
             TakeSnapshot(published=version), Saved(step=3), LastEvals(), Finished(), Drain(reason="r"),
@@ -230,16 +230,18 @@ class Plane:
         ]  # fmt: skip
 
 
-def answered(lease: Lease, version: WeightVersion) -> tuple[Deliver, bytes]:
+def answered(lease: Lease, version: PolicyVersion) -> tuple[Deliver, bytes]:
     """A true group."""
     rng = np.random.default_rng(lease.seed)
     rollouts = []
-    for index in range(lease.num_answers):
+    for index in range(lease.num_completions):
         length = int(rng.integers(2, 12))
         tokens, logprobs = rng.integers(0, VOCABULARY, length), -rng.random(length, np.float32)
         completion = Completion(index, tokens.astype(np.int32), logprobs, (VersionSpan(version, 0, length),), "stop")
         rollouts.append(Rollout(completion, Score(value=float(index))))
-    fields = {name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "order", "purpose", "prompt")}
+    fields = {
+        name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "purpose", "prompt")
+    }
     return pack_group(Group(**fields, rollouts=tuple(rollouts), generator_id="bad"))
 
 
@@ -263,9 +265,9 @@ class Readers:
         self.generator = Generator()
         self.generator._client = self.generator._connect()
         self.generator._loop = self._loop  # type: ignore[assignment]
-        version, name = WeightVersion(1, 3), {"generator_id": "g", "epoch": 1}
+        version, name = PolicyVersion(1, 3), {"generator_id": "g", "epoch": 1}
         self._to_publisher: list[Message] = [
-            Join(generator_id="g", incarnation="a"), Present(**name), Staged(**name, version=version, digest="d"),
+            Join(generator_id="g", incarnation="a"), Pong(**name), Staged(**name, version=version, digest="d"),
             Swapped(**name, version=version, checksum="c", seconds=1.0),
             SyncFailed(**name, reason="r", poisoned=True),
         ]  # fmt: skip
@@ -274,36 +276,36 @@ class Readers:
             Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), Welcome(protocol=1),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
-            Muster(epoch=1), Offer(epoch=1, version=version, tensors=(), bucket_bytes=64),
+            Ping(epoch=1), Offer(epoch=1, version=version, tensors=(), bucket_bytes=64),
             Swap(epoch=1, version=version),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             Grant(lease=msgspec.convert(_LEASE, Lease)),
-            Assemble(epoch=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0),
+            FormGroup(epoch=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0),
         ]
 
     def attack(self) -> None:
         """One spoilt message to one of the three."""
         which = self._rng.randrange(3)
         if which == 0:
-            self._frames = self._spoilt(which, self._to_publisher)
+            self._frames = self._malformed(which, self._to_publisher)
             self.publisher.newcomers()
             return
         if which == 1:
-            message = self._read(self._spoilt(which, self._to_generator))
+            message = self._read(self._malformed(which, self._to_generator))
             if message is not None:
                 self._loop.run_until_complete(self.generator._handle(message))
                 self.generator.sent.clear()
         else:
-            message = self._read(self._spoilt(which, self._to_receiver))
+            message = self._read(self._malformed(which, self._to_receiver))
             if message is not None:
                 self.receiver._handle(self, message)  # type: ignore[arg-type]
         self._read(self._mutators[3].of_bytes(self._rng.choice(self._sealed_only_by_us), b""))
 
-    def _spoilt(self, which: int, messages: list[Message]) -> Frames:
+    def _malformed(self, which: int, messages: list[Message]) -> Frames:
         mutator = self._mutators[which]
-        spoil = mutator.sealed if self._rng.random() < 0.6 else mutator.of_bytes
-        return spoil(self._rng.choice(messages), b"")
+        corrupt = mutator.sealed if self._rng.random() < 0.6 else mutator.of_bytes
+        return corrupt(self._rng.choice(messages), b"")
 
     def _read(self, frames: Frames) -> Message | None:
         try:
@@ -326,7 +328,7 @@ class Readers:
 
 
 _LEASE = {
-    "lease_id": "1.0.0", "group_id": "1.0", "attempt": 0, "order": 0, "purpose": "train", "num_answers": 2, "seed": 0,
+    "lease_id": "1.0.0", "group_id": "1.0", "attempt": 0, "prompt_index": 0, "purpose": "train", "num_completions": 2, "seed": 0,
     "prompt": {"prompt_id": "train/0", "token_ids": [1]}, "sampling": {},
 }  # fmt: skip
 

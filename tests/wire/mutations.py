@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from asyncgrpo.types import Score, VersionSpan, WeightVersion
+from asyncgrpo.types import PolicyVersion, Score, VersionSpan
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import Deliver
@@ -46,28 +46,35 @@ class Mutator:
         self._of_bytes = [
             self._flip, self._cut, self._splice, self._wrong_number, self._swap, self._noise, self._bytes_of_a_pickle,
         ]  # fmt: skip
-        self._of_headers = [self._bomb, self._nest, self._wrong_type, self._pickled_answer, self._too_long, self._left]
+        self._of_headers = [
+            self._bomb,
+            self._nest,
+            self._wrong_type,
+            self._pickled_completion,
+            self._too_long,
+            self._left,
+        ]
 
     def of_bytes(self, message: Message, payload: bytes) -> Frames:
         """The digest tells these apart from what was sent."""
         frames = [bytes(frame) for frame in encode(message, payload)]
-        spoilt = frames
-        while spoilt in (frames, self._before):
-            spoilt = self.rng.choice(self._of_bytes)(frames)
+        malformed = frames
+        while malformed in (frames, self._before):
+            malformed = self.rng.choice(self._of_bytes)(frames)
         self._before = frames
-        return spoilt
+        return malformed
 
     def sealed(self, message: Message, payload: bytes) -> Frames:
         """The same and worse, by somebody who knows how to make a digest."""
         frames = [bytes(frame) for frame in encode(message, payload)]
         if self.rng.random() < 0.4:
-            spoilt = self.rng.choice(self._of_bytes)(frames)
-            if len(spoilt) == 2:
-                spoilt = sealed(spoilt[0][8:], spoilt[1])
+            malformed = self.rng.choice(self._of_bytes)(frames)
+            if len(malformed) == 2:
+                malformed = sealed(malformed[0][8:], malformed[1])
         else:
-            spoilt = sealed(*self.rng.choice(self._of_headers)(frames[0][8:], frames[1]))
+            malformed = sealed(*self.rng.choice(self._of_headers)(frames[0][8:], frames[1]))
         self._before = frames
-        return spoilt
+        return malformed
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -115,7 +122,7 @@ class Mutator:
         ], payload
 
     def _nest(self, header: bytes, payload: bytes) -> tuple[bytes, bytes]:
-        """An answer, or any field, of arrays or maps in each other."""
+        """A completion, or any field, of arrays or maps in each other."""
         depth = self.rng.choice((100, 1_000, 60_000))
         value = self.rng.choice((b"\x91" * depth + b"\xc0", b"\x81\xa1x" * (depth // 3) + b"\xc0"))
         at = header.find(b"\xa6answer")
@@ -141,7 +148,7 @@ class Mutator:
             fields["more"] = 1
         return msgspec.msgpack.encode(fields), payload
 
-    def _pickled_answer(self, header: bytes, payload: bytes) -> tuple[bytes, bytes]:
+    def _pickled_completion(self, header: bytes, payload: bytes) -> tuple[bytes, bytes]:
         fields = msgspec.msgpack.decode(header)
         for holder in (fields, fields.get("prompt", {})):
             name = self.rng.choice(list(holder) or ["x"])
@@ -165,9 +172,11 @@ class Mutator:
 
     def lie(self, message: Deliver, payload: bytes) -> tuple[Deliver, bytes]:
         """A group that can be read, and is not true in one respect."""
-        return self.rng.choice((self._lie_about_answer, self._lie_about_group, self._lie_in_numbers))(message, payload)
+        return self.rng.choice((self._lie_about_completion, self._lie_about_group, self._lie_in_numbers))(
+            message, payload
+        )
 
-    def _lie_about_answer(self, message: Deliver, payload: bytes) -> tuple[Deliver, bytes]:
+    def _lie_about_completion(self, message: Deliver, payload: bytes) -> tuple[Deliver, bytes]:
         place = self.rng.randrange(len(message.rollouts))
         rollout = message.rollouts[place]
         num_tokens, version = rollout.num_tokens, rollout.spans[0].version
@@ -179,8 +188,8 @@ class Mutator:
             {"spans": (VersionSpan(version, 0, 1), VersionSpan(version, 0, num_tokens))},
             {"spans": tuple(VersionSpan(version, i, i + 1) for i in range(num_tokens - 1, -1, -1))},
             *(
-                {"spans": (VersionSpan(WeightVersion(lineage, number), 0, num_tokens),)}
-                for lineage, number in ((1, version.version + 2), (1, 2**53), (0, 0), (2, 0), (2**53, 1))
+                {"spans": (VersionSpan(PolicyVersion(lineage, number), 0, num_tokens),)}
+                for lineage, number in ((1, version.number + 2), (1, 2**53), (0, 0), (2, 0), (2**53, 1))
             ),
             *({"score": Score(value=x)} for x in (float("nan"), float("inf"), float("-inf"), None)),
             {"score": Score(value=1.0, failure="crash")},
@@ -195,7 +204,7 @@ class Mutator:
             {"rollouts": message.rollouts[:-1]},
             {"rollouts": message.rollouts * 2},
             {"rollouts": message.rollouts[::-1]},
-            *({"order": n} for n in (message.order + 1, 2**53)),
+            *({"prompt_index": n} for n in (message.prompt_index + 1, 2**53)),
             *({"attempt": n} for n in (message.attempt + 1, 2**53)),
             {"purpose": "eval"},
             {"group_id": "1.999999"},

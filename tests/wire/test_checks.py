@@ -1,4 +1,4 @@
-"""A group is kept only if an engine can have made it, in answer to a lease that was given."""
+"""A group is kept only if an engine can have made it, in completion to a lease that was given."""
 
 from types import UnionType
 from typing import get_args
@@ -10,18 +10,18 @@ import pytest
 from asyncgrpo import metrics
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.errors import RefusedError, WireError
-from asyncgrpo.types import Lease, Prompt, Sampling, VersionSpan, WeightVersion
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, VersionSpan
 from asyncgrpo.wire import PROTOCOL, Message, codec
 from asyncgrpo.wire.codec import ANY, AnyMessage, Kinds, decode, encode
-from asyncgrpo.wire.groups import LARGEST_LOGPROB, check_answers_lease, check_group, pack_group
+from asyncgrpo.wire.groups import LARGEST_LOGPROB, check_group, check_lease, pack_group
 from asyncgrpo.wire.rollouts import (
     Batch,
     Deliver,
     Finished,
-    Hello,
     LeaseFailed,
     Nack,
     Published,
+    Register,
     RequestEval,
     Saved,
     Serving,
@@ -32,7 +32,7 @@ from tests.wire.test_codec import change, make_group
 
 VOCABULARY = 100
 PAYLOAD = bytes(16)
-"""Two answers of one token."""
+"""Two completions of one token."""
 
 
 def refusal(message: Deliver, payload, vocabulary=VOCABULARY) -> str | None:
@@ -44,10 +44,10 @@ def refusal(message: Deliver, payload, vocabulary=VOCABULARY) -> str | None:
     return None
 
 
-def altered(answer: int, place: int, *, token: int | None = None, logprob: float | None = None):
-    """The group of three answers (3, 0 and 5 tokens), with one number of it changed."""
+def altered(completion: int, place: int, *, token: int | None = None, logprob: float | None = None):
+    """The group of three completions (3, 0 and 5 tokens), with one number of it changed."""
     group = make_group()
-    completion = group.rollouts[answer].completion
+    completion = group.rollouts[completion].completion
     if token is not None:
         completion.token_ids[place] = token
     if logprob is not None:
@@ -55,7 +55,7 @@ def altered(answer: int, place: int, *, token: int | None = None, logprob: float
     return pack_group(group)
 
 
-@pytest.mark.parametrize(("answer", "place"), [(0, 0), (0, 2), (2, 0), (2, 4)])
+@pytest.mark.parametrize(("completion", "place"), [(0, 0), (0, 2), (2, 0), (2, 4)])
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
@@ -74,8 +74,8 @@ def altered(answer: int, place: int, *, token: int | None = None, logprob: float
         ({"logprob": -float("nan")}, "not_finite"),
     ],
 )
-def test_every_number_of_every_answer_is_looked_at(answer, place, number, reason):
-    assert refusal(*altered(answer, place, **number)) == reason
+def test_every_number_of_every_answer_is_looked_at(completion, place, number, reason):
+    assert refusal(*altered(completion, place, **number)) == reason
 
 
 def test_each_number_is_judged_as_numpy_judges_it():
@@ -88,7 +88,7 @@ def test_each_number_is_judged_as_numpy_judges_it():
         assert (refusal(*altered(2, 1, logprob=number)) is None) == believed, number
 
 
-def test_answers_are_in_order():
+def test_completions_are_in_order():
     message, payload = pack_group(make_group())
     assert refusal(change(message, index=1), payload) == "schema"
     assert refusal(msgspec.structs.replace(message, rollouts=message.rollouts[::-1]), payload) == "schema"
@@ -103,10 +103,10 @@ LEASE = Lease(
     lease_id="1.7.0",
     group_id="1.7",
     attempt=0,
-    order=7,
+    prompt_index=7,
     purpose="train",
     prompt=make_group().prompt,
-    num_answers=3,
+    num_completions=3,
     sampling=Sampling(),
     seed=0,
 )
@@ -117,7 +117,7 @@ LEASE = Lease(
     [
         {"group_id": "1.8"},
         {"attempt": 1},
-        {"order": 8},
+        {"prompt_index": 8},
         {"purpose": "eval"},
         {"prompt": Prompt(prompt_id="train/8", token_ids=(1, 2, 3))},
         {"prompt": Prompt(prompt_id="train/7", token_ids=(1, 2, 4))},
@@ -125,18 +125,18 @@ LEASE = Lease(
 )
 def test_another_answer_than_was_asked_for_is_refused(fields):
     message, _ = pack_group(make_group())
-    check_answers_lease(message, LEASE, WeightVersion(1, 5))
+    check_lease(message, LEASE, PolicyVersion(1, 5))
     with pytest.raises(RefusedError, match=r"1\.7\.0") as error:
-        check_answers_lease(msgspec.structs.replace(message, **fields), LEASE, WeightVersion(1, 5))
+        check_lease(msgspec.structs.replace(message, **fields), LEASE, PolicyVersion(1, 5))
     assert error.value.reason == "lease"
 
 
 def test_weights_that_are_to_come_are_refused():
     """The version after the last published one may sample before the buffer hears of it."""
     message, _ = pack_group(make_group())  # of versions 4 and 5
-    check_answers_lease(message, LEASE, WeightVersion(1, 4))
+    check_lease(message, LEASE, PolicyVersion(1, 4))
     with pytest.raises(RefusedError, match=r"1\.5 after 1\.3") as error:
-        check_answers_lease(message, LEASE, WeightVersion(1, 3))
+        check_lease(message, LEASE, PolicyVersion(1, 3))
     assert error.value.reason == "version"
 
 
@@ -179,8 +179,8 @@ def test_a_message_that_nobody_would_read_is_not_sent():
             encode(message, payload)
 
 
-def long_hello() -> Hello:
-    return Hello(protocol=PROTOCOL, generator_id="g" * 2**16, incarnation="", window=1)
+def long_hello() -> Register:
+    return Register(protocol=PROTOCOL, generator_id="g" * 2**16, incarnation="", window=1)
 
 
 def test_what_is_for_others_is_not_decoded():
@@ -215,7 +215,7 @@ def hear_raw(served: Served, peer: str, frames) -> list[tuple[str, Message]]:
 
 
 def a_lease(served: Served):
-    served.hear("a", Hello(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
+    served.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
     served.hear("learner", Published(version=v(0)))
     served.hear("a", Serving(generator_id="a", version=v(0)))
     return served.oldest_lease()
@@ -235,7 +235,7 @@ def of_weights_to_come(message: Deliver) -> Deliver:
         ("schema", lambda m: m, PAYLOAD[:-1]),
         ("vocabulary", lambda m: m, np.array([2**31 - 1, 0, 0, 0], "<i4").tobytes()),
         ("not_finite", lambda m: m, np.array([0, np.nan, 0, 0], "<f4").tobytes()),
-        ("lease", lambda m: msgspec.structs.replace(m, order=11), PAYLOAD),
+        ("lease", lambda m: msgspec.structs.replace(m, prompt_index=11), PAYLOAD),
         ("version", of_weights_to_come, PAYLOAD),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_group_that_is_not_believed_is_counted_and_its_prompt_leased_again(rea
     assert [type(m).__name__ for _, m in sent] == ["Nack", "Grant"]
     assert sent[0][1].reason == reason and sent[0][1].lease_id == lease.lease_id
     again = served.oldest_lease()
-    assert (again.order, again.attempt) == (lease.order, 1)
+    assert (again.prompt_index, again.attempt) == (lease.prompt_index, 1)
     assert counted(reason) == before + 1
     assert hear_raw(served, "a", encode(deliver(again, 0), PAYLOAD))[0][1].lease_id == again.lease_id
     assert served.buffer.count(State.READY) == 1
@@ -256,7 +256,7 @@ def test_a_group_that_is_not_believed_is_counted_and_its_prompt_leased_again(rea
 def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     served = Served(held_out=prompts(1))
     served.hear("learner", RequestEval(step=0))
-    served.hear("a", Hello(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
+    served.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
     served.hear("learner", Published(version=v(0)))
     served.hear("a", Serving(generator_id="a", version=v(0)))
     lease = served.service._evaluations.lease_of("eval.1.0.0.0")
@@ -279,7 +279,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
         ("sender", encode(Published(version=v(3)))),
         ("sender", encode(Serving(generator_id="b", version=None))),
         ("sender", encode(LeaseFailed(generator_id="b", lease_id="1.0.0", reason=""))),
-        ("sender", encode(Hello(protocol=PROTOCOL, generator_id="b", incarnation="", window=9))),
+        ("sender", encode(Register(protocol=PROTOCOL, generator_id="b", incarnation="", window=9))),
     ],
 )
 def test_what_cannot_be_read_or_is_not_for_the_sender_to_say_changes_nothing(reason, frames):
@@ -288,7 +288,7 @@ def test_what_cannot_be_read_or_is_not_for_the_sender_to_say_changes_nothing(rea
     assert hear_raw(served, "a", frames) == [("a", Nack(group_id="", lease_id="", reason=reason))]
     assert counted(reason) == before + 1
     assert served.oldest_lease() == lease and served.buffer.version == v(0)
-    assert hear_raw(served, "stranger", frames[:1]) == [], "who never said Hello is told nothing"
+    assert hear_raw(served, "stranger", frames[:1]) == [], "who never said Register is told nothing"
 
 
 def test_a_checkpoint_that_nobody_asked_for_is_refused():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from asyncgrpo.errors import WireError
-from asyncgrpo.types import Completion, Discarded, Group, Prompt, Rollout, Score, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, Discarded, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import pack_group, unpack_group
-from asyncgrpo.wire.rollouts import Deliver, Hello, RolloutHeader
+from asyncgrpo.wire.rollouts import Deliver, Register, RolloutHeader
 
 
 def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
@@ -19,7 +19,7 @@ def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
         tokens = np.arange(length, dtype=np.int32) + index
         logprobs = -np.linspace(0.1, 2.0, length).astype(np.float32) if length else np.zeros(0, np.float32)
         half = length // 2
-        spans = [VersionSpan(WeightVersion(1, v), a, b) for v, a, b in ((4, 0, half), (5, half, length)) if b > a]
+        spans = [VersionSpan(PolicyVersion(1, v), a, b) for v, a, b in ((4, 0, half), (5, half, length)) if b > a]
         score = Score(value=0.25 * index) if index != 1 else Score(failure="timeout", detail="10 s")
         rollouts.append(Rollout(Completion(index, tokens, logprobs, tuple(spans), "stop"), score, seed=100 + index))
     prompt = Prompt(prompt_id="train/7", token_ids=(1, 2, 3), answer={"a": [1, None]}, source="gsm8k", info={"k": "v"})
@@ -27,7 +27,7 @@ def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
         group_id=group_id,
         lease_id=f"{group_id}.0",
         attempt=0,
-        order=7,
+        prompt_index=7,
         purpose="train",
         prompt=prompt,
         rollouts=tuple(rollouts),
@@ -50,7 +50,7 @@ def test_a_group_comes_back_as_it_was_sent():
         assert np.array_equal(mine.completion.token_ids, theirs.completion.token_ids)
         assert np.array_equal(mine.completion.logprobs, theirs.completion.logprobs)
         assert mine.completion.spans == theirs.completion.spans
-    assert back.versions == [WeightVersion(1, 4), WeightVersion(1, 5)]
+    assert back.versions == [PolicyVersion(1, 4), PolicyVersion(1, 5)]
 
 
 def test_every_flipped_bit_is_refused():
@@ -81,10 +81,10 @@ def change(message: Deliver, **fields) -> Deliver:
         ({"num_tokens": 4}, "payload has"),
         ({"num_tokens": -3}, "negative length"),
         ({"spans": ()}, "end at 0 of 3"),
-        ({"spans": (VersionSpan(WeightVersion(1, 4), 1, 3),)}, "do not partition"),
-        ({"spans": (VersionSpan(WeightVersion(1, 4), 0, 9),)}, "end at 9 of 3"),
+        ({"spans": (VersionSpan(PolicyVersion(1, 4), 1, 3),)}, "do not partition"),
+        ({"spans": (VersionSpan(PolicyVersion(1, 4), 0, 9),)}, "end at 9 of 3"),
         (
-            {"spans": (VersionSpan(WeightVersion(1, 5), 0, 1), VersionSpan(WeightVersion(1, 4), 1, 3))},
+            {"spans": (VersionSpan(PolicyVersion(1, 5), 0, 1), VersionSpan(PolicyVersion(1, 4), 1, 3))},
             "versions decrease",
         ),
         ({"score": Score()}, "value or a named failure"),
@@ -116,12 +116,12 @@ def test_a_logprob_that_is_not_finite_is_refused():
 
 
 def test_unknown_fields_and_unknown_kinds_are_refused():
-    good = {"kind": "Hello", "protocol": 1, "generator_id": "g", "incarnation": "a", "window": 2}
+    good = {"kind": "Register", "protocol": 1, "generator_id": "g", "incarnation": "a", "window": 2}
     for bad in ({**good, "more": 1}, {**good, "kind": "Nonsense"}, {**good, "window": "2"}):
         import xxhash
 
         header = msgspec.msgpack.encode(bad)
         with pytest.raises(WireError, match="no known message"):
             decode([xxhash.xxh3_64(header).digest() + header, b""])
-    message, _ = decode(encode(Hello(protocol=1, generator_id="g", incarnation="a", window=2)))
-    assert message == Hello(protocol=1, generator_id="g", incarnation="a", window=2)
+    message, _ = decode(encode(Register(protocol=1, generator_id="g", incarnation="a", window=2)))
+    assert message == Register(protocol=1, generator_id="g", incarnation="a", window=2)

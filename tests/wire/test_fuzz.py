@@ -6,9 +6,9 @@ import time
 import pytest
 
 from asyncgrpo.buffer import service
-from asyncgrpo.types import WeightVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import PROTOCOL, codec
-from asyncgrpo.wire.rollouts import Ack, Grant, Hello, Nack, Published, Serving
+from asyncgrpo.wire.rollouts import Ack, Grant, Nack, Published, Register, Serving
 from asyncgrpo.wire.sockets import Client
 from tests.buffer.test_service import Plane, plane  # noqa: F401
 from tests.wire.fuzz import answered, fuzz
@@ -36,7 +36,7 @@ def test_spoilt_frames_change_nothing():
     ("place", "name", "fault", "noticed"),
     [
         (service, "check_group", lambda *_: None, Exception),
-        (service, "check_answers_lease", lambda *_: None, AssertionError),
+        (service, "check_lease", lambda *_: None, AssertionError),
         (codec, "_digest", lambda header, payload: b"12345678", Exception),
         (service.BufferService, "_check_sender", lambda *_: None, KeyError),
     ],
@@ -58,17 +58,19 @@ def test_the_canary_sings(tmp_path):
 
 def test_spoilt_frames_over_a_real_socket(plane: Plane):  # noqa: F811
     """The connection of whoever sends them is kept, and a good group on it is taken in."""
-    version = WeightVersion(1, 0)
+    version = PolicyVersion(1, 0)
     plane.start()
     (lease, _) = plane.leases(2)
     mutator = Mutator(3, "nowhere")
     bad = Client(plane.generator.endpoint, "generator-1-a")
-    bad.send(Hello(protocol=PROTOCOL, generator_id="generator-1", incarnation="a", window=1))
+    bad.send(Register(protocol=PROTOCOL, generator_id="generator-1", incarnation="a", window=1))
     for number in range(400):
         message, payload = answered(lease, version)
-        spoilt = mutator.of_bytes(message, payload) if number % 2 else mutator.of_bytes(Published(version=version), b"")
-        if spoilt:
-            bad._socket.send_multipart(spoilt)
+        malformed = (
+            mutator.of_bytes(message, payload) if number % 2 else mutator.of_bytes(Published(version=version), b"")
+        )
+        if malformed:
+            bad._socket.send_multipart(malformed)
     bad.send(Serving(generator_id="generator-1", version=version))
     refused, deadline = 0, time.monotonic() + 20.0
     while refused < 300 and time.monotonic() < deadline:

@@ -14,11 +14,11 @@ from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import sockets
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import pack_group
-from asyncgrpo.wire.rollouts import Hello, Welcome
+from asyncgrpo.wire.rollouts import Register, Welcome
 from asyncgrpo.wire.sockets import AsyncClient, Client, Keys, Server, is_loopback
 from tests.wire.test_codec import make_group
 
-HELLO = Hello(protocol=1, generator_id="g", incarnation="a", window=1)
+REGISTER = Register(protocol=1, generator_id="g", incarnation="a", window=1)
 
 
 @pytest.fixture
@@ -30,14 +30,14 @@ def server():
 
 def test_a_message_and_its_answer(server):
     client = Client(server.endpoint, "g")
-    client.send(HELLO)
+    client.send(REGISTER)
     received = server.receive(5.0)
     assert received is not None
     peer, frames = received
-    assert peer == "g" and decode(frames)[0] == HELLO
+    assert peer == "g" and decode(frames)[0] == REGISTER
     assert server.send(peer, Welcome(protocol=1))
-    answer = client.receive(5.0)
-    assert answer is not None and answer[0] == Welcome(protocol=1)
+    completion = client.receive(5.0)
+    assert completion is not None and completion[0] == Welcome(protocol=1)
     client.close()
 
 
@@ -52,7 +52,7 @@ def test_peers_are_told_the_address_that_was_bound():
     """Another than the host is known by: what is bound to one address does not hear what is sent to another."""
     server = Server("127.0.0.2", advertise="127.0.0.1")
     client = Client(server.endpoint, "g")
-    client.send(HELLO)
+    client.send(REGISTER)
     assert server.receive(5.0) is not None
     client.close()
     server.close()
@@ -84,8 +84,8 @@ async def test_the_asyncio_client_speaks_the_same(server):
 
 async def test_what_is_sent_together_arrives_one_by_one(server):
     waiting, client = AsyncClient(server.endpoint, "a"), Client(server.endpoint, "b")
-    await waiting.send(HELLO)
-    client.send(HELLO)
+    await waiting.send(REGISTER)
+    client.send(REGISTER)
     assert {server.receive(5.0)[0], server.receive(5.0)[0]} == {"a", "b"}
     with server.together():
         for number in range(5):
@@ -101,7 +101,7 @@ async def test_what_is_sent_together_arrives_one_by_one(server):
 
 def test_a_broken_message_does_not_hide_those_beside_it(server):
     client = Client(server.endpoint, "g")
-    client.send(HELLO)
+    client.send(REGISTER)
     server.receive(5.0)
     good, broken = encode(Welcome(protocol=1)), encode(Welcome(protocol=2))
     server._socket.send_multipart([b"g", *good, broken[0][:-1], broken[1], *good, b"half"])
@@ -128,11 +128,11 @@ async def test_a_client_that_was_refused_says_so(monkeypatch):
     stranger, waiting = Client(server.endpoint, "a", theirs), AsyncClient(server.endpoint, "b", theirs)
     with pytest.raises(WireError, match="refused the keys"):
         for _ in range(200):
-            stranger.send(HELLO)
+            stranger.send(REGISTER)
             time.sleep(0.05)
     with pytest.raises(WireError, match="refused the keys"):
         for _ in range(200):
-            await waiting.send(HELLO)
+            await waiting.send(REGISTER)
             await asyncio.sleep(0.05)
     for end in (stranger, waiting, server):
         end.close()
@@ -160,11 +160,11 @@ def test_only_a_client_with_the_run_s_keys_is_heard():
     friend = Client(server.endpoint, "friend", keys)
     strangers = [Client(server.endpoint, "plain"), Client(server.endpoint, "other", Keys.make())]
     strangers.append(Client(server.endpoint, "own-pair", replace(Keys.make(), server_public=keys.server_public)))
-    friend.send(HELLO)
+    friend.send(REGISTER)
     for stranger in strangers:
         # Before the handshake failed a message is queued, after it there is nobody to queue it for.
         with contextlib.suppress(WireError):
-            stranger.send(HELLO)
+            stranger.send(REGISTER)
     received = server.receive(5.0)
     assert received is not None and received[0] == "friend"
     assert server.receive(0.3) is None

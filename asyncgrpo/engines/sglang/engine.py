@@ -26,7 +26,7 @@ from torch import Tensor
 
 from asyncgrpo.engines.base import Request, check_request
 from asyncgrpo.errors import EngineError, RequestError
-from asyncgrpo.types import Completion, Sampling, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, PolicyVersion, Sampling, VersionSpan
 
 # -- keeping the host process as it was --------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ LOG_OF_ZERO = -1e30
 
 
 def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
-    """SGLang's parameters of a request; `room` is what the context leaves for an answer, tokens."""
+    """SGLang's parameters of a request; `room` is what the context leaves for a completion, tokens."""
     return {
         "temperature": sampling.temperature,  # at 0 SGLang takes the likeliest token
         "top_p": sampling.top_p,
@@ -74,10 +74,10 @@ def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
 
 
 def completion_of(output: dict[str, Any], index: int) -> Completion:
-    """What SGLang returned for one answer. A stop token is its last token. Raises EngineError if a number is broken."""
+    """What SGLang returned for one completion. A stop token is its last token. Raises EngineError if a number is broken."""
     meta = output["meta_info"]
     token_ids = np.array(output["output_ids"], dtype=np.int32)
-    # An answer that was aborted before its first token may have the log-prob of a token that was not kept.
+    # A completion that was aborted before its first token may have the log-prob of a token that was not kept.
     logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
@@ -91,7 +91,7 @@ def completion_of(output: dict[str, Any], index: int) -> Completion:
         token_ids=token_ids,
         logprobs=logprobs,
         spans=tuple(
-            VersionSpan(WeightVersion.parse(span["version"]), span["start"], span["end"])
+            VersionSpan(PolicyVersion.parse(span["version"]), span["start"], span["end"])
             for span in spans
             if span["start"] < span["end"]
         ),
@@ -122,7 +122,7 @@ class SGLangEngine:
         max_context: int,
         device: str = "auto",
         tensor_parallel: int = 1,
-        max_answers: int = 256,
+        max_completions: int = 256,
         memory_fraction: float = 0.85,
         prefix_cache: bool = True,
         random_seed: int = 0,
@@ -133,12 +133,12 @@ class SGLangEngine:
         Args:
             model_path: folder in Hugging Face's format, or its hub id.
             dtype: of weights, keys and values.
-            max_context: longest prompt plus answer, tokens; an answer that reaches it ends with "length".
+            max_context: longest prompt plus completion, tokens; a completion that reaches it ends with "length".
             device: "cuda", "cpu", or "auto": cuda where there is a GPU.
             tensor_parallel: GPUs of this engine.
-            max_answers: answers that run at once; more wait.
+            max_completions: completions that run at once; more wait.
             memory_fraction: share of GPU memory for weights and cache.
-            prefix_cache: answers share the keys and values of common prefixes, never across weight versions.
+            prefix_cache: completions share the keys and values of common prefixes, never across weight versions.
             random_seed: of SGLang's sampling; the same seed and the same requests in the same batches repeat.
             extra: further arguments of `sglang.Engine`; they override all others.
         """
@@ -147,7 +147,7 @@ class SGLangEngine:
         self.max_context = max_context
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         self.tensor_parallel = tensor_parallel
-        self.max_answers = max_answers
+        self.max_completions = max_completions
         self.memory_fraction = memory_fraction
         self.prefix_cache = prefix_cache
         self.random_seed = random_seed
@@ -158,10 +158,10 @@ class SGLangEngine:
         self._engine: Any = None
 
     @property
-    def version(self) -> WeightVersion:
+    def version(self) -> PolicyVersion:
         return self._version
 
-    async def start(self, version: WeightVersion) -> None:
+    async def start(self, version: PolicyVersion) -> None:
         """Blocks the event loop until the model is loaded: SGLang's processes must be children of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise EngineError("the sglang engine must be started from the main thread of its process")
@@ -179,7 +179,7 @@ class SGLangEngine:
                     max_context=self.max_context,
                     device=self.device,
                     tensor_parallel=self.tensor_parallel,
-                    max_answers=self.max_answers,
+                    max_completions=self.max_completions,
                     memory_fraction=self.memory_fraction,
                 )
                 switches = {"disable_radix_cache": not self.prefix_cache, "random_seed": self.random_seed}
@@ -193,14 +193,14 @@ class SGLangEngine:
         await self._manager.freeze_gc()
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
         self._require_running()
         if self._failure:
             raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
         if request_id in self._requests:
             raise EngineError(f"request {request_id} is already in flight")
-        request = Request(request_id, prompt, num_answers, sampling, seed)
+        request = Request(request_id, prompt, num_completions, sampling, seed)
         check_request(request, vocab_size=self._manager.model_config.vocab_size, max_context=self.max_context)
         running = self._requests[request_id] = _Running(request)
         self._spawn(running, self._submit(running))
@@ -219,7 +219,7 @@ class SGLangEngine:
     async def load_weights(
         self,
         tensors: Iterable[tuple[str, Tensor]],
-        version: WeightVersion,
+        version: PolicyVersion,
         *,
         keep_kv: bool = True,
         partial: bool = False,
@@ -247,7 +247,7 @@ class SGLangEngine:
         return str(digest)
 
     async def probe(self) -> None:
-        """Every scheduler answers between two batches; a long prefill is cut into several."""
+        """Every scheduler completions between two batches; a long prefill is cut into several."""
         self._require_running()
         await self._reply(self._manager.get_internal_state())
 
@@ -280,30 +280,30 @@ class SGLangEngine:
         loop.add_signal_handler(signal.SIGQUIT, self._die, "one of its processes died")
 
     async def _submit(self, running: "_Running") -> None:
-        """Send all answers of a request to the scheduler in one message, which costs much less than one for each."""
+        """Send all completions of a request to the scheduler in one message, which costs much less than one for each."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request, manager = running.request, self._manager
         await self._may_submit.wait()
         if running.is_aborted:
-            for answer in request.answers:
-                answer.complete([], [], "abort")
+            for completion in request.pending:
+                completion.complete([], [], "abort")
             return
         # Nothing waits from here until the message is sent, so the version is still right when it is. Told to abort an
         # id, SGLang ends every request whose id starts with it; a number of fixed width in front keeps them apart.
-        num_answers = len(request.answers)
+        num_completions = len(request.pending)
         call = GenerateReqInput(
-            rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_answers)],
-            input_ids=[list(request.prompt)] * num_answers,
+            rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_completions)],
+            input_ids=[list(request.prompt)] * num_completions,
             sampling_params=sampling_params(request.sampling, room=self.max_context - len(request.prompt)),
             return_logprob=True,
-            extra_key=[str(self._version)] * num_answers if self.prefix_cache else None,
+            extra_key=[str(self._version)] * num_completions if self.prefix_cache else None,
         )
         call.normalize_batch_and_arguments()
         manager._init_req_state(call)
         running.rids = call.rid
-        await manager._send_batch_request(await manager._batch_tokenize_and_process(num_answers, call))
-        for index in range(num_answers):
+        await manager._send_batch_request(await manager._batch_tokenize_and_process(num_completions, call))
+        for index in range(num_completions):
             self._spawn(running, self._receive(request, index, manager._wait_one_response(call[index])))
 
     async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
@@ -322,7 +322,7 @@ class SGLangEngine:
         running.tasks.append(asyncio.create_task(guarded()))
 
     async def _replace_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, keep_kv: bool
+        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, keep_kv: bool
     ) -> None:
         from asyncgrpo.engines.sglang.weights import replace_weights
 
@@ -338,7 +338,7 @@ class SGLangEngine:
 
     async def _reply(self, call: Coroutine[Any, Any, T]) -> T:
         """What SGLang answers, or EngineError if it dies first. Cancelling the caller leaves the call under way: SGLang
-        would take its late answer for that of the next call."""
+        would take its late completion for that of the next call."""
         task = asyncio.create_task(call)
         awaited: list[asyncio.Future[Any]] = [task, self._death]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -361,7 +361,7 @@ class SGLangEngine:
             self._end(running)
 
     def _end(self, running: "_Running") -> None:
-        """Nobody waits for its answers any more."""
+        """Nobody waits for its completions any more."""
         for task in running.tasks:
             task.cancel()
         self._abort(running)

@@ -129,7 +129,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
 
 CONTEXT_RESERVE = 7
-"""Tokens by which SGLang's context must exceed the longest prompt plus answer: it keeps that many to itself."""
+"""Tokens by which SGLang's context must exceed the longest prompt plus completion: it keeps that many to itself."""
 CACHE_BYTES_ON_CPU = 1 << 30
 """Largest cache of keys and values without a GPU."""
 
@@ -138,7 +138,7 @@ class OurScheduler(scheduler.Scheduler):
     """SGLang's scheduler, with two promises more.
 
     A request that still waits for its first token when the weights change starts under the new ones, so its prefix is
-    looked up among theirs: otherwise it would find keys that the old weights computed. And an answer ends at the stop
+    looked up among theirs: otherwise it would find keys that the old weights computed. And a completion ends at the stop
     tokens of its request only; SGLang adds the model's own end tokens, and with `ignore_eos` heeds neither.
     """
 
@@ -163,7 +163,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def raise_launch_failure(signum: int, frame: object) -> None:
-    """SIGQUIT is how a child says that it cannot start; SGLang's own answer is to kill this process."""
+    """SIGQUIT is how a child says that it cannot start; SGLang's own completion is to kill this process."""
     signal.signal(signum, signal.SIG_IGN)
     raise EngineError("one of its processes could not start; the reason is in its output above")
 
@@ -248,7 +248,7 @@ def arguments(
     max_context: int,
     device: str,
     tensor_parallel: int,
-    max_answers: int,
+    max_completions: int,
     memory_fraction: float,
 ) -> dict[str, Any]:
     """Of SGLang's engine, for what `SGLangEngine` was asked. Raises EngineError if the model cannot attend that far."""
@@ -264,7 +264,7 @@ def arguments(
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
         "context_length": context,
-        "max_running_requests": max_answers,
+        "max_running_requests": max_completions,
         "tp_size": tensor_parallel,
         "skip_tokenizer_init": True,
         "log_level": "error",
@@ -277,7 +277,7 @@ def arguments(
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
         "sleep_on_idle": True,
-        "max_total_tokens": max(context, min(max_answers * context, room)),
+        "max_total_tokens": max(context, min(max_completions * context, room)),
     }
 
 

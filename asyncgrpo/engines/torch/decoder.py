@@ -5,12 +5,12 @@ there is a mask, which on a CPU is most of a decode step. Here the query heads o
 attention instead: the same sum without the copy. Everything else is left to transformers' own `sdpa`.
 
 Slot r belongs to row r of the running batch. Rows are kept dense (0 .. R-1), so that one decode step reads a view of
-the block and copies nothing; the price is one copy of a slot when an answer in the middle ends.
+the block and copies nothing; the price is one copy of a slot when a completion in the middle ends.
 
-admit ──▶ prefill each prompt once, copy its keys and values to the rows of its answers
-    step  ──▶ one forward over one token per running row ──▶ sample ──▶ answers that ended leave
+admit ──▶ prefill each prompt once, copy its keys and values to the rows of its completions
+    step  ──▶ one forward over one token per running row ──▶ sample ──▶ completions that ended leave
 
-A row holds one running answer: its tokens here, its keys and values in the slot of the same number. The cache of a row
+A row holds one running completion: its tokens here, its keys and values in the slot of the same number. The cache of a row
 of n tokens holds n - 1 of them; the last one is what the next step feeds. So a prompt is prefilled without its last
 token, and the first sampled token comes out of an ordinary step.
 """
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
-from asyncgrpo.engines.base import Answer, Request
+from asyncgrpo.engines.base import PendingCompletion, Request
 from asyncgrpo.engines.torch.sampling import Knobs, sample, uniforms
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import FinishReason, WeightVersion
+from asyncgrpo.types import FinishReason, PolicyVersion
 
 # -- attention of one new token a row ----------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ _ROW = np.dtype(
     [
         ("prompt_length", np.int64),
         ("length", np.int64),  # tokens so far, prompt included
-        ("limit", np.int64),  # the answer ends when `length` reaches it
+        ("limit", np.int64),  # the completion ends when `length` reaches it
         ("seed", np.uint64),
         ("temperature", np.float32),
         ("top_p", np.float64),
@@ -161,43 +161,43 @@ _ROW = np.dtype(
 class Decoder:
     """Owns the rows and the cache. Every method leaves a batch that can go on, unless it raises: then `clear`."""
 
-    def __init__(self, model: PreTrainedModel, *, max_context: int, max_answers: int):
+    def __init__(self, model: PreTrainedModel, *, max_context: int, max_completions: int):
         self.max_context = max_context
-        self.max_answers = max_answers
+        self.max_completions = max_completions
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._model = model
         self._device: torch.device = model.device  # a search through all modules, so done once
-        self._cache = SlotCache(max_answers, max_context)
-        self._answers: list[Answer] = []  # by row; rows are dense
-        self._rows = np.zeros(max_answers, _ROW)
-        self._tokens = np.zeros((max_answers, max_context), np.int32)
-        self._logprobs = np.zeros((max_answers, max_context), np.float32)  # of the tokens, at the same places
-        self._stops = np.full((max_answers, 1), -1)  # grows to the longest list of stop tokens
+        self._cache = SlotCache(max_completions, max_context)
+        self._running: list[PendingCompletion] = []  # by row; rows are dense
+        self._rows = np.zeros(max_completions, _ROW)
+        self._tokens = np.zeros((max_completions, max_context), np.int32)
+        self._logprobs = np.zeros((max_completions, max_context), np.float32)  # of the tokens, at the same places
+        self._stops = np.full((max_completions, 1), -1)  # grows to the longest list of stop tokens
         self._knobs: Knobs | None = None  # None: rows changed since it was made
 
     @property
     def num_running(self) -> int:
-        return len(self._answers)
+        return len(self._running)
 
     @property
     def num_free(self) -> int:
-        return self.max_answers - len(self._answers)
+        return self.max_completions - len(self._running)
 
     @torch.inference_mode()
-    def admit(self, batches: Sequence[Sequence[Answer]], version: WeightVersion) -> None:
-        """Give each answer a row. The answers of one batch share their request, which is prefilled once."""
+    def admit(self, batches: Sequence[Sequence[PendingCompletion]], version: PolicyVersion) -> None:
+        """Give each completion a row. The completions of one batch share their request, which is prefilled once."""
         slots: list[list[int]] = []
-        for answers in batches:
-            slots.append(list(range(self.num_running, self.num_running + len(answers))))
-            self._add(answers[0].request, answers, slots[-1])
-            for answer in answers:
-                answer.sampled_by(version, 0)
+        for completions in batches:
+            slots.append(list(range(self.num_running, self.num_running + len(completions))))
+            self._add(completions[0].request, completions, slots[-1])
+            for completion in completions:
+                completion.sampled_by(version, 0)
         self._knobs = None
-        self._prefill([np.array(answers[0].request.prompt[:-1]) for answers in batches], slots)
+        self._prefill([np.array(completions[0].request.prompt[:-1]) for completions in batches], slots)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Sample one token in every row; the answers that ended are handed over and leave."""
+        """Sample one token in every row; the completions that ended are handed over and leave."""
         num_rows = self.num_running
         all_rows, row = np.arange(num_rows), self._rows[:num_rows]
         lengths = row["length"]
@@ -216,14 +216,14 @@ class Decoder:
             self._remove(np.flatnonzero(ended), ["stop" if stop else "length" for stop in stopped[ended]])
 
     def end(self, request: Request) -> None:
-        """Every running answer of the request leaves with what it has."""
-        rows = [row for row, answer in enumerate(self._answers) if answer.request is request]
+        """Every running completion of the request leaves with what it has."""
+        rows = [row for row, completion in enumerate(self._running) if completion.request is request]
         self._remove(np.array(rows, np.int64), ["abort"] * len(rows))
 
-    def change_version(self, version: WeightVersion) -> None:
+    def change_version(self, version: PolicyVersion) -> None:
         """From now on tokens are sampled by `version`."""
-        for answer, row in zip(self._answers, self._rows, strict=False):
-            answer.sampled_by(version, int(row["length"] - row["prompt_length"]))
+        for completion, row in zip(self._running, self._rows, strict=False):
+            completion.sampled_by(version, int(row["length"] - row["prompt_length"]))
 
     @torch.inference_mode()
     def recompute(self) -> None:
@@ -237,19 +237,19 @@ class Decoder:
     @torch.inference_mode()
     def clear(self) -> None:
         """Forget every row, after a failure."""
-        self._answers.clear()
+        self._running.clear()
         self._knobs = None
         self._cache.wipe()
 
-    def _add(self, request: Request, answers: Sequence[Answer], slots: list[int]) -> None:
+    def _add(self, request: Request, completions: Sequence[PendingCompletion], slots: list[int]) -> None:
         prompt, sampling = request.prompt, request.sampling
         limit = min(len(prompt) + sampling.max_tokens, self.max_context)
-        for slot, answer in zip(slots, answers, strict=True):
+        for slot, completion in zip(slots, completions, strict=True):
             self._rows[slot] = (
                 len(prompt),
                 len(prompt),
                 limit,
-                answer.seed & 0xFFFF_FFFF_FFFF_FFFF,
+                completion.seed & 0xFFFF_FFFF_FFFF_FFFF,
                 sampling.temperature,
                 sampling.top_p,
                 sampling.top_k,
@@ -260,13 +260,13 @@ class Decoder:
             self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=-1)
         self._stops[slots] = -1
         self._stops[slots, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        self._answers.extend(answers)
+        self._running.extend(completions)
 
     def _remove(self, rows: np.ndarray, reasons: Iterable[FinishReason]) -> None:
-        """Complete the answers of `rows` (ascending) and move the last rows into the holes they leave."""
+        """Complete the completions of `rows` (ascending) and move the last rows into the holes they leave."""
         for row, reason in zip(rows, reasons, strict=True):
             sampled = slice(self._rows["prompt_length"][row], self._rows["length"][row])
-            self._answers[row].complete(self._tokens[row, sampled], self._logprobs[row, sampled], reason)
+            self._running[row].complete(self._tokens[row, sampled], self._logprobs[row, sampled], reason)
         num_left = self.num_running - len(rows)
         holes = rows[rows < num_left]
         stays = np.ones(self.num_running, bool)
@@ -276,11 +276,11 @@ class Decoder:
             for table in (self._rows, self._tokens, self._logprobs, self._stops):
                 table[holes] = table[movers]
             for hole, mover in zip(holes, movers, strict=True):
-                self._answers[hole] = self._answers[mover]
+                self._running[hole] = self._running[mover]
             longest = int(self._rows["length"][holes].max())
             with torch.inference_mode():
                 self._cache.move(self._on_device(movers), self._on_device(holes), longest)
-        del self._answers[num_left:]
+        del self._running[num_left:]
         self._knobs = None
 
     def _prefill(self, sequences: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:

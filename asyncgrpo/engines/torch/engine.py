@@ -3,7 +3,7 @@
 For machines where SGLang cannot be installed, for small models, and for tests that need to know exactly which weights
 made which number. It keeps every promise of `engine.Engine`; what it leaves to SGLang is speed on large models.
 
-    generate ──▶ waiting (first come, first served) ──▶ Decoder: one token for every running answer per step
+    generate ──▶ waiting (first come, first served) ──▶ Decoder: one token for every running completion per step
         ▲                                                  │
         └───────────── completions, one by one ◀───────────┘      load_weights and abort come between two steps
 
@@ -21,11 +21,11 @@ import xxhash
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncgrpo.engines.base import Answer, Request, check_request
+from asyncgrpo.engines.base import PendingCompletion, Request, check_request
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.decoder import Decoder
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, Sampling, WeightVersion
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from asyncgrpo.weights.files import disk_tensors
 
 # -- weights in place --------------------------------------------------------------------------------------------------
@@ -87,30 +87,30 @@ log = logging.getLogger(__name__)
 class TorchEngine:
     """See `engine.Engine` for the methods.
 
-    Answers of one request start together, when there is room for all of them. Noise depends only on the seed of an
-    answer and the place of the token; logits depend in their last bits on the shape of the batch, as in every engine.
+    Completions of one request start together, when there is room for all of them. Noise depends only on the seed of an
+    completion and the place of the token; logits depend in their last bits on the shape of the batch, as in every engine.
     A failure reaches every request in flight, and from then on `generate` refuses until `load_weights` succeeds.
     """
 
     def __init__(
-        self, model_path: str, *, dtype: torch.dtype, device: torch.device, max_context: int, max_answers: int = 256
+        self, model_path: str, *, dtype: torch.dtype, device: torch.device, max_context: int, max_completions: int = 256
     ):
         """Nothing is loaded before `start`.
 
         Args:
             model_path: folder in Hugging Face's format.
             dtype: of weights, keys and values; log-probs are float32 whatever it is.
-            max_context: longest prompt plus answer, tokens; an answer that reaches it ends with "length".
-            max_answers: answers that run at once. With `max_context` it fixes the memory of keys and values.
+            max_context: longest prompt plus completion, tokens; a completion that reaches it ends with "length".
+            max_completions: completions that run at once. With `max_context` it fixes the memory of keys and values.
         """
         self.model_path = model_path
         self.dtype = dtype
         self.device = device
         self.max_context = max_context
-        self.max_answers = max_answers
+        self.max_completions = max_completions
         self._requests: dict[str, Request] = {}
         # Bounded by the caller, who decides how many requests are in flight. Each entry enters the batch as a whole.
-        self._waiting: deque[list[Answer]] = deque()
+        self._waiting: deque[list[PendingCompletion]] = deque()
         self._work = asyncio.Event()
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._decoder: Decoder | None = None
@@ -118,14 +118,14 @@ class TorchEngine:
         self._stepping: asyncio.Task[None] | None = None
 
     @property
-    def version(self) -> WeightVersion:
+    def version(self) -> PolicyVersion:
         return self._version
 
-    async def start(self, version: WeightVersion) -> None:
+    async def start(self, version: PolicyVersion) -> None:
         try:
             self._model = await asyncio.to_thread(self._read_model)
             self._places = _places(self._model)
-            decoder = Decoder(self._model, max_context=self.max_context, max_answers=self.max_answers)
+            decoder = Decoder(self._model, max_context=self.max_context, max_completions=self.max_completions)
             _try_out(decoder)
         except Exception as error:
             raise EngineError(f"the torch engine cannot start with the model {self.model_path}: {error}") from error
@@ -135,18 +135,18 @@ class TorchEngine:
         self._stepping = asyncio.create_task(self._run(decoder), name="torch-engine")
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_answers: int, sampling: Sampling, seed: int
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
         decoder = self._running_decoder()
         if self._failure:
             raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
         if request_id in self._requests:
             raise EngineError(f"request {request_id} is already in flight")
-        request = Request(request_id, prompt, num_answers, sampling, seed)
+        request = Request(request_id, prompt, num_completions, sampling, seed)
         check_request(request, vocab_size=decoder.vocab_size, max_context=self.max_context)
         self._requests[request_id] = request
-        for first in range(0, num_answers, self.max_answers):
-            self._waiting.append(request.answers[first : first + self.max_answers])
+        for first in range(0, num_completions, self.max_completions):
+            self._waiting.append(request.pending[first : first + self.max_completions])
         self._work.set()
         try:
             async for completion in request.completions():
@@ -162,7 +162,7 @@ class TorchEngine:
     async def load_weights(
         self,
         tensors: Iterable[tuple[str, Tensor]],
-        version: WeightVersion,
+        version: PolicyVersion,
         *,
         keep_kv: bool = True,
         partial: bool = False,
@@ -188,7 +188,7 @@ class TorchEngine:
         return weights_digest(disk_tensors(self._model).items())
 
     async def probe(self) -> None:
-        """The model runs on the caller's own loop: who can ask has the answer."""
+        """The model runs on the caller's own loop: who can ask has the completion."""
 
     async def close(self) -> None:
         self._fail(EngineError("the engine was closed"))
@@ -224,14 +224,14 @@ class TorchEngine:
 
     def _end(self, request: Request) -> None:
         """Complete every answer of the request with what it has; no-op for those that are complete."""
-        if all(answer.is_complete for answer in request.answers):
+        if all(completion.is_complete for completion in request.pending):
             return
         if self._decoder:
             self._decoder.end(request)
-        self._waiting = deque(answers for answers in self._waiting if answers[0].request is not request)
-        for answer in request.answers:
-            if not answer.is_complete:
-                answer.complete([], [], "abort")
+        self._waiting = deque(completions for completions in self._waiting if completions[0].request is not request)
+        for completion in request.pending:
+            if not completion.is_complete:
+                completion.complete([], [], "abort")
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure
@@ -267,10 +267,10 @@ def _places(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _try_out(decoder: Decoder) -> None:
-    """One answer of one token: takes the memory of the cache, and shows here and now if the model cannot run."""
+    """One completion of one token: takes the memory of the cache, and shows here and now if the model cannot run."""
     request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
     check_request(request, vocab_size=decoder.vocab_size, max_context=decoder.max_context)
-    decoder.admit([request.answers], WeightVersion(0, 0))
+    decoder.admit([request.pending], PolicyVersion(0, 0))
     decoder.step()
 
 

@@ -1,7 +1,7 @@
 """How the `torch` engine turns logits into tokens: a whole batch at once, each row with its own knobs and noise.
 
-Noise is counted, not stateful: the number that decides token t of an answer is a hash of the answer's seed and t, so an
-answer does not depend on what else is in its batch. Which token the number picks is the inverse of the distribution
+Noise is counted, not stateful: the number that decides token t of a completion is a hash of the completion's seed and t, so an
+completion does not depend on what else is in its batch. Which token the number picks is the inverse of the distribution
 function, in the order of the vocabulary.
 """
 
@@ -49,7 +49,7 @@ class Knobs:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each pair of seed ([R] uint64) and position in the answer ([R] int64): [R] float64.
+    """One number in [0, 1) for each pair of seed ([R] uint64) and position in the completion ([R] int64): [R] float64.
 
     A stream of SplitMix64 per seed, started at a mixed seed so that neighbouring seeds share nothing.
     52 bits, so that u * total stays below total in float64.

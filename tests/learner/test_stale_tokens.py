@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.types import Completion, Group, VersionSpan, WeightVersion
+from asyncgrpo.types import Completion, Group, PolicyVersion, VersionSpan
 from tests.learner.helpers import VERSION, assert_same_gradient, config, disturb, random_groups, step_and_gradient
 from tests.models import make_tiny_qwen3
 
-LONG_AGO = WeightVersion(VERSION.lineage, VERSION.version - 2)
+LONG_AGO = PolicyVersion(VERSION.lineage, VERSION.number - 2)
 CASES = {
     "token-mean": {},
     "seq-mean-token-sum": {"aggregation": "seq-mean-token-sum"},
@@ -39,7 +39,7 @@ def gradient_of(path, algorithm: dict, groups: list[Group], policy: str) -> tupl
     return report.diagnostics, gradient
 
 
-def sampled_by(groups: list[Group], first: WeightVersion, then: WeightVersion) -> list[Group]:
+def sampled_by(groups: list[Group], first: PolicyVersion, then: PolicyVersion) -> list[Group]:
     """The same groups: `first` sampled the first 40 % of every answer, `then` the rest."""
 
     def spans(completion: Completion) -> tuple[VersionSpan, ...]:
@@ -74,9 +74,9 @@ def test_the_share_without_weight_is_reported_and_the_bound_itself_is_not_too_ol
     groups = random_groups(4, 3)
     lengths = np.array([len(r.completion.token_ids) for g in groups for r in g.rollouts])
     told, _ = gradient_of(path, {}, sampled_by(groups, LONG_AGO, VERSION), "mask")
-    assert told["aged_dropped"] == pytest.approx((0.4 * lengths).astype(int).sum() / lengths.sum())
-    at_the_bound = WeightVersion(VERSION.lineage, VERSION.version - 1)
+    assert told["stale_dropped"] == pytest.approx((0.4 * lengths).astype(int).sum() / lengths.sum())
+    at_the_bound = PolicyVersion(VERSION.lineage, VERSION.number - 1)
     told, _ = gradient_of(path, {}, sampled_by(groups, at_the_bound, VERSION), "mask")
-    assert told["aged_dropped"] == 0
+    assert told["stale_dropped"] == 0
     told, _ = gradient_of(path, {}, sampled_by(groups, LONG_AGO, VERSION), "train")
-    assert told["aged_dropped"] == 0
+    assert told["stale_dropped"] == 0
