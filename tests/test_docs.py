@@ -14,6 +14,7 @@ from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
@@ -22,10 +23,11 @@ from msgspec import inspect
 
 from asyncgrpo import metrics
 from asyncgrpo.cli import app
-from asyncgrpo.config_help import knobs, sections, type_in_words, value_in_words
-from asyncgrpo.config_verl import verl_keys
-from asyncgrpo.recording.event_kinds import KINDS
-from asyncgrpo.wire import messages
+from asyncgrpo.config.explain import knobs, sections, type_in_words, value_in_words
+from asyncgrpo.config.verl import verl_keys
+from asyncgrpo.recording.events import KINDS
+from asyncgrpo.wire import codec
+from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -323,12 +325,15 @@ def test_a_heading_that_github_and_mkdocs_call_otherwise_is_no_anchor(tmp_path: 
 
 def test_a_name_that_nothing_defines_is_found():
     assert (
-        unknown_names("`Buffer.outcomes`, `corrections.normalise`, `asyncgrpo.config.Config`, `lineage.version`") == []
+        unknown_names("`Buffer.outcomes`, `corrections.normalise`, `asyncgrpo.errors.ConfigError`, `lineage.version`")
+        == []
     )
-    assert unknown_names("`Buffer.incomes`, `corrections.abnormalise`, `asyncgrpo.config.Confix`, `Nobody.here()`") == [
+    assert unknown_names(
+        "`Buffer.incomes`, `corrections.abnormalise`, `asyncgrpo.errors.ConfigEror`, `Nobody.here()`"
+    ) == [
         "Buffer.incomes",
         "corrections.abnormalise",
-        "asyncgrpo.config.Confix",
+        "asyncgrpo.errors.ConfigEror",
         "Nobody.here",
     ]
     assert unknown_names("`python -m tests.simulation`, `python -m benchmarks.nothing`") == ["benchmarks.nothing"]
@@ -376,6 +381,15 @@ def test_every_command_is_on_a_page():
     assert [name for name in names if not re.search(rf"{name}\b", pages)] == []
 
 
+def test_the_table_of_packages_is_in_the_order_of_imports():
+    page = (DOCS / "develop.md").read_text("utf-8")
+    rows = [re.findall(r"`asyncgrpo/(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (.+?) \|", page, re.MULTILINE)]
+    layers = [{LAYERS[name] for name in row} for row in rows if row]
+    assert [len(layer) for layer in layers] == [1] * len(layers), "one row, one layer"
+    assert layers == sorted(layers, key=min)
+    assert {name for row in rows for name in row} == set(LAYERS) - {"__main__"}
+
+
 def test_every_alert_is_on_the_page_of_operation():
     page, alerts = (DOCS / "operate.md").read_text("utf-8"), (ROOT / "ops/prometheus/alerts.yml").read_text("utf-8")
     names = re.findall(r"alert: (\w+)", alerts)
@@ -394,7 +408,7 @@ def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path):
 
 def test_the_architecture_shows_every_message():
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    names = {kind.__name__ for kind in messages.Message.__subclasses__()}
+    names = {kind.__name__ for kind in get_args(codec.AnyMessage)}
     assert names, "there are messages"
     assert {name for name in names if not re.search(rf"\b{name}\b", page)} == set()
 
