@@ -27,6 +27,7 @@ from asyncgrpo.config.explain import knobs, sections, type_in_words, value_in_wo
 from asyncgrpo.config.verl import verl_keys
 from asyncgrpo.recording.events import KINDS
 from asyncgrpo.wire import codec
+from tests.simulation.mutants import MUTANTS
 from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -388,6 +389,12 @@ def test_the_table_of_packages_is_in_the_order_of_imports():
     assert [len(layer) for layer in layers] == [1] * len(layers), "one row, one layer"
     assert layers == sorted(layers, key=min)
     assert {name for row in rows for name in row} == set(LAYERS) - {"__main__"}
+
+
+def test_the_page_of_the_simulation_has_every_mutant():
+    page = (DOCS / "simulation.md").read_text("utf-8").partition("## Mutants")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == sorted(MUTANTS)
+    assert f"plant {len(MUTANTS)} " in page
 
 
 def test_every_alert_is_on_the_page_of_operation():
