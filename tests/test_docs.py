@@ -55,6 +55,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _DOTTED = re.compile(r"(?:asyncgrpo\.)?([A-Za-z_][\w.]*)\.([A-Za-z_]\w*)")
 _MODULE = re.compile(r"python -m ([\w.]+)")
 _SELECTED = re.compile(r"(tests/[\w/]+\.py) -k (?:\"([^\"]+)\"|(\w+))")
+_DEFINED_IN = re.compile(r"`(\w+)` in `([\w/]+\.py)`")
 _QUESTION = re.compile(r"\b(how|what|which|who|when|where|why)\b", re.IGNORECASE)
 
 
@@ -188,15 +189,18 @@ def anchors(page: Path) -> set[str]:
 
 
 def unknown_names(text: str) -> list[str]:
-    """`module.name` and `Class.name` in code that no file defines; modules of `python -m`; tests that `-k` cannot find."""
+    """Names in code that are not there: `module.name`, `Class.name`, "`name` in `file.py`", what `-m` runs, what `-k` finds."""
     dotted = [match for code in _CODE.findall(_BLOCK.sub("", text)) if (match := _DOTTED.fullmatch(code.strip("()")))]
     names = [match for match in dotted if not match[0].endswith(_FILES) and match[0] not in _NOT_CODE]
     found = [match[0] for match in names if not is_elsewhere(match[0]) and match[2] not in defined(match[1])]
     found += [name for name in _MODULE.findall(text) if name.startswith(("tests", "benchmarks")) and not module(name)]
-    for file, quoted, word in _SELECTED.findall(text):
-        source = (ROOT / file).read_text("utf-8") if (ROOT / file).exists() else ""
-        found += [name for name in (quoted or word).split() if name not in ("or", "and", "not") and name not in source]
-    return found
+    searched = [(word, file) for file, quoted, one in _SELECTED.findall(text) for word in (quoted or one).split()]
+    searched = [(word, file) for word, file in searched if word not in ("or", "and", "not")]
+    return found + [name for name, file in searched + _DEFINED_IN.findall(text) if name not in source(file)]
+
+
+def source(path: str) -> str:
+    return (ROOT / path).read_text("utf-8") if (ROOT / path).exists() else ""
 
 
 def is_elsewhere(name: str) -> bool:
@@ -340,6 +344,7 @@ def test_a_name_that_nothing_defines_is_found():
     assert unknown_names("`python -m tests.simulation`, `python -m benchmarks.nothing`") == ["benchmarks.nothing"]
     assert unknown_names('`tests/test_docs.py -k "name or a_test_of_that"`') == []
     assert unknown_names("`tests/test_imports.py -k flies`") == ["flies"]
+    assert unknown_names("`LAYERS` in `tests/test_imports.py`, `FLOORS` in `tests/test_imports.py`") == ["FLOORS"]
     assert unknown_metrics("`asyncgrpo_groups_total`, `asyncgrpo_grups_total`") == ["asyncgrpo_grups_total"]
 
 
