@@ -55,7 +55,8 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _DOTTED = re.compile(r"(?:asyncgrpo\.)?([A-Za-z_][\w.]*)\.([A-Za-z_]\w*)")
 _MODULE = re.compile(r"python -m ([\w.]+)")
 _SELECTED = re.compile(r"(tests/[\w/]+\.py) -k (?:\"([^\"]+)\"|(\w+))")
-_DEFINED_IN = re.compile(r"`(\w+)` in `([\w/]+\.py)`")
+_SCRIPT = re.compile(r"(?<![\w/.])\./([\w.-]+\.sh)\b")
+_DEFINED_IN = re.compile(r"`(\w+)` in\s+`([\w/]+\.py)`")
 _QUESTION = re.compile(r"\b(how|what|which|who|when|where|why)\b", re.IGNORECASE)
 
 
@@ -162,8 +163,8 @@ def unknown_options(text: str) -> list[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Paths from the top of the repository that lead nowhere."""
-    paths = [path.rstrip(".-") for path in _PATH.findall(text)]
+    """Paths from the top of the repository that lead nowhere, and scripts beside them."""
+    paths = [path.rstrip(".-") for path in _PATH.findall(text)] + _SCRIPT.findall(text)
     return [path for path in paths if not (any(ROOT.glob(path)) if "*" in path else (ROOT / path).exists())]
 
 
@@ -303,8 +304,8 @@ def test_what_does_not_exist_is_found():
         "asyncgrpo demo --step 3",
     ]
     assert unknown_options("`asyncgrpo samples RUN --first`, `asyncgrpo data check --json`, `--nothing`") == ["--first"]
-    lost = missing_files("`asyncgrpo/buffers/buffer.py`, `configs/*.toml`, `configs/*.yaml`")
-    assert lost == ["asyncgrpo/buffers/buffer.py", "configs/*.toml"]
+    lost = missing_files("`asyncgrpo/buffers/buffer.py`, `configs/*.toml`, `configs/*.yaml`, ./setup.sh, ./start.sh")
+    assert lost == ["asyncgrpo/buffers/buffer.py", "configs/*.toml", "start.sh"]
     assert unknown_settings("`buffer.max_lags`, `learner.lr=1`, run.steeps=3") == ["buffer.max_lags", "run.steeps"]
     rows = (
         "| `data.train_files` | `data.eval` |\n| `data.no_such` | `data.eval` |\n| `data.val_files` | `data.eval` |\n\n"
