@@ -181,7 +181,7 @@ def whole_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int, ou
         "idle": (waited := sum(step["seconds"].get("wait_data", 0.0) for step in timed)) / seconds,
         "waited_s": waited / len(timed),
         "given_up": dropped / (dropped + len(lags)),
-        "masked": statistics.fmean(step["diagnostics"]["aged_dropped"] for step in taken),
+        "masked": statistics.fmean(step["diagnostics"]["stale_dropped"] for step in taken),
         "length_mean": statistics.fmean(step["completion_length_mean"] for step in taken),
         "monitor_length": bias.get("length", math.nan),
         "lag_mean": statistics.fmean(lags),

@@ -1,39 +1,63 @@
-"""The pages name only what exists: commands, files, settings, messages; and the table of settings is today's.
+"""The pages name only what exists: commands, files, links, settings, messages, names in code; and their tables are today's.
 
-`python -m tests.test_docs` writes the tables of `docs/configuration.md` and `docs/metrics-file.md` anew.
+`python -m tests.test_docs` writes the tables of `docs/configuration.md` and `docs/metrics-file.md` anew. A strict build
+by mkdocs is one of the tests where mkdocs is installed; without it the others say nearly the same.
 """
 
+import ast
 import re
+import shlex
+import subprocess
+import sys
+import unicodedata
+from collections import Counter
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import typer
+import yaml
 from msgspec import inspect
 
+from asyncgrpo import metrics
 from asyncgrpo.cli import app
 from asyncgrpo.config.explain import knobs, sections, type_in_words, value_in_words
 from asyncgrpo.config.verl import verl_keys
 from asyncgrpo.recording.events import KINDS
 from asyncgrpo.wire import codec
+from tests.simulation.mutants import MUTANTS
+from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("README*.md")), ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-CONFIGURATION = ROOT / "docs" / "configuration.md"
-EVENTS = ROOT / "docs" / "metrics-file.md"
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "ops" / "README.md", *sorted(DOCS.glob("*.md"))]
+CONFIGURATION = DOCS / "configuration.md"
+EVENTS = DOCS / "metrics-file.md"
+LONGEST_README = 160
 FIRST = "<!-- TABLE: written by `python -m tests.test_docs`; do not edit by hand -->\n"
 LAST = "<!-- END OF TABLE -->"
 
 # Folders and files at the top of the repository that a page may mean when it writes a path.
 _TOP = r"(?:asyncgrpo|benchmarks|configs|docs|ops|packaging|requirements|tests|\.ci)/"
 _PATH = re.compile(rf"(?<![\w./-])({_TOP}[\w./*-]*)")
-_LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _COMMAND = re.compile(r"(?<![\w/-])(?:\.venv/bin/)?asyncgrpo ([a-z]+)(?: ([a-z]+(?:-[a-z]+)*)\b(?![./_-]))?")
 _BLOCK = re.compile(r"```.*?```", re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _ASSIGNED = re.compile(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)+)=")
-_FILES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".png")
+_FILES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".png", ".sh", ".toml", ".txt")
+_NOT_CODE = {"lineage.version"}  # how a policy version is written
 _ROW = re.compile(r"^\| `([\w.]+)` \| (.*) \|$", re.MULTILINE)
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_DOTTED = re.compile(r"(?:asyncgrpo\.)?([A-Za-z_][\w.]*)\.([A-Za-z_]\w*)")
+_MODULE = re.compile(r"python -m ([\w.]+)")
+_SELECTED = re.compile(r"(tests/[\w/]+\.py) -k (?:\"([^\"]+)\"|(\w+))")
+_SCRIPT = re.compile(r"(?<![\w/.])\./([\w.-]+\.sh)\b")
+_DEFINED_IN = re.compile(r"`(\w+)` in\s+`([\w/]+\.py)`")
+_QUESTION = re.compile(r"\b(how|what|which|who|when|where|why)\b", re.IGNORECASE)
 
 
 def keys_table() -> str:
@@ -105,11 +129,126 @@ def unknown_commands(text: str) -> list[str]:
     return found
 
 
-def missing_files(text: str, folder: Path) -> list[str]:
-    """Paths from the top of the repository, and links from `folder`, that lead nowhere."""
-    paths = [(ROOT, path.rstrip(".-")) for path in _PATH.findall(text)]
-    paths += [(folder, link) for link in _LINK.findall(text) if "://" not in link]
-    return [path for base, path in paths if not (any(base.glob(path)) if "*" in path else (base / path).exists())]
+def refused_commands(text: str) -> list[str]:
+    """Lines of a block that the command line would not take."""
+    lines = [line.removeprefix(".venv/bin/") for line in typed_in(text)]
+    return [line for line in lines if line.startswith("asyncgrpo ") and not is_taken(line)]
+
+
+def is_taken(line: str) -> bool:
+    """Whether the command line parses it. Nothing is run."""
+    *rest, found = [*reversed(shlex.split(line)[1:]), typer.main.get_command(app)]
+    name = "asyncgrpo"
+    try:
+        while hasattr(found, "commands"):
+            name = rest.pop()
+            found = found.commands[name]
+        found.make_context(name, rest[::-1])
+    except Exception:  # of click, whatever it is: the line cannot be typed
+        return False
+    return True
+
+
+def unknown_options(text: str) -> list[str]:
+    """Options in `asyncgrpo COMMAND --option`, written between single backticks, that the command does not have."""
+    tree, found = typer.main.get_command(app), []
+    for code in _CODE.findall(_BLOCK.sub("", text)):
+        words = code.removeprefix(".venv/bin/").split()
+        command = tree.commands.get(words[1]) if words[:1] == ["asyncgrpo"] and len(words) > 1 else None
+        if command is not None:
+            command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)
+            known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+            found += [option for option in _OPTION.findall(code) if option not in known]
+    return found
+
+
+def missing_files(text: str) -> list[str]:
+    """Paths from the top of the repository that lead nowhere, and scripts beside them."""
+    paths = [path.rstrip(".-") for path in _PATH.findall(text)] + _SCRIPT.findall(text)
+    return [path for path in paths if not (any(ROOT.glob(path)) if "*" in path else (ROOT / path).exists())]
+
+
+def wrong_links(text: str, page: Path) -> list[str]:
+    """Links that lead nowhere, to a heading that is not there, or from `docs/` to what is no part of the site."""
+    found = []
+    for target, anchor in _LINK.findall(_BLOCK.sub("", text)):
+        file = (page.parent / target).resolve() if target else page
+        leaves = DOCS in page.parents and DOCS not in file.parents
+        if "://" not in target and (leaves or not file.exists() or (anchor and anchor not in anchors(file))):
+            found.append(f"{target}#{anchor}" if anchor else target)
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` may say of a page, where GitHub and mkdocs agree on it."""
+    headings = [heading.replace("`", "") for heading in _HEADING.findall(_BLOCK.sub("", page.read_text("utf-8")))]
+    on_github = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    plain = [unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings]
+    in_mkdocs = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in plain]
+    times = Counter(on_github)
+    return {here for here, there in zip(on_github, in_mkdocs, strict=True) if here == there and times[here] == 1}
+
+
+def unknown_names(text: str) -> list[str]:
+    """Names in code that are not there: `module.name`, `Class.name`, "`name` in `file.py`", what `-m` runs, what `-k` finds."""
+    dotted = [match for code in _CODE.findall(_BLOCK.sub("", text)) if (match := _DOTTED.fullmatch(code.strip("()")))]
+    names = [match for match in dotted if not match[0].endswith(_FILES) and match[0] not in _NOT_CODE]
+    found = [match[0] for match in names if not is_elsewhere(match[0]) and match[2] not in defined(match[1])]
+    found += [name for name in _MODULE.findall(text) if name.startswith(("tests", "benchmarks")) and not module(name)]
+    searched = [(word, file) for file, quoted, one in _SELECTED.findall(text) for word in (quoted or one).split()]
+    searched = [(word, file) for word, file in searched if word not in ("or", "and", "not")]
+    return found + [name for name, file in searched + _DEFINED_IN.findall(text) if name not in source(file)]
+
+
+def source(path: str) -> str:
+    return (ROOT / path).read_text("utf-8") if (ROOT / path).exists() else ""
+
+
+def is_elsewhere(name: str) -> bool:
+    """Settings, ours or verl's, have a check of their own."""
+    return name.partition(".")[0] in {section.partition(".")[0] for section in sections()} or name in verl_keys()
+
+
+def module(name: str) -> Path | None:
+    """The file of `package.module`, counted from the top of the repository or from `asyncgrpo/`."""
+    path = Path(*name.split("."))
+    tries = [top / end for top in (ROOT / path, ROOT / "asyncgrpo" / path) for end in ("__main__.py", "__init__.py")]
+    tries += [(top / path).with_suffix(".py") for top in (ROOT, ROOT / "asyncgrpo")]
+    return next((file for file in tries if file.exists()), None)
+
+
+@cache
+def defined(name: str) -> set[str]:
+    """What a module or a class called `name` defines, wherever in the package it is."""
+    last, found = name.rpartition(".")[2], set()
+    for file in [*(ROOT / "asyncgrpo").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        tree = ast.parse(file.read_text("utf-8"))
+        if file.stem == last:
+            found |= bound(tree)
+        elif file.parent.name == last:  # a package: its modules
+            found.add(file.stem)
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == last]
+        found |= {member for node in classes for member in bound(node)}
+    return found
+
+
+def bound(node: ast.Module | ast.ClassDef) -> set[str]:
+    """Names that the body binds, and attributes that methods set on `self`."""
+    found = set()
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(child.name)
+        targets = [child.target] if isinstance(child, ast.AnnAssign) else getattr(child, "targets", [])
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    stored = [sub for sub in ast.walk(node) if isinstance(sub, ast.Attribute) and isinstance(sub.ctx, ast.Store)]
+    return found | {sub.attr for sub in stored if isinstance(sub.value, ast.Name) and sub.value.id == "self"}
+
+
+def unknown_metrics(text: str) -> list[str]:
+    """Names of metrics in code that no process exports."""
+    names = {name for code in code_of(text) for name in re.findall(r"\basyncgrpo_[a-z_]+\b", code)}
+    exported = metrics.names() | {name.removesuffix("_count") for name in metrics.names()}  # a histogram has no sample
+    return sorted(names - exported - {"asyncgrpo_cpu_shims"})
 
 
 def unknown_settings(text: str) -> list[str]:
@@ -145,9 +284,12 @@ def test_the_table_of_a_page_is_todays(path: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_what_exists(page: Path):
     text = page.read_text(encoding="utf-8")
-    assert unknown_commands(text) == []
-    assert missing_files(text, page.parent) == []
+    assert unknown_commands(text) + refused_commands(text) + unknown_options(text) == []
+    assert missing_files(text) == []
+    assert wrong_links(text, page) == []
     assert unknown_settings(text) == []
+    assert unknown_names(text) == []
+    assert unknown_metrics(text) == []
     assert wrong_translations(text) == []
 
 
@@ -157,8 +299,13 @@ def test_what_does_not_exist_is_found():
         "data chek",
     ]
     assert unknown_commands("```\n.venv/bin/asyncgrpo demos --steps 3\n```") == ["demos"]
-    lost = missing_files("`asyncgrpo/buffers/buffer.py`, [here](nowhere.md#top), `configs/*.toml`", ROOT)
-    assert lost == ["asyncgrpo/buffers/buffer.py", "configs/*.toml", "nowhere.md"]
+    assert refused_commands("```\nasyncgrpo audit\nasyncgrpo demo --step 3  # typo\nasyncgrpo audit run\n```") == [
+        "asyncgrpo audit",
+        "asyncgrpo demo --step 3",
+    ]
+    assert unknown_options("`asyncgrpo samples RUN --first`, `asyncgrpo data check --json`, `--nothing`") == ["--first"]
+    lost = missing_files("`asyncgrpo/buffers/buffer.py`, `configs/*.toml`, `configs/*.yaml`, ./setup.sh, ./start.sh")
+    assert lost == ["asyncgrpo/buffers/buffer.py", "configs/*.toml", "start.sh"]
     assert unknown_settings("`buffer.max_lags`, `learner.lr=1`, run.steeps=3") == ["buffer.max_lags", "run.steeps"]
     rows = (
         "| `data.train_files` | `data.eval` |\n| `data.no_such` | `data.eval` |\n| `data.val_files` | `data.eval` |\n\n"
@@ -166,17 +313,123 @@ def test_what_does_not_exist_is_found():
     assert wrong_translations(f"| verl | here |\n|---|---|\n{rows}") == ["data.train_files", "data.no_such"]
 
 
+def test_a_link_that_leads_nowhere_is_found():
+    start = DOCS / "start.md"
+    links = "[a](train.md#the-data) [b](train.md#no-such) [c](nowhere.md) [d](#set-up-and-run) [e](#nor-this)"
+    assert wrong_links(links, start) == ["train.md#no-such", "nowhere.md", "#nor-this"]
+    assert wrong_links("[README](../README.md)", start) == ["../README.md"], "no part of the site"
+    assert wrong_links("[start](docs/start.md)", ROOT / "README.md") == []
+
+
+def test_a_heading_that_github_and_mkdocs_call_otherwise_is_no_anchor(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One\n## Two, three\n## Four / five\n## 六\n```\n# no heading\n```\n## Twice\n## Twice\n", "utf-8"
+    )
+    assert anchors(page) == {"one", "two-three"}
+
+
+def test_a_name_that_nothing_defines_is_found():
+    assert (
+        unknown_names("`Buffer.outcomes`, `corrections.normalise`, `asyncgrpo.errors.ConfigError`, `lineage.version`")
+        == []
+    )
+    assert unknown_names(
+        "`Buffer.incomes`, `corrections.abnormalise`, `asyncgrpo.errors.ConfigEror`, `Nobody.here()`"
+    ) == [
+        "Buffer.incomes",
+        "corrections.abnormalise",
+        "asyncgrpo.errors.ConfigEror",
+        "Nobody.here",
+    ]
+    assert unknown_names("`python -m tests.simulation`, `python -m benchmarks.nothing`") == ["benchmarks.nothing"]
+    assert unknown_names('`tests/test_docs.py -k "name or a_test_of_that"`') == []
+    assert unknown_names("`tests/test_imports.py -k flies`") == ["flies"]
+    assert unknown_names("`LAYERS` in `tests/test_imports.py`, `FLOORS` in `tests/test_imports.py`") == ["FLOORS"]
+    assert unknown_metrics("`asyncgrpo_groups_total`, `asyncgrpo_grups_total`") == ["asyncgrpo_grups_total"]
+
+
+def nav() -> list[str]:
+    """Files in the order of `mkdocs.yml`."""
+
+    def files(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [file for part in (entry if isinstance(entry, list) else entry.values()) for file in files(part)]
+
+    return files(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
+
+
+def test_the_navigation_has_every_page_once():
+    assert sorted(nav()) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_the_index_has_the_pages_in_the_order_of_the_navigation():
+    rows = re.findall(r"^\| \[.+?\]\((.+?)\) \| .+\? \|$", (DOCS / "index.md").read_text("utf-8"), re.MULTILINE)
+    assert ["index.md", *rows] == nav()
+
+
+@pytest.mark.parametrize("page", nav())
+def test_a_page_opens_with_a_sentence_that_says_its_question(page: str):
+    title, opening, *_ = (DOCS / page).read_text("utf-8").split("\n\n")
+    assert re.fullmatch(r"# [^\n]+", title)
+    sentence = opening.replace("\n", " ").partition(". ")[0]
+    assert _QUESTION.search(sentence), sentence
+    assert len(sentence) <= 200
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= LONGEST_README
+
+
+def test_every_command_is_on_a_page():
+    pages = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
+    names = [f"asyncgrpo {name} {sub}".strip() for name, subs in commands().items() for sub in subs or [""]]
+    assert [name for name in names if not re.search(rf"{name}\b", pages)] == []
+
+
+def test_the_table_of_packages_is_in_the_order_of_imports():
+    page = (DOCS / "develop.md").read_text("utf-8")
+    rows = [re.findall(r"`asyncgrpo/(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (.+?) \|", page, re.MULTILINE)]
+    layers = [{LAYERS[name] for name in row} for row in rows if row]
+    assert [len(layer) for layer in layers] == [1] * len(layers), "one row, one layer"
+    assert layers == sorted(layers, key=min)
+    assert {name for row in rows for name in row} == set(LAYERS) - {"__main__"}
+
+
+def test_the_page_of_the_simulation_has_every_mutant():
+    page = (DOCS / "simulation.md").read_text("utf-8").partition("## Mutants")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == sorted(MUTANTS)
+    assert f"plant {len(MUTANTS)} " in page
+
+
+def test_every_alert_is_on_the_page_of_operation():
+    page, alerts = (DOCS / "operate.md").read_text("utf-8"), (ROOT / "ops/prometheus/alerts.yml").read_text("utf-8")
+    names = re.findall(r"alert: (\w+)", alerts)
+    assert names and [name for name in names if not re.search(rf"\b{name}\b", page)] == []
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'asyncgrpo[docs]'")
+def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, re.findall(r"^(?:WARNING|ERROR).*", done.stderr, re.MULTILINE)) == (0, [])
+    built = {page.parent.name: page.read_text("utf-8") for page in tmp_path.glob("*/index.html")}
+    assert {f"{name}.md" for name in built} >= set(nav()) - {"index.md"}
+    assert [name for name, html in built.items() if re.search(r"<p>(\||```)|^\|--", html, re.MULTILINE)] == []
+
+
 def test_the_architecture_shows_every_message():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     names = {kind.__name__ for kind in get_args(codec.AnyMessage)}
     assert names, "there are messages"
     assert {name for name in names if not re.search(rf"\b{name}\b", page)} == set()
 
 
-def test_the_architecture_names_every_room():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rooms = [path.parent.name for path in (ROOT / "asyncgrpo").glob("*/__init__.py")]
-    assert [room for room in rooms if f"`asyncgrpo/{room}/`" not in page] == []
+def test_the_architecture_names_every_package():
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    packages = [path.parent.name for path in (ROOT / "asyncgrpo").glob("*/__init__.py")]
+    assert [package for package in packages if f"`asyncgrpo/{package}/`" not in page] == []
 
 
 def test_both_readmes_have_the_same_sections_commands_and_names():

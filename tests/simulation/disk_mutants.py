@@ -39,7 +39,7 @@ def ack_before_durable() -> list[Change]:
 @mutant
 def torn_end_stays() -> list[Change]:
     """What a killed process left of its last write is not cut off."""
-    return [(recovery, "mend", lambda history: None)]
+    return [(recovery, "repair", lambda history: None)]
 
 
 @mutant

@@ -252,7 +252,7 @@ def batch_by_age() -> list[Change]:
 
 
 @mutant
-def window_forgets_suspects() -> list[Change]:
+def window_forgets_isolated() -> list[Change]:
     """The slots of a window go to prompts behind one that waits for a generator of its own."""
     return [(Window, "admit", Policy.admit)]
 

@@ -1,0 +1,165 @@
+"""What `pyproject.toml` says of the package is true, and the files beside it (setup.sh, requirements, hooks) agree."""
+
+import configparser
+import re
+import shlex
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+EXTRAS = {extra: [Requirement(line) for line in lines] for extra, lines in PROJECT["optional-dependencies"].items()}
+DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
+SETUP = (ROOT / "setup.sh").read_text(encoding="utf-8")
+TEXTS = [*(ROOT / "asyncgrpo").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+_CLASSIFIED = re.compile(r"Programming Language :: Python :: (\d+\.\d+)$")
+
+
+def pythons() -> list[str]:
+    """The versions of Python that the classifiers name, such as `3.11`."""
+    return [match[1] for line in PROJECT["classifiers"] if (match := _CLASSIFIED.match(line))]
+
+
+def pins() -> dict[str, str]:
+    """Canonical name to version of all that `setup.sh` installs."""
+    lines = [*(ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines(), *SETUP.split()]
+    pinned = [match.groups() for line in lines if (match := re.match(r"([\w.-]+)==([^\s;]+)", line))]
+    return {canonicalize_name(name): version for name, version in pinned}
+
+
+def is_installed(requirement: Requirement) -> bool:
+    try:
+        return bool(metadata.version(requirement.name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def modules_of(distribution: str) -> list[str]:
+    """Top-level modules that a distribution brings."""
+    wanted = canonicalize_name(distribution)
+    everything = metadata.packages_distributions().items()
+    return [module for module, owners in everything if wanted in map(canonicalize_name, owners)]
+
+
+def wrong(requirement: Requirement) -> Iterator[str]:
+    """What is wrong with a distribution that is installed here."""
+    version = metadata.version(requirement.name)
+    if not requirement.specifier.contains(version, prereleases=True):
+        yield f"{requirement} is asked for, {version} is installed"
+    modules = [module for module in modules_of(requirement.name) if module.isidentifier()]
+    if not any(find_spec(module) for module in modules):
+        yield f"{requirement.name} brings no module that can be found: {modules}"
+
+
+def test_the_readme_and_the_licenses_it_names_exist():
+    named = [PROJECT["readme"], *PROJECT.get("license-files", [])]
+    assert [name for name in named if not any(ROOT.glob(name))] == []
+
+
+def test_keywords_and_classifiers_are_sorted_and_there_once():
+    for words in (PROJECT["keywords"], PROJECT["classifiers"]):
+        assert words == sorted(set(words))
+
+
+def test_every_classifier_exists():
+    trove = pytest.importorskip("trove_classifiers", reason="the list of classifiers is not installed (extra dev)")
+    assert [line for line in PROJECT["classifiers"] if line not in trove.classifiers] == []
+    assert [line for line in PROJECT["classifiers"] if line in trove.deprecated_classifiers] == []
+
+
+def test_the_pythons_that_are_named_are_those_that_are_asked_for():
+    needed = SpecifierSet(PROJECT["requires-python"])
+    assert pythons() and all(f"{python}.0" in needed for python in pythons())
+    oldest = pythons()[0]
+    major, minor = oldest.split(".")
+    assert f"{major}.{int(minor) - 1}.9" not in needed, "the oldest Python is a classifier"
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == oldest
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{major}{minor}"
+
+
+def test_setup_takes_a_python_that_is_named():
+    (default,) = re.findall(r"\$\{PYTHON:-python([\d.]+)\}", SETUP)
+    assert default in pythons()
+    assert set(re.findall(r"Python (\d+\.\d+)", SETUP)) == {default}
+
+
+def test_setup_pins_what_the_package_asks_for():
+    pinned = pins()
+    assert [str(need) for need in DEPENDENCIES if canonicalize_name(need.name) not in pinned] == []
+    needs = [*DEPENDENCIES, *(need for needs in EXTRAS.values() for need in needs)]
+    kept = [(need, pinned.get(canonicalize_name(need.name))) for need in needs]
+    assert [f"{need}: {pin}" for need, pin in kept if pin and not need.specifier.contains(pin)] == []
+
+
+@pytest.mark.parametrize("requirement", DEPENDENCIES, ids=str)
+def test_a_dependency_is_here(requirement: Requirement):
+    assert list(wrong(requirement)) == []
+
+
+@pytest.mark.parametrize(("extra", "requirement"), [(e, r) for e, rs in EXTRAS.items() for r in rs], ids=str)
+def test_a_package_of_an_extra_is_here_or_not_installed(extra: str, requirement: Requirement):
+    if not is_installed(requirement):
+        pytest.skip(f"{requirement.name} is not installed: pip install 'asyncgrpo[{extra}]'")
+    assert list(wrong(requirement)) == []
+
+
+def test_extras_that_are_named_exist():
+    named = {extra for file in TEXTS for extra in re.findall(r"asyncgrpo\[(\w+)\]", file.read_text(encoding="utf-8"))}
+    assert named and named <= set(EXTRAS)
+
+
+@pytest.mark.parametrize(("name", "target"), PROJECT["scripts"].items())
+def test_a_script_can_be_imported(name: str, target: str):
+    assert callable(metadata.EntryPoint(name, target, "console_scripts").load())
+
+
+def test_urls_lead_somewhere():
+    assert [url for url in PROJECT.get("urls", {}).values() if not url.startswith("https://")] == []
+
+
+def test_a_wheel_has_the_code_the_configurations_and_the_command(tmp_path: Path):
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed (extra dev)")
+    (built,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(built) as archive:
+        names = set(archive.namelist())
+        (scripts,) = [name for name in names if name.endswith("entry_points.txt")]
+        commands = configparser.ConfigParser()
+        commands.read_string(archive.read(scripts).decode())
+    assert dict(commands["console_scripts"]) == PROJECT["scripts"]
+    package = [file.relative_to(ROOT) for file in (ROOT / "asyncgrpo").rglob("*") if file.is_file()]
+    wanted = {str(file) for file in package if "__pycache__" not in file.parts}
+    wanted |= {f"asyncgrpo/{file.relative_to(ROOT)}" for file in (ROOT / "configs").rglob("*.yaml")}
+    assert wanted - names == set()
+
+
+def linters(script: str) -> set[str]:
+    """The commands of `.ci/run` that look at the code and run none of it."""
+    lines = [line.strip() for line in script.splitlines()]
+    return {line for line in lines if line.startswith(".venv/bin/") and "pytest" not in shlex.split(line)}
+
+
+def test_the_hooks_are_what_ci_runs():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert [repository["repo"] for repository in config["repos"]] == ["local"], "nothing is downloaded"
+    assert all((hook["language"], hook["pass_filenames"]) == ("system", False) for hook in hooks)
+    ci = linters((ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert len(ci) == 3
+    assert {hook["entry"] for hook in hooks} == ci
+
+
+def test_a_linter_that_ci_alone_runs_is_found():
+    assert linters("./setup.sh\n.venv/bin/ruff check .\n.venv/bin/python -m pytest -m x\n") == {
+        ".venv/bin/ruff check ."
+    }
