@@ -89,8 +89,8 @@ def test_no_wait_of_the_rollout_plane_reads_a_clock_that_can_be_set():
     package = Path(__file__).parents[2] / "asyncgrpo"
     for name in (
         "buffer/buffer.py",
-        "buffer/policies.py",
-        "buffer/bias.py",
+        "buffer/admission.py",
+        "buffer/group_health.py",
         "buffer/service.py",
         "buffer/evaluation.py",
         "generators/service.py",
