@@ -76,7 +76,12 @@ def test_the_row_of_a_preset_is_its_file(name):
     assert numbers <= set(algorithm.loss_args.values())
     assert advantage in ("", algorithm.advantage)
     assert anchor in ("", algorithm.anchor)
-    bounds = [x for c in algorithm.corrections for x in (c.low, c.high, c.threshold) if x is not None]
+    bounds = [
+        x
+        for c in algorithm.corrections
+        for x in (c.low_ratio, c.high_ratio, c.max_nats, c.max_mean_square)
+        if x is not None
+    ]
     assert [float(x) for x in re.findall(r"(?<!m)[\d.]+", corrections.replace("m2po", ""))] == bounds
     assert name == "pairwise" or rest.split(",")[0] == algorithm.aggregation
 

@@ -183,7 +183,7 @@ def _group_std(scores: _Scores) -> Tensor:
 
 @torch.no_grad()
 def groups_with_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Which answers are in a group with two different rewards: [S] bool. Arguments as in the module."""
+    """Which completions are in a group with two different rewards: [S] bool. Arguments as in the module."""
     return has_signal(rewards.to(torch.float64), Groups(group_ids))
 
 

@@ -78,71 +78,76 @@ def importance(
     *,
     level: Level,
     action: Action,
-    low: float | None = None,
-    high: float | None = None,
+    low_ratio: float | None = None,
+    high_ratio: float | None = None,
 ) -> Correction:
     """Weight or drop tokens by their importance ratio.
 
         ρ at level    token       ρ_t
                       sequence    Π ρ_t          over the trained tokens of the sequence, the same at all of them
                       geometric   (Π ρ_t)^(1/n)
-        action        truncate    weight min(ρ, high)                              TIS
-                      clip        weight clip(ρ, low, high)
-                      mask        weight ρ inside [low, high], else 0              IcePop, MIS
-                      reject      weight 1, kept inside [low, high]
+        action        truncate    weight min(ρ, high_ratio)                          TIS
+                      clip        weight clip(ρ, low_ratio, high_ratio)
+                      mask        weight ρ inside [low_ratio, high_ratio], else 0    IcePop, MIS
+                      reject      weight 1, kept inside [low_ratio, high_ratio]
 
     log ρ at its level is cut to ±20 in the weight, as in verl.
 
     Args:
-        low, high: bounds on ρ, inclusive; None: no bound.
+        low_ratio, high_ratio: bounds on ρ, inclusive; None: no bound.
     Source:
         TIS: arXiv:2110.00641 and arXiv:2505.24298. IcePop: arXiv:2510.18855.
     """
     assert action in ("truncate", "clip", "mask", "reject"), action
-    assert action != "truncate" or low is None, "truncate has no lower bound; clip has"
+    assert action != "truncate" or low_ratio is None, "truncate has no lower bound; clip has"
     x = at_level(log_rho, mask, cu_seqlens, level=level)
-    inside = _is_inside(x.exp(), low, high)
+    inside = _is_inside(x.exp(), low_ratio, high_ratio)
     weight = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if action == "reject":
         return Correction(mask.to(x.dtype), mask & inside)
     if action == "mask":
         return Correction(weight.where(mask & inside, 0.0), mask)
-    if low is not None or high is not None:
-        weight = weight.clamp(low, high)
+    if low_ratio is not None or high_ratio is not None:
+        weight = weight.clamp(low_ratio, high_ratio)
     return Correction(weight.where(mask, 0.0), mask)
 
 
 @torch.no_grad()
 def veto(
-    log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor, *, low: float | None = 1e-4, high: float | None = None
+    log_rho: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    low_ratio: float | None = 1e-4,
+    high_ratio: float | None = None,
 ) -> Correction:
-    """Drop every sequence that has a token with ρ outside [low, high]: such a token says that the record is broken.
+    """Drop every sequence that has a token with ρ outside the bounds: such a token says that the record is broken.
 
-    Source: slime's and SkyRL's veto (the latter with high = 100).
+    Source: slime's and SkyRL's veto (the latter with high_ratio = 100).
     """
     x = at_level(log_rho, mask, None, level="token")
-    is_bad = mask & ~_is_inside(x.exp(), low, high)
+    is_bad = mask & ~_is_inside(x.exp(), low_ratio, high_ratio)
     num_bad = trained_sum(is_bad, mask, cu_seqlens)
     return Correction(mask.to(x.dtype), mask & (num_bad == 0)[sequence_of_token(cu_seqlens, x.numel())])
 
 
 @torch.no_grad()
-def opsm(log_rho: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, *, delta: float) -> Correction:
-    """Drop bad sequences that the policy has left: A < 0 and mean(log μ - log π) > delta.
+def opsm(log_rho: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, *, max_nats: float) -> Correction:
+    """Drop bad sequences that the policy has left: A < 0 and mean(log μ - log π) > max_nats.
 
     Args:
         advantages: [T] of each token's sequence.
-        delta: nats per token.
+        max_nats: per token.
     Source:
         Off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556.
     """
     x = at_level(log_rho, mask, cu_seqlens, level="geometric")
-    return Correction(mask.to(x.dtype), mask & ~((advantages < 0) & (-x > delta)))
+    return Correction(mask.to(x.dtype), mask & ~((advantages < 0) & (-x > max_nats)))
 
 
 @torch.no_grad()
-def m2po(log_rho: Tensor, mask: Tensor, *, threshold: float = 0.04) -> Correction:
-    """Drop the tokens with the largest (log ρ)² until the mean of those that stay is less than `threshold`.
+def m2po(log_rho: Tensor, mask: Tensor, *, max_mean_square: float = 0.04) -> Correction:
+    """Drop the tokens with the largest (log ρ)² until the mean of those that stay is less than `max_mean_square`.
 
     Over the whole batch: give it all tokens of the step, or another micro-batch changes what is dropped. All tokens
     are candidates, as in AReaL; of equal ones the later are dropped first.
@@ -154,7 +159,7 @@ def m2po(log_rho: Tensor, mask: Tensor, *, threshold: float = 0.04) -> Correctio
     squares = torch.where(mask & ~x.isnan(), x.to(torch.float64).square(), torch.inf)
     ascending, order = squares.sort(stable=True)
     mean = ascending.cumsum(0) / torch.arange(1, x.numel() + 1, device=x.device)
-    keep = torch.zeros_like(mask).index_put((order,), mean < threshold)  # means of ascending numbers ascend
+    keep = torch.zeros_like(mask).index_put((order,), mean < max_mean_square)  # means of ascending numbers ascend
     return Correction(mask.to(x.dtype), mask & keep)
 
 
@@ -166,10 +171,10 @@ def divergence(
     *,
     estimator: Estimator,
     level: Literal["token", "sequence"],
-    high: float,
+    max_nats: float,
     reduction: Reduction = "mean",
 ) -> Correction:
-    """Drop tokens, or sequences, whose estimated divergence from the behaviour policy exceeds `high`.
+    """Drop tokens, or sequences, whose estimated divergence from the behaviour policy exceeds `max_nats`.
 
         k2    (log ρ)² / 2
         k3    ρ - 1 - log ρ
@@ -178,7 +183,7 @@ def divergence(
 
     Args:
         level: judge each token by its own estimate, or all trained tokens of a sequence together.
-        high: largest estimate that is kept, nats.
+        max_nats: largest estimate that is kept.
         reduction: at level "sequence": of the estimates of its tokens.
     Source:
         verl's rejection sampling; estimators: http://joschu.net/blog/kl-approx.html.
@@ -189,7 +194,7 @@ def divergence(
     if level == "sequence":
         assert cu_seqlens is not None
         estimate = _reduce(estimate, mask, cu_seqlens, reduction)[sequence_of_token(cu_seqlens, x.numel())]
-    return Correction(mask.to(x.dtype), mask & (estimate <= high))
+    return Correction(mask.to(x.dtype), mask & (estimate <= max_nats))
 
 
 @torch.no_grad()

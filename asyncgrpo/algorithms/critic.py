@@ -26,8 +26,8 @@ class ValueLoss(NamedTuple):
 
     value: Tensor
     """[T] float64, the loss itself, for reports."""
-    coefficient: Tensor
-    """[T] float64, its derivative by the new value v. The loss to differentiate is `Σ w_t coefficient_t v_t`."""
+    loss_gradient: Tensor
+    """[T] float64, its derivative by the new value v. The loss to differentiate is `Σ w_t loss_gradient_t v_t`."""
     clipped: Tensor
     """[T] bool: the clip took this token's gradient away."""
 
@@ -99,8 +99,8 @@ def whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float | None) -> ValueLoss:
     """Squared error of the critic, pessimistic about values that moved far within a step.
 
-        value       = 0.5 max((v - R)², (v_clip - R)²)        v_clip = v_old + clamp(v - v_old, -clip, +clip)
-        coefficient = v - R, and 0 where the clipped branch is the larger: v_clip is constant there
+        value         = 0.5 max((v - R)², (v_clip - R)²)        v_clip = v_old + clamp(v - v_old, -clip, +clip)
+        loss_gradient = v - R, and 0 where the clipped branch is the larger: v_clip is constant there
 
     Args:
         values: [T] v, from the weights being trained. Its gradient is not used.

@@ -164,8 +164,8 @@ def outside_sums(
     cu_seqlens: Tensor,
     *,
     level: Level,
-    low: float | None = None,
-    high: float | None = None,
+    low_ratio: float | None = None,
+    high_ratio: float | None = None,
 ) -> Sums:
     """What a correction's bounds cut off (truncated, masked, rejected or vetoed), each side by itself.
 
@@ -174,8 +174,8 @@ def outside_sums(
     """
     rho = at_level(log_rho.to(torch.float64), mask, cu_seqlens, level=level).exp()
     nowhere = torch.zeros_like(mask)
-    below = mask & (rho < low) if low is not None else nowhere
-    above = mask & (rho > high) if high is not None else nowhere
+    below = mask & (rho < low_ratio) if low_ratio is not None else nowhere
+    above = mask & (rho > high_ratio) if high_ratio is not None else nowhere
     sums = {
         "tokens": _count(mask),
         "sequences": _with_any(mask, cu_seqlens),
@@ -212,7 +212,7 @@ def shares(name: str, sums: Mapping[str, float]) -> dict[str, float]:
 
 @torch.no_grad()
 def update_sums(
-    log_ratio: Tensor, advantages: Tensor, clipped: Tensor, mask: Tensor, *, dual: float | None = None
+    log_ratio: Tensor, advantages: Tensor, clipped: Tensor, mask: Tensor, *, dual_ratio: float | None = None
 ) -> Sums:
     """Of the ratio r = policy / anchor that a surrogate clips: names that begin with `update_`.
 
@@ -221,12 +221,12 @@ def update_sums(
 
     Args:
         clipped: [T] bool of the surrogate.
-        dual: of `ppo_clip`, where it is used.
+        dual_ratio: of `ppo_clip`, where it is used.
     """
     ratio = _ratio(log_ratio)
     clipped = clipped & mask
     is_bad = clipped & (advantages < 0)
-    beyond = is_bad & (ratio > dual) if dual is not None else torch.zeros_like(mask)
+    beyond = is_bad & (ratio > dual_ratio) if dual_ratio is not None else torch.zeros_like(mask)
     return {
         "update_tokens": _count(mask),
         "update_max": _largest(ratio, mask, 0.0),

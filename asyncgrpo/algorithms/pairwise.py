@@ -1,6 +1,6 @@
 """Learning from pairs: raise the probability of a better completion over that of a worse one to the same prompt.
 
-`pairs` chooses them from rewards, `pairwise` turns them into a detached coefficient per token. Without a reference or
+`pairs` chooses them from rewards, `pairwise` turns them into a detached factor of each token's `∇log π`. Without a reference or
 length normalisation nothing stops both log-probs of a pair from falling, so use it with a KL penalty.
 """
 
@@ -28,9 +28,9 @@ class Pairs(NamedTuple):
 class PairwiseResult(NamedTuple):
     """The objective, to be maximised. Nothing here has a gradient."""
 
-    coefficient: Tensor
+    objective_gradient: Tensor
     """[T] float64: derivative of the *sum* over pairs by each token's log-prob; 0 outside the mask. The loss to
-    differentiate is `-Σ coefficient_t log π(y_t) / number of pairs of the step`."""
+    differentiate is `-Σ objective_gradient_t log π(y_t) / number of pairs of the step`."""
     value: Tensor
     """[P] float64: the objective of each pair, at most 0."""
 
@@ -76,7 +76,7 @@ def _best_worst(rewards: Tensor, groups: Groups) -> Pairs:
 
 
 def _ordered_pairs(groups: Groups) -> tuple[Tensor, Tensor]:
-    """Every answer with every answer of its group, itself included: memory grows with Σ size², not with S²."""
+    """Every completion with every completion of its group, itself included: memory grows with Σ size², not with S²."""
     position = torch.arange(groups.number.numel(), device=groups.number.device)
     by_group = torch.argsort(groups.number, stable=True)
     group_size = torch.bincount(groups.number)
@@ -124,7 +124,7 @@ def pairwise(
     lengths = sum_by_sequence(mask.to(torch.float64), cu_seqlens).clamp(min=1.0)
     share = 1 / lengths if length_normalised else torch.ones_like(lengths)  # of a completion's LP that each token is
     z = (totals * share)[winner] - (totals * share)[loser]
-    slope = beta * torch.sigmoid(-beta * z)
-    per_sequence = torch.zeros_like(totals).index_add(0, winner, slope).index_add(0, loser, -slope) * share
-    coefficient = torch.where(mask, per_sequence[sequence_of_token(cu_seqlens, mask.numel())], 0.0)
-    return PairwiseResult(coefficient, F.logsigmoid(beta * z))
+    of_pair = beta * torch.sigmoid(-beta * z)
+    of_sequence = torch.zeros_like(totals).index_add(0, winner, of_pair).index_add(0, loser, -of_pair) * share
+    gradient = torch.where(mask, of_sequence[sequence_of_token(cu_seqlens, mask.numel())], 0.0)
+    return PairwiseResult(gradient, F.logsigmoid(beta * z))

@@ -1,8 +1,8 @@
 """What is added to the loss beside the surrogate: the KL to a reference model, and the entropy of the policy.
 
-A KL penalty is, like a surrogate, a reported value and a detached coefficient before `∇log π`, so both go through the
-same line of the learner. Full KL and entropy depend on every logit: their derivative is by the logits. All values are
-in nats.
+A KL penalty is, like a surrogate, a reported value and a detached factor of `∇log π`, so both go through the same line
+of the learner; but a surrogate is maximised and a penalty minimised. Full KL and entropy depend on every logit: their
+derivative is by the logits. All values are in nats.
 """
 
 from typing import Literal, NamedTuple
@@ -25,8 +25,9 @@ class Penalty(NamedTuple):
 
     value: Tensor
     """[T] the estimator itself, for reports."""
-    coefficient: Tensor
-    """[T] derivative of `value` by log π. The loss to differentiate is `Σ w_t coefficient_t log π(y_t)`."""
+    loss_gradient: Tensor
+    """[T] derivative of `value`, which is minimised, by log π. The loss to differentiate is
+    `Σ w_t loss_gradient_t log π(y_t)`."""
 
 
 class FullKl(NamedTuple):
@@ -52,7 +53,7 @@ def kl_penalty(
         ...+             the value of any of these, with k2's derivative d
         k3_reweighted    r k3               derivative r d; log r is cut to ±20, and beyond that the derivative is 0
 
-    Beyond either cut of `low_var_kl` the coefficient is 0: a token that is very unlikely under the policy but not under
+    Beyond either cut of `low_var_kl` the derivative is 0: a token that is very unlikely under the policy but not under
     the reference (d < -2.6) is no longer pulled back. `k3_reweighted` is for tokens that another policy sampled: with
     r = π/μ differentiated as well, the product is exactly the unbiased gradient.
 

@@ -12,7 +12,11 @@ learner. They are called alike, `name(policy_logprobs, anchor_logprobs, advantag
                       called on any slice of the tokens, and take None here
 
 Below, r = π/anchor is a token's ratio and x = log r. Log-ratios are cut to ±20 where verl does; where the formula
-differentiates r, a token beyond that has no gradient.
+differentiates r, a token beyond that has no gradient. A bound says its unit: `clip_low` and `clip_high` are distances
+of a ratio from 1, `..._nats` distances in log space, `..._prob` differences of probabilities, `..._ratio` a ratio itself.
+
+To add a paper, write one function here under `@surrogate()`. Its name is then a value of `algorithm.loss`, and its
+keyword arguments are those of `algorithm.loss_args`.
 """
 
 import math
@@ -30,16 +34,56 @@ MAX_GSPO_LOG_RATIO = 10.0
 class Surrogate(NamedTuple):
     """A surrogate at every token; 0 and False where the mask is false. Nothing here has a gradient."""
 
-    coefficient: Tensor
+    objective_gradient: Tensor
     """[T] c_t A_t: derivative of the objective, which is maximised, by log π(y_t). The loss to differentiate is
-    `-Σ w_t coefficient_t log π(y_t)`."""
+    `-Σ w_t objective_gradient_t log π(y_t)`."""
     value: Tensor
     """[T] the objective as the paper writes it; for reports."""
     clipped: Tensor
     """[T] bool: the clip took this token's gradient away."""
 
 
-@torch.no_grad()
+SURROGATES: dict[str, Callable[..., Surrogate]] = {}
+"""By name, for a configuration; `surrogate` fills this and the three below."""
+
+SEQUENCE_LEVEL: set[str] = set()
+"""Those whose gradient at a token depends on the other tokens of its sequence."""
+
+WITH_RATIO: set[str] = set()
+"""Those whose gradient contains π/anchor, so that it already corrects for what it is anchored to."""
+
+TRAINS_ZERO_ADVANTAGE: set[str] = set()
+"""Those that have a gradient where the advantage is 0."""
+
+
+def surrogate(
+    *, sequence_level: bool = False, with_ratio: bool = True, trains_zero_advantage: bool = False
+) -> Callable[[Callable[..., Surrogate]], Callable[..., Surrogate]]:
+    """Decorator that makes a function a value of `algorithm.loss`, and runs it without gradients.
+
+    Args:
+        sequence_level: the gradient of a token depends on the other tokens of its sequence.
+        with_ratio: the gradient contains π/anchor.
+        trains_zero_advantage: there is a gradient where the advantage is 0.
+    """
+
+    def register(function: Callable[..., Surrogate]) -> Callable[..., Surrogate]:
+        name = function.__name__
+        traits = (
+            (SEQUENCE_LEVEL, sequence_level),
+            (WITH_RATIO, with_ratio),
+            (TRAINS_ZERO_ADVANTAGE, trains_zero_advantage),
+        )
+        for names, has_trait in traits:
+            if has_trait:
+                names.add(name)
+        SURROGATES[name] = torch.no_grad()(function)
+        return SURROGATES[name]
+
+    return register
+
+
+@surrogate()
 def ppo_clip(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -47,37 +91,37 @@ def ppo_clip(
     mask: Tensor,
     cu_seqlens: Tensor | None,
     *,
-    low: float = 0.2,
-    high: float = 0.28,
-    dual: float | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_ratio: float | None = None,
 ) -> Surrogate:
     """PPO's pessimistic clip with two bounds, and optionally a third for bad tokens that became likely.
 
-        value = min(r A, clip(r, 1 - low, 1 + high) A);   with `dual`, where A < 0:  max(that, dual A)
+        value = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A);   with `dual_ratio`, where A < 0:  max(that, dual_ratio A)
         c     = r where that is differentiable in r, else 0
 
     Args:
-        low, high: how far r may leave 1 before a token stops pulling it further.
-        dual: largest r at which a token with A < 0 is still pushed down, more than 1. INTELLECT-2's two-sided clip
-            with its delta is the same thing.
+        clip_low, clip_high: how far r may leave 1 before a token stops pulling it further. DAPO's `clip_high` is 0.28.
+        dual_ratio: largest r at which a token with A < 0 is still pushed down, more than 1. INTELLECT-2's two-sided
+            clip with its delta is the same thing.
     Source:
         PPO: arXiv:1707.06347. Two bounds: DAPO, arXiv:2503.14476. Dual clip: arXiv:1912.09729.
     """
     policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     x = policy - anchor
-    clip = _pessimistic(x, x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), advantages, low, high)
-    if dual is None:
+    clip = _pessimistic(x, x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), advantages, clip_low, clip_high)
+    if dual_ratio is None:
         return clip
-    assert dual > 1, f"dual ({dual}) must be more than 1"
-    is_floored = (advantages < 0) & (x > math.log(dual))
+    assert dual_ratio > 1, f"dual_ratio ({dual_ratio}) must be more than 1"
+    is_floored = (advantages < 0) & (x > math.log(dual_ratio))
     return Surrogate(
-        clip.coefficient.masked_fill(is_floored, 0.0),
-        torch.where(is_floored, dual * advantages, clip.value),
+        clip.objective_gradient.masked_fill(is_floored, 0.0),
+        torch.where(is_floored, dual_ratio * advantages, clip.value),
         clip.clipped | is_floored,
     )
 
 
-@torch.no_grad()
+@surrogate(sequence_level=True)
 def gspo(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -85,13 +129,13 @@ def gspo(
     mask: Tensor,
     cu_seqlens: Tensor,
     *,
-    low: float = 3e-4,
-    high: float = 4e-4,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
 ) -> Surrogate:
     """PPO's clip on the ratio of the whole sequence, per token of its length.
 
         s     = exp(mean_t x_t)        over the trained tokens of the sequence
-        value = min(s A, clip(s, 1 - low, 1 + high) A)
+        value = min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
         c     = s where the unclipped branch is the smaller or equal one, else 0
 
     log s is cut at 10 from above, as in verl. To be aggregated as `seq-mean-token-mean`.
@@ -101,10 +145,10 @@ def gspo(
     """
     policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     mean = _mean_in_sequence(policy - anchor, mask, cu_seqlens)
-    return _pessimistic(mean, mean.clamp(max=MAX_GSPO_LOG_RATIO), advantages, low, high)
+    return _pessimistic(mean, mean.clamp(max=MAX_GSPO_LOG_RATIO), advantages, clip_low, clip_high)
 
 
-@torch.no_grad()
+@surrogate(sequence_level=True)
 def gmpo(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -112,12 +156,12 @@ def gmpo(
     mask: Tensor,
     cu_seqlens: Tensor,
     *,
-    low: float = 0.4,
-    high: float = 0.4,
+    clip_low_nats: float = 0.4,
+    clip_high_nats: float = 0.4,
 ) -> Surrogate:
     """Geometric mean of the sequence's ratios, each clipped in log space, on the side where its advantage would go.
 
-        x'    = min(x, high) where A > 0,  max(x, -low) where A < 0
+        x'    = min(x, clip_high_nats) where A > 0,  max(x, -clip_low_nats) where A < 0
         s     = exp(mean_t x'_t)       over the trained tokens of the sequence
         value = s A
         c     = s where x' = x, else 0
@@ -128,20 +172,21 @@ def gmpo(
     surrogate (the paper's is `seq-mean-token-mean`).
 
     Args:
-        low, high: how far x may leave 0, nats.
+        clip_low_nats, clip_high_nats: how far x may leave 0, nats.
     Source:
         GMPO: arXiv:2507.20673.
     """
     policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     x = policy - anchor
-    bounded = torch.where(advantages > 0, x.clamp(max=high), torch.where(advantages < 0, x.clamp(min=-low), x))
+    bounded = torch.where(advantages > 0, x.clamp(max=clip_high_nats), x)
+    bounded = torch.where(advantages < 0, x.clamp(min=-clip_low_nats), bounded)
     bounded = bounded.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     clipped = bounded != x
     value = _mean_in_sequence(bounded, mask, cu_seqlens).exp() * advantages
     return Surrogate(value.masked_fill(clipped, 0.0), value, clipped)
 
 
-@torch.no_grad()
+@surrogate(sequence_level=True)
 def vespo(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -174,7 +219,7 @@ def vespo(
     return _weighted_log_likelihood(torch.exp(k * log_w + lam * (1 - log_w.exp())), advantages, policy)
 
 
-@torch.no_grad()
+@surrogate()
 def cispo(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -182,26 +227,26 @@ def cispo(
     mask: Tensor,
     cu_seqlens: Tensor | None,
     *,
-    low: float = 1.0,
-    high: float = 4.0,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
 ) -> Surrogate:
     """REINFORCE with a clipped importance weight; no token loses its gradient.
 
-        c     = clip(r, 1 - low, 1 + high)
+        c     = clip(r, 1 - clip_low, 1 + clip_high)
         value = c A log π
 
     Args:
-        low, high: distances from 1, as for every clip here, in verl, slime and NeMo. Elsewhere the same words are the
-            bounds themselves: TRL's `epsilon_high` = 5.0 (which ScaleRL recommends) is `low=1.0, high=4.0`, and
-            ROLL's 0.9 to 1.1 is `low=0.1, high=0.1`. Copying a 5.0 from TRL would give 6.0.
+        clip_low, clip_high: distances of r from 1, as in verl, slime and NeMo. Elsewhere the same words are the bounds
+            themselves: TRL's `epsilon_high` = 5.0 (which ScaleRL recommends) is `clip_low=1.0, clip_high=4.0`, and
+            ROLL's 0.9 to 1.1 is `clip_low=0.1, clip_high=0.1`. Copying a 5.0 from TRL would give 6.0.
     Source:
         CISPO: MiniMax-M1, arXiv:2506.13585. ScaleRL: arXiv:2510.13786.
     """
     policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
-    return _weighted_log_likelihood(_ratio(policy - anchor).clamp(1 - low, 1 + high), advantages, policy)
+    return _weighted_log_likelihood(_ratio(policy - anchor).clamp(1 - clip_low, 1 + clip_high), advantages, policy)
 
 
-@torch.no_grad()
+@surrogate()
 def dppo_tv(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -209,30 +254,30 @@ def dppo_tv(
     mask: Tensor,
     cu_seqlens: Tensor | None,
     *,
-    low: float = 0.2,
-    high: float = 0.2,
-    cap: float | None = None,
+    low_prob: float = 0.2,
+    high_prob: float = 0.2,
+    max_ratio: float | None = None,
 ) -> Surrogate:
     """A trust region in probability instead of ratio: rare tokens may change by a large factor, common ones may not.
 
         p = exp(policy), q = exp(anchor)
-        c     = 0 where A > 0 and p - q > high, or A <= 0 and p - q < -low;  else min(r, cap)
+        c     = 0 where A > 0 and p - q > high_prob, or A <= 0 and p - q < -low_prob;  else min(r, max_ratio)
         value = c A
 
     Args:
-        low, high: how far the probability of a token may fall or rise before it stops pulling further.
-        cap: largest weight; None, as in prime-rl's code: none (but log r is cut at 20). verl's recipe has 1e4, its
-            default is 3.
+        low_prob, high_prob: how far the probability of a token may fall or rise before it stops pulling further.
+        max_ratio: largest weight; None, as in prime-rl's code: none (but log r is cut at 20). verl's recipe has 1e4,
+            its default is 3.
     Source:
         DPPO: arXiv:2602.04879. Bounds as in prime-rl.
     """
     policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     change = policy.exp() - anchor.exp()
-    is_outside = torch.where(advantages > 0, change > high, change < -low)
-    return _capped_inside(policy - anchor, advantages, is_outside, cap)
+    is_outside = torch.where(advantages > 0, change > high_prob, change < -low_prob)
+    return _capped_inside(policy - anchor, advantages, is_outside, max_ratio)
 
 
-@torch.no_grad()
+@surrogate()
 def dppo_kl(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -240,26 +285,29 @@ def dppo_kl(
     mask: Tensor,
     cu_seqlens: Tensor | None,
     *,
-    low: float = 0.05,
-    high: float = 0.05,
-    cap: float | None = None,
+    low_nats: float = 0.05,
+    high_nats: float = 0.05,
+    max_ratio: float | None = None,
 ) -> Surrogate:
-    """As `dppo_tv`, the distance being the KL between sampling this token or another one.
+    """The trust region of `dppo_tv` with another distance, the KL between sampling this token or another one.
 
         KL    = q log(q/p) + (1 - q) log((1 - q)/(1 - p))        nats
-        c     = 0 where A > 0, p > q and KL > high, or A <= 0, p < q and KL > low;  else min(r, cap)
+        c     = 0 where A > 0, p > q and KL > high_nats, or A <= 0, p < q and KL > low_nats;  else min(r, max_ratio)
         value = c A
 
+    Args:
+        low_nats, high_nats: how far that KL may go while the probability of the token falls or rises.
+        max_ratio: largest weight; None: none.
     Source:
         DPPO: arXiv:2602.04879.
     """
     policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     distance = _bernoulli_kl(anchor, policy)
-    rising, falling = (policy > anchor) & (distance > high), (policy < anchor) & (distance > low)
-    return _capped_inside(policy - anchor, advantages, torch.where(advantages > 0, rising, falling), cap)
+    rising, falling = (policy > anchor) & (distance > high_nats), (policy < anchor) & (distance > low_nats)
+    return _capped_inside(policy - anchor, advantages, torch.where(advantages > 0, rising, falling), max_ratio)
 
 
-@torch.no_grad()
+@surrogate()
 def sapo(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -284,11 +332,11 @@ def sapo(
     ratio = _ratio(x)
     tau = _choose(advantages > 0, tau_positive, tau_negative, like=x)
     gate, rest = torch.sigmoid(tau * (ratio - 1)), torch.sigmoid(tau * (1 - ratio))
-    slope = (4 * gate * rest * ratio).masked_fill(x.abs() > MAX_LOG_RATIO, 0.0)
-    return Surrogate(slope * advantages, 4 / tau * gate * advantages, torch.zeros_like(mask))
+    gradient = (4 * gate * rest * ratio).masked_fill(x.abs() > MAX_LOG_RATIO, 0.0)
+    return Surrogate(gradient * advantages, 4 / tau * gate * advantages, torch.zeros_like(mask))
 
 
-@torch.no_grad()
+@surrogate(with_ratio=False, trains_zero_advantage=True)
 def dro(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,
@@ -316,7 +364,7 @@ def dro(
     return Surrogate(advantages - beta * x, value, torch.zeros_like(mask))
 
 
-@torch.no_grad()
+@surrogate()
 def topr(
     policy_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None
 ) -> Surrogate:
@@ -333,7 +381,7 @@ def topr(
     return _weighted_log_likelihood(torch.where(advantages > 0, 1.0, fading), advantages, policy)
 
 
-@torch.no_grad()
+@surrogate(with_ratio=False)
 def reinforce(
     policy_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None
 ) -> Surrogate:
@@ -346,16 +394,6 @@ def reinforce(
     """
     policy, advantages = _trained(mask, policy_logprobs, advantages)
     return _weighted_log_likelihood(torch.ones_like(policy), advantages, policy)
-
-
-SURROGATES: dict[str, Callable[..., Surrogate]] = {
-    function.__name__: function
-    for function in (ppo_clip, gspo, cispo, dppo_tv, dppo_kl, sapo, gmpo, vespo, dro, topr, reinforce)
-}
-"""By name, for a configuration."""
-
-SEQUENCE_LEVEL: frozenset[str] = frozenset({"gspo", "gmpo", "vespo"})
-"""Those whose coefficient at a token depends on the other tokens of its sequence."""
 
 
 def _trained(mask: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -389,17 +427,17 @@ def _pessimistic(log_ratio: Tensor, bounded: Tensor, advantages: Tensor, low: fl
     return Surrogate(unclipped.masked_fill(is_constant, 0.0), torch.minimum(unclipped, pessimistic), clipped)
 
 
-def _capped_inside(x: Tensor, advantages: Tensor, is_outside: Tensor, cap: float | None) -> Surrogate:
-    """min(r, cap) A where not `is_outside`. The weight is a constant of the objective: cutting it stops no gradient."""
-    coefficient = (_ratio(x).clamp(max=cap) if cap is not None else _ratio(x)) * advantages
-    coefficient = coefficient.masked_fill(is_outside, 0.0)
-    return Surrogate(coefficient, coefficient, is_outside)
+def _capped_inside(x: Tensor, advantages: Tensor, is_outside: Tensor, max_ratio: float | None) -> Surrogate:
+    """min(r, max_ratio) A where not `is_outside`. The weight is a constant: cutting it stops no gradient."""
+    ratio = _ratio(x) if max_ratio is None else _ratio(x).clamp(max=max_ratio)
+    gradient = (ratio * advantages).masked_fill(is_outside, 0.0)
+    return Surrogate(gradient, gradient, is_outside)
 
 
 def _weighted_log_likelihood(weight: Tensor, advantages: Tensor, policy: Tensor) -> Surrogate:
     """weight A log π with a constant weight."""
-    coefficient = weight * advantages
-    return Surrogate(coefficient, coefficient * policy, torch.zeros_like(policy, dtype=torch.bool))
+    gradient = weight * advantages
+    return Surrogate(gradient, gradient * policy, torch.zeros_like(policy, dtype=torch.bool))
 
 
 def _bernoulli_kl(log_q: Tensor, log_p: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
 
 
 def algorithm_in_words(settings: AlgorithmConfig) -> str:
-    """The objective in one line, as `grpo advantages, ppo_clip(low=0.2) around proximal, token truncate(high=2), token-mean`."""
+    """The objective in one line, as `grpo advantages, ppo_clip(clip_low=0.2) around proximal, token truncate(high_ratio=2)`."""
     parts = [
         f"{settings.advantage} advantages",
         f"{_called(settings.loss, settings.loss_args)} around {settings.anchor}",
@@ -240,8 +240,8 @@ def algorithm_in_words(settings: AlgorithmConfig) -> str:
 def _correction_in_words(one: CorrectionConfig) -> str:
     level = {"importance": one.level, "divergence": f"{one.level} {one.estimator}"}.get(one.kind, "")
     name = one.action if one.kind == "importance" else one.kind
-    bounds = {"low": one.low, "high": one.high, "threshold": one.threshold}
-    return f"{level} {_called(name, bounds)}".strip()
+    bounds = ("low_ratio", "high_ratio", "max_nats", "max_mean_square")
+    return f"{level} {_called(name, {bound: getattr(one, bound) for bound in bounds})}".strip()
 
 
 def _called(name: str, arguments: dict[str, Any]) -> str:
@@ -282,9 +282,9 @@ def _ends_in_words(config: Config) -> str:
 
 # Keys that were ours, and what says it now.
 _RENAMED: dict[str, str] = {
-    "algorithm.clip_low": "algorithm.loss_args.low, an argument of algorithm.loss",
-    "algorithm.clip_high": "algorithm.loss_args.high, an argument of algorithm.loss",
-    "algorithm.importance_cap": "the `high` of an entry of algorithm.corrections, as algorithm.corrections=[{high: 2.0}]",
+    "algorithm.clip_low": "algorithm.loss_args.clip_low, an argument of algorithm.loss",
+    "algorithm.clip_high": "algorithm.loss_args.clip_high, an argument of algorithm.loss",
+    "algorithm.importance_cap": "`high_ratio` in an entry of algorithm.corrections, as algorithm.corrections=[{high_ratio: 2.0}]",
 }
 
 

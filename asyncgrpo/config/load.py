@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from asyncgrpo.config.explain import bounds_in_words, knobs, near, sections, type_in_words, value_in_words
+from asyncgrpo.config.explain import bounds_in_words, choices, knobs, near, sections, type_in_words, value_in_words
 from asyncgrpo.config.files import Layer, algorithm_file, find, flat, read, yaml_value
 from asyncgrpo.config.rules import check
 from asyncgrpo.config.schema import AlgorithmConfig, Config
@@ -306,6 +306,8 @@ def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], wh
     needs = bounds_in_words(knob.type) if out_of_bounds else type_in_words(knob.type)
     reason = f"{_REASONS[key]}, so " if key in _REASONS else ""
     hint = "; put it in quotes" if knob.takes_text and isinstance(value, int | float) else ""
+    if isinstance(value, str) and (meant := near(value, choices(key))):
+        hint = f": {meant}"
     return ConfigError(f"{origin}: {reason}{key} must be {needs}; it is {value_in_words(value)}{hint}")
 
 

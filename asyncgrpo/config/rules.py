@@ -231,10 +231,10 @@ def _is_offline() -> bool:
 # -- the algorithm -----------------------------------------------------------------------------------------------------
 
 
-WITHOUT_RATIO = frozenset({"reinforce", "dro", PAIRWISE})
-"""Losses whose coefficient does not contain policy / anchor."""
-
-_NOT_NEGATIVE = frozenset({"low", "high", "k_positive", "lam_positive", "k_negative", "lam_negative"})
+_NOT_NEGATIVE = frozenset({
+    "clip_low", "clip_high", "clip_low_nats", "clip_high_nats", "low_prob", "high_prob", "low_nats", "high_nats",
+    "k_positive", "lam_positive", "k_negative", "lam_negative",
+})  # fmt: skip
 
 
 def check_algorithm(config: Config) -> None:
@@ -270,10 +270,11 @@ def _arguments(config: Config) -> Iterator[str]:
     allowed = loss_arguments(algorithm.loss)
     for name, value in algorithm.loss_args.items():
         if name not in allowed:
-            hint = f"{near(name, allowed)} " if near(name, allowed) else ""
+            named_in = [f"did you mean `{known}`?" for known in allowed if name in known.split("_")]
+            hint = near(name, allowed) or next(iter(named_in), "")
             yield (
                 f"algorithm.loss_args.{name} (value {value_in_words(value)}) is no argument of {algorithm.loss}: "
-                f"{hint}{_list(allowed)}"
+                f"{hint}{' ' * bool(hint)}{_list(allowed)}"
             )
             return
         needs = _needs(name, allowed[name].annotation, value)
@@ -306,7 +307,7 @@ def _needs(name: str, annotation: Any, value: Any) -> str:
         return "" if value in choices else f"one of {', '.join(choices)}"
     if annotation is bool:
         return "" if isinstance(value, bool) else "true or false"
-    least, strictly = (1.0, True) if name == "dual" else (0.0, name not in _NOT_NEGATIVE)
+    least, strictly = (1.0, True) if name == "dual_ratio" else (0.0, name not in _NOT_NEGATIVE)
     words = f"a number, {'above' if strictly else 'at least'} {least:g}{or_null}"
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return words
@@ -317,11 +318,11 @@ def _needs(name: str, annotation: Any, value: Any) -> str:
 
 # Which fields each kind reads, beside `kind`.
 _READS = {
-    "importance": {"level", "action", "low", "high"},
-    "veto": {"low", "high"},
-    "opsm": {"threshold"},
-    "m2po": {"threshold"},
-    "divergence": {"level", "high", "estimator"},
+    "importance": {"level", "action", "low_ratio", "high_ratio"},
+    "veto": {"low_ratio", "high_ratio"},
+    "opsm": {"max_nats"},
+    "m2po": {"max_mean_square"},
+    "divergence": {"level", "max_nats", "estimator"},
 }
 
 
@@ -339,32 +340,34 @@ def _corrections(config: Config) -> Iterator[str]:
 
 def _bounds(one: CorrectionConfig) -> Iterator[str]:
     """What is wrong with the numbers of one correction, after its key."""
-    low, high = one.low, one.high
-    for name in ("low", "high", "threshold"):
+    low, high = one.low_ratio, one.high_ratio
+    for name in ("low_ratio", "high_ratio", "max_nats", "max_mean_square"):
         value = getattr(one, name)
         if value is not None and not value > 0:
             yield f"has {name}: {value:g}, but it must be above 0"
     if low is not None and high is not None and low > high:
-        yield f"has low: {low:g} above high: {high:g}, so it would keep nothing"
+        yield f"has low_ratio: {low:g} above high_ratio: {high:g}, so it would keep nothing"
     if one.kind == "importance" and one.action == "truncate" and low is not None:
-        yield f"truncates, which has no lower bound, but has low: {low:g}; use action: clip"
+        yield f"truncates, which has no lower bound, but has low_ratio: {low:g}; use action: clip"
     unbounded = low is None and high is None
     if one.kind == "importance" and one.action != "truncate" and unbounded:
-        yield f"has action: {one.action} and no bound, so there is nothing outside; give low, high or both"
+        yield f"has action: {one.action} and no bound, so there is nothing outside; give low_ratio, high_ratio or both"
     if one.kind == "veto" and unbounded:
-        yield "is a veto without a bound, which rejects nothing; give low, high or both, for example low: 1e-4"
-    if one.kind == "divergence" and high is None:
-        yield "is a divergence without high, the largest estimate that is kept, nats; for example high: 0.01"
+        yield "is a veto without low_ratio or high_ratio, which rejects nothing; for example low_ratio: 1e-4"
+    if one.kind == "divergence" and one.max_nats is None:
+        yield "is a divergence without max_nats, the largest estimate that is kept; for example max_nats: 0.01"
     if one.kind == "divergence" and one.level == "geometric":
         yield "is a divergence at level geometric; it has the levels token and sequence (the mean over a completion)"
-    if one.kind == "opsm" and one.threshold is None:
-        yield "is opsm without threshold, the mean log-ratio that is kept, nats per token; for example threshold: 0.5"
+    if one.kind == "opsm" and one.max_nats is None:
+        yield "is opsm without max_nats, the mean log-ratio that is kept, per token; for example max_nats: 0.5"
 
 
 def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """What is wrong with a correction where it stands, after its key."""
+    from asyncgrpo.algorithms.surrogates import WITH_RATIO  # imports torch, which reading a configuration does not need
+
     weighs = one.kind == "importance" and one.action != "reject"
-    if algorithm.anchor == "behaviour" and weighs and algorithm.loss not in WITHOUT_RATIO:
+    if algorithm.anchor == "behaviour" and weighs and algorithm.loss in WITH_RATIO:
         yield (
             f"weights tokens by policy / behaviour, and with algorithm.anchor=behaviour {algorithm.loss} contains that "
             "ratio already: it would count twice; use algorithm.corrections=[], action: reject, or loss: reinforce"

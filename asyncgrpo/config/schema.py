@@ -5,6 +5,8 @@ A YAML file is read and merged with `key=value` overrides by OmegaConf, then con
 lag in optimizer steps. A field's unit and meaning are in its description; `asyncgrpo config explain KEY` prints it.
 """
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -13,6 +15,13 @@ CRITIC = "gae"
 """The value of `algorithm.advantage` that trains a critic."""
 PAIRWISE = "pairwise"
 """The value of `algorithm.loss` that learns from pairs of completions."""
+
+
+def _surrogates() -> list[str]:
+    """Names of the functions under `@surrogate` in algorithms/surrogates.py, read from its text: to import it takes torch."""
+    text = (Path(__file__).parents[1] / "algorithms" / "surrogates.py").read_text(encoding="utf-8")
+    return re.findall(r"^@surrogate\(.*\)\ndef (\w+)", text, re.MULTILINE)
+
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 AtLeastTwo = Annotated[int, Meta(ge=2)]
@@ -110,11 +119,16 @@ class CorrectionConfig(Section, frozen=True):
     ] = "token"
     action: Annotated[
         Literal["truncate", "clip", "mask", "reject"],
-        Meta(description="what happens outside [low, high]: mask gives weight 0, reject keeps weight 1 inside"),
+        Meta(description="what happens outside the ratios: mask gives weight 0, reject keeps weight 1 inside"),
     ] = "truncate"
-    low: Annotated[float | None, Meta(description="lower bound of the ratio")] = None
-    high: Annotated[float | None, Meta(description="upper bound of the ratio, or of the divergence")] = None
-    threshold: Annotated[float | None, Meta(description="opsm: delta, nats; m2po: largest mean square, nats²")] = None
+    low_ratio: Annotated[float | None, Meta(description="importance, veto: lower bound of the ratio")] = None
+    high_ratio: Annotated[float | None, Meta(description="importance, veto: upper bound of the ratio")] = None
+    max_nats: Annotated[
+        float | None, Meta(description="divergence: largest estimate that is kept; opsm: largest mean log-ratio")
+    ] = None
+    max_mean_square: Annotated[
+        float | None, Meta(description="m2po: largest mean square of the log-ratios, nats²; none: 0.04")
+    ] = None
     estimator: Annotated[Literal["k2", "k3"], Meta(description="divergence: which estimator is bounded")] = "k3"
 
 
@@ -170,20 +184,7 @@ class AlgorithmConfig(Section, frozen=True):
         ),
     ] = "grpo"
     loss: Annotated[
-        Literal[
-            "ppo_clip",
-            "gspo",
-            "cispo",
-            "dppo_tv",
-            "dppo_kl",
-            "sapo",
-            "gmpo",
-            "vespo",
-            "dro",
-            "topr",
-            "reinforce",
-            "pairwise",
-        ],
+        Literal[(*_surrogates(), PAIRWISE)],  # type: ignore[valid-type]  # its values are known once the file is read
         Meta(description="the surrogate that is maximised"),
     ] = "ppo_clip"
     loss_args: Annotated[
@@ -201,7 +202,7 @@ class AlgorithmConfig(Section, frozen=True):
     corrections: Annotated[
         tuple[CorrectionConfig, ...],
         Meta(description="off-policy corrections of older tokens, all applied (docs/algorithms.md)"),
-    ] = (CorrectionConfig(high=2.0),)
+    ] = (CorrectionConfig(high_ratio=2.0),)
     aggregation: Annotated[
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"],
         Meta(description="how token losses are averaged over the step"),

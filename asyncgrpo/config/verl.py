@@ -82,8 +82,10 @@ _ACTOR, _ROLLOUT, _CORRECTION = (
 # verl's defaults, where a rule needs a key that was not given.
 _MINI_BATCH, _KL_COEF, _THRESHOLD = 256, 0.001, 2.0
 
-_CLIPPED = {"vanilla", "ppo_clip", "gspo", "cispo", "geo_mean", "dppo_tv", "dppo_kl"}
-"""Losses with a lower and an upper bound."""
+_CLIPPED = {"geo_mean": "clip_{}_nats", "dppo_tv": "{}_prob", "dppo_kl": "{}_nats"} | dict.fromkeys(
+    ("vanilla", "ppo_clip", "gspo", "cispo"), "clip_{}"
+)
+"""Losses with a lower and an upper bound: verl's name to that of our argument, where {} is the side."""
 
 _ADVANTAGES = {
     name: name for name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "remax", "gae", "reinforce_plus_plus_baseline")
@@ -174,23 +176,26 @@ def _loss(given: Given) -> str:
     return str(given.get(f"{_ACTOR}policy_loss.loss_mode", given.get(f"{_ACTOR}loss_mode", "vanilla")))
 
 
+def _bound(side: str, given: Given) -> str:
+    return "algorithm.loss_args." + _CLIPPED[_loss(given)].format(side)
+
+
 def _clip(value: Any, given: Given, _: str) -> Translated:
     if _loss(given) not in _CLIPPED:
         return f"the loss {_loss(given)} has no such bound"
-    sides = {"algorithm.loss_args.low": "clip_ratio_low", "algorithm.loss_args.high": "clip_ratio_high"}
-    written = {ours: given.get(f"{_ACTOR}{side}") for ours, side in sides.items()}
-    return {ours: value if side is None else side for ours, side in written.items()}
+    low, high = (given.get(f"{_ACTOR}clip_ratio_{side}", value) for side in ("low", "high"))
+    return {_bound("low", given): low, _bound("high", given): high}
 
 
 def _clip_side(value: Any, given: Given, ours: str) -> Translated:
     if _loss(given) not in _CLIPPED:
         return f"the loss {_loss(given)} has no such bound"
-    return {ours: value}
+    return {_bound(ours.rpartition("_")[2], given): value}
 
 
 def _clip_dual(value: Any, given: Given, ours: str) -> Translated:
     if _loss(given) in ("dppo_tv", "dppo_kl"):
-        return {"algorithm.loss_args.cap": value}
+        return {"algorithm.loss_args.max_ratio": value}
     if _loss(given) not in ("vanilla", "ppo_clip"):
         return f"the loss {_loss(given)} has no such bound"
     return {ours: value}
@@ -213,7 +218,7 @@ def _kl_in_reward(value: Any, given: Given, ours: str) -> Translated:
 def _truncation_cap(value: Any, _: Given, ours: str) -> Translated:
     if isinstance(value, str | list | dict):
         return "a number, the largest weight"
-    return {ours: [{"high": value}] if value > 0 else []}
+    return {ours: [{"high_ratio": value}] if value > 0 else []}
 
 
 def _anchor(value: Any, given: Given, ours: str) -> Translated:
@@ -242,8 +247,8 @@ def _corrections(_: Any, given: Given, ours: str) -> Translated:
 def _weight_bounds(threshold: Any) -> dict[str, Any]:
     low, high = _bounds(threshold)
     if low is None:
-        return {"action": "truncate", "high": high}
-    return {"action": "mask", "low": low, "high": high}
+        return {"action": "truncate", "high_ratio": high}
+    return {"action": "mask", "low_ratio": low, "high_ratio": high}
 
 
 def _rejection(kind: str, threshold: Any) -> dict[str, Any] | str:
@@ -255,10 +260,10 @@ def _rejection(kind: str, threshold: Any) -> dict[str, Any] | str:
     ratios = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
     divergences = {"token": "token", "seq_mean": "sequence"}
     if estimator == "k1" and whose in ratios:
-        bounds = {"low": 1 / high, "high": 1 / low if low else high}
+        bounds = {"low_ratio": 1 / high, "high_ratio": 1 / low if low else high}
         return {"level": ratios[whose], "action": "reject"} | bounds
     if estimator in ("k2", "k3") and whose in divergences:
-        return {"kind": "divergence", "level": divergences[whose], "estimator": estimator, "high": high}
+        return {"kind": "divergence", "level": divergences[whose], "estimator": estimator, "max_nats": high}
     return f"there is no rejection by {kind}"
 
 

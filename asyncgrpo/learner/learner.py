@@ -211,7 +211,7 @@ class Learner:
         )
         weights = settings.critic.value_coef * objective.weights
         sums["value_loss"] = (critic.value * objective.weights).sum().double()
-        return scored.loss + (weights * critic.coefficient.float() * scored.values).sum(), sums
+        return scored.loss + (weights * critic.loss_gradient.float() * scored.values).sum(), sums
 
     @torch.no_grad()
     def _score_reference(self, batch: PackedBatch) -> Scored:

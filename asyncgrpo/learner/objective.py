@@ -1,8 +1,9 @@
 """The step's loss on one micro-batch, put together from `algorithms/` as the configuration says.
 
-Every surrogate and every penalty is a detached coefficient before `∇ log π(y_t)`, so the loss is a slope for each
-token, and adding a paper is one function in `algorithms/surrogates.py`. Where the slope of a token depends on nothing
-but that token, the head asks for it block by block; else the log-probs of the micro-batch must be known first (`know`).
+Every surrogate and every penalty is a detached factor of `∇ log π(y_t)`, so the loss is a gradient for each token's
+log-prob, and adding a paper is one function in `algorithms/surrogates.py`. Where the gradient of a token depends on
+nothing but that token, the head asks for it block by block; else the log-probs of the micro-batch must be known first
+(`use_scores`).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ class Precomputed(NamedTuple):
     """Log-probs under the reference."""
     keep: Tensor | None = None
     """bool, of corrections that look at the whole step (M2PO)."""
-    pair_coefficient: Tensor | None = None
+    pair_gradient: Tensor | None = None
     """Derivative of the pairwise objective of the step by each log-prob."""
     pair_value: Tensor | None = None
     """That objective, divided up among tokens in any way."""
@@ -143,7 +144,7 @@ class MicrobatchObjective:
         return self._gradients_of(self._tokens.at(tokens), scores.logprobs)
 
     def use_scores(self, scores: TokenScores) -> None:
-        """Take the slopes from these log-probs, which are the whole micro-batch's."""
+        """Take the gradients from these log-probs, which are the whole micro-batch's."""
         self._gradients = self._gradients_of(self._tokens, scores.logprobs)
 
     def _gradients_of(self, tokens: _Tokens, policy: Tensor) -> LossGradients:
@@ -162,7 +163,7 @@ class MicrobatchObjective:
         correction = self._correction(tokens, log_rho)
         surrogate = self._surrogate(tokens, policy, anchor)
         weight = correction.weight * correction.keep
-        gradient, value = -weight * surrogate.coefficient, -weight * surrogate.value
+        gradient, value = -weight * surrogate.objective_gradient, -weight * surrogate.value
         kl = None
         if precomputed.reference is not None and settings.kl_kind != "full":
             penalty = kl_penalty(
@@ -170,10 +171,10 @@ class MicrobatchObjective:
             )
             kl = penalty.value
             if self.kl_coef:
-                gradient, value = gradient + self.kl_coef * penalty.coefficient, value + self.kl_coef * kl
+                gradient, value = gradient + self.kl_coef * penalty.loss_gradient, value + self.kl_coef * kl
         if settings.behaviour_kl_coef:
             penalty = kl_penalty(policy, tokens.behaviour, kind="k2")
-            gradient = gradient + settings.behaviour_kl_coef * penalty.coefficient
+            gradient = gradient + settings.behaviour_kl_coef * penalty.loss_gradient
             value = value + settings.behaviour_kl_coef * penalty.value
         gradient = torch.where(tokens.mask, tokens.weights * gradient, 0.0)
         return _Terms(gradient, value, surrogate, correction, policy - anchor, log_rho, kl)
@@ -188,11 +189,11 @@ class MicrobatchObjective:
 
     def _surrogate(self, tokens: _Tokens, policy: Tensor, anchor: Tensor) -> Surrogate:
         if self.settings.loss == PAIRWISE:
-            coefficient, value = tokens.precomputed.pair_coefficient, tokens.precomputed.pair_value
-            assert coefficient is not None and value is not None
+            gradient, value = tokens.precomputed.pair_gradient, tokens.precomputed.pair_value
+            assert gradient is not None and value is not None
             # Pairs are averaged already: what the weights of the aggregation will do is undone beforehand.
             undone = torch.where(tokens.weights > 0, 1 / tokens.weights, 0.0)
-            return Surrogate(coefficient * undone, value * undone, torch.zeros_like(tokens.mask))
+            return Surrogate(gradient * undone, value * undone, torch.zeros_like(tokens.mask))
         function = SURROGATES[self.settings.loss]
         return function(policy, anchor, tokens.advantages, tokens.mask, tokens.cu_seqlens, **self.settings.loss_args)
 
@@ -224,7 +225,7 @@ class MicrobatchObjective:
             tokens.advantages,
             terms.surrogate.clipped,
             tokens.mask,
-            dual=settings.loss_args.get("dual"),  # type: ignore[arg-type]  # checked with the configuration
+            dual_ratio=settings.loss_args.get("dual_ratio"),  # type: ignore[arg-type]  # checked with the configuration
         )
         sums |= diagnostics.kept_sums("rejected", terms.correction.keep, tokens.mask, batch.cu_seqlens)
         sums |= diagnostics.kept_sums("stale", ~self._stale_token_mask, tokens.mask, batch.cu_seqlens)
@@ -236,8 +237,8 @@ class MicrobatchObjective:
                 tokens.mask,
                 batch.cu_seqlens,
                 level=bounded.level,
-                low=bounded.low,
-                high=bounded.high,
+                low_ratio=bounded.low_ratio,
+                high_ratio=bounded.high_ratio,
             )
         sums |= diagnostics.lag_sums(tokens.versions, self.version, tokens.mask, batch.cu_seqlens)
         at_start = scores.logprobs if tokens.precomputed.proximal is None else tokens.precomputed.proximal
@@ -251,24 +252,32 @@ def correct(
     """One correction as configured. `m2po` needs the tokens of the whole step."""
     if one.kind == "importance":
         return corrections.importance(
-            log_rho, mask, cu_seqlens, level=one.level, action=one.action, low=one.low, high=one.high
+            log_rho,
+            mask,
+            cu_seqlens,
+            level=one.level,
+            action=one.action,
+            low_ratio=one.low_ratio,
+            high_ratio=one.high_ratio,
         )
     if one.kind == "divergence":
-        assert one.high is not None and one.level != "geometric"
+        assert one.max_nats is not None and one.level != "geometric"
         return corrections.divergence(
-            log_rho, mask, cu_seqlens, estimator=one.estimator, level=one.level, high=one.high
+            log_rho, mask, cu_seqlens, estimator=one.estimator, level=one.level, max_nats=one.max_nats
         )
     if one.kind == "m2po":
-        return corrections.m2po(log_rho, mask, threshold=0.04 if one.threshold is None else one.threshold)
+        return corrections.m2po(
+            log_rho, mask, max_mean_square=0.04 if one.max_mean_square is None else one.max_mean_square
+        )
     assert cu_seqlens is not None
     if one.kind == "veto":
-        return corrections.veto(log_rho, mask, cu_seqlens, low=one.low, high=one.high)
-    assert one.kind == "opsm" and one.threshold is not None, one
-    return corrections.opsm(log_rho, advantages, mask, cu_seqlens, delta=one.threshold)
+        return corrections.veto(log_rho, mask, cu_seqlens, low_ratio=one.low_ratio, high_ratio=one.high_ratio)
+    assert one.kind == "opsm" and one.max_nats is not None, one
+    return corrections.opsm(log_rho, advantages, mask, cu_seqlens, max_nats=one.max_nats)
 
 
 def is_elementwise(settings: AlgorithmConfig) -> bool:
-    """Whether the slope of a token depends on nothing but that token, once `Precomputed` is known."""
+    """Whether the gradient of a token depends on nothing but that token, once `Precomputed` is known."""
     return settings.loss not in SEQUENCE_LEVEL and all(
         one.kind == "m2po" or (one.kind in ("importance", "divergence") and one.level == "token")
         for one in settings.corrections
@@ -363,7 +372,7 @@ def _pairs(
     tokens: "_StepTokens",
     references: list[Tensor | None],
 ) -> dict[str, Tensor]:
-    """The pairwise objective of the step: its coefficient at every token, and its value, laid on first tokens."""
+    """The pairwise objective of the step: its gradient at every token, and its value, laid on first tokens."""
     arguments = dict(settings.loss_args)
     with_reference = bool(arguments.pop("reference", False))
     generator = torch.Generator().manual_seed(len(rollouts.completions))
@@ -383,7 +392,7 @@ def _pairs(
     count = max(winner.numel(), 1)
     value = torch.zeros_like(policy)
     value.index_add_(0, tokens.cu_seqlens[:-1][winner], result.value / count)
-    return {"pair_coefficient": result.coefficient / count, "pair_value": value}
+    return {"pair_gradient": result.objective_gradient / count, "pair_value": value}
 
 
 class _StepTokens:

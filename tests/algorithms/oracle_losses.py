@@ -38,33 +38,33 @@ def clipped_ratio(x: float, a: float, low: float, high: float, least: float, mos
     return (r * a if least <= x <= most else 0.0), value, False
 
 
-def ppo_clip(logp: float, anchor: float, a: float, *, low=0.2, high=0.28, dual=None) -> Point:
+def ppo_clip(logp: float, anchor: float, a: float, *, clip_low=0.2, clip_high=0.2, dual_ratio=None) -> Point:
     x = logp - anchor
-    coefficient, value, clipped = clipped_ratio(x, a, low, high, -20, 20)
-    if dual is not None and a < 0 and exp(x) > dual:
-        return 0.0, dual * a, True
+    coefficient, value, clipped = clipped_ratio(x, a, clip_low, clip_high, -20, 20)
+    if dual_ratio is not None and a < 0 and exp(x) > dual_ratio:
+        return 0.0, dual_ratio * a, True
     return coefficient, value, clipped
 
 
-def cispo(logp: float, anchor: float, a: float, *, low=1.0, high=4.0) -> Point:
-    c = clip(exp(logp - anchor), 1 - low, 1 + high)
+def cispo(logp: float, anchor: float, a: float, *, clip_low=1.0, clip_high=4.0) -> Point:
+    c = clip(exp(logp - anchor), 1 - clip_low, 1 + clip_high)
     return c * a, c * a * logp, False
 
 
-def dppo_tv(logp: float, anchor: float, a: float, *, low=0.2, high=0.2, cap=None) -> Point:
+def dppo_tv(logp: float, anchor: float, a: float, *, low_prob=0.2, high_prob=0.2, max_ratio=None) -> Point:
     p, q = math.exp(logp), math.exp(anchor)
-    if (a > 0 and p - q > high) or (a <= 0 and p - q < -low):
+    if (a > 0 and p - q > high_prob) or (a <= 0 and p - q < -low_prob):
         return 0.0, 0.0, True
-    c = min(exp(logp - anchor), math.inf if cap is None else cap)
+    c = min(exp(logp - anchor), math.inf if max_ratio is None else max_ratio)
     return c * a, c * a, False
 
 
-def dppo_kl(logp: float, anchor: float, a: float, *, low=0.05, high=0.05, cap=None) -> Point:
+def dppo_kl(logp: float, anchor: float, a: float, *, low_nats=0.05, high_nats=0.05, max_ratio=None) -> Point:
     p, q = math.exp(logp), math.exp(anchor)
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    if (a > 0 and p > q and kl > high) or (a <= 0 and p < q and kl > low):
+    if (a > 0 and p > q and kl > high_nats) or (a <= 0 and p < q and kl > low_nats):
         return 0.0, 0.0, True
-    c = min(exp(logp - anchor), math.inf if cap is None else cap)
+    c = min(exp(logp - anchor), math.inf if max_ratio is None else max_ratio)
     return c * a, c * a, False
 
 
@@ -90,16 +90,16 @@ def reinforce(logp: float, anchor: float, a: float) -> Point:
     return a, a * logp, False
 
 
-def gspo(logp: Floats, anchor: Floats, a: Floats, *, low=3e-4, high=4e-4) -> list[Point]:
+def gspo(logp: Floats, anchor: Floats, a: Floats, *, clip_low=3e-4, clip_high=4e-4) -> list[Point]:
     mean = math.fsum(p - q for p, q in zip(logp, anchor, strict=True)) / len(logp)
-    return [clipped_ratio(mean, advantage, low, high, -math.inf, 10) for advantage in a]
+    return [clipped_ratio(mean, advantage, clip_low, clip_high, -math.inf, 10) for advantage in a]
 
 
-def gmpo(logp: Floats, anchor: Floats, a: Floats, *, low=0.4, high=0.4) -> list[Point]:
+def gmpo(logp: Floats, anchor: Floats, a: Floats, *, clip_low_nats=0.4, clip_high_nats=0.4) -> list[Point]:
     bounded = []
     for p, q, advantage in zip(logp, anchor, a, strict=True):
         x = p - q
-        bounded.append(clip(min(x, high) if advantage > 0 else max(x, -low), -20, 20))
+        bounded.append(clip(min(x, clip_high_nats) if advantage > 0 else max(x, -clip_low_nats), -20, 20))
     s = math.exp(math.fsum(bounded) / len(bounded))
     points = []
     for p, q, advantage, b in zip(logp, anchor, a, bounded, strict=True):
@@ -158,9 +158,9 @@ def log_rho_at(level: str, log_rho, mask, sequences) -> dict[int, float]:
     return found
 
 
-def importance(log_rho, mask, sequences, *, level, action, low=None, high=None) -> list[Verdict]:
+def importance(log_rho, mask, sequences, *, level, action, low_ratio=None, high_ratio=None) -> list[Verdict]:
     x = log_rho_at(level, log_rho, mask, sequences)
-    least, most = 0.0 if low is None else low, math.inf if high is None else high
+    least, most = 0.0 if low_ratio is None else low_ratio, math.inf if high_ratio is None else high_ratio
 
     def judge(t: int) -> Verdict:
         rho = exp(x[t])
@@ -176,27 +176,30 @@ def importance(log_rho, mask, sequences, *, level, action, low=None, high=None) 
     return by_token(mask, judge)
 
 
-def veto(log_rho, mask, sequences, *, low=1e-4, high=None) -> list[Verdict]:
+def veto(log_rho, mask, sequences, *, low_ratio=1e-4, high_ratio=None) -> list[Verdict]:
     dead = set()
     for s in sequences:
-        if any(math.exp(log_rho[t]) < low or (high and math.exp(log_rho[t]) > high) for t in trained(s, mask)):
+        if any(
+            math.exp(log_rho[t]) < low_ratio or (high_ratio and math.exp(log_rho[t]) > high_ratio)
+            for t in trained(s, mask)
+        ):
             dead |= set(s)
     return by_token(mask, lambda t: (1.0, t not in dead))
 
 
-def opsm(log_rho, advantages, mask, sequences, *, delta) -> list[Verdict]:
+def opsm(log_rho, advantages, mask, sequences, *, max_nats) -> list[Verdict]:
     x = log_rho_at("geometric", log_rho, mask, sequences)
-    return by_token(mask, lambda t: (1.0, not (advantages[t] < 0 and -x[t] > delta)))
+    return by_token(mask, lambda t: (1.0, not (advantages[t] < 0 and -x[t] > max_nats)))
 
 
-def m2po(log_rho, mask, *, threshold=0.04) -> list[Verdict]:
+def m2po(log_rho, mask, *, max_mean_square=0.04) -> list[Verdict]:
     kept = [t for t in range(len(mask)) if mask[t]]
-    while kept and math.fsum(log_rho[t] ** 2 for t in kept) / len(kept) >= threshold:
+    while kept and math.fsum(log_rho[t] ** 2 for t in kept) / len(kept) >= max_mean_square:
         kept.remove(max(kept, key=lambda t: (log_rho[t] ** 2, t)))
     return by_token(mask, lambda t: (1.0, t in kept))
 
 
-def divergence(log_rho, mask, sequences, *, estimator, level, high, reduction="mean") -> list[Verdict]:
+def divergence(log_rho, mask, sequences, *, estimator, level, max_nats, reduction="mean") -> list[Verdict]:
     def estimate(t: int) -> float:
         x = clip(log_rho[t], -20, 20)
         return x * x / 2 if estimator == "k2" else math.exp(x) - 1 - x
@@ -209,7 +212,7 @@ def divergence(log_rho, mask, sequences, *, estimator, level, high, reduction="m
         elif tokens:
             one = {"sum": math.fsum(values), "mean": math.fsum(values) / len(values), "max": max(values)}[reduction]
             found |= dict.fromkeys(tokens, one)
-    return by_token(mask, lambda t: (1.0, found[t] <= high))
+    return by_token(mask, lambda t: (1.0, found[t] <= max_nats))
 
 
 def normalise(verdicts: list[Verdict], mask) -> list[Verdict]:

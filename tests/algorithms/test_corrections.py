@@ -23,19 +23,25 @@ from tests.algorithms.batches import UNTRAINED, VERSION, batch, tensor
 
 BOUNDS = [(None, None), (None, 2.0), (0.5, 5.0), (0.999, 1.001), (0.0, 1.0), (1.5, None)]
 CASES = [
-    ("importance", {"level": level, "action": action, "low": low, "high": high})
+    ("importance", {"level": level, "action": action, "low_ratio": low, "high_ratio": high})
     for level, action, (low, high) in itertools.product(
         ("token", "sequence", "geometric"), ("truncate", "clip", "mask", "reject"), BOUNDS
     )
     if action != "truncate" or low is None
 ]
-CASES += [("veto", {}), ("veto", {"low": 1e-4, "high": 100.0}), ("veto", {"low": 0.5, "high": 2.0})]
-CASES += [("divergence", {"estimator": e, "level": "token", "high": h}) for e in ("k2", "k3") for h in (0.01, 0.2)]
 CASES += [
-    ("divergence", {"estimator": e, "level": "sequence", "reduction": r, "high": h})
+    ("veto", {}),
+    ("veto", {"low_ratio": 1e-4, "high_ratio": 100.0}),
+    ("veto", {"low_ratio": 0.5, "high_ratio": 2.0}),
+]
+CASES += [("divergence", {"estimator": e, "level": "token", "max_nats": h}) for e in ("k2", "k3") for h in (0.01, 0.2)]
+CASES += [
+    ("divergence", {"estimator": e, "level": "sequence", "reduction": r, "max_nats": h})
     for e, r, h in itertools.product(("k2", "k3"), ("sum", "mean", "max"), (0.1, 1.0))
 ]
-CASES += [("opsm", {"delta": d}) for d in (1e-4, 0.5)] + [("m2po", {"threshold": m}) for m in (0.04, 0.2, 1e-9, 1e9)]
+CASES += [("opsm", {"max_nats": d}) for d in (1e-4, 0.5)] + [
+    ("m2po", {"max_mean_square": m}) for m in (0.04, 0.2, 1e-9, 1e9)
+]
 
 
 def ours(name: str, b, dtype=torch.float64, junk: float = math.nan, **parameters) -> Correction:
@@ -101,9 +107,9 @@ def test_an_empty_batch_is_fine(name, parameters):
 def test_nothing_has_a_gradient():
     log_rho = torch.tensor([0.1, -0.2], requires_grad=True)
     mask, cu = torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
-    results = [importance(log_rho, mask, cu, level="sequence", action="clip", high=2.0), veto(log_rho, mask, cu)]
-    results += [opsm(log_rho, log_rho, mask, cu, delta=0.1), m2po(log_rho, mask)]
-    results += [divergence(log_rho, mask, cu, estimator="k3", level="sequence", high=0.1)]
+    results = [importance(log_rho, mask, cu, level="sequence", action="clip", high_ratio=2.0), veto(log_rho, mask, cu)]
+    results += [opsm(log_rho, log_rho, mask, cu, max_nats=0.1), m2po(log_rho, mask)]
+    results += [divergence(log_rho, mask, cu, estimator="k3", level="sequence", max_nats=0.1)]
     assert not any(x.requires_grad for result in [*results, combine(results)] for x in result)
     assert not normalise(log_rho, mask).requires_grad
     assert not interpolated(log_rho, log_rho, torch.tensor([1, 2]), 3).requires_grad
@@ -113,16 +119,19 @@ def test_extreme_ratios_are_cut_in_the_weight_but_not_in_the_verdict():
     log_rho, mask = torch.tensor([-math.inf, -25.0, 0.0, 25.0, math.inf]), torch.ones(5, dtype=torch.bool)
     weight = importance(log_rho, mask, None, level="token", action="truncate").weight
     torch.testing.assert_close(weight, torch.tensor([-20.0, -20.0, 0.0, 20.0, 20.0]).exp())
-    capped = importance(log_rho, mask, None, level="token", action="truncate", high=2.0).weight
+    capped = importance(log_rho, mask, None, level="token", action="truncate", high_ratio=2.0).weight
     assert capped[3:].tolist() == [2.0, 2.0]
-    keep = importance(log_rho, mask, None, level="token", action="reject", low=1e-10, high=1e10).keep
+    keep = importance(log_rho, mask, None, level="token", action="reject", low_ratio=1e-10, high_ratio=1e10).keep
     assert keep.tolist() == [False, False, True, False, False]
 
 
 def test_a_trained_token_that_is_not_a_number_is_never_kept():
     log_rho, mask, cu = torch.tensor([math.nan, 0.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
-    assert importance(log_rho, mask, None, level="token", action="reject", high=2.0).keep.tolist() == [False, True]
-    assert importance(log_rho, mask, None, level="token", action="mask", high=2.0).weight.tolist() == [0.0, 1.0]
+    assert importance(log_rho, mask, None, level="token", action="reject", high_ratio=2.0).keep.tolist() == [
+        False,
+        True,
+    ]
+    assert importance(log_rho, mask, None, level="token", action="mask", high_ratio=2.0).weight.tolist() == [0.0, 1.0]
     assert veto(log_rho, mask, cu).keep.tolist() == [False, False]
     assert m2po(log_rho, mask).keep.tolist() == [False, True]
 
@@ -135,7 +144,7 @@ def test_one_broken_token_vetoes_its_sequence_and_no_other():
 
 def test_m2po_drops_the_largest_until_the_mean_is_small():
     log_rho = torch.tensor([0.1, -1.0, 0.2, 0.5, -0.1])
-    keep = m2po(log_rho, torch.ones(5, dtype=torch.bool), threshold=0.04).keep
+    keep = m2po(log_rho, torch.ones(5, dtype=torch.bool), max_mean_square=0.04).keep
     assert keep.tolist() == [True, False, True, False, True]
     assert log_rho[keep].square().mean() < 0.04 <= log_rho[[0, 2, 3, 4]].square().mean()
 
@@ -167,7 +176,7 @@ def test_combined_weights_multiply_and_verdicts_and():
     cases = [
         CASES[0],
         ("veto", {}),
-        ("importance", {"level": "geometric", "action": "reject", "low": 0.8, "high": 1.3}),
+        ("importance", {"level": "geometric", "action": "reject", "low_ratio": 0.8, "high_ratio": 1.3}),
     ]
     together = combine([ours(name, b, **parameters) for name, parameters in cases])
     assert_follows(together, oracle.combine([expected(name, b, **parameters) for name, parameters in cases]), 1e-9)
@@ -231,4 +240,4 @@ def test_unbiased_is_only_the_whole_sequence_without_truncation():
     assert bias(level="sequence", action="truncate") < 1e-12
     assert bias(level="token", action="truncate") > 1e-2
     assert bias(level="geometric", action="truncate") > 1e-2
-    assert bias(level="sequence", action="truncate", high=1.2) > 1e-3
+    assert bias(level="sequence", action="truncate", high_ratio=1.2) > 1e-3

@@ -120,8 +120,8 @@ def test_value_loss_and_its_coefficient_are_autograds(clip, dtype, tolerance):
         assert not ours.clipped.any()
     expected.sum().backward()
     torch.testing.assert_close(ours.value, expected.detach(), rtol=tolerance, atol=1e-12)
-    torch.testing.assert_close(ours.coefficient, v.grad, rtol=tolerance, atol=1e-12)
-    assert not ours.value.requires_grad and not ours.coefficient.requires_grad
+    torch.testing.assert_close(ours.loss_gradient, v.grad, rtol=tolerance, atol=1e-12)
+    assert not ours.value.requires_grad and not ours.loss_gradient.requires_grad
 
 
 def test_an_unmoved_value_is_never_clipped():

@@ -23,20 +23,20 @@ def assert_on_device(results) -> None:
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_surrogates_wait_for_nothing(name):
-    parameters = {"dro": {"beta": 0.1}, "ppo_clip": {"dual": 3.0}, "dppo_tv": {"cap": 3.0}}.get(name, {})
+    parameters = {"dro": {"beta": 0.1}, "ppo_clip": {"dual_ratio": 3.0}, "dppo_tv": {"max_ratio": 3.0}}.get(name, {})
     assert_on_device(SURROGATES[name](X, X, X, MASK, CU, **parameters))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("action", ["truncate", "clip", "mask", "reject"])
 def test_importance_waits_for_nothing(level, action):
-    assert_on_device(importance(X, MASK, CU, level=level, action=action, high=2.0))
+    assert_on_device(importance(X, MASK, CU, level=level, action=action, high_ratio=2.0))
 
 
 def test_the_other_corrections_wait_for_nothing():
-    found = [veto(X, MASK, CU), opsm(X, X, MASK, CU, delta=0.1), m2po(X, MASK)]
+    found = [veto(X, MASK, CU), opsm(X, X, MASK, CU, max_nats=0.1), m2po(X, MASK)]
     for reduction in ("sum", "mean", "max"):
-        found.append(divergence(X, MASK, CU, estimator="k3", level="sequence", reduction=reduction, high=0.1))
+        found.append(divergence(X, MASK, CU, estimator="k3", level="sequence", reduction=reduction, max_nats=0.1))
     assert_on_device(combine(found))
     assert_on_device([normalise(X, MASK), interpolated(X, X, IDS, 3), interpolated(X, X, IDS, IDS[0])])
 
@@ -58,7 +58,7 @@ def test_penalties_wait_for_nothing(kind):
 def test_diagnostics_wait_for_nothing():
     sums = diagnostics.mean_sums(MASK, x=X) | diagnostics.importance_sums(X, MASK, cap=2.0)
     sums |= diagnostics.gap_sums(X, X, MASK) | diagnostics.ratio_sums(X, MASK, CU)
-    sums |= diagnostics.outside_sums("x", X, MASK, CU, level="geometric", low=0.5, high=2.0)
-    sums |= diagnostics.kept_sums("y", MASK, MASK, CU) | diagnostics.update_sums(X, X, MASK, MASK, dual=3.0)
+    sums |= diagnostics.outside_sums("x", X, MASK, CU, level="geometric", low_ratio=0.5, high_ratio=2.0)
+    sums |= diagnostics.kept_sums("y", MASK, MASK, CU) | diagnostics.update_sums(X, X, MASK, MASK, dual_ratio=3.0)
     sums |= diagnostics.lag_sums(IDS, 3, MASK, CU)
     assert_on_device(diagnostics.merge([sums, sums]).values())

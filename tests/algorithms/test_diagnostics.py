@@ -39,14 +39,16 @@ def all_sums(b, chosen: list[int]):
     cu = torch.tensor([0, *(len(b.sequences[i]) for i in chosen)]).cumsum(0)
     mask, log_rho, versions = torch.tensor(b.mask)[tokens], tensor(b.log_rho)[tokens], torch.tensor(b.versions)[tokens]
     policy, anchor, advantages = (tensor(v)[tokens] for v in (b.policy, b.anchor, b.advantages))
-    clipped = ppo_clip(policy, anchor, advantages, mask, None, dual=3.0).clipped
+    clipped = ppo_clip(policy, anchor, advantages, mask, None, dual_ratio=3.0).clipped
     sums = mean_sums(mask, squares=log_rho.square(), positive=log_rho > 0)
     sums |= importance_sums(log_rho, mask, cap=2.0) | gap_sums(policy, anchor, mask) | ratio_sums(log_rho, mask, cu)
-    sums |= outside_sums("veto", log_rho, mask, cu, level="token", low=1e-4, high=100.0)
-    sums |= outside_sums("geo", log_rho, mask, cu, level="geometric", low=0.8, high=1.25)
+    sums |= outside_sums("veto", log_rho, mask, cu, level="token", low_ratio=1e-4, high_ratio=100.0)
+    sums |= outside_sums("geo", log_rho, mask, cu, level="geometric", low_ratio=0.8, high_ratio=1.25)
     sums |= kept_sums("vetoed", veto(log_rho, mask, cu).keep, mask, cu)
     return (
-        sums | update_sums(policy - anchor, advantages, clipped, mask, dual=3.0) | lag_sums(versions, VERSION, mask, cu)
+        sums
+        | update_sums(policy - anchor, advantages, clipped, mask, dual_ratio=3.0)
+        | lag_sums(versions, VERSION, mask, cu)
     )
 
 
@@ -131,14 +133,14 @@ def test_a_micro_batch_of_nothing_does_not_touch_the_extremes():
 def test_bounds_are_counted_on_each_side_in_tokens_and_sequences():
     log_rho = torch.tensor([0.0, 1.0, 2.0, -3.0, 0.0, math.nan, 0.1])
     mask, cu = torch.tensor([True] * 5 + [False, True]), torch.tensor([0, 1, 5, 6, 7])
-    token = outside_sums("x", log_rho, mask, cu, level="token", low=0.5, high=2.0)
+    token = outside_sums("x", log_rho, mask, cu, level="token", low_ratio=0.5, high_ratio=2.0)
     assert numbers(token) == {
         "x_tokens": 6, "x_sequences": 3, "x_below": 1, "x_above": 2, "x_sequences_below": 1, "x_sequences_above": 1
     }  # fmt: skip
     assert shares("x", numbers(token)) == pytest.approx(
         {"x_below": 1 / 6, "x_above": 2 / 6, "x_sequences_below": 1 / 3, "x_sequences_above": 1 / 3}
     )
-    sequence = outside_sums("y", log_rho, mask, cu, level="sequence", high=1.05)
+    sequence = outside_sums("y", log_rho, mask, cu, level="sequence", high_ratio=1.05)
     assert shares("y", numbers(sequence)) == pytest.approx(
         {"y_below": 0.0, "y_above": 1 / 6, "y_sequences_below": 0.0, "y_sequences_above": 1 / 3}
     )
@@ -147,7 +149,11 @@ def test_bounds_are_counted_on_each_side_in_tokens_and_sequences():
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_outside_the_bounds_is_what_rejection_drops(level):
     b = batch()
-    log_rho, mask, bounds = tensor(b.log_rho), torch.tensor(b.mask), {"level": level, "low": 0.7, "high": 1.4}
+    log_rho, mask, bounds = (
+        tensor(b.log_rho),
+        torch.tensor(b.mask),
+        {"level": level, "low_ratio": 0.7, "high_ratio": 1.4},
+    )
     keep = importance(log_rho, mask, b.cu_seqlens, action="reject", **bounds).keep
     outside = shares("x", numbers(outside_sums("x", log_rho, mask, b.cu_seqlens, **bounds)))
     dropped = shares("x", numbers(kept_sums("x", keep, mask, b.cu_seqlens)))
@@ -160,8 +166,8 @@ def test_outside_the_bounds_is_what_rejection_drops(level):
 def test_clipped_tokens_are_told_apart_by_side():
     log_ratio = torch.tensor([1.0, -1.0, 2.0, 0.1, math.nan])
     advantages, mask = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]), torch.tensor([True] * 4 + [False])
-    clipped = ppo_clip(log_ratio, torch.zeros(5), advantages, mask, None, dual=3.0).clipped
-    report = update_report(numbers(update_sums(log_ratio, advantages, clipped, mask, dual=3.0)))
+    clipped = ppo_clip(log_ratio, torch.zeros(5), advantages, mask, None, dual_ratio=3.0).clipped
+    report = update_report(numbers(update_sums(log_ratio, advantages, clipped, mask, dual_ratio=3.0)))
     assert report == pytest.approx(
         {
             "update_ratio_min": math.exp(-1),

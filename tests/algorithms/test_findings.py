@@ -25,7 +25,9 @@ def one(x: float) -> torch.Tensor:
 def test_2_bounds_are_on_the_ratio_and_not_on_its_reciprocal(level, low, high):
     def keeps(rho: float) -> bool:
         cu = torch.tensor([0, 1])
-        correction = importance(one(math.log(rho)), YES, cu, level=level, action="reject", low=low, high=high)
+        correction = importance(
+            one(math.log(rho)), YES, cu, level=level, action="reject", low_ratio=low, high_ratio=high
+        )
         return correction.keep.item()
 
     inside_only_as_ratio, inside_only_as_reciprocal = (low + 1 / high) / 2, (high + 1 / low) / 2
@@ -41,12 +43,12 @@ def test_4_denominators_do_not_shrink_when_tokens_are_rejected():
     mask, cu = torch.ones(104, dtype=torch.bool), torch.tensor([0, 75, 104])
     policy = torch.full((104,), -1.0, dtype=torch.float64)
     surrogate = reinforce(policy, policy, torch.ones(104), mask, cu)
-    correction = importance(log_rho, mask, cu, level="token", action="reject", high=2.0)
+    correction = importance(log_rho, mask, cu, level="token", action="reject", high_ratio=2.0)
     weights = token_weights(mask, cu, mode="token-mean", num_tokens=104, num_sequences=2)
     loss = weighted_sum(-correction.weight * correction.keep * surrogate.value, weights)
     assert correction.keep.sum() == 75 and mask.all()
     assert loss.item() == pytest.approx(75 / 104)
-    assert outside_sums("x", log_rho, mask, cu, level="token", high=2.0)["x_above"] == 29
+    assert outside_sums("x", log_rho, mask, cu, level="token", high_ratio=2.0)["x_above"] == 29
     assert ratio_sums(log_rho, mask, cu)["rho_tokens"] == 104
 
 
@@ -67,17 +69,17 @@ def test_5_gmpo_is_averaged_by_the_aggregation_and_by_counts_of_the_whole_step()
 
 
 @pytest.mark.parametrize("surrogate", [dppo_tv, dppo_kl])
-@pytest.mark.parametrize(("cap", "expected"), [(3.0, 3.0), (20.0, 8.0), (None, 8.0)])
-def test_6_the_cap_of_dppo_is_the_one_that_was_asked_for(surrogate, cap, expected):
+@pytest.mark.parametrize(("max_ratio", "expected"), [(3.0, 3.0), (20.0, 8.0), (None, 8.0)])
+def test_6_the_cap_of_dppo_is_the_one_that_was_asked_for(surrogate, max_ratio, expected):
     """Not the constant of another loss, found under the same key. A rising bad token: inside, however far."""
-    ours = surrogate(one(math.log(0.8)), one(math.log(0.1)), one(-1.0), YES, None, cap=cap)
-    assert ours.coefficient.item() == pytest.approx(-expected) and not ours.clipped.item()
+    ours = surrogate(one(math.log(0.8)), one(math.log(0.1)), one(-1.0), YES, None, max_ratio=max_ratio)
+    assert ours.objective_gradient.item() == pytest.approx(-expected) and not ours.clipped.item()
 
 
 @pytest.mark.parametrize("surrogate", [dppo_tv, dppo_kl])
 def test_7_dppo_has_no_cap_by_default(surrogate):
     ours = surrogate(one(math.log(1e-3)), one(math.log(1e-8)), one(1.0), YES, None)
-    assert ours.coefficient.item() == pytest.approx(1e5)
+    assert ours.objective_gradient.item() == pytest.approx(1e5)
 
 
 def test_8_the_mean_over_a_sequence_is_divided_by_its_length_exactly():
@@ -92,14 +94,14 @@ def test_8_the_mean_over_a_sequence_is_divided_by_its_length_exactly():
     ("parameters", "lowest", "highest"),
     [
         ({}, 0.0, 5.0),  # TRL's and ScaleRL's epsilon_high = 5.0
-        ({"low": 1.0, "high": 5.0}, 0.0, 6.0),  # NeMo's recipe; and what 5.0 copied from TRL would mean
-        ({"low": 10.0, "high": 0.2}, 0.0, 1.2),  # verl's example
-        ({"low": 0.1, "high": 0.1}, 0.9, 1.1),  # ROLL's 0.9 to 1.1
+        ({"clip_low": 1.0, "clip_high": 5.0}, 0.0, 6.0),  # NeMo's recipe; and what 5.0 copied from TRL would mean
+        ({"clip_low": 10.0, "clip_high": 0.2}, 0.0, 1.2),  # verl's example
+        ({"clip_low": 0.1, "clip_high": 0.1}, 0.9, 1.1),  # ROLL's 0.9 to 1.1
     ],
 )
 def test_9_cispo_bounds_are_distances_from_one(parameters, lowest, highest):
     weights = [
         cispo(one(-0.1 + min(x, 0)), one(-0.1 - max(x, 0)), one(1.0), YES, None, **parameters) for x in (-15.0, 15.0)
     ]
-    assert [w.coefficient.item() for w in weights] == pytest.approx([lowest, highest], abs=1e-6)
+    assert [w.objective_gradient.item() for w in weights] == pytest.approx([lowest, highest], abs=1e-6)
     assert not any(w.clipped.item() for w in weights)

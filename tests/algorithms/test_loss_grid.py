@@ -19,13 +19,13 @@ from tests.algorithms.batches import GROUPS, NUM_VOCAB, Batch, batch, logits_for
 from tests.algorithms.test_aggregation import MAX_LENGTH, MODES, of_sequences
 
 PARAMETERS = {
-    "ppo_clip": {"low": 0.2, "high": 0.28, "dual": 3.0},
-    "gspo": {"low": 0.1, "high": 0.1},
-    "cispo": {"low": 1.0, "high": 4.0},
-    "dppo_tv": {"low": 0.1, "high": 0.15, "cap": 1e4},
-    "dppo_kl": {"low": 0.05, "high": 0.05, "cap": None},
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_ratio": 3.0},
+    "gspo": {"clip_low": 0.1, "clip_high": 0.1},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "dppo_tv": {"low_prob": 0.1, "high_prob": 0.15, "max_ratio": 1e4},
+    "dppo_kl": {"low_nats": 0.05, "high_nats": 0.05, "max_ratio": None},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
-    "gmpo": {"low": 0.4, "high": 0.4},
+    "gmpo": {"clip_low_nats": 0.4, "clip_high_nats": 0.4},
     "vespo": {"k_positive": 2.0, "lam_positive": 3.0, "k_negative": 3.0, "lam_negative": 2.0},
     "dro": {"beta": 0.1},
     "topr": {},
@@ -33,22 +33,22 @@ PARAMETERS = {
 }
 
 CHAIN = [
-    ("importance", {"level": "token", "action": "truncate", "high": 2.0}),
-    ("importance", {"level": "geometric", "action": "reject", "low": 0.5, "high": 3.0}),
-    ("veto", {"low": 1e-4}),
+    ("importance", {"level": "token", "action": "truncate", "high_ratio": 2.0}),
+    ("importance", {"level": "geometric", "action": "reject", "low_ratio": 0.5, "high_ratio": 3.0}),
+    ("veto", {"low_ratio": 1e-4}),
 ]
 CORRECTIONS = {
     "none": [],
     "token TIS": CHAIN[:1],
-    "token clip": [("importance", {"level": "token", "action": "clip", "low": 0.5, "high": 2.0})],
-    "IcePop": [("importance", {"level": "token", "action": "mask", "low": 0.5, "high": 5.0})],
-    "sequence TIS": [("importance", {"level": "sequence", "action": "truncate", "high": 2.0})],
-    "sequence MIS": [("importance", {"level": "sequence", "action": "mask", "high": 3.0})],
+    "token clip": [("importance", {"level": "token", "action": "clip", "low_ratio": 0.5, "high_ratio": 2.0})],
+    "IcePop": [("importance", {"level": "token", "action": "mask", "low_ratio": 0.5, "high_ratio": 5.0})],
+    "sequence TIS": [("importance", {"level": "sequence", "action": "truncate", "high_ratio": 2.0})],
+    "sequence MIS": [("importance", {"level": "sequence", "action": "mask", "high_ratio": 3.0})],
     "geometric reject": CHAIN[1:2],
-    "k3 reject": [("divergence", {"estimator": "k3", "level": "sequence", "reduction": "mean", "high": 0.3})],
+    "k3 reject": [("divergence", {"estimator": "k3", "level": "sequence", "reduction": "mean", "max_nats": 0.3})],
     "veto": CHAIN[2:],
-    "opsm": [("opsm", {"delta": 0.1})],
-    "m2po": [("m2po", {"threshold": 0.04})],
+    "opsm": [("opsm", {"max_nats": 0.1})],
+    "m2po": [("m2po", {"max_mean_square": 0.04})],
     "normalised": [*CHAIN[:1], ("normalise", {})],
     "chain": CHAIN,
 }
@@ -101,7 +101,9 @@ def our_loss(
     surrogate = SURROGATES[name](logp, anchor, advantages, mask, cu, **PARAMETERS[name])
     correction = correct(anchor - behaviour, advantages, mask, cu, names)
     scale = torch.where(correction.keep, correction.weight, 0.0)
-    return weighted_sum(-scale * surrogate.coefficient * logp, weights), weighted_sum(-scale * surrogate.value, weights)
+    return weighted_sum(-scale * surrogate.objective_gradient * logp, weights), weighted_sum(
+        -scale * surrogate.value, weights
+    )
 
 
 def objective(name: str, logp: Tensor, anchor: Tensor, a: Tensor) -> Tensor:
@@ -110,13 +112,13 @@ def objective(name: str, logp: Tensor, anchor: Tensor, a: Tensor) -> Tensor:
     x = logp - anchor
     r = x.clamp(-20, 20).exp()
     if name == "ppo_clip":
-        j = torch.minimum(r * a, r.clamp(1 - p["low"], 1 + p["high"]) * a)
-        return torch.where(a < 0, torch.maximum(j, p["dual"] * a), j)
+        j = torch.minimum(r * a, r.clamp(1 - p["clip_low"], 1 + p["clip_high"]) * a)
+        return torch.where(a < 0, torch.maximum(j, p["dual_ratio"] * a), j)
     if name == "gspo":
         s = (x.mean().detach() + logp - logp.detach()).clamp(max=10).exp()
-        return torch.minimum(s * a, s.clamp(1 - p["low"], 1 + p["high"]) * a)
+        return torch.minimum(s * a, s.clamp(1 - p["clip_low"], 1 + p["clip_high"]) * a)
     if name == "gmpo":
-        bounded = torch.where(a > 0, x.clamp(-20, p["high"]), x.clamp(-p["low"], 20))
+        bounded = torch.where(a > 0, x.clamp(-20, p["clip_high_nats"]), x.clamp(-p["clip_low_nats"], 20))
         return (bounded.mean().detach() + bounded - bounded.detach()).exp() * a
     if name == "sapo":
         tau = torch.where(a > 0, tensor([p["tau_positive"]]), tensor([p["tau_negative"]]))
@@ -125,7 +127,7 @@ def objective(name: str, logp: Tensor, anchor: Tensor, a: Tensor) -> Tensor:
         return a * logp - p["beta"] / 2 * x.square()
     with torch.no_grad():
         if name == "cispo":
-            c = r.clamp(1 - p["low"], 1 + p["high"])
+            c = r.clamp(1 - p["clip_low"], 1 + p["clip_high"])
         elif name == "topr":
             c = torch.where(a > 0, 1.0, r.clamp(0, 1))
         elif name == "vespo":
@@ -136,11 +138,12 @@ def objective(name: str, logp: Tensor, anchor: Tensor, a: Tensor) -> Tensor:
             c = torch.where(a >= 0, positive, negative)
         elif name.startswith("dppo"):
             new, old = logp.exp(), anchor.exp()
-            far = (new - old).abs()
+            far, unit = (new - old).abs(), "prob"
             if name == "dppo_kl":
-                far = old * (anchor - logp) + (1 - old) * torch.log((1 - old) / (1 - new))
-            outside = torch.where(a > 0, (new > old) & (far > p["high"]), (new < old) & (far > p["low"]))
-            c = torch.where(outside, 0.0, r.clamp(max=math.inf if p["cap"] is None else p["cap"]))
+                far, unit = old * (anchor - logp) + (1 - old) * torch.log((1 - old) / (1 - new)), "nats"
+            rising, falling = (new > old) & (far > p[f"high_{unit}"]), (new < old) & (far > p[f"low_{unit}"])
+            outside = torch.where(a > 0, rising, falling)
+            c = torch.where(outside, 0.0, r.clamp(max=math.inf if p["max_ratio"] is None else p["max_ratio"]))
         else:
             c = torch.ones_like(x)
     return c * a * logp

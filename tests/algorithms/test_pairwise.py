@@ -107,7 +107,7 @@ def test_value_follows_the_formula_and_coefficient_is_autograds(with_reference, 
             completions.append(total / max(int(trained.sum()), 1) if length_normalised else total)
         loss = sum(-F.logsigmoid(0.3 * (completions[w] - completions[x])) for w, x in PAIRS)
         loss.backward()
-        torch.testing.assert_close(ours.coefficient, -logp.grad, rtol=tolerance, atol=1e-12)
+        torch.testing.assert_close(ours.objective_gradient, -logp.grad, rtol=tolerance, atol=1e-12)
 
 
 def test_what_masked_tokens_hold_does_not_leak():
@@ -115,8 +115,8 @@ def test_what_masked_tokens_hold_does_not_leak():
     clean = pairwise(policy, cu_seqlens, mask, WINNER, LOSER, beta=0.3, reference_logprobs=reference)
     policy, reference = policy.masked_fill(~mask, math.nan), reference.masked_fill(~mask, -math.inf)
     dirty = pairwise(policy, cu_seqlens, mask, WINNER, LOSER, beta=0.3, reference_logprobs=reference)
-    assert dirty.value.equal(clean.value) and dirty.coefficient.equal(clean.coefficient)
-    assert (dirty.coefficient[~mask] == 0).all()
+    assert dirty.value.equal(clean.value) and dirty.objective_gradient.equal(clean.objective_gradient)
+    assert (dirty.objective_gradient[~mask] == 0).all()
 
 
 def test_a_hopeless_pair_and_a_settled_one_stay_finite():
@@ -124,12 +124,12 @@ def test_a_hopeless_pair_and_a_settled_one_stay_finite():
     both = torch.ones(2, dtype=torch.bool), torch.tensor([0, 1]), torch.tensor([1, 0])
     ours = pairwise(policy, torch.tensor([0, 1, 2]), *both, beta=1.0)
     assert ours.value.tolist() == [-5000.0, 0.0]
-    assert ours.coefficient.tolist() == [1.0, -1.0]
+    assert ours.objective_gradient.tolist() == [1.0, -1.0]
 
 
 def test_no_pair_trains_nothing_and_nothing_has_a_gradient():
     policy, _, mask, cu_seqlens = packed(0, torch.float32)
     none = torch.zeros(0, dtype=torch.int64)
     ours = pairwise(policy.requires_grad_(), cu_seqlens, mask, none, none, beta=0.1)
-    assert ours.value.shape == (0,) and (ours.coefficient == 0).all()
-    assert not pairwise(policy, cu_seqlens, mask, WINNER, LOSER, beta=0.1).coefficient.requires_grad
+    assert ours.value.shape == (0,) and (ours.objective_gradient == 0).all()
+    assert not pairwise(policy, cu_seqlens, mask, WINNER, LOSER, beta=0.1).objective_gradient.requires_grad

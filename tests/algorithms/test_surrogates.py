@@ -6,25 +6,36 @@ import math
 import pytest
 import torch
 
-from asyncgrpo.algorithms.surrogates import SEQUENCE_LEVEL, SURROGATES, Surrogate, dppo_kl, gmpo, gspo, ppo_clip
+from asyncgrpo.algorithms.surrogates import (
+    SEQUENCE_LEVEL,
+    SURROGATES,
+    TRAINS_ZERO_ADVANTAGE,
+    WITH_RATIO,
+    Surrogate,
+    dppo_kl,
+    gmpo,
+    gspo,
+    ppo_clip,
+)
+from asyncgrpo.config import schema
 from tests.algorithms import oracle_losses as oracle
 from tests.algorithms.batches import batch, logits_for, tensor
 
 VARIANTS = [
     ("ppo_clip", {}),
-    ("ppo_clip", {"low": 0.4, "high": 0.4, "dual": 3.0}),
+    ("ppo_clip", {"clip_low": 0.4, "clip_high": 0.4, "dual_ratio": 3.0}),
     ("gspo", {}),
-    ("gspo", {"low": 0.5, "high": 0.5}),
+    ("gspo", {"clip_low": 0.5, "clip_high": 0.5}),
     ("cispo", {}),
-    ("cispo", {"low": 0.1, "high": 0.1}),
+    ("cispo", {"clip_low": 0.1, "clip_high": 0.1}),
     ("dppo_tv", {}),
-    ("dppo_tv", {"low": 0.05, "high": 0.15, "cap": 3.0}),
+    ("dppo_tv", {"low_prob": 0.05, "high_prob": 0.15, "max_ratio": 3.0}),
     ("dppo_kl", {}),
-    ("dppo_kl", {"low": 0.01, "high": 0.2, "cap": 1e4}),
+    ("dppo_kl", {"low_nats": 0.01, "high_nats": 0.2, "max_ratio": 1e4}),
     ("sapo", {}),
     ("sapo", {"tau_positive": 0.5, "tau_negative": 3.0}),
     ("gmpo", {}),
-    ("gmpo", {"low": 0.1, "high": 0.7}),
+    ("gmpo", {"clip_low_nats": 0.1, "clip_high_nats": 0.7}),
     ("vespo", {}),
     ("vespo", {"k_positive": 1.0, "lam_positive": 1.0, "k_negative": 0.5, "lam_negative": 0.1}),
     ("dro", {"beta": 0.1}),
@@ -45,30 +56,30 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("name", "parameters"), VARIANTS)
 @pytest.mark.parametrize("seed", range(4))
-def test_coefficient_value_and_clip_follow_the_formula(name, parameters, seed):
+def test_gradient_value_and_clip_follow_the_formula(name, parameters, seed):
     b = batch(seed)
     points = oracle.surrogate(name, b.policy, b.anchor, b.advantages, b.mask, b.sequences, **parameters)
     coefficient, value, clipped = (list(column) for column in zip(*points, strict=True))
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-5)):  # x itself is only good to 24 * 2^-24
         ours = call(name, b, dtype, **parameters)
-        assert ours.coefficient.dtype == ours.value.dtype == dtype
-        assert relative_error(ours.coefficient, tensor(coefficient)) < tolerance
+        assert ours.objective_gradient.dtype == ours.value.dtype == dtype
+        assert relative_error(ours.objective_gradient, tensor(coefficient)) < tolerance
         assert relative_error(ours.value, tensor(value)) < tolerance
         assert ours.clipped.tolist() == clipped
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "sapo", "dro"])
 @pytest.mark.parametrize("advantage", [1.5, -0.7])
-def test_the_coefficient_is_the_slope_of_the_value(name, advantage):
-    parameters = {"ppo_clip": {"dual": 3.0}, "sapo": {}, "dro": {"beta": 0.3}}[name]
+def test_the_gradient_is_the_derivative_of_the_value(name, advantage):
+    parameters = {"ppo_clip": {"dual_ratio": 3.0}, "sapo": {}, "dro": {"beta": 0.3}}[name]
     policy = torch.linspace(-4.0, -0.01, 101, dtype=torch.float64)
 
     def at(shift: float) -> Surrogate:
         anchor, mask = torch.full_like(policy, -2.0), torch.ones(101, dtype=torch.bool)
         return SURROGATES[name](policy + shift, anchor, torch.full_like(policy, advantage), mask, None, **parameters)
 
-    slope = (at(1e-6).value - at(-1e-6).value) / 2e-6
-    torch.testing.assert_close(at(0.0).coefficient, slope, rtol=1e-6, atol=1e-6)
+    difference = (at(1e-6).value - at(-1e-6).value) / 2e-6
+    torch.testing.assert_close(at(0.0).objective_gradient, difference, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", [gspo, gmpo])
@@ -79,13 +90,13 @@ def test_averaged_over_its_sequence_the_gradient_is_that_of_the_sequence_ratio(f
     logits.requires_grad_()
     logp = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     low = high = 0.4
-    ours = function(
-        logp, tensor(b.anchor), tensor(b.advantages), torch.tensor(b.mask), b.cu_seqlens, low=low, high=high
-    )
+    unit = "_nats" if function is gmpo else ""
+    bounds = {f"clip_low{unit}": low, f"clip_high{unit}": high}
+    ours = function(logp, tensor(b.anchor), tensor(b.advantages), torch.tensor(b.mask), b.cu_seqlens, **bounds)
     loss, expected = 0.0, 0.0
     for t in (torch.tensor(oracle.trained(s, b.mask), dtype=torch.long) for s in b.sequences):
         if t.numel():
-            loss = loss + (ours.coefficient[t] * logp[t]).mean()
+            loss = loss + (ours.objective_gradient[t] * logp[t]).mean()
             x, a = logp[t] - tensor(b.anchor)[t], b.advantages[t[0]]
             if function is gmpo:
                 expected = expected + (x.clamp(-20, high) if a > 0 else x.clamp(-low, 20)).mean().exp() * a
@@ -103,7 +114,7 @@ def test_on_policy_every_surrogate_is_reinforce(name, parameters):
     b.anchor = [p if m else a for p, a, m in zip(b.policy, b.anchor, b.mask, strict=True)]
     ours = call(name, b, **parameters)
     expected = [a if m else 0.0 for a, m in zip(b.advantages, b.mask, strict=True)]
-    torch.testing.assert_close(ours.coefficient, tensor(expected), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(ours.objective_gradient, tensor(expected), rtol=1e-12, atol=0.0)
     assert not ours.clipped.any()
 
 
@@ -117,7 +128,7 @@ def test_what_masked_positions_hold_reaches_nothing(name, parameters):
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             assert ours.equal(theirs)
-    assert (results[0].coefficient[~mask] == 0).all() and (results[0].value[~mask] == 0).all()
+    assert (results[0].objective_gradient[~mask] == 0).all() and (results[0].value[~mask] == 0).all()
 
 
 @pytest.mark.parametrize(("name", "parameters"), [v for v in VARIANTS if v[0] not in SEQUENCE_LEVEL])
@@ -135,7 +146,11 @@ def test_sequence_level_is_exactly_what_depends_on_other_tokens(name, parameters
     def first_coefficient(second: float) -> float:
         policy, anchor = tensor([-1.1, second, -0.3]), tensor([-1.0, -2.0, -0.25])
         mask, cu = torch.ones(3, dtype=torch.bool), torch.tensor([0, 3])
-        return SURROGATES[name](policy, anchor, tensor([1.0, 1.0, 1.0]), mask, cu, **parameters).coefficient[0].item()
+        return (
+            SURROGATES[name](policy, anchor, tensor([1.0, 1.0, 1.0]), mask, cu, **parameters)
+            .objective_gradient[0]
+            .item()
+        )
 
     assert (first_coefficient(-2.1) != first_coefficient(-2.2)) == (name in SEQUENCE_LEVEL)
 
@@ -150,8 +165,8 @@ def test_bfloat16_is_upcast_before_the_subtraction(name, parameters):
     )
     ours = SURROGATES[name](policy, anchor, advantages, mask, cu, **parameters)
     upcast = SURROGATES[name](policy.float(), anchor.float(), advantages.float(), mask, cu, **parameters)
-    assert ours.coefficient.dtype == torch.float32
-    assert ours.coefficient.equal(upcast.coefficient) and ours.value.equal(upcast.value)
+    assert ours.objective_gradient.dtype == torch.float32
+    assert ours.objective_gradient.equal(upcast.objective_gradient) and ours.value.equal(upcast.value)
 
 
 @pytest.mark.parametrize(("name", "parameters"), ONE_OF_EACH)
@@ -182,13 +197,13 @@ def test_all_are_called_alike():
 def test_a_log_ratio_of_24_gives_no_gradient_and_stays_finite():
     policy, anchor = torch.tensor([-0.1, -24.1]), torch.tensor([-24.1, -0.1])
     ours = ppo_clip(policy, anchor, torch.tensor([-1.0, 1.0]), torch.ones(2, dtype=torch.bool), None)
-    assert ours.coefficient.tolist() == [0.0, 0.0] and ours.value.isfinite().all()
+    assert ours.objective_gradient.tolist() == [0.0, 0.0] and ours.value.isfinite().all()
 
 
 def test_dual_clip_needs_a_bound_above_one():
     one = torch.ones(1)
-    with pytest.raises(AssertionError, match="dual"):
-        ppo_clip(one, one, one, one.bool(), None, dual=0.5)
+    with pytest.raises(AssertionError, match="dual_ratio"):
+        ppo_clip(one, one, one, one.bool(), None, dual_ratio=0.5)
 
 
 @pytest.mark.parametrize(
@@ -206,4 +221,22 @@ def test_dual_clip_needs_a_bound_above_one():
 def test_the_coin_kl_is_exact_where_a_probability_is_one(policy, anchor, advantage, clipped, dtype):
     inputs = (torch.tensor([v], dtype=dtype) for v in (policy, anchor, advantage))
     ours = dppo_kl(*inputs, torch.tensor([True]), None)
-    assert ours.clipped.item() is clipped and ours.coefficient.isfinite().all()
+    assert ours.clipped.item() is clipped and ours.objective_gradient.isfinite().all()
+
+
+def test_the_configuration_reads_the_names_that_are_registered():
+    """`algorithm.loss` is made from the text of the module, so that the command line starts without torch."""
+    assert list(SURROGATES) == schema._surrogates()
+
+
+def test_what_is_told_of_a_surrogate_is_true():
+    b = batch()
+    b.advantages = [0.0] * len(b.advantages)
+    for name, parameters in ONE_OF_EACH:
+        moved = call(name, b, **parameters).objective_gradient.any().item()
+        assert moved == (name in TRAINS_ZERO_ADVANTAGE), name
+    for name, parameters in ONE_OF_EACH:
+        b, further = batch(), batch()
+        further.anchor = [anchor - 0.05 for anchor in b.anchor]
+        ours, theirs = (call(name, x, **parameters).objective_gradient for x in (b, further))
+        assert ours.equal(theirs) == (name not in WITH_RATIO and name != "dro"), name

@@ -55,7 +55,10 @@ def test_algorithms_are_listed_with_a_line_each(asyncgrpo):
 
 def test_show_lays_an_algorithm_over_the_file_and_says_so(asyncgrpo):
     shown = asyncgrpo("config", "show", "one_node_8gpu", "--algorithm", "icepop", "algorithm.kl_coef=0").out
-    assert "\n# algorithm icepop: grpo advantages, reinforce around behaviour, token mask(low=0.5, high=5), " in shown
+    assert (
+        "\n# algorithm icepop: grpo advantages, reinforce around behaviour, token mask(low_ratio=0.5, high_ratio=5), "
+        in shown
+    )
 
 
 def test_show_refuses_an_algorithm_that_does_not_fit(asyncgrpo):
@@ -75,8 +78,17 @@ def test_an_unknown_algorithm_is_answered_with_all_of_them(asyncgrpo, tmp_path, 
 
 def test_explain_tells_the_fields_of_a_list_of_mappings(asyncgrpo):
     knob = json.loads(asyncgrpo("config", "explain", "algorithm.corrections", "--json").out)[0]
-    assert list(knob["fields"]) == ["kind", "level", "action", "low", "high", "threshold", "estimator"]
-    assert knob["default"][0]["high"] == 2.0
+    assert list(knob["fields"]) == [
+        "kind",
+        "level",
+        "action",
+        "low_ratio",
+        "high_ratio",
+        "max_nats",
+        "max_mean_square",
+        "estimator",
+    ]
+    assert knob["default"][0]["high_ratio"] == 2.0
 
 
 VERL = [

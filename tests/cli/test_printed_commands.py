@@ -74,7 +74,7 @@ def test_paths_are_quoted():
 
 
 def test_the_same_command_is_what_was_typed(monkeypatch: pytest.MonkeyPatch):
-    typed = ["demo", "--steps", "9", "algorithm.corrections=[{high: 2.0}]"]
+    typed = ["demo", "--steps", "9", "algorithm.corrections=[{high_ratio: 2.0}]"]
     monkeypatch.setattr("sys.argv", ["/somewhere/asyncgrpo", *typed])
     assert shlex.split(same_command()) == ["asyncgrpo", *typed]
     assert shlex.split(same_command(Path("a run"))) == ["asyncgrpo", "demo", "--out", "a run", *typed[1:]]

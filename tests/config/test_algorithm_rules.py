@@ -40,15 +40,20 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
     ("overrides", "sentence"),
     [
         (
-            ["loss_args.hihg=0.3"],
-            "loss_args.hihg (value 0.3) is no argument of ppo_clip: did you mean `high`? it takes low (0.2), high (0.28), ",
+            ["loss_args.clip_hihg=0.3"],
+            "loss_args.clip_hihg (value 0.3) is no argument of ppo_clip: did you mean `clip_high`? it takes clip_low (0.2), ",
         ),
-        (["loss=topr", "loss_args.low=0.3"], "is no argument of topr: it takes none"),
-        (["loss_args.low=wide"], "algorithm.loss_args.low must be a number, at least 0; it is wide"),
-        (["loss_args.low=true"], "algorithm.loss_args.low must be a number, at least 0; it is true"),
-        (["loss_args.low=null"], "algorithm.loss_args.low must be a number, at least 0; it is null"),
-        (["loss_args.low=.nan"], "algorithm.loss_args.low must be a finite number; it is nan"),
-        (["loss_args.dual=1"], "algorithm.loss_args.dual must be a number, above 1 (or null); it is 1.0"),
+        (["loss_args.low=0.3"], "loss_args.low (value 0.3) is no argument of ppo_clip: did you mean `clip_low`?"),
+        (
+            ["loss=dppo_tv", "loss_args.high=0.3"],
+            "is no argument of dppo_tv: did you mean `high_prob`? it takes low_prob",
+        ),
+        (["loss=topr", "loss_args.clip_low=0.3"], "is no argument of topr: it takes none"),
+        (["loss_args.clip_low=wide"], "algorithm.loss_args.clip_low must be a number, at least 0; it is wide"),
+        (["loss_args.clip_low=true"], "algorithm.loss_args.clip_low must be a number, at least 0; it is true"),
+        (["loss_args.clip_low=null"], "algorithm.loss_args.clip_low must be a number, at least 0; it is null"),
+        (["loss_args.clip_low=.nan"], "algorithm.loss_args.clip_low must be a finite number; it is nan"),
+        (["loss_args.dual_ratio=1"], "algorithm.loss_args.dual_ratio must be a number, above 1 (or null); it is 1.0"),
         (["loss=sapo", "loss_args.tau_positive=0"], "tau_positive must be a number, above 0; it is 0.0"),
         (["loss=dro"], "algorithm.loss=dro needs algorithm.loss_args.beta, which has no default"),
         (["loss=pairwise"], "algorithm.loss=pairwise needs algorithm.loss_args.beta"),
@@ -74,45 +79,48 @@ def test_arguments_that_a_loss_does_not_take_are_refused(overrides, sentence):
     ("correction", "sentence"),
     [
         (
-            "{low: 0.5, high: 2}",
-            "corrections[0] truncates, which has no lower bound, but has low: 0.5; use action: clip",
+            "{low_ratio: 0.5, high_ratio: 2}",
+            "corrections[0] truncates, which has no lower bound, but has low_ratio: 0.5; use action: clip",
         ),
         ("{action: mask}", "has action: mask and no bound, so there is nothing outside"),
         ("{action: reject}", "has action: reject and no bound"),
-        ("{action: clip, low: 2, high: 1}", "has low: 2 above high: 1, so it would keep nothing"),
-        ("{high: 0}", "has high: 0, but it must be above 0"),
         (
-            "{high: 2, threshold: 1}",
-            "corrections[0].threshold is 1.0, which kind importance does not read; it takes level, action, low, high",
+            "{action: clip, low_ratio: 2, high_ratio: 1}",
+            "has low_ratio: 2 above high_ratio: 1, so it would keep nothing",
+        ),
+        ("{high_ratio: 0}", "has high_ratio: 0, but it must be above 0"),
+        (
+            "{high_ratio: 2, max_mean_square: 1}",
+            "corrections[0].max_mean_square is 1.0, which kind importance does not read; it takes level, action, low_ratio",
         ),
         (
             "{kind: veto}",
-            "is a veto without a bound, which rejects nothing; give low, high or both, for example low: 1e-4",
+            "is a veto without low_ratio or high_ratio, which rejects nothing; for example low_ratio: 1e-4",
         ),
         (
-            "{kind: veto, low: 1e-4, level: sequence}",
-            "corrections[0].level is sequence, which kind veto does not read; it takes low, high",
+            "{kind: veto, low_ratio: 1e-4, level: sequence}",
+            "corrections[0].level is sequence, which kind veto does not read; it takes low_ratio, high_ratio",
         ),
-        ("{kind: opsm}", "is opsm without threshold"),
+        ("{kind: opsm}", "is opsm without max_nats"),
         (
-            "{kind: opsm, threshold: 0.5, high: 2}",
-            "corrections[0].high is 2.0, which kind opsm does not read; it takes threshold",
+            "{kind: opsm, max_nats: 0.5, high_ratio: 2}",
+            "corrections[0].high_ratio is 2.0, which kind opsm does not read; it takes max_nats",
         ),
         (
             "{kind: m2po, action: mask}",
-            "corrections[0].action is mask, which kind m2po does not read; it takes threshold",
+            "corrections[0].action is mask, which kind m2po does not read; it takes max_mean_square",
         ),
-        ("{kind: m2po, threshold: -1}", "has threshold: -1, but it must be above 0"),
-        ("{kind: divergence}", "is a divergence without high"),
+        ("{kind: m2po, max_mean_square: -1}", "has max_mean_square: -1, but it must be above 0"),
+        ("{kind: divergence}", "is a divergence without max_nats"),
         (
-            "{kind: divergence, high: 0.01, level: geometric}",
+            "{kind: divergence, max_nats: 0.01, level: geometric}",
             "is a divergence at level geometric; it has the levels token and sequence",
         ),
         (
-            "{kind: divergence, high: 0.01, action: reject}",
+            "{kind: divergence, max_nats: 0.01, action: reject}",
             "corrections[0].action is reject, which kind divergence does not read",
         ),
-        ("{high: 2, estimator: k2}", "corrections[0].estimator is k2, which kind importance does not read"),
+        ("{high_ratio: 2, estimator: k2}", "corrections[0].estimator is k2, which kind importance does not read"),
     ],
 )
 def test_a_correction_that_would_do_nothing_or_half_is_refused(correction, sentence):
@@ -123,12 +131,12 @@ def test_a_correction_that_would_do_nothing_or_half_is_refused(correction, sente
     "correction",
     [
         "{}",
-        "{high: 2}",
-        "{level: sequence, action: clip, low: 0.1}",
-        "{level: geometric, action: reject, low: 0.99, high: 1.01}",
-        "{kind: veto, low: 1e-4}",
+        "{high_ratio: 2}",
+        "{level: sequence, action: clip, low_ratio: 0.1}",
+        "{level: geometric, action: reject, low_ratio: 0.99, high_ratio: 1.01}",
+        "{kind: veto, low_ratio: 1e-4}",
         "{kind: m2po}",
-        "{kind: divergence, level: sequence, high: 0.01, estimator: k2}",
+        "{kind: divergence, level: sequence, max_nats: 0.01, estimator: k2}",
     ],
 )
 def test_a_correction_that_does_something_is_accepted(correction):
@@ -139,7 +147,7 @@ def test_a_correction_that_does_something_is_accepted(correction):
 def test_a_ratio_is_never_counted_twice(loss):
     behaviour = ["algorithm.anchor=behaviour", f"algorithm.loss={loss}"]
     assert "it would count twice" in message_of(*behaviour)
-    accepts(*behaviour, "algorithm.corrections=[{action: reject, high: 2}]")
+    accepts(*behaviour, "algorithm.corrections=[{action: reject, high_ratio: 2}]")
     accepts("algorithm.anchor=behaviour", "algorithm.loss=reinforce")
     accepts("algorithm.anchor=interpolated", f"algorithm.loss={loss}")
 
@@ -199,15 +207,15 @@ def test_a_ratio_is_never_counted_twice(loss):
             "advantages that algorithm.loss=pairwise does not use",
         ),
         (
-            ["algorithm.advantage=gae", "algorithm.corrections=[{kind: opsm, threshold: 1}]"],
+            ["algorithm.advantage=gae", "algorithm.corrections=[{kind: opsm, max_nats: 1}]"],
             "algorithm.advantage=gae has one for each token",
         ),
         (
-            ["algorithm.anchor=interpolated", "algorithm.corrections=[{kind: opsm, threshold: 1}]"],
+            ["algorithm.anchor=interpolated", "algorithm.corrections=[{kind: opsm, max_nats: 1}]"],
             "judges anchor / behaviour (opsm)",
         ),
         (
-            ["algorithm.anchor=interpolated", "algorithm.corrections=[{action: reject, high: 2}]"],
+            ["algorithm.anchor=interpolated", "algorithm.corrections=[{action: reject, high_ratio: 2}]"],
             "judges anchor / behaviour (rejection)",
         ),
         (

@@ -70,8 +70,8 @@ def test_a_preset_is_the_same_over_every_other(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", algorithm_names())
 def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
     every = {
-        "filter_zero_signal": True, "advantage": "opo", "loss": "dppo_kl", "loss_args": {"low": 0.7, "cap": 3.0},
-        "anchor": "interpolated", "corrections": [{"high": 9.0}, {}], "aggregation": "seq-mean-token-sum",
+        "filter_zero_signal": True, "advantage": "opo", "loss": "dppo_kl", "loss_args": {"low_nats": 0.7, "max_ratio": 3.0},
+        "anchor": "interpolated", "corrections": [{"high_ratio": 9.0}, {}], "aggregation": "seq-mean-token-sum",
         "kl_coef": 0.5, "kl_kind": "k2", "kl_in": "reward", "kl_target": 0.1, "kl_horizon": 7, "behaviour_kl_coef": 0.3,
         "entropy_coef": 0.2, "truncated": "mask", "overlong_buffer": 3, "overlong_factor": 2.0,
         "critic": {"lam": 0.5, "gamma": 0.9, "value_coef": 2.0, "value_clip": None, "lr_scale": 3.0},
@@ -104,8 +104,8 @@ def test_a_preset_says_what_it_is(name):
     assert "arXiv:" in text or name in ("sequence_mis", "geometric_rs")
 
 
-def test_our_defaults_are_the_preset_tis():
+def test_our_defaults_are_the_preset_tis_with_the_clip_of_ppo():
     tis = load_config("quickstart", ["algorithm.group_size=8"], algorithm="tis").algorithm
     assert msgspec.structs.replace(tis, loss_args={}) == AlgorithmConfig()
     defaults = {name: parameter.default for name, parameter in loss_arguments("ppo_clip").items()}
-    assert tis.loss_args == defaults
+    assert defaults["clip_high"] == 0.2 and tis.loss_args == defaults | {"clip_high": 0.28}

@@ -66,10 +66,10 @@ class TestReading:
         assert (config.algorithm.loss, config.learner.minibatches) == ("gspo", 4)
 
     def test_an_algorithm_wins_over_the_file_and_the_command_line_over_the_algorithm(self):
-        config = load_config("one_node_8gpu", ["algorithm.loss_args.high=0.001"], algorithm="gspo")
+        config = load_config("one_node_8gpu", ["algorithm.loss_args.clip_high=0.001"], algorithm="gspo")
         assert (config.algorithm.group_size, config.algorithm.kl_coef) == (5, 0.0)
         assert (config.algorithm.aggregation, config.learner.minibatches) == ("seq-mean-token-mean", 4)
-        assert config.algorithm.loss_args == {"low": 3e-4, "high": 0.001}
+        assert config.algorithm.loss_args == {"clip_low": 3e-4, "clip_high": 0.001}
         assert load_config("one_node_8gpu", algorithm="algorithms/gspo").algorithm.loss == "gspo"
 
     def test_keys_beside_the_preset_that_a_file_extends_are_the_files(self, file):
@@ -145,23 +145,25 @@ class TestReading:
 
 
 class TestArgumentsGoWithTheirLoss:
-    FILE = "algorithm: {loss: ppo_clip, loss_args: {low: 0.1, dual: 3.0}, critic: {lam: 0.5}, advantage: gae}\n"
+    FILE = (
+        "algorithm: {loss: ppo_clip, loss_args: {clip_low: 0.1, dual_ratio: 3.0}, critic: {lam: 0.5}, advantage: gae}\n"
+    )
 
     def test_another_loss_starts_afresh(self, file):
         file.write_text(file.read_text() + self.FILE)
-        assert load_config(file).algorithm.loss_args == {"low": 0.1, "dual": 3.0}
+        assert load_config(file).algorithm.loss_args == {"clip_low": 0.1, "dual_ratio": 3.0}
         assert load_config(file, ["algorithm.loss=gspo"]).algorithm.loss_args == {}
-        overrides = ["algorithm.loss_args.high=0.3", "algorithm.loss=cispo"]
-        assert load_config(file, overrides).algorithm.loss_args == {"high": 0.3}
+        overrides = ["algorithm.loss_args.clip_high=0.3", "algorithm.loss=cispo"]
+        assert load_config(file, overrides).algorithm.loss_args == {"clip_high": 0.3}
 
     def test_the_same_loss_said_again_keeps_them(self, file):
         file.write_text(file.read_text() + self.FILE)
-        again = load_config(file, ["algorithm.loss=ppo_clip", "algorithm.loss_args.low=0.2"])
-        assert again.algorithm.loss_args == {"low": 0.2, "dual": 3.0}
+        again = load_config(file, ["algorithm.loss=ppo_clip", "algorithm.loss_args.clip_low=0.2"])
+        assert again.algorithm.loss_args == {"clip_low": 0.2, "dual_ratio": 3.0}
 
     def test_arguments_of_the_default_loss_are_dropped_too(self, file):
-        file.write_text(file.read_text() + "algorithm: {loss_args: {low: 0.1}}\n")
-        assert load_config(file).algorithm.loss_args == {"low": 0.1}
+        file.write_text(file.read_text() + "algorithm: {loss_args: {clip_low: 0.1}}\n")
+        assert load_config(file).algorithm.loss_args == {"clip_low": 0.1}
         assert load_config(file, algorithm="topr").algorithm.loss_args == {}
 
     def test_a_loss_that_comes_back_does_not_bring_them_back(self, file):
@@ -210,23 +212,25 @@ class TestMistakes:
             ("learner.lr", "`learner.lr` is not of the form key=value, for example learner.lr=1e-6"),
             ("learner.betas=[[", "the value of learner.betas, `[[`, is not valid YAML"),
             ("algorithm=grpo", "`algorithm` is a section; set one of its keys"),
-            ("algorithm.clip_low=0.1", "it is now algorithm.loss_args.low, an argument of algorithm.loss"),
-            ("clip_high=0.1", "it is now algorithm.loss_args.high"),
-            ("algorithm.importance_cap=5", "as algorithm.corrections=[{high: 2.0}]"),
-            ("clip_ratio_low=0.1", "that is verl's name for algorithm.loss_args.low=0.1"),
+            ("algorithm.clip_low=0.1", "it is now algorithm.loss_args.clip_low, an argument of algorithm.loss"),
+            ("clip_high=0.1", "it is now algorithm.loss_args.clip_high"),
+            ("algorithm.importance_cap=5", "as algorithm.corrections=[{high_ratio: 2.0}]"),
+            ("clip_ratio_low=0.1", "that is verl's name for algorithm.loss_args.clip_low=0.1"),
             ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "that is verl's name for algorithm.loss=ppo_clip"),
-            ("rollout_correction.rollout_is=token", '[{"level": "token", "action": "truncate", "high": 2.0}]'),
+            ("rollout_correction.rollout_is=token", '[{"level": "token", "action": "truncate", "high_ratio": 2.0}]'),
             ("rollout_correction.bypass_mode=true", "algorithm.anchor=behaviour"),
             ("use_kl_in_reward=true", "algorithm.kl_in=reward"),
             ("ppo_mini_batch_size=256", "verl's name for learner.minibatches: the number of updates of a step"),
             ("algorithm.loss=ppo", "algorithm.loss must be one of "),
-            ("algorithm.loss_args.low=[1]", "algorithm.loss_args must be a mapping, each value a number or text"),
-            ("algorithm.corrections=[{high: 2}, {kidn: veto}]", "corrections[1] has no field `kidn`: did you mean `kind`?"),
+            ("algorithm.loss=gpso", "topr, vespo; it is gpso: did you mean `gspo`?"),
+            ("buffer.policy=wiat", "mask, train, wait, window; it is wiat: did you mean `wait`?"),
+            ("algorithm.loss_args.clip_low=[1]", "algorithm.loss_args must be a mapping, each value a number or text"),
+            ("algorithm.corrections=[{high_ratio: 2}, {kidn: veto}]", "corrections[1] has no field `kidn`: did you mean `kind`?"),
             ("algorithm.corrections=[{xyzzy: 1}]", "corrections[0] has no field `xyzzy`: there are: kind, level"),
             ("algorithm.corrections=[{kind: vetoed}]", "algorithm.corrections[0].kind must be one of divergence, importance"),
-            ("algorithm.corrections=[{high: much}]", "algorithm.corrections[0].high must be a number (or null); it is much"),
+            ("algorithm.corrections=[{high_ratio: much}]", "corrections[0].high_ratio must be a number (or null); it is much"),
             ("algorithm.corrections=[veto]", "algorithm.corrections[0] must be a mapping; it is veto"),
-            ("algorithm.corrections.high=2", "algorithm.corrections must be a list, each a mapping of kind, level"),
+            ("algorithm.corrections.high_ratio=2", "algorithm.corrections must be a list, each a mapping of kind, level"),
             ("run.out=${nowhere}", "run.out: Interpolation key 'nowhere' not found"),
         ],
     )  # fmt: skip
@@ -418,8 +422,8 @@ class TestWords:
     def test_a_list_of_mappings_is_explained_field_by_field(self):
         text = explain("algorithm.corrections")
         assert "a list, each a mapping of kind, level, action" in text
-        assert 'default  [{"high": 2.0}]' in text
-        assert "algorithm.corrections[].threshold (null): opsm: delta" in text
+        assert 'default  [{"high_ratio": 2.0}]' in text
+        assert "algorithm.corrections[].max_nats (null): divergence: largest" in text
         assert "one of clip, mask, reject, truncate" in explain("algorithm.corrections.action")
 
     def test_a_mapping_says_what_its_values_are(self):
@@ -445,12 +449,12 @@ class TestWords:
         overrides = [
             *NEEDED,
             "algorithm.kl_coef=0.01",
-            "algorithm.corrections=[{level: sequence, high: 8}, {kind: m2po}]",
+            "algorithm.corrections=[{level: sequence, high_ratio: 8}, {kind: m2po}]",
         ]
         text = sizes_in_words(load_config(None, overrides, algorithm="grpo"))
         assert (
-            "\nalgorithm: grpo advantages, ppo_clip(low=0.2, high=0.2) around proximal, sequence truncate(high=8), "
-            in text
+            "\nalgorithm: grpo advantages, ppo_clip(clip_low=0.2, clip_high=0.2) around proximal, sequence "
+            "truncate(high_ratio=8), " in text
         )
         assert "m2po, seq-mean-token-mean, low_var_kl KL in the loss x 0.01\n" in text
         assert "\nalgorithm gspo: " in sizes_in_words(load_config(None, NEEDED, algorithm="gspo"), "gspo")

@@ -175,15 +175,15 @@ class TestTranslation:
                 {"learner.warmup_steps": 20, "run.steps": 200},
             ),
             ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}, {}),
-            ({f"{ACTOR}.clip_ratio": 0.1}, {"algorithm.loss_args.low": 0.1, "algorithm.loss_args.high": 0.1}),
+            ({f"{ACTOR}.clip_ratio": 0.1}, {"algorithm.loss_args.clip_low": 0.1, "algorithm.loss_args.clip_high": 0.1}),
             (
                 {f"{ACTOR}.clip_ratio": 0.1, f"{ACTOR}.clip_ratio_high": 0.3},
-                {"algorithm.loss_args.low": 0.1, "algorithm.loss_args.high": 0.3},
+                {"algorithm.loss_args.clip_low": 0.1, "algorithm.loss_args.clip_high": 0.3},
             ),
-            ({f"{ACTOR}.clip_ratio_c": 10.0}, {"algorithm.loss_args.dual": 10.0}),
+            ({f"{ACTOR}.clip_ratio_c": 10.0}, {"algorithm.loss_args.dual_ratio": 10.0}),
             (
                 {f"{ACTOR}.clip_ratio_c": 10.0, f"{ACTOR}.policy_loss.loss_mode": "dppo_tv"},
-                {"algorithm.loss_args.cap": 10.0, "algorithm.loss": "dppo_tv"},
+                {"algorithm.loss_args.max_ratio": 10.0, "algorithm.loss": "dppo_tv"},
             ),
             (
                 {f"{ACTOR}.clip_ratio_low": 0.1, f"{ACTOR}.policy_loss.loss_mode": "gpg"},
@@ -220,11 +220,11 @@ class TestTranslation:
             ({f"{CORRECTION}.rollout_is": None}, {"algorithm.corrections": []}),
             (
                 {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
-                {"algorithm.corrections": [{"level": "sequence", "action": "mask", "low": 0.5, "high": 5.0}]},
+                {"algorithm.corrections": [{"level": "sequence", "action": "mask", "low_ratio": 0.5, "high_ratio": 5.0}]},
             ),
             (
                 {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"},
-                {"algorithm.corrections": [{"level": "geometric", "action": "reject", "low": 0.5, "high": 2.0}]},
+                {"algorithm.corrections": [{"level": "geometric", "action": "reject", "low_ratio": 0.5, "high_ratio": 2.0}]},
             ),
             (
                 {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
@@ -249,7 +249,7 @@ class TestTranslation:
     def test_what_verl_does_unasked_is_told_where_ours_is_another(self):
         unasked = unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
         assert unasked["algorithm.corrections"] == []
-        assert "run.epochs" not in unasked and "algorithm.loss_args.low" not in unasked
+        assert "run.epochs" not in unasked and "algorithm.loss_args.clip_low" not in unasked
 
 
 SCRIPT = """

@@ -205,16 +205,18 @@ class _Update:
         where = (self.mask, self.sequences)
         if one.kind == "importance":
             return oracle_losses.importance(
-                log_rho, *where, level=one.level, action=one.action, low=one.low, high=one.high
+                log_rho, *where, level=one.level, action=one.action, low_ratio=one.low_ratio, high_ratio=one.high_ratio
             )
         if one.kind == "veto":
-            return oracle_losses.veto(log_rho, *where, low=one.low, high=one.high)
+            return oracle_losses.veto(log_rho, *where, low_ratio=one.low_ratio, high_ratio=one.high_ratio)
         if one.kind == "opsm":
-            return oracle_losses.opsm(log_rho, advantages, *where, delta=one.threshold)
+            return oracle_losses.opsm(log_rho, advantages, *where, max_nats=one.max_nats)
         if one.kind == "divergence":
-            return oracle_losses.divergence(log_rho, *where, estimator=one.estimator, level=one.level, high=one.high)
+            return oracle_losses.divergence(
+                log_rho, *where, estimator=one.estimator, level=one.level, max_nats=one.max_nats
+            )
         drift = [p - b for p, b in zip(self.proximal, self.behaviour, strict=True)]
-        return oracle_losses.m2po(drift, self.mask, threshold=one.threshold)
+        return oracle_losses.m2po(drift, self.mask, max_mean_square=one.max_mean_square)
 
     def _penalties(self, logp: Tensor, weights: Tensor):
         """(root, value) of what is added to the surrogate."""

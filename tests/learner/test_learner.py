@@ -164,9 +164,9 @@ def test_diagnostics_are_of_the_ratios_to_the_generator(path):
         )
         for g in groups
     ]
-    report = learner(path, algorithm={"corrections": ({"high": 0.5}, {"action": "reject", "high": 0.7})}).step(
-        shifted, VERSION
-    )
+    report = learner(
+        path, algorithm={"corrections": ({"high_ratio": 0.5}, {"action": "reject", "high_ratio": 0.7})}
+    ).step(shifted, VERSION)
     found = report.diagnostics
     assert found["kl_k1"] == pytest.approx(0.25, abs=1e-4) and found["m2"] == pytest.approx(0.0625, abs=1e-4)
     assert found["ratio_mean"] == report.importance_mean == pytest.approx(math.exp(-0.25), abs=1e-4)
@@ -176,7 +176,7 @@ def test_diagnostics_are_of_the_ratios_to_the_generator(path):
 
 
 @pytest.mark.filterwarnings("error:The given NumPy array is not writable")
-@pytest.mark.parametrize("algorithm", [{}, {"corrections": ({"kind": "m2po", "threshold": 0.04},)}])
+@pytest.mark.parametrize("algorithm", [{}, {"corrections": ({"kind": "m2po", "max_mean_square": 0.04},)}])
 def test_completions_from_the_wire_cannot_be_written_and_need_not_be(path, algorithm):
     groups = random_groups(3, 4)
     for rollout in (r for group in groups for r in group.rollouts):

@@ -6,7 +6,9 @@ from functools import cache
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
+from asyncgrpo.algorithms import surrogates
 from asyncgrpo.config.schema import AlgorithmConfig
 from asyncgrpo.learner.learner import Learner
 from tests.learner import objectives
@@ -32,11 +34,13 @@ def path(tmp_path_factory):
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32, vocab=VOCAB)
 
 
-def learner(path, algorithm: dict, **options) -> Learner:
-    """Whose weights are not the initial ones."""
+def learner(path, algorithm: dict, *, loss: str | None = None, **options) -> Learner:
+    """Whose weights are not the initial ones; `loss` is one that no file knows."""
     options = {"tokens_per_microbatch": 10_000, "lr": 1e-3} | options
-    sections = {"algorithm": algorithm, "learner": options, "sampling": {"max_tokens": MAX_TOKENS}}
-    made = Learner(config(path, **sections), rank=0, world=1, device="cpu")
+    settings = config(path, algorithm=algorithm, learner=options, sampling={"max_tokens": MAX_TOKENS})
+    if loss is not None:
+        settings = replace(settings, algorithm=replace(settings.algorithm, loss=loss))
+    made = Learner(settings, rank=0, world=1, device="cpu")
     disturb(made)
     return made
 
@@ -102,12 +106,16 @@ def test_the_cases_differ(expected_of):
 
 
 MINIBATCHES = {
-    "ppo_clip": {"loss_args": {"low": 0.02, "high": 0.02}},
+    "ppo_clip": {"loss_args": {"clip_low": 0.02, "clip_high": 0.02}},
     "behaviour": {"anchor": "behaviour", "corrections": ()},
-    "sequences": {"loss": "gspo", "loss_args": {"low": 0.01, "high": 0.01}, "aggregation": "seq-mean-token-mean"},
+    "sequences": {
+        "loss": "gspo",
+        "loss_args": {"clip_low": 0.01, "clip_high": 0.01},
+        "aggregation": "seq-mean-token-mean",
+    },
     "kl": {"kl_coef": 0.3, "entropy_coef": 0.1},
     "kl in the reward": {"kl_coef": 0.3, "kl_in": "reward", "kl_kind": "k1"},
-    "m2po": {"corrections": ({"kind": "m2po", "threshold": 0.04},)},
+    "m2po": {"corrections": ({"kind": "m2po", "max_mean_square": 0.04},)},
     "gae": {"advantage": "gae", "critic": {"value_clip": 0.01}},
 }
 
@@ -148,7 +156,9 @@ def test_the_split_into_microbatches_changes_nothing(path, groups, case):
         assert report.advantages == pytest.approx(expected.advantages, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", [{"corrections": ({"kind": "veto", "low": 0.1},)}, {"advantage": "dr_grpo"}])
+@pytest.mark.parametrize(
+    "algorithm", [{"corrections": ({"kind": "veto", "low_ratio": 0.1},)}, {"advantage": "dr_grpo"}]
+)
 def test_what_is_rejected_makes_the_rest_no_larger(path, algorithm):
     """Half of the tokens are rejected: those that stay weigh what they weighed (finding 4 of the survey)."""
     broken = "corrections" in algorithm
@@ -165,8 +175,27 @@ def test_what_is_rejected_makes_the_rest_no_larger(path, algorithm):
 def test_what_is_rejected_is_reported_as_it_was(path, groups):
     """Diagnostics are of all tokens; under the edited mask the largest ratios would not be seen."""
     kept = learner(path, {"corrections": ()}).step(groups, VERSION)
-    rejecting = learner(path, {"corrections": ({"action": "reject", "low": 0.8, "high": 1.2},)}).step(groups, VERSION)
+    rejecting = learner(path, {"corrections": ({"action": "reject", "low_ratio": 0.8, "high_ratio": 1.2},)}).step(
+        groups, VERSION
+    )
     assert rejecting.diagnostics["rejected_dropped"] > 0.2 and kept.diagnostics["rejected_dropped"] == 0
     for name in ("ratio_max", "ratio_min", "m2", "ess_token", "lag_mean", "lag_mixed_share"):
         assert rejecting.diagnostics[name] == pytest.approx(kept.diagnostics[name], rel=1e-5), name
     assert rejecting.effective_sample_share < 0.99
+
+
+def test_a_new_paper_is_one_function(path, groups, request):
+    """A surrogate registered outside the module trains a step, with its argument and by its traits."""
+    request.addfinalizer(lambda: (surrogates.SURROGATES.pop("scaled"), surrogates.SEQUENCE_LEVEL.remove("scaled")))
+
+    @surrogates.surrogate(with_ratio=False, sequence_level=True)
+    def scaled(policy, anchor, advantages, mask, cu_seqlens, *, factor: float = 2.0):
+        assert cu_seqlens is not None and not torch.is_grad_enabled()
+        gradient = torch.where(mask, factor * advantages, 0.0)
+        return surrogates.Surrogate(gradient, gradient * policy, torch.zeros_like(mask))
+
+    plain = {"loss": "reinforce", "anchor": "behaviour", "corrections": ()}
+    _, once = step_and_gradient(learner(path, plain, grad_clip=1e9), groups)
+    made = learner(path, plain | {"loss_args": {"factor": 3.0}}, loss="scaled", grad_clip=1e9)
+    _, thrice = step_and_gradient(made, groups)
+    assert_same_gradient(thrice, {name: 3 * value for name, value in once.items()}, 1e-5)

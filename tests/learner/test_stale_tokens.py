@@ -19,7 +19,7 @@ CASES = {
     "prompt-mean": {"aggregation": "prompt-mean"},
     "gspo": {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
     "kl and entropy": {"kl_coef": 0.3, "entropy_coef": 0.1},
-    "m2po": {"corrections": ({"kind": "m2po", "threshold": 0.04},)},
+    "m2po": {"corrections": ({"kind": "m2po", "max_mean_square": 0.04},)},
     "pairwise": {"loss": "pairwise", "loss_args": {"beta": 0.1}},
     "gae": {"advantage": "gae"},
 }

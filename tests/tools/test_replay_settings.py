@@ -10,7 +10,7 @@ from asyncgrpo.tools.replay import replay_config
 
 @pytest.fixture
 def recorded() -> Config:
-    return load_config("quickstart", ["algorithm.loss_args.low=0.1", r"data.system_prompt=\${plain}"])
+    return load_config("quickstart", ["algorithm.loss_args.clip_low=0.1", r"data.system_prompt=\${plain}"])
 
 
 def test_nothing_changed_is_the_same(recorded: Config):
