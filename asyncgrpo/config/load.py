@@ -37,7 +37,7 @@ _REASONS = {"algorithm.group_size": "GRPO compares the completions of one prompt
 _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
 
 # The keys of `learner` that are part of a recipe; of `algorithm` all are, but for the sizes of a run.
-_RECIPE_IN_LEARNER = ("learner.minibatches", "learner.ess_lr")
+_RECIPE_IN_LEARNER = ("learner.minibatches", "learner.ppo_epochs", "learner.ess_lr")
 _SIZES = ("algorithm.group_size", "algorithm.min_completions")
 
 

@@ -460,11 +460,12 @@ def _updates(config: Config) -> Iterator[str]:
             f"learner.minibatches ({learner.minibatches}) is more than buffer.prompts_per_step "
             f"({config.buffer.prompts_per_step}), and each needs at least one group"
         )
-    if learner.minibatches > 1 and a.loss == PAIRWISE:
-        yield (
-            f"learner.minibatches is {learner.minibatches}, but algorithm.loss=pairwise compares completions under the "
-            "weights at the start of the step, which only the first of several updates would have; use 1"
-        )
+    for key in ("minibatches", "ppo_epochs"):
+        if getattr(learner, key) > 1 and a.loss == PAIRWISE:
+            yield (
+                f"learner.{key} is {getattr(learner, key)}, but algorithm.loss=pairwise compares completions under the "
+                "weights at the start of the step, which only the first of several updates would have; use 1"
+            )
     if learner.ess_lr and a.anchor == "interpolated":
         yield (
             "learner.ess_lr measures the effective sample share of anchor / behaviour, which "
@@ -472,4 +473,24 @@ def _updates(config: Config) -> Iterator[str]:
         )
 
 
-_ALGORITHM_RULES = (_arguments, _corrections, _kl, _rewards, _estimators, _updates)
+def _schedule(config: Config) -> Iterator[str]:
+    learner, steps = config.learner, config.run.steps
+    if learner.lr_schedule == "constant":
+        if learner.lr_min_ratio:
+            yield (
+                f"learner.lr_min_ratio is {learner.lr_min_ratio:g}, but learner.lr_schedule=constant never falls; use "
+                "linear or cosine"
+            )
+    elif steps is None:
+        yield (
+            f"learner.lr_schedule={learner.lr_schedule} falls until the last step of the run, which run.epochs does not "
+            "tell (prompts may be dropped or replaced); set run.steps"
+        )
+    elif learner.warmup_steps >= steps * learner.updates_per_step:
+        yield (
+            f"learner.warmup_steps ({learner.warmup_steps}) leaves learner.lr_schedule={learner.lr_schedule} none of the "
+            f"{steps * learner.updates_per_step} updates of the run (run.steps={steps}); lower it"
+        )
+
+
+_ALGORITHM_RULES = (_arguments, _corrections, _kl, _rewards, _estimators, _updates, _schedule)

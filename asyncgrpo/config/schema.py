@@ -321,12 +321,22 @@ class LearnerConfig(Section, frozen=True):
     ranks: Annotated[int, Meta(ge=1, description="learner processes (FSDP2 shards the model over them)")] = 1
     device: Annotated[Literal["auto", "cuda", "cpu"], Meta(description="auto: cuda where there is a GPU")] = "auto"
     lr: Annotated[float, Meta(gt=0, description="peak learning rate of AdamW")] = 1e-6
-    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up from 0")] = 0
+    warmup_steps: Annotated[int, Meta(ge=0, description="optimizer updates of linear warm-up from 0")] = 0
+    lr_schedule: Annotated[
+        Literal["constant", "linear", "cosine"],
+        Meta(description="how the learning rate falls after its warm-up, over what is left of run.steps"),
+    ] = "constant"
+    lr_min_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="where linear and cosine end, as a multiple of learner.lr")
+    ] = 0.0
     betas: Annotated[tuple[float, float], Meta(description="AdamW moments")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay")] = 0.01
     grad_clip: Annotated[float, Meta(gt=0, description="largest gradient norm")] = 1.0
     minibatches: Annotated[
-        int, Meta(ge=1, description="optimizer updates made from the groups of one step, each group in one of them")
+        int, Meta(ge=1, description="optimizer updates of one pass over a step's groups, each group in one of them")
+    ] = 1
+    ppo_epochs: Annotated[
+        int, Meta(ge=1, description="passes over the groups of one step, each of learner.minibatches updates")
     ] = 1
     spike_factor: Annotated[
         float | None,
@@ -368,6 +378,11 @@ class LearnerConfig(Section, frozen=True):
             description="kernel for packed sequences; auto: flash_attn where installed, else torch's own for the device"
         ),
     ] = "auto"
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of one step."""
+        return self.minibatches * self.ppo_epochs
 
 
 class WeightsConfig(Section, frozen=True):

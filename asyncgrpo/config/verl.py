@@ -101,8 +101,12 @@ def _one_file(value: Any, _: Given, ours: str) -> Translated:
 
 def _prompts_per_step(value: Any, given: Given, ours: str) -> Translated:
     """0 in the fully asynchronous recipe: a step is as many mini-batches as are asked for at once."""
-    mini = given.get(f"{_ACTOR}ppo_mini_batch_size", _MINI_BATCH)
-    return {ours: value or mini * given.get("async_training.require_batches", 1)}
+    if value:
+        return {ours: value}
+    mini, asked = given.get(f"{_ACTOR}ppo_mini_batch_size", _MINI_BATCH), given.get("async_training.require_batches", 1)
+    if not _is_count(mini) or not _is_count(asked):
+        return "the prompts of a step, ppo_mini_batch_size x async_training.require_batches"
+    return {ours: mini * asked}
 
 
 def _minibatches(value: Any, given: Given, ours: str) -> Translated:
@@ -114,10 +118,24 @@ def _minibatches(value: Any, given: Given, ours: str) -> Translated:
 
 
 def _warmup_steps(value: Any, given: Given, ours: str) -> Translated:
+    """verl's rate moves once a step, ours at every update."""
+    found = _minibatches(given.get(f"{_ACTOR}ppo_mini_batch_size"), given, ours)
+    epochs, minibatches = given.get(f"{_ACTOR}ppo_epochs", 1), found[ours] if isinstance(found, dict) else 1
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not _is_count(epochs)
+        or not _is_count(minibatches)
+    ):
+        return "learner.warmup_steps counts updates"
+    return {ours: round(max(value, 0) * epochs * minibatches)}
+
+
+def _warmup_share(value: Any, given: Given, ours: str) -> Translated:
     steps = given.get("trainer.total_training_steps")
-    if value and not _is_count(steps):
-        return "learner.warmup_steps counts steps: this share of run.steps"
-    return {ours: round(value * steps) if value else 0}
+    if value and (not _is_count(steps) or not isinstance(value, float)):
+        return "learner.warmup_steps counts updates: this share of those of the run"
+    return _warmup_steps(value * steps if value else 0, given, ours)
 
 
 def _lora_targets(value: Any, _: Given, ours: str) -> Translated:
@@ -289,6 +307,7 @@ RULES: dict[str, Callable[[Any, Given, str], Translated]] = {
     "prompts_per_step": _prompts_per_step,
     "minibatches": _minibatches,
     "warmup_steps": _warmup_steps,
+    "warmup_share": _warmup_share,
     "lora_targets": _lora_targets,
     "loggers": _loggers,
     "reward_function": _reward_function,

@@ -6,6 +6,7 @@ its share, and shares add up to what one process would have done, whatever the n
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
 from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
+from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
-from asyncgrpo.config.schema import Config, LearnerConfig
+from asyncgrpo.config.schema import Config
 from asyncgrpo.learner import objective, saving
 from asyncgrpo.learner.batch import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.head import Reference
@@ -49,6 +51,7 @@ class Learner:
         """Optimizer updates made."""
         self.kl_coef = config.algorithm.kl_coef
         """The present one: it moves where `algorithm.kl_target` is set."""
+        self._precomputes = objective.needs_precompute(config.algorithm, config.learner.updates_per_step)
         mesh = _mesh(self.device, rank, world)
         dtype = getattr(torch, config.model.dtype)
         self.model = build_model(config.model.path, dtype, self.device, mesh, config)
@@ -67,33 +70,36 @@ class Learner:
         """What a publication carries."""
 
     def step(self, groups: list[Group], version: PolicyVersion) -> StepReport:
-        """Train once on `groups`; `version` names the weights before it. Collective.
+        """Train on `groups`, `learner.ppo_epochs` times; `version` names the weights before it. Collective.
 
         An update whose gradient is not finite, or a spike, is not made, and is reported in `skipped`.
 
         Raises:
             TrainingError: too many updates in a row were not made.
         """
-        clock, updates, totals = PhaseClock(self.device), [], []
+        clock = PhaseClock(self.device)
+        updates: list[Update] = []
+        totals: list[Sums] = []
         with clock("pack"):
-            parts = self._minibatches(groups)
-            # Later parts meet weights that sampled nothing, and compare with them only where the first ones are known.
-            knows_start = objective.needs_precompute(self.config.algorithm, self.config.learner.minibatches)
-            batches = [self._pack(part, version if n == 0 or knows_start else None) for n, part in enumerate(parts)]
+            packed = [self._pack(part, version) for part in self._minibatches(groups)]
         with clock("forward_backward"):
-            ahead = [self._precompute(batch) for batch in batches]
-        for batch, precomputed in ahead:
+            ahead = [self._precompute(batch) for batch in packed]
+        batches = [batch for batch, _ in ahead]
+        for number in self._order(len(ahead), version):
+            batch, precomputed = ahead[number]
             with clock("forward_backward"):
                 sums = self._accumulate(batch, precomputed, version)
+            if updates and not self._precomputes:  # these weights sampled nothing, and those that did are gone
+                sums |= {name: torch.zeros_like(sums[name]) for name in ("gap", "gap_tokens", "gap_max")}
             with clock("report"):
                 totals.append(self._reduce(sums))
             with clock("optimizer"):
-                lr = learning_rate(self.steps, self.config.learner, signal_share=batch.signal_share)
+                lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
                 updates.append(self._update(lr, totals[-1]))
         self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,
-            [batch for batch, _ in ahead],
+            batches,
             updates,
             kl_coef=self.kl_coef,
             group_size=self.config.algorithm.group_size,
@@ -127,7 +133,16 @@ class Learner:
         bounds = [len(groups) * i // count for i in range(count + 1)]
         return [groups[start:end] for start, end in itertools.pairwise(bounds)]
 
-    def _pack(self, groups: list[Group], version: PolicyVersion | None) -> StepBatch:
+    def _order(self, count: int, version: PolicyVersion) -> list[int]:
+        """Which minibatch each update is made from: in the order of their prompts, and shuffled in every further pass.
+
+        All ranks, and a step that is made again after a resume, find the same order.
+        """
+        drawn = random.Random(f"{self.config.run.seed} {version.number}")
+        further = [drawn.sample(range(count), count) for _ in range(self.config.learner.ppo_epochs - 1)]
+        return [number for one_pass in (range(count), *further) for number in one_pass]
+
+    def _pack(self, groups: list[Group], version: PolicyVersion) -> StepBatch:
         algorithm, learner = self.config.algorithm, self.config.learner
         return pack(
             groups,
@@ -150,10 +165,9 @@ class Learner:
 
     def _precompute(self, batch: StepBatch) -> tuple[StepBatch, list[Precomputed]]:
         """The minibatch, and what each of its micro-batches must know of the step before its gradient."""
-        settings = self.config.algorithm
-        if not objective.needs_precompute(settings, self.config.learner.minibatches):
+        if not self._precomputes:
             return batch, [Precomputed()] * len(batch.trained)
-        return objective.precompute(batch, self._before, settings, kl_coef=self.kl_coef)
+        return objective.precompute(batch, self._before, self.config.algorithm, kl_coef=self.kl_coef)
 
     @torch.no_grad()
     def _before(self, batch: PackedBatch) -> objective.Scored:
@@ -263,10 +277,17 @@ class Learner:
         return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone)
 
 
-def learning_rate(steps: int, config: LearnerConfig, *, signal_share: float = 1.0) -> float:
-    """Of the step after `steps` steps: a linear warm-up that ends at `lr`, then constant, by what the step knows.
+def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) -> float:
+    """The rate of the update after `updates` updates: a warm-up, a schedule, and what the step's groups can teach.
 
-        lr = learner.lr  min(1, (steps + 1) / (warmup_steps + 1))  min(1, sqrt(signal_share / full_lr_signal))
+        lr        = learner.lr  warm-up  schedule  min(1, sqrt(signal_share / full_lr_signal))
+        warm-up   = min(1, (updates + 1) / (warmup_steps + 1))
+        schedule  constant   1
+                  linear     lr_min_ratio + (1 - lr_min_ratio) (1 - p)
+                  cosine     lr_min_ratio + (1 - lr_min_ratio) (1 + cos(pi p)) / 2
+        p         = (updates - warmup_steps) / (updates of the whole run - warmup_steps), at least 0 and at most 1
+
+    A resume with another `run.steps` goes on along the curve of the new length, at the update where it was.
 
     AdamW divides a gradient by its own recent size. Where nearly all prompts are solved, the one odd group that is left,
     or an entropy bonus alone, would be scaled up to a step as long as any: a run that has learnt unlearns. So the rate
@@ -278,9 +299,16 @@ def learning_rate(steps: int, config: LearnerConfig, *, signal_share: float = 1.
         The root is the scaling rule of adaptive methods by batch size: Malladi et al. 2022, arXiv:2205.10287. What
         happens without it, and the alternatives: docs/stability.md.
     """
-    lr = config.lr * min(1.0, (steps + 1) / (config.warmup_steps + 1))
-    if config.full_lr_signal:
-        lr *= min(1.0, math.sqrt(signal_share / config.full_lr_signal))
+    learner = config.learner
+    lr = learner.lr * min(1.0, (updates + 1) / (learner.warmup_steps + 1))
+    if learner.lr_schedule != "constant":
+        assert config.run.steps is not None, "checked with the configuration"
+        total = config.run.steps * learner.updates_per_step
+        progress = min(max((updates - learner.warmup_steps) / (total - learner.warmup_steps), 0.0), 1.0)
+        left = 1 - progress if learner.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        lr *= learner.lr_min_ratio + (1 - learner.lr_min_ratio) * left
+    if learner.full_lr_signal:
+        lr *= min(1.0, math.sqrt(signal_share / learner.full_lr_signal))
     return lr
 
 
@@ -291,8 +319,8 @@ def has_only_policy_gradient(config: Config) -> bool:
         algorithm.kl_coef == 0
         and algorithm.entropy_coef == 0
         and algorithm.behaviour_kl_coef == 0
-        and algorithm.loss not in ("dro", "pairwise")
-        and not objective.needs_precompute(algorithm, config.learner.minibatches)
+        and algorithm.loss not in TRAINS_ZERO_ADVANTAGE
+        and not objective.needs_precompute(algorithm, config.learner.updates_per_step)
     )
 
 

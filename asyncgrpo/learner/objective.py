@@ -298,10 +298,10 @@ class Scored(NamedTuple):
 Score = Callable[[PackedBatch], Scored]
 
 
-def needs_precompute(settings: AlgorithmConfig, minibatches: int) -> bool:
-    """Whether the step begins with a forward pass over everything."""
+def needs_precompute(settings: AlgorithmConfig, updates: int) -> bool:
+    """Whether a step of so many updates begins with a forward pass over everything."""
     return (
-        (minibatches > 1 and settings.anchor == "proximal")
+        (updates > 1 and settings.anchor == "proximal")
         or (settings.kl_coef > 0 and settings.kl_in == "reward")
         or settings.advantage == CRITIC
         or settings.loss == PAIRWISE

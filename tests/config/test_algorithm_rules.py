@@ -219,6 +219,19 @@ def test_a_ratio_is_never_counted_twice(loss):
             "judges anchor / behaviour (rejection)",
         ),
         (
+            ["learner.ppo_epochs=2", "algorithm.loss=pairwise", "algorithm.loss_args.beta=1"],
+            "learner.ppo_epochs is 2, but algorithm.loss=pairwise compares completions under the weights at the start",
+        ),
+        (["learner.lr_min_ratio=0.1"], "learner.lr_min_ratio is 0.1, but learner.lr_schedule=constant never falls"),
+        (
+            ["learner.lr_schedule=cosine", "run.steps=null"],
+            "learner.lr_schedule=cosine falls until the last step of the run, which run.epochs does not tell",
+        ),
+        (
+            ["learner.lr_schedule=linear", "run.steps=5", "learner.minibatches=2", "learner.warmup_steps=10"],
+            "learner.warmup_steps (10) leaves learner.lr_schedule=linear none of the 10 updates of the run (run.steps=5)",
+        ),
+        (
             ["algorithm.anchor=interpolated", "learner.ess_lr=true"],
             "learner.ess_lr measures the effective sample share of anchor / behaviour",
         ),

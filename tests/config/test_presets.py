@@ -55,7 +55,7 @@ NEEDED = "model: {path: m}\ndata: {train: t}\n"
 def recipe(config: Config) -> tuple[AlgorithmConfig, int, bool]:
     """What a preset decides."""
     objective = msgspec.structs.replace(config.algorithm, group_size=8, min_completions=None)
-    return objective, config.learner.minibatches, config.learner.ess_lr
+    return objective, config.learner.minibatches, config.learner.ppo_epochs, config.learner.ess_lr
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -79,7 +79,9 @@ def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
     }  # fmt: skip
     assert every.keys() == set(AlgorithmConfig.__struct_fields__), "a new key: is it part of a recipe?"
     odd = tmp_path / "odd.yaml"
-    odd.write_text(f"{NEEDED}algorithm: {json.dumps(every)}\nlearner: {{minibatches: 7, ess_lr: true, lr: 0.5}}\n")
+    odd.write_text(
+        f"{NEEDED}algorithm: {json.dumps(every)}\nlearner: {{minibatches: 7, ppo_epochs: 2, ess_lr: true, lr: 0.5}}\n"
+    )
     config, plain = (
         load_config(odd, algorithm=name),
         load_config(None, ["model.path=m", "data.train=t"], algorithm=name),

@@ -168,8 +168,29 @@ class TestTranslation:
                 {"data.train_batch_size": 0, f"{ACTOR}.ppo_mini_batch_size": 32, "async_training.require_batches": 4},
                 {"buffer.prompts_per_step": 128, "learner.minibatches": 4},
             ),
-            ({f"{ACTOR}.ppo_epochs": 1}, {}),
+            ({f"{ACTOR}.ppo_epochs": 4}, {"learner.ppo_epochs": 4}),
             ({f"{ACTOR}.optim.lr_warmup_steps": -1}, {"learner.warmup_steps": 0}),
+            ({f"{ACTOR}.optim.lr_warmup_steps": 10}, {"learner.warmup_steps": 10}),
+            (  # verl's rate moves once a step, ours at every update
+                {
+                    f"{ACTOR}.optim.lr_warmup_steps": 10,
+                    f"{ACTOR}.ppo_epochs": 2,
+                    f"{ACTOR}.ppo_mini_batch_size": 16,
+                    "data.train_batch_size": 64,
+                },
+                {
+                    "learner.warmup_steps": 80,
+                    "learner.ppo_epochs": 2,
+                    "learner.minibatches": 4,
+                    "buffer.prompts_per_step": 64,
+                },
+            ),
+            (
+                {f"{ACTOR}.optim.lr_scheduler_type": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1},
+                {"learner.lr_schedule": "cosine", "learner.lr_min_ratio": 0.1},
+            ),
+            ({f"{ACTOR}.optim.warmup_style": "constant"}, {"learner.lr_schedule": "constant"}),
+            ({f"{ACTOR}.optim.total_training_steps": 100}, {}),
             (
                 {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 200},
                 {"learner.warmup_steps": 20, "run.steps": 200},

@@ -98,7 +98,7 @@ def one_step(
         return Scored(batch.behaviour_logprobs, batch.behaviour_logprobs, torch.zeros_like(batch.behaviour_logprobs))
 
     precomputed = [Precomputed(reference=batch.behaviour_logprobs) for batch in step.trained]
-    if needs_precompute(settings, config.learner.minibatches):
+    if needs_precompute(settings, config.learner.updates_per_step):
         step, precomputed = precompute(step, before, settings, kl_coef=settings.kl_coef)
     (batch,), (told,) = step.trained, precomputed
     policy = policy_of(batch, gaps)

@@ -118,9 +118,33 @@ def test_the_gradient_is_clipped(path):
 
 
 def test_the_learning_rate_warms_up_and_stays(path):
-    settings = config(path, learner={"lr": 0.1, "warmup_steps": 4}).learner
+    settings = config(path, learner={"lr": 0.1, "warmup_steps": 4})
     assert [learning_rate(k, settings) for k in range(6)] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1, 0.1])
     assert learner(path, learner={"warmup_steps": 1, "lr": 0.2}).step(GROUPS, VERSION).lr == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_falls_over_the_updates_of_the_run(path, schedule):
+    """Ten steps of two updates: four of warm-up, then down to a tenth where the twenty-first would be, and no further."""
+    options = {"lr": 0.1, "warmup_steps": 4, "lr_schedule": schedule, "lr_min_ratio": 0.1, "ppo_epochs": 2}
+    settings = config(path, learner=options, run={"steps": 10})
+    left = {"linear": lambda p: 1 - p, "cosine": lambda p: math.cos(math.pi * p / 2) ** 2}[schedule]
+    falling = [0.1 * (0.1 + 0.9 * left((k - 4) / 16)) for k in range(4, 21)]
+    expected = [0.02, 0.04, 0.06, 0.08, *falling, 0.01, 0.01]
+    assert [learning_rate(k, settings) for k in range(23)] == pytest.approx(expected)
+    assert expected[4] == 0.1 and expected[20] == pytest.approx(0.01)
+
+
+def test_a_resume_goes_on_along_the_curve_and_with_more_steps_along_the_longer_one(path, tmp_path):
+    def made(steps: int):
+        return learner(path, learner={"lr": 0.1, "lr_schedule": "linear"}, run={"steps": steps})
+
+    first, resumed, longer = made(4), made(4), made(8)
+    assert [first.step(GROUPS, VERSION).lr for _ in range(2)] == pytest.approx([0.1, 0.075])
+    first.save(str(tmp_path / "checkpoint"))
+    for one in (resumed, longer):
+        one.load(str(tmp_path / "checkpoint"))
+    assert [one.step(GROUPS, VERSION).lr for one in (first, resumed, longer)] == pytest.approx([0.05, 0.05, 0.075])
 
 
 def test_bfloat16_keeps_float32_masters(path):

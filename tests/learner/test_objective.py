@@ -138,6 +138,34 @@ def test_updates_of_one_step_share_its_anchor(path, policies, groups, case):
     assert ours.steps == 3 and len(seen) == 3
 
 
+@pytest.mark.parametrize("case", ["ppo_clip", "behaviour", "m2po", "gae"])
+def test_a_second_pass_is_around_the_same_weights_over_the_same_minibatches(path, policies, groups, case):
+    """Against a plain loop: nine updates, each with the gradient of its minibatch under the weights before it."""
+    ours = learner(path, MINIBATCHES[case], minibatches=3, ppo_epochs=3, lr=5e-3)
+    seen = watch_updates(ours)
+    report = ours.step(groups, VERSION)
+    parts = [groups[0:2], groups[2:4], groups[4:6]]
+    order = ours._order(3, VERSION)
+    assert order[:3] == [0, 1, 2] and sorted(order[3:6]) == sorted(order[6:]) == [0, 1, 2]
+    losses = []
+    for number, update in zip(order, seen, strict=True):
+        expected = setup(policies, MINIBATCHES[case], now=Policy(path, update.weights)).update(parts[number])
+        assert_same_gradient(update.gradient, expected.gradient, 5e-4)
+        losses.append(expected.loss)
+    assert report.loss == pytest.approx(sum(losses) / 9, rel=1e-4, abs=1e-5)
+    once = learner(path, MINIBATCHES[case], minibatches=3, lr=5e-3).step(groups, VERSION)
+    assert ours.steps == 9
+    for field in (
+        "tokens_trained",
+        "rollouts",
+        "advantages",
+        "signal_share",
+        "zero_signal_groups",
+        "rollouts_unusable",
+    ):
+        assert getattr(report, field) == getattr(once, field), field
+
+
 SPLITS = (
     {"tokens_per_microbatch": 1},
     {"tokens_per_microbatch": 40, "share_prompts": False},
