@@ -1,6 +1,7 @@
 """docs/algorithms.md says what the code and the presets say."""
 
 import inspect
+import math
 import re
 import typing
 from pathlib import Path
@@ -88,3 +89,12 @@ def test_the_row_of_a_preset_is_its_file(name):
 
 def test_no_preset_is_forgotten():
     assert set(rows("## The presets")) >= set(algorithm_names())
+
+
+def test_the_notebook_runs_as_printed(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    found: dict = {}
+    exec(code, found)
+    ratio = math.exp(0.1)
+    assert found["policy"].grad.tolist() == pytest.approx([x * ratio for x in [-0.1414] * 3 + [0.1414] * 2], abs=1e-3)
+    assert "'ratio_mean': 1.105" in capsys.readouterr().out

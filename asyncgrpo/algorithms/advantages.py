@@ -18,6 +18,7 @@ Returns, everywhere: [S] float64, no gradient. In formulas, `mean`, `std` (n - 1
 the scored completions of the group.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
@@ -319,45 +320,49 @@ def _peak(deviations: Tensor) -> Tensor:
 
 
 class Estimator(Protocol):
-    """What all estimators can be called with; each reads what its formula needs."""
+    """How all estimators can be called: with what their formula reads, or with everything."""
 
     def __call__(
-        self, rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None
+        self,
+        rewards: Tensor,
+        group_ids: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        baseline_rewards: Tensor | None = None,
     ) -> Tensor: ...
 
 
-def _of_rewards(estimator: Callable[[Tensor, Tensor], Tensor]) -> Estimator:
-    def call(rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None) -> Tensor:
-        return estimator(rewards, group_ids)
+def _with_unused_arguments(estimator: Callable[..., Tensor]) -> Estimator:
+    reads = [name for name in ("lengths", "baseline_rewards") if name in inspect.signature(estimator).parameters]
 
-    return call
-
-
-def _of_lengths(estimator: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Estimator:
-    def call(rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None) -> Tensor:
-        return estimator(rewards, group_ids, lengths)
-
-    return call
-
-
-def _of_baseline(estimator: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Estimator:
-    def call(rewards: Tensor, group_ids: Tensor, *, lengths: Tensor, baseline_rewards: Tensor | None) -> Tensor:
-        assert baseline_rewards is not None, "this estimator needs the reward of a greedy completion of each prompt"
-        return estimator(rewards, group_ids, baseline_rewards)
+    def call(
+        rewards: Tensor,
+        group_ids: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        baseline_rewards: Tensor | None = None,
+    ) -> Tensor:
+        given = {"lengths": lengths, "baseline_rewards": baseline_rewards}
+        missing = [name for name in reads if given[name] is None]
+        assert not missing, f"the estimator {estimator.__name__} needs {missing[0]}"
+        return estimator(rewards, group_ids, **{name: given[name] for name in reads})
 
     return call
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": _of_rewards(grpo),
-    "dr_grpo": _of_rewards(dr_grpo),
-    "rloo": _of_rewards(rloo),
-    "lite": _of_rewards(lite),
-    "max_rl": _of_rewards(max_rl),
-    "opo": _of_lengths(opo),
-    "gpg": _of_rewards(gpg),
-    "pass_at_k": _of_rewards(pass_at_k),
-    "reinforce_plus_plus_baseline": _of_lengths(reinforce_plus_plus_baseline),
-    "remax": _of_baseline(remax),
+    estimator.__name__: _with_unused_arguments(estimator)
+    for estimator in (
+        grpo,
+        dr_grpo,
+        rloo,
+        lite,
+        max_rl,
+        opo,
+        gpg,
+        pass_at_k,
+        reinforce_plus_plus_baseline,
+        remax,
+    )
 }
-"""Name to estimator, each with its paper's constants: `ESTIMATORS[name](rewards, group_ids, lengths=..., ...)`."""
+"""Name to estimator, each with its paper's constants: `ESTIMATORS["grpo"](rewards, group_ids)`."""

@@ -35,6 +35,23 @@ def merge(parts: Iterable[Sums]) -> Sums:
     return merged
 
 
+def report(parts: Iterable[Sums]) -> dict[str, float]:
+    """What the sums of one or several micro-batches say, divided once.
+
+    The reports of `ratio_sums`, `update_sums` and `lag_sums`, and the shares of every `kept_sums` and `outside_sums`, as
+    far as these are there; other sums are left to the caller.
+    """
+    sums = {name: total.item() for name, total in merge(parts).items()}
+    found: dict[str, float] = {}
+    for name, divide in (("rho", ratio_report), ("update", update_report), ("lag", lag_report)):
+        if f"{name}_tokens" in sums:
+            found |= divide(sums)
+    for name in [key.removesuffix("_sequences") for key in sums if key.endswith("_sequences")]:
+        if name not in ("rho", "lag"):
+            found |= shares(name, sums)
+    return found
+
+
 @torch.no_grad()
 def mean_sums(mask: Tensor, **values: Tensor) -> Sums:
     """`tokens` (the count of the mask) and the sum over them of each named [T] tensor, bool or float."""
@@ -43,7 +60,7 @@ def mean_sums(mask: Tensor, **values: Tensor) -> Sums:
 
 @torch.no_grad()
 def importance_sums(log_rho: Tensor, mask: Tensor, *, cap: float) -> Sums:
-    """Of the ratio ρ = proximal / behaviour policy, before truncation.
+    """Sums of the ratio ρ = proximal / behaviour policy, before truncation.
 
     Names: `importance` Σρ and `importance_squares` Σρ² (for the effective sample size), log ρ cut to ±20;
     `importance_capped` how many exceed `cap`.
@@ -58,7 +75,7 @@ def importance_sums(log_rho: Tensor, mask: Tensor, *, cap: float) -> Sums:
 
 @torch.no_grad()
 def gap_sums(policy_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Sums:
-    """Of |log π - log μ|, nats, on tokens that the learner's own weights sampled: what engine and learner disagree by.
+    """Sums of |log π - log μ|, nats, over tokens that the learner's own weights sampled: what engine and learner disagree by.
 
     Names: `gap` the sum, `gap_tokens` the count, `gap_max` the largest (0 where there are none).
     """
@@ -214,7 +231,7 @@ def shares(name: str, sums: Mapping[str, float]) -> dict[str, float]:
 def update_sums(
     log_ratio: Tensor, advantages: Tensor, clipped: Tensor, mask: Tensor, *, dual_ratio: float | None = None
 ) -> Sums:
-    """Of the ratio r = policy / anchor that a surrogate clips: names that begin with `update_`.
+    """Sums of the ratio r = policy / anchor that a surrogate clips: names that begin with `update_`.
 
     `update_max`, `update_min` of r; clipped tokens: `update_high` with A > 0, `update_low` with A < 0, and of those
     `update_dual` beyond the dual clip instead.
@@ -252,7 +269,7 @@ def update_report(sums: Mapping[str, float]) -> dict[str, float]:
 
 @torch.no_grad()
 def lag_sums(token_versions: Tensor, version: int | Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
-    """Of the lag, in optimizer steps, of the weights that sampled each token: names that begin with `lag_`.
+    """Sums of the lag, in optimizer steps, of the weights that sampled each token: names that begin with `lag_`.
 
     `lag_sum` over tokens, `lag_max`; `lag_oldest`: sum over sequences of their oldest token's; `lag_mixed`: sequences
     that several versions sampled; `lag_span`: sum over sequences of oldest minus newest.

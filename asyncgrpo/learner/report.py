@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncgrpo.algorithms.diagnostics import Sums, lag_report, merge, ratio_report, shares, update_report
+from asyncgrpo.algorithms.diagnostics import Sums, merge, report
 from asyncgrpo.learner.batch import StepBatch
 
 RolloutKey = tuple[str, int]
@@ -97,11 +97,7 @@ def build_report(
     """
     sums = {name: total.item() for name, total in merge(totals).items()}
     tokens, current = max(sums["tokens"], 1.0), sums["gap_tokens"]
-    ratios = ratio_report(sums)
-    cut = shares("bounded", sums) if "bounded_tokens" in sums else {}
-    diagnostics = (
-        ratios | update_report(sums) | shares("rejected", sums) | shares("stale", sums) | cut | lag_report(sums)
-    )
+    diagnostics = report(totals)
     return StepReport(
         skipped=next((u.skipped for u in reversed(updates) if u.skipped is not None), None),
         loss=sums["loss"] / len(updates),
@@ -109,9 +105,9 @@ def build_report(
         lr=updates[-1].lr,
         entropy=sums["entropy"] / tokens,
         clip_ratio=sums["clipped"] / tokens,
-        importance_mean=ratios["ratio_mean"],
-        importance_capped=cut.get("bounded_above", 0.0),
-        effective_sample_share=ratios["ess_token"],
+        importance_mean=diagnostics["ratio_mean"],
+        importance_capped=diagnostics.get("bounded_above", 0.0),
+        effective_sample_share=diagnostics["ess_token"],
         kl_reference=sums["kl"] / tokens if "kl" in sums else None,
         kl_coef=kl_coef,
         value_loss=sums["value_loss"] / len(updates) if "value_loss" in sums else None,

@@ -231,3 +231,14 @@ def test_a_huge_group_beside_a_usual_one_changes_nothing_of_it(name):
     lengths = torch.ones_like(groups)
     ours = estimate(name, rewards, groups, lengths, rewards)
     assert ours[2:].equal(estimate(name, rewards[2:], groups[2:], lengths[2:], rewards[2:]))
+
+
+def test_an_estimator_asks_only_for_what_its_formula_reads():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.int64)
+    needs = {"opo": "lengths", "reinforce_plus_plus_baseline": "lengths", "remax": "baseline_rewards"}
+    for name in NAMES:
+        if name in needs:
+            with pytest.raises(AssertionError, match=f"{name} needs {needs[name]}"):
+                ESTIMATORS[name](rewards, groups)
+        else:
+            assert ESTIMATORS[name](rewards, groups).shape == (3,)
