@@ -63,7 +63,7 @@ def has_signal(rewards: Tensor, groups: Groups) -> Tensor:
 
 
 def signal_share(rewards: Tensor, group_ids: Tensor, teaches: Tensor) -> float:
-    """Of the groups that are solved or have a signal, how many have a signal; 1 where there are neither.
+    """Share of the groups with a signal among those that are solved or have one; 1 where there are neither.
 
     A group is solved if all its rewards are equal and nearer to the best reward of the batch than to the worst; where the
     whole batch has one reward, if that is above 0. A group that is equally bad in all its completions is neither: it has

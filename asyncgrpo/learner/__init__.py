@@ -1,1 +1,1 @@
-"""How groups become the next weight version."""
+"""How groups become the next policy version."""

@@ -129,7 +129,7 @@ class _Backward:
         self.grad_key[:, columns] += torch.bmm(grad_scores.transpose(1, 2), query)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of query, key and value, in their shapes."""
+        """Gradients of query, key and value, in their shapes."""
         return self.grad_query.transpose(1, 2).flatten(0, 1), self.grad_key, self.grad_value
 
     def _by_group(self, x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Segments:
         )
 
     def to(self, device: torch.device) -> "Segments":
-        """The same with its tensors on another device."""
+        """These segments with their tensors on another device."""
         positions = None if self.key_positions is None else self.key_positions.to(device, non_blocking=True)
         queries, keys = (x.to(device, non_blocking=True) for x in (self.queries, self.keys))
         return Segments(self.families, queries, keys, positions, self.longest_query, self.longest_key)

@@ -76,7 +76,7 @@ class ScoredRollouts(NamedTuple):
     num_unusable: int
     """Completions left out: without a finite score, aborted, or malformed."""
     num_malformed: int
-    """Of these, completions with a behaviour log-prob that cannot be one."""
+    """Unusable completions with a behaviour log-prob that cannot be one."""
 
     def advantages(self, estimator: str, rewards: Tensor | None = None) -> Tensor:
         """[A] float64 by the estimator of that name, of these rewards or of others; 0 where a critic is to say."""
@@ -267,7 +267,7 @@ def _divide(
 
 
 def _cost(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[int]], pair_cost: float) -> float:
-    """Of a forward pass, in tokens."""
+    """Cost of a forward pass, in tokens."""
     cost = 0.0
     for group, members in row:
         prompt = prompts[group]
@@ -315,12 +315,12 @@ class PackedBatch:
     """[S] int64, trained tokens of all completions of the same group, in the whole step."""
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """The same on another device."""
+        """This batch on another device."""
         moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
         return PackedBatch(**moved)
 
     def with_advantages(self, advantages: Tensor) -> "PackedBatch":
-        """The same with the advantages [N] of its tokens."""
+        """This batch with the advantages [N] of its tokens."""
         return replace(self, advantages=advantages.to(self.mask.device, torch.float32))
 
 
@@ -347,12 +347,12 @@ class StepBatch:
     zero_signal_groups: int
     """Groups whose usable completions all have the same reward, or that have fewer than two."""
     signal_share: float
-    """Of the groups that are solved or have a signal, how many have a signal (`algorithms.groups`). Of a critic: 1."""
+    """Share of the groups with a signal among those that are solved or have one (`advantages.signal_share`). With a critic 1."""
     advantages: Tensor
     """[A] float64. Of a critic: the mean over the completion's tokens."""
 
     def with_advantages(self, advantages: Tensor, of_microbatches: Sequence[Tensor]) -> "StepBatch":
-        """The same with other advantages: of the completions [A], and of the tokens [N] of each trained micro-batch."""
+        """This minibatch with other advantages: of the completions [A], and of the tokens [N] of each trained micro-batch."""
         trained = tuple(m.with_advantages(a) for m, a in zip(self.trained, of_microbatches, strict=True))
         return replace(self, trained=trained, advantages=advantages)
 

@@ -24,7 +24,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """What a run needs beside model and optimizer to go on."""
 
     step: int
-    """Optimizer steps done; also the weight version."""
+    """Optimizer steps done; also the policy version."""
     lineage: int
     prompts: dict[str, Any]
     """`PromptState` of the buffer."""

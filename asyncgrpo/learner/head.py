@@ -5,7 +5,7 @@ token, H the entropy and KL = Σ p (log p - log q) for a reference q,
 
     ∂ log p(y) / ∂z = 1_y - p        ∂H / ∂z = -p (log p + H)        ∂KL / ∂z = p (log p - log q - KL)
 
-So, while a tile of logits is there, log-probs are computed of it, the objective completions with its slopes, these become
+So, while a tile of logits is there, log-probs are computed of it, the objective answers with its gradients by them, these become
 the gradient by the logits, in their place, and that becomes its share of the gradients by h and W. Backward only hands
 those out. Statistics are float32 (float64 for float64 weights), block by block.
 """
@@ -21,11 +21,11 @@ TILE_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
 """Logits that are float32 at once. On a CPU 4 MiB, so that what is done to each finds it in the cache."""
 FEWEST_ROWS = 32
-"""Of a tile or block, however large the vocabulary: an objective is asked once a block."""
+"""Rows of a tile or block at least, however large the vocabulary: an objective is asked once a block."""
 
 
 class TokenScores(NamedTuple):
-    """Of the tokens that are read. Without gradient."""
+    """Scores of the tokens that are read. Without gradient."""
 
     logprobs: Tensor
     """[N] float32, of the sampled tokens under softmax(logits / temperature), nats."""
@@ -46,7 +46,7 @@ class LossGradients(NamedTuple):
     """[n] by the full KL."""
 
     def at(self, where: slice) -> "LossGradients":
-        """Of some of the tokens."""
+        """Gradients of some of the tokens."""
         entropy, reference_kl = (None if x is None else x[where] for x in self[1:])
         return LossGradients(self.logprobs[where], entropy, reference_kl)
 
@@ -166,7 +166,7 @@ class _Rows:
         self._reference: _Rows | None = None
 
     def of_reference(self) -> "_Rows":
-        """The same with memory of its own."""
+        """These rows with memory of their own."""
         if self._reference is None:
             self._reference = copy.copy(self)
             self._reference._memory = None
@@ -188,7 +188,7 @@ class _Rows:
         return torch.mm(hidden, weight.t(), out=self._memory[: len(hidden)])
 
     def exact(self, logits: Tensor, temperature: float) -> Tensor:
-        """Of one block, in float32, after the temperature."""
+        """Logits of one block, in float32, after the temperature."""
         logits = logits.to(_exact(logits.dtype))
         return logits if temperature == 1.0 else logits / temperature
 

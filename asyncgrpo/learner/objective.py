@@ -41,12 +41,12 @@ class Precomputed(NamedTuple):
     pair_value: Tensor | None = None
     """That objective, divided up among tokens in any way."""
     values: Tensor | None = None
-    """Of the critic, before the step."""
+    """Values of the critic, before the step."""
     returns: Tensor | None = None
     """What the critic is to learn."""
 
     def at(self, where: slice) -> "Precomputed":
-        """The same of some tokens."""
+        """What is known of some of the tokens."""
         return Precomputed(*(None if x is None else x[where] for x in self))
 
 

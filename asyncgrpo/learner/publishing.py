@@ -39,7 +39,7 @@ class _Source:
     """One tensor in memory, which may be many on disk."""
 
     name: str
-    """As if there were no adapters."""
+    """The parameter's name, as if there were no adapters."""
     tensor: Tensor
     adapter: Adapter | None
     dtype: torch.dtype

@@ -51,7 +51,7 @@ class Ledger:
         self._seen = max(seen, self._before["tokens_generated"])
 
     def totals(self, counters: Mapping[str, float]) -> dict[str, float]:
-        """Of the run so far; for the next checkpoint.
+        """Counters of the run so far; for the next checkpoint.
 
         Args:
             counters: of the buffer of this start (`buffer/numbers.py`).
@@ -84,7 +84,7 @@ WINDOW = 20
 LITTLE, ENOUGH = 0.25, 0.5
 """Mean shares below which it is little, and above which it is enough again."""
 FALL = 0.05
-"""Of what the best evaluation had gained over the first: two evaluations in a row that lie further below it than this."""
+"""Share of the gain of the best evaluation over the first: two evaluations in a row that lost more than it are a fall."""
 
 
 class TrainingWatch:
@@ -164,7 +164,7 @@ class Recorder:
         self._watch = TrainingWatch()
         self._ledger = Ledger()
         self._told: Counter[str] = Counter()
-        """Groups and answers that the events have told of, by the names of the counters."""
+        """Groups and completions that the events have told of, by the names of the counters."""
         self._left: dict[str, Any] = {}
         self.undone: dict[str, float] = {}
         """What a crash took from the run before this start: for its `start` event."""
@@ -296,7 +296,7 @@ class Recorder:
         }
 
     def _since(self, counters: dict[str, float]) -> dict[str, dict[str, int]]:
-        """Groups and answers that no event has told of yet, by field and reason."""
+        """Groups and completions that no event has told of yet, by field and reason."""
         new = {name: int(count) - self._told[name] for name, count in self._ledger.totals(counters).items()}
         return {
             field: {name.removeprefix(prefix): n for name, n in new.items() if n > 0 and name.startswith(prefix)}

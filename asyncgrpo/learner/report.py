@@ -37,7 +37,7 @@ class StepReport:
     grad_norm: float
     """Before clipping; the largest."""
     lr: float
-    """Of the last update."""
+    """Learning rate of the last update."""
     entropy: float
     clip_ratio: float
     """Share of tokens whose gradient the surrogate's clip took away."""
@@ -67,13 +67,13 @@ class StepReport:
     rollouts_unusable: int
     """Completions left out: no finite score, aborted, or malformed."""
     malformed_logprobs: int
-    """Of these, completions with a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
+    """Unusable completions with a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
     zero_signal_groups: int
     """Groups whose advantages are all exactly 0."""
     signal_share: float
-    """Of the groups that are solved or have a signal, how many have a signal; mean over the updates."""
+    """Share of the groups with a signal among those that are solved or have one; mean over the minibatches."""
     advantages: dict[RolloutKey, float]
-    """Of every usable completion, by (group_id, index of the completion)."""
+    """Advantage of every usable completion, by (group_id, index of the completion)."""
     seconds: dict[str, float]
     """By phase: `pack`, `forward_backward`, `optimizer`, `report`."""
 

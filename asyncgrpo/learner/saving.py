@@ -1,4 +1,4 @@
-"""What a checkpoint holds: sharded state from which training goes on bit for bit, and a Hugging Face folder for use elsewhere.
+"""What a checkpoint holds: sharded state from which training goes on bitwise identically, and a Hugging Face folder.
 
 A checkpoint holds the trained parameters, both AdamW moments of each, the number of updates, the coefficient of the KL
 and what the gradient guard remembers, in torch's distributed format: every rank writes its shard, and any number of ranks

@@ -4,7 +4,7 @@
                           └──▶ metrics.jsonl, samples, checkpoints
 
 `LearnerService._train` is the loop of the whole system on one screen. With several ranks, rank 0 runs it and the others
-`follow`: they join every step, gather and save that rank 0 orders.
+`follow`: they join every step, gather and save that rank 0 commands.
 """
 
 import logging
@@ -37,7 +37,7 @@ GENERATORS_START_S = 1800.0
 
 
 SNAPSHOT_WITHIN_S = 60.0
-"""For the buffer's part of the last checkpoint of a run that is given up."""
+"""Deadline of the buffer's part in the last checkpoint of a run that is given up."""
 
 
 class _AskedToEnd(Exception):
@@ -169,7 +169,7 @@ class LearnerService:
         self._inbox.published(self.version)
 
     def _bring_weights(self) -> None:
-        """To whoever is there, at least to one; where every one of them died, to the first that comes in their place."""
+        """Bring the weights to at least one generator; where every one of them died, to the first that comes after them."""
         while True:
             if not self._publisher.generators:
                 with metrics.waiting("generators"):
@@ -215,7 +215,7 @@ class LearnerService:
                 log.error("no last checkpoint: %s", trouble)
 
     def _last_checkpoint(self, within_s: float = math.inf) -> None:
-        """Of the step that the weights are of, unless there is one. Nothing may be leased any more.
+        """Write a checkpoint of the step that the weights are of, unless there is one. Nothing may be leased any more.
 
         The step counts even if its weights reached nobody: no group will ever be of them.
         """
@@ -304,13 +304,13 @@ class LearnerService:
 
 
 def follow(learner: Learner, team: Team) -> None:
-    """The other ranks: do what rank 0 orders, until it ends."""
+    """The other ranks: do what rank 0 commands, until it ends."""
     while (command := team.hear()).what != "end":
         match command.what:
             case "step":
                 message, payload = decode([command.header, command.payload])
                 assert isinstance(message, Batch) and command.version is not None
-                with suppress(TrainingError):  # rank 0 meets the same, and orders what is left to do
+                with suppress(TrainingError):  # rank 0 meets the same, and says what is left to do
                     learner.step(unpack_batch(message, payload), command.version)
             case "gather_weights":
                 for _ in learner.sent.weights():
