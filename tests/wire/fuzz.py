@@ -265,7 +265,7 @@ class Readers:
         self.generator = Generator()
         self.generator._client = self.generator._connect()
         self.generator._loop = self._loop  # type: ignore[assignment]
-        version, name = PolicyVersion(1, 3), {"generator_id": "g", "epoch": 1}
+        version, name = PolicyVersion(1, 3), {"generator_id": "g", "group_number": 1}
         self._to_publisher: list[Message] = [
             Join(generator_id="g", incarnation="a"), Pong(**name), Staged(**name, version=version, digest="d"),
             Swapped(**name, version=version, checksum="c", seconds=1.0),
@@ -276,12 +276,12 @@ class Readers:
             Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), Welcome(protocol=1),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
-            Ping(epoch=1), Offer(epoch=1, version=version, tensors=(), bucket_bytes=64),
-            Swap(epoch=1, version=version),
+            Ping(group_number=1), Offer(group_number=1, version=version, tensors=(), bucket_bytes=64),
+            Swap(group_number=1, version=version),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             Grant(lease=msgspec.convert(_LEASE, Lease)),
-            FormGroup(epoch=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0),
+            FormGroup(group_number=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0),
         ]
 
     def attack(self) -> None:
