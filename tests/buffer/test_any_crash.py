@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import Entry, State
+from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
@@ -105,7 +105,7 @@ class AnyCrash(RuleBasedStateMachine):
             "what is done has nothing behind it"
         )
         self.steps = list(self.saved)
-        self.batch: list[Entry] | None = None
+        self.batch: list[GroupEntry] | None = None
         self.unacknowledged: dict[str, tuple[int, Kept]] = {}  # by lease, with the place in the journal
         self.buffer.published(self.version)
 

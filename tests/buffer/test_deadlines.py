@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from asyncgrpo.buffer.group_health import DEADLINE_WINDOW, FLOOR_S, KNOWN_AFTER, Deadlines
+from asyncgrpo.buffer.group_health import DEADLINE_WINDOW, MIN_GROUPS, SHORTEST_S, Deadlines
 
 
 def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
@@ -21,9 +21,9 @@ def test_it_is_a_multiple_of_the_median_of_the_newest_groups():
 
 
 def test_it_has_a_floor_and_a_ceiling_and_is_the_ceiling_while_little_is_known_or_nobody_asked():
-    assert after([0.1] * 20).seconds(is_last=False) == FLOOR_S
+    assert after([0.1] * 20).seconds(is_last=False) == SHORTEST_S
     assert after([1000.0] * 20).seconds(is_last=False) == 1800.0
-    assert after([50.0] * (KNOWN_AFTER - 1)).seconds(is_last=False) == 1800.0
+    assert after([50.0] * (MIN_GROUPS - 1)).seconds(is_last=False) == 1800.0
     assert after([50.0] * 20, factor=0.0).seconds(is_last=False) == 1800.0
 
 

@@ -40,7 +40,7 @@ def test_the_result_counts_every_prompt_and_names_the_versions():
     assert evaluations.accept(answered(leases[0], 1.0, 4), 1.0) is None
     assert evaluations.accept(answered(leases[2], None, 5), 2.0) is None
     result = evaluations.accept(answered(leases[1], 0.0, 6), 3.0)
-    assert result is not None and not evaluations.under_way
+    assert result is not None and not evaluations.in_flight
     assert (result.step, result.completions, result.reward_mean) == (5, 3, 0.5)
     assert (result.oldest, result.newest) == (PolicyVersion(1, 4), PolicyVersion(1, 6))
     assert result.failures == {"timeout": 1} and result.seconds == 3.0
@@ -76,7 +76,7 @@ def test_a_prompt_that_ends_every_generator_is_counted_as_failed_and_the_evaluat
         assert evaluations.lease("g", float(ends)).prompt_index == 0
     assert ends == FREE_LOSSES + MAX_ATTEMPTS
     assert results[0].failures == {"generator_lost": 1} and results[0].completions == 2
-    assert not evaluations.under_way
+    assert not evaluations.in_flight
 
 
 def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_ends():
@@ -105,7 +105,7 @@ def test_an_evaluation_of_which_nothing_was_answered_is_a_result_too():
         results += filter(None, [evaluations.fail(lease.lease_id, "failed", 5.0)])
     (result,) = results
     assert (result.completions, result.failures, result.seconds) == (0, {"failed": len(PROMPTS)}, 5.0)
-    assert result.reward_mean is result.newest is result.completion_length_mean is None and not evaluations.under_way
+    assert result.reward_mean is result.newest is result.completion_length_mean is None and not evaluations.in_flight
 
 
 def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():

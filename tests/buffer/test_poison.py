@@ -9,9 +9,9 @@ import pytest
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.group_health import FILE, ISOLATE_AFTER, Case, IsolatedPrompts, Quarantine
+from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.groups import State
-from asyncgrpo.buffer.recovery import past_of
+from asyncgrpo.buffer.recovery import earlier_failures
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
@@ -142,14 +142,14 @@ def test_one_generator_is_emptied_before_it_gets_a_suspect():
     assert isolated.may_lease("a", 0, is_waiting=True) == (False, True)
     isolated.leased(3)
     assert isolated.may_lease("a", 0, is_waiting=True) == (False, False)
-    isolated.ended(3)
+    isolated.lease_ended(3)
     assert isolated.may_lease("a", 0, is_waiting=False) == (True, False)
 
 
 def test_a_suspect_waits_for_no_generator_that_is_gone():
     isolated = IsolatedPrompts()
     assert isolated.may_lease("a", 1, is_waiting=True) == (False, False)
-    isolated.gone("a")
+    isolated.generator_lost("a")
     assert isolated.may_lease("b", 0, is_waiting=True) == (False, True)
 
 
@@ -168,7 +168,7 @@ def test_a_suspect_that_went_into_quarantine_meanwhile_is_dropped_and_its_genera
 
 
 def test_the_file_says_which_prompt_and_why_and_the_next_start_reads_it(tmp_path: Path):
-    path = tmp_path / FILE
+    path = tmp_path / QUARANTINE_FILE
     run(make_buffer(max_attempts=2, quarantine=Quarantine(path)), "train/2")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"prompt_id": "train/2", "reason": "poison", "prompt_index": 2, "attempts": 2}
@@ -181,7 +181,7 @@ def test_the_file_says_which_prompt_and_why_and_the_next_start_reads_it(tmp_path
 
 
 def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path):
-    path = tmp_path / FILE
+    path = tmp_path / QUARANTINE_FILE
     path.write_bytes(b'{"prompt_id":"train/1","reason":"poi')
     quarantine = Quarantine(path)
     assert "train/1" not in quarantine
@@ -190,7 +190,7 @@ def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path):
 
 
 def test_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
-    quarantine = Quarantine(tmp_path / "nowhere" / FILE)
+    quarantine = Quarantine(tmp_path / "nowhere" / QUARANTINE_FILE)
     quarantine.add(Case(prompt_id="train/5", reason="failed", prompt_index=5, attempts=3))
     assert "train/5" in quarantine
 
@@ -326,7 +326,7 @@ def test_what_is_read_of_a_prompt_s_past_ends_with_its_last_completion(tmp_path:
     written.append(Dropped(lease_id="1.2.0", prompt_index=2, reason="lease_timeout", is_final=False))
     written.append(Dropped(lease_id="1.3.0", prompt_index=3, reason="failed", is_final=False))
     written.append(Dropped(lease_id="1.4.0", prompt_index=4, reason="ahead", is_final=False))
-    past = past_of(read_history(tmp_path), PromptSource(prompts(12), seed=0, shuffle=False, epochs=1))
+    past = earlier_failures(read_history(tmp_path), PromptSource(prompts(12), seed=0, shuffle=False, epochs=1))
     assert past.interruptions == {1: 1, 2: 1, 3: 1}
     assert past.attempts == Counter({2: 1, 3: 1}) and past.blamed == Counter({3: 1})
 
