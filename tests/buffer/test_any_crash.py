@@ -199,7 +199,7 @@ class AnyCrash(RuleBasedStateMachine):
     def crash(self, with_machine, max_lag):
         self.ledger = Ledger(self.totals, self.ledger.tokens(counters(self.buffer))["generated"])
         if self.config["durability"] != "memory":
-            self.buffer.journal._let_go()
+            self.buffer.journal._close_file()
         if with_machine:
             self.promises.power_was_cut(has_holes=self.disk.power_cut())
         self.start(self.max_lag if max_lag is None else max_lag)
