@@ -204,7 +204,7 @@ class AnyCrash(RuleBasedStateMachine):
             self.promises.power_was_cut(has_holes=self.disk.power_cut())
         self.start(self.max_lag if max_lag is None else max_lag)
 
-    # -- what holds ----------------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
     def what_is_durable_is_promised(self):

@@ -46,7 +46,7 @@ def test_leases_end_in_order_of_their_deadlines_and_are_told_once():
 
 @pytest.mark.parametrize("counts_cut", [True, False])
 def test_a_deadline_that_cuts_does_not_feed_on_itself(counts_cut: bool):
-    """Exponential durations: if only those that came in time counted, the deadline would shrink to its floor."""
+    """Exponential durations: if only those that came in time counted, the deadline would shrink to the shortest."""
     rng = random.Random(0)
     deadlines = Deadlines(2.0, 1e6)
     given = []

@@ -1,4 +1,4 @@
-"""Spoilt frames into everything that reads frames: nobody falls over, nothing grows, nothing is run, nothing false is kept.
+"""Malformed frames into everything that reads frames: nobody falls over, nothing grows, nothing is run, nothing false is kept.
 
     python -m tests.wire.fuzz --frames 1000000 --seed 0
 
@@ -100,7 +100,7 @@ class Plane:
         self.net = Net()
         prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1, 7), answer=[1]) for i in range(50))
         self.buffer = Buffer(
-            # Spoilt completions count against their prompts, which would all be in quarantine after some 100,000 frames.
+            # Malformed completions count against their prompts, which would all be in quarantine after some 100,000 frames.
             BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=4.0, max_attempts=10**6),
             AlgorithmConfig(group_size=GROUP_SIZE),
             PromptSource(prompts, seed=seed, shuffle=True, epochs=None),
@@ -185,7 +185,7 @@ class Plane:
     # -- the bad ones --------------------------------------------------------------------------------------------------
 
     def attack(self) -> None:
-        """One spoilt message."""
+        """One malformed message."""
         kind = self.rng.random()
         if kind < 0.05:
             self._register("bad")
@@ -285,7 +285,7 @@ class Readers:
         ]
 
     def attack(self) -> None:
-        """One spoilt message to one of the three."""
+        """One malformed message to one of the three."""
         which = self._rng.randrange(3)
         if which == 0:
             self._frames = self._malformed(which, self._to_publisher)
@@ -373,7 +373,7 @@ def fuzz(frames: int, seed: int) -> dict[str, Any]:
         assert not canary.exists(), "something was run"
         readers.close()
         return {
-            "what": "spoilt frames",
+            "what": "malformed frames",
             "frames": frames,
             "seed": seed,
             "frames_per_cpu_s": round(frames / seconds),

@@ -174,12 +174,12 @@ def test_a_header_is_measured_before_it_is_decoded(monkeypatch):
 
 
 def test_a_message_that_nobody_would_read_is_not_sent():
-    for message, payload in ((Saved(step=1), b"x"), (Published(version=v(1)), b"x"), (long_hello(), b"")):
+    for message, payload in ((Saved(step=1), b"x"), (Published(version=v(1)), b"x"), (long_register(), b"")):
         with pytest.raises(WireError, match="are read"):
             encode(message, payload)
 
 
-def long_hello() -> Register:
+def long_register() -> Register:
     return Register(protocol=PROTOCOL, generator_id="g" * 2**16, incarnation="", window=1)
 
 

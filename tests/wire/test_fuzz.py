@@ -1,4 +1,4 @@
-"""A share of the spoilt frames of `fuzz.py`, and proof that it would notice."""
+"""A share of the malformed frames of `fuzz.py`, and proof that it would notice."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def test_spoilt_frames_change_nothing():
+def test_malformed_frames_change_nothing():
     """It raises what a reader raises, and where what the learner is given cannot be believed."""
     found = fuzz(20_000, seed=1)
     assert found["growth_mb"] <= 64
@@ -56,7 +56,7 @@ def test_the_canary_sings(tmp_path):
     assert (tmp_path / "canary").exists()
 
 
-def test_spoilt_frames_over_a_real_socket(plane: Plane):  # noqa: F811
+def test_malformed_frames_over_a_real_socket(plane: Plane):  # noqa: F811
     """The connection of whoever sends them is kept, and a good group on it is taken in."""
     version = PolicyVersion(1, 0)
     plane.start()
