@@ -50,8 +50,6 @@ class Member:
     peer: str
     incarnation: str
     in_group: bool = False
-    version: PolicyVersion | None = None
-    """The newest version it swapped to."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +217,6 @@ class Publisher:
             raise WeightsError(f"the same adapters were merged into different weights: {merged}")
         self._send_to_group(Swap(group_number=self._group_number, version=version))
         swapped = self._gather(Swapped, "swap to", version)
-        for name in swapped:
-            self._members[name].version = version
         loaded = next(iter(merged.values())) or sent
         return sent, loaded, {name: message.checksum for name, message in swapped.items()}
 

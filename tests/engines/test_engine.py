@@ -171,7 +171,7 @@ def test_abort_returns_what_was_generated(rig: Rig) -> None:
 
 
 class Unrewarded:
-    """Every answer is as good as another, but for the first of all."""
+    """Every completion is as good as another, except the first of all."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -171,7 +171,7 @@ def test_a_cancelled_lease_ends_at_once_and_says_what_was_sampled_for_it(purpose
     task = loop.create_task(generator.run())
     loop.run_until(0.5)
     generator.hear(Grant(lease=msgspec.structs.replace(LEASE, purpose=purpose)))
-    loop.run_until(2.8)  # two tokens of both answers
+    loop.run_until(2.8)  # two tokens of both completions
     generator.hear(Cancel(lease_ids=("1.0.0", "another"), reason="stale"))
     loop.run_until(3.0)
     assert [(f.lease_id, f.reason, f.tokens) for f in failures(generator)] == [("1.0.0", "cancelled", tokens)]

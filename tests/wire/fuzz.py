@@ -132,7 +132,7 @@ class Plane:
         self._register("bad")
         self._register("good")
         for lease in self.leases("good-0"):
-            self.hear("good-0", *answered(lease, version))
+            self.hear("good-0", *delivery_of(lease, version))
         self.net.sent["good-0"].clear()
         if self.buffer.count(State.READY) >= PER_STEP:
             self.hear("learner", Take(step=self.step, version=version))
@@ -211,7 +211,7 @@ class Plane:
     def _of_generator(self) -> tuple[Message, bytes]:
         leases = self.leases("bad-0") or self.leases("good-0")
         if leases and self.rng.random() < 0.6:
-            return answered(self.rng.choice(leases), PolicyVersion(1, self.step))
+            return delivery_of(self.rng.choice(leases), PolicyVersion(1, self.step))
         lease_id = leases[0].lease_id if leases else "1.0.0"
         health = RewardHealth(failed=5, failing_s=1.0, probe_in_s=self.rng.choice((None, 3.0)), last="no")
         return self.rng.choice((
@@ -230,7 +230,7 @@ class Plane:
         ]  # fmt: skip
 
 
-def answered(lease: Lease, version: PolicyVersion) -> tuple[Deliver, bytes]:
+def delivery_of(lease: Lease, version: PolicyVersion) -> tuple[Deliver, bytes]:
     """A true group."""
     rng = np.random.default_rng(lease.seed)
     rollouts = []
