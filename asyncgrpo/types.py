@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A whole number that every format and language we write for holds exactly. It is checked when it is decoded."""
+"""A whole number that JSON and every other format in use holds exactly. It is checked when it is decoded."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """An id, or a reason in a word. It is short, because other messages repeat it."""

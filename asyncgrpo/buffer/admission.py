@@ -83,7 +83,7 @@ Some = TypeVar("Some", bound=Candidate)
 
 
 class Policy:
-    """What a policy decides, as most policies decide it."""
+    """Base of the policies: what a policy decides, as most of them do."""
 
     counts_from: ClassVar[Literal["oldest", "newest"] | None] = "oldest"
     """The token whose lag is at most `max_lag`; None: no token's lag is bounded."""

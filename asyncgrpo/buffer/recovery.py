@@ -234,7 +234,7 @@ def _late(records: list[Delivered], step: int, config: BufferConfig) -> list[str
 
 
 def _late_in_order(records: list[Delivered], prompts: PromptSource, step: int, config: BufferConfig) -> list[str]:
-    """As `_late`, where a group waits for all prompts before it, also for those that are to be generated again.
+    """Do as `_late` does, where a group waits for all prompts before it, also for those that are to be generated again.
 
     Those were filtered or dropped after the checkpoint, and other groups took their slots, further from their turn than
     the slots reach. If these were kept, the prompts before them would find no slot free, and training would stop.

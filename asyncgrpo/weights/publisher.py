@@ -168,7 +168,7 @@ class Publisher:
                 first_failure = first_failure or error
                 self._drop_group()
                 if not self._members and not isinstance(first_failure, _Refused):
-                    raise GeneratorsGone(f"weights {version} reached nobody: every generator is gone") from error
+                    raise GeneratorsGone(f"weights {version} reached no generator: all of them are gone") from error
                 continue
             self._check_engines(version, loaded, checksums)
             return Publication(

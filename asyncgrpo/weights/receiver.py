@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -69,9 +70,9 @@ class Receiver:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)
+        self._client = client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)
         try:
-            self._join(client, "start")
+            self._join("start")
             while not self._stop.is_set():
                 try:
                     received = client.receive(0.2)
@@ -79,7 +80,7 @@ class Receiver:
                     log.warning("refused a message of the learner: %s", error)
                     continue
                 if received is not None:
-                    self._handle(client, received[0])
+                    self._handle(received[0])
         except BaseException as error:
             self.failure = error
             log.exception("weights receiver ended")
@@ -87,24 +88,21 @@ class Receiver:
             self._drop_group()
             client.close()
 
-    def _handle(self, client: Client, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
+        is_current = getattr(message, "group_number", None) == self._group_number
         if isinstance(message, FormGroup):
-            self._form_group(client, message)
+            self._form_group(message)
         elif isinstance(message, Ping):
-            client.send(Pong(generator_id=self._generator_id, group_number=message.group_number))
-        elif isinstance(message, Offer) and message.group_number == self._group_number and self._group is not None:
-            self._stage(client, self._group, message)
-        elif (
-            isinstance(message, Swap)
-            and message.group_number == self._group_number
-            and message.version == self._staged_version
-        ):
-            self._swap(client, message)
+            self._reply(Pong, message.group_number)
+        elif isinstance(message, Offer) and is_current and self._group is not None:
+            self._stage(self._group, message)
+        elif isinstance(message, Swap) and is_current and message.version == self._staged_version:
+            self._swap(message)
 
-    def _join(self, client: Client, cause: str) -> None:
-        client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, cause=cause[:200]))
+    def _join(self, cause: str) -> None:
+        self._client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, cause=cause[:200]))
 
-    def _form_group(self, client: Client, message: FormGroup) -> None:
+    def _form_group(self, message: FormGroup) -> None:
         self._drop_group()
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
@@ -119,11 +117,11 @@ class Receiver:
             )
         except RuntimeError as error:
             log.warning("weight group %d cannot be formed: %s", message.group_number, error)
-            self._join(client, f"group failed: {error}")
+            self._join(f"group failed: {error}")
             return
         self._group_number = message.group_number
 
-    def _stage(self, client: Client, group: BroadcastGroup, message: Offer) -> None:
+    def _stage(self, group: BroadcastGroup, message: Offer) -> None:
         """Receive every bucket, put what is to be loaded into host memory, and report the digest."""
         self._staged, self._staged_version = [], None
         received: list[tuple[str, Tensor]] = []
@@ -138,54 +136,39 @@ class Receiver:
         except RuntimeError as error:
             log.warning("broadcast of %s failed: %s", message.version, error)
             self._drop_group()
-            self._join(client, f"broadcast failed: {error}")
+            self._join(f"broadcast failed: {error}")
             return
-        self._staged = self._merge(client, message, received) if message.base else received
+        self._staged = self._merge(message, received) if message.base else received
         self._staged_version = message.version
-        client.send(
-            Staged(
-                generator_id=self._generator_id,
-                group_number=message.group_number,
-                version=message.version,
-                digest=add_digests(digests),
-                merged=content_digest(self._staged) if message.base else "",
-            )
-        )
+        merged = content_digest(self._staged) if message.base else ""
+        self._reply(Staged, message.group_number, version=message.version, digest=add_digests(digests), merged=merged)
 
-    def _merge(self, client: Client, message: Offer, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _merge(self, message: Offer, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Make whole weights of adapters. A failure ends this generator: it would fail at every publication."""
         try:
             assert self._merger is not None, "adapters were published, and whole weights expected"
             return self._merger.merge(adapters, message.base)
         except Exception as error:
-            self._give_up(client, message.group_number, error)
+            self._give_up(message.group_number, error)
             raise
 
-    def _swap(self, client: Client, message: Swap) -> None:
+    def _swap(self, message: Swap) -> None:
         started = time.monotonic()
         try:
             checksum = self._apply(self._staged, message.version)
         except Exception as error:  # the weights may be part old, part new, and must never sample
-            self._give_up(client, message.group_number, error)
+            self._give_up(message.group_number, error)
             raise
         self._staged, self._staged_version = [], None
-        client.send(
-            Swapped(
-                generator_id=self._generator_id,
-                group_number=message.group_number,
-                version=message.version,
-                checksum=checksum,
-                seconds=time.monotonic() - started,
-            )
-        )
+        seconds = time.monotonic() - started
+        self._reply(Swapped, message.group_number, version=message.version, checksum=checksum, seconds=seconds)
 
-    def _give_up(self, client: Client, group_number: int, error: Exception) -> None:
+    def _give_up(self, group_number: int, error: Exception) -> None:
         """Tell the learner to go on without this generator. The service ends when it sees `failure`."""
-        client.send(
-            SyncFailed(
-                generator_id=self._generator_id, group_number=group_number, reason=str(error)[:300], poisoned=True
-            )
-        )
+        self._reply(SyncFailed, group_number, reason=str(error)[:300], poisoned=True)
+
+    def _reply(self, kind: type[Message], group_number: int, **fields: Any) -> None:
+        self._client.send(kind(generator_id=self._generator_id, group_number=group_number, **fields))
 
     def _drop_group(self) -> None:
         if self._group is not None:

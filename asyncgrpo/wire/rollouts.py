@@ -272,7 +272,7 @@ class Snapshot(Message):
     failing: bool = False
     """Whether it ends because it is given up."""
     counters: dict[str, float] = msgspec.field(default_factory=dict)
-    """As in a batch, taken at the same moment as the state."""
+    """The totals that a batch has too, taken at the same moment as the state."""
 
 
 ToLearner = Batch | Waiting | NoMore | Snapshot
