@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is decided on a group of an earlier start."""
+    """The decision on a group of an earlier start."""
 
     found: Found
     record: Delivered

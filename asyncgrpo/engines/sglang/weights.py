@@ -34,7 +34,7 @@ SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PackedBucket:
     """Packed tensors of the model, ready to send."""
 
     payloads: list[bytes]
@@ -98,7 +98,7 @@ async def _ask(call: str, communicator: Any, message: Any) -> None:
         raise EngineError(f"{call}: {refusals[0]}")
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator[Bucket]:
+def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator[PackedBucket]:
     """Buckets of about BUCKET_BYTES, at least one. Their memory is reused, so each must be read before the next is taken.
 
     Besides the bucket only the next tensor is held, which shows whether the bucket is the last.
@@ -123,7 +123,7 @@ def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator
             target = shared[:size]
         content = {"flattened_tensor": target, "metadata": _copy_into(target, taken)}
         serialize = pickle.dumps if size <= INLINE_BYTES else MultiprocessingSerializer.serialize
-        yield Bucket([serialize(content) for _ in range(num_schedulers)], is_last=ahead is None)
+        yield PackedBucket([serialize(content) for _ in range(num_schedulers)], is_last=ahead is None)
 
 
 def _copy_into(target: Tensor, tensors: list[tuple[str, Tensor]]) -> list[FlattenedTensorMetadata]:
