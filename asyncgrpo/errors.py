@@ -1,13 +1,12 @@
-"""What can go wrong at the doors, as one small hierarchy. Every message names the file, the key and the value.
+"""The errors of asyncgrpo, as one small hierarchy. Every message names the file, the key and the value.
 
-`AsyncGRPOError` and its children mean that someone outside got it wrong, and the command line prints their message as
-one sentence and exits with 1. A broken promise inside the project is an `assert`. All of them pickle, because Ray
-carries them between processes.
+An `AsyncGRPOError` has its cause outside the code; the command line prints its message as one sentence and exits with 1.
+A broken invariant inside the code is an `assert`. All errors can be pickled, because Ray sends them between processes.
 """
 
 
 class AsyncGRPOError(Exception):
-    """Base of every error that a user can mend."""
+    """Base of every error that a user can fix."""
 
 
 class ConfigError(AsyncGRPOError):
@@ -23,11 +22,11 @@ class RewardError(AsyncGRPOError):
 
 
 class WireError(AsyncGRPOError):
-    """A message cannot be decoded, or a peer did not answer in time."""
+    """A message cannot be decoded, or a peer did not reply in time."""
 
 
 class RefusedError(WireError):
-    """A message that is not read, or not believed. `reason` is one of the few by which refusals are counted."""
+    """A message is refused. `reason` is one of the few names by which refusals are counted."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(reason, text)
@@ -38,19 +37,19 @@ class RefusedError(WireError):
 
 
 class WeightsError(AsyncGRPOError):
-    """A weight version did not arrive whole on every generator."""
+    """A policy version did not arrive whole on every generator."""
 
 
 class GeneratorsGone(WeightsError):
-    """Nobody is left to send weights to. Others may come."""
+    """No generator is left to send weights to. Others may come."""
 
 
 class EngineError(AsyncGRPOError):
-    """An inference engine cannot start or refused a call."""
+    """An inference engine cannot start, or refused a call."""
 
 
 class RequestError(EngineError):
-    """One request cannot be answered, or failed by itself. The engine goes on with the others."""
+    """One request is refused, or failed by itself. The engine goes on with the others."""
 
 
 class CheckpointError(AsyncGRPOError):
@@ -62,15 +61,15 @@ class JournalError(AsyncGRPOError):
 
 
 class StalledError(AsyncGRPOError):
-    """Something awaited did not come before its deadline. The message names what was awaited and for how long."""
+    """A wait reached its deadline. The message names what was awaited and for how long."""
 
 
 class ProcessLost(AsyncGRPOError):
-    """A process of the run ended, or was ended, and another may take its place."""
+    """A process of the run ended, or was killed, and another may take its place."""
 
     is_error = False
-    """It was not killed: it raised what is the cause of this."""
+    """Whether the process raised the cause of this error; else it was killed."""
 
 
 class TrainingError(AsyncGRPOError):
-    """Training cannot go on: too many updates in a row were not worth making."""
+    """Training cannot go on: too many updates in a row were skipped."""

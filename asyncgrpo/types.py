@@ -1,7 +1,7 @@
-"""The nouns of asyncgrpo: what a prompt, a lease, a group and a weight version are.
+"""The data types that all packages share: policy versions, prompts, leases, completions, scores and groups.
 
-Everything here is frozen. The structs made of plain values are also the schema on the wire; the two that hold arrays
-(`Rollout`, `Group`) are packed by `wire/codec.py`. Nothing here does anything.
+All of them are frozen. Those made of plain values are also the schema on the wire; a `Group`, which holds arrays, is
+packed by `wire/groups.py`.
 """
 
 from dataclasses import dataclass, field
@@ -11,24 +11,24 @@ import msgspec
 import numpy as np
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A whole number that every format and language we write for holds exactly. Checked where it is decoded."""
+"""A whole number that JSON and every other format in use holds exactly. It is checked when it is decoded."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-"""An id, or a reason in a word. Short, so that whatever repeats it stays short."""
+"""An id, or a reason in a word. It is short, because other messages repeat it."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the structs that travel: immutable, by keyword, and strict about unknown fields."""
+    """Base of the structs that are sent: immutable, made by keyword, and strict about unknown fields."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One set of published weights. A policy version is never reused: `lineage` changes whenever a learner starts again."""
+    """One set of published weights. No policy version is used twice: every start of a learner has another `lineage`."""
 
     lineage: Count
     number: Count
-    """Optimizer steps behind these weights."""
+    """Optimizer steps that made these weights."""
 
     def __str__(self) -> str:
         return f"{self.lineage}.{self.number}"
@@ -41,7 +41,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Output tokens `start` (included) to `end` (excluded) of one completion were sampled by `version`."""
+    """The tokens `start` (included) to `end` (excluded) of one completion, which `version` sampled."""
 
     version: PolicyVersion
     start: Count
@@ -58,21 +58,21 @@ class Sampling(Frozen):
     max_tokens: int = 256
     """Longest completion, tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling one of these ends the completion; the token is kept as its last token."""
+    """Each of these tokens ends a completion, and is kept as its last token."""
 
 
 class Prompt(Frozen):
-    """A tokenised question and what its reward needs."""
+    """A tokenised prompt and what its reward needs."""
 
     prompt_id: str
-    """Stable over restarts and unique in a run, for example `train/17` (row 17 of the training file)."""
+    """An id that is stable over restarts and unique in a run, for example `train/17` (row 17 of the training file)."""
     token_ids: tuple[int, ...]
     text: str = ""
-    """The question before tokenisation, for reward functions that ask for `prompt` and for people."""
+    """The text before tokenisation, for people and for reward functions that take `prompt`."""
     answer: Any = None
-    """Ground truth as the data file gave it: anything JSON can hold."""
+    """The ground truth as the data file has it: anything that JSON can hold."""
     source: str = ""
-    """`data_source` of the row; chooses the rule when rewards are rule-based."""
+    """`data_source` of the row; it chooses the rule when rewards are rule-based."""
     info: dict[str, Any] = {}
     """`extra_info` of the row."""
 
@@ -85,62 +85,63 @@ class Lease(Frozen):
     attempt: int
     """0 for the first lease of a group; each later lease of the same group adds 1."""
     prompt_index: int
-    """Position in the run's prompt order; the oldest group has the smallest."""
+    """The prompt's position in the run's order; the oldest group has the smallest."""
     purpose: Literal["train", "eval"]
     prompt: Prompt
     num_completions: int
     sampling: Sampling
     seed: int
-    """Seeds the sampling of this group; completion i uses `seed + i`."""
+    """The sampling seed of this group; completion i uses `seed + i`."""
     with_greedy: bool = False
-    """One completion more, with index `num_completions`, is sampled greedily: a baseline that is not trained."""
+    """Whether one completion more, with index `num_completions`, is sampled greedily: a baseline that is not trained."""
     min_completions: int = 0
-    """A group that lost completions is wanted if it has so many, the greedy one not counted; 0: all of `num_completions`."""
+    """A group with fewer completions is refused, the greedy one not counted; 0: it needs all `num_completions`."""
     cut_after_s: float | None = None
-    """Seconds from the lease at which a group that can do without the completions still missing does; None: it waits."""
+    """Seconds after which a group is cut: it does without completions that are missing, if it can. None: never."""
 
 
 class Score(Frozen):
-    """What a reward said of one completion: a number, or the name of what went wrong."""
+    """The result of a reward call for one completion: a number, or the name of a failure."""
 
     value: float | None = None
     """None exactly when `failure` is given."""
     failure: Name | None = None
     """`timeout`, `crash`, `exception`, `not_finite`, `too_large`, `bad_type`, `unknown_source` or `aborted`."""
     parts: dict[str, float] = {}
-    """Named parts of a dict reward; their means are in every step event and go to the loggers."""
+    """The named parts of a dict reward. Their means are in every step event and go to the loggers."""
     detail: str = ""
-    """For a person: the exception's text, for example. At most 500 characters."""
+    """A text for people, such as that of an exception; at most 500 characters."""
     seconds: float = 0.0
 
 
 class RewardHealth(Frozen):
-    """How the reward calls of one generator went since its process began."""
+    """The reward calls of one generator since its process began."""
 
     worked: Count = 0
     """Calls that gave a score."""
     failed: Count = 0
+    """Calls that failed."""
     failing_s: float = 0.0
-    """Since the first failure after the last call that worked; 0: the last one did."""
+    """Seconds since the first failure after the last call that worked; 0: the last call worked."""
     probe_in_s: float | None = None
-    """Until the next probe while no other call is made; None: all are."""
+    """Seconds until the next probe, while rewards are paused; None: they are not."""
     last: str = ""
-    """What the last failure said."""
+    """The text of the last failure."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion as the engine gave it."""
+    """One completion as an engine sampled it."""
 
     index: int
-    """Which of the `num_completions` of the request this is, from 0."""
+    """Its number among the `num_completions` of the request, from 0."""
     token_ids: np.ndarray
     """[L] int32, sampled tokens only, an end token included."""
     logprobs: np.ndarray
-    """[L] float32, log of the probability with which each token was sampled: of logits / temperature, in nats, over
-    the whole vocabulary (before top-p and top-k)."""
+    """[L] float32, the log-prob of each sampled token in nats: of logits / temperature, over the whole vocabulary (before
+    top-p and top-k)."""
     spans: tuple[VersionSpan, ...]
-    """Partition [0, L); versions never decrease."""
+    """The version spans: they partition [0, L), and versions never decrease."""
     finish_reason: FinishReason
 
 
@@ -151,22 +152,22 @@ class Rollout:
     completion: Completion
     score: Score
     seed: int = 0
-    """It was sampled with, by engines that can."""
+    """The sampling seed, in engines that use one."""
 
 
 class Discarded(Frozen):
-    """What was sampled for a group and is not in it. Counts are of completions."""
+    """Completions that were sampled for a group and are not in it, by reason."""
 
     tokens: int = 0
-    """Sampled in all of them."""
+    """Tokens sampled in all of them."""
     retried: int = 0
-    """Sampled again, because their request or their reward had failed."""
+    """Completions that were sampled again, because their request or their reward had failed."""
     failed: int = 0
-    """Failed at every try, and a completion of the reserve took their place."""
+    """Completions that failed at every try, and were replaced by a spare one."""
     spare: int = 0
-    """Launched in reserve, and not needed."""
+    """Completions beyond those wanted that were not needed."""
     censored: int = 0
-    """Not finished when the group was cut: the long ones, as a rule, so the group's lengths are biased."""
+    """Completions not finished when the group was cut. Most are long ones, so the group's lengths are biased."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class Group:
     rollouts: tuple[Rollout, ...]
     generator_id: str = ""
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase: `generate`, `reward`."""
+    """Seconds by phase, `generate` and `reward`."""
     discarded: Discarded = field(default_factory=Discarded)
 
     @property

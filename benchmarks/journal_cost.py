@@ -15,13 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncgrpo.journal.format import BatchIssued, Record, RunStarted, Whole, scan
+from asyncgrpo.journal.format import BatchIssued, JournalRecord, RunStarted, Whole, scan
 from asyncgrpo.journal.history import History, read_history
 from asyncgrpo.journal.log import SYNC_EVERY_S, Journal
 from asyncgrpo.wire.codec import Buffer
 from benchmarks.measuring import line, show
 
-Written = list[tuple[Record, list[Buffer]]]
+Written = list[tuple[JournalRecord, list[Buffer]]]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from asyncgrpo.engines.build import build_engine
-from asyncgrpo.generators.rollout import GroupUnderWay
+from asyncgrpo.generators.rollout import GroupInFlight
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport
 from asyncgrpo.rewards import build_reward
@@ -74,7 +74,7 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
             sampling=how,
             seed=group_seed(config.run.seed, number, 0),
         )
-        return await GroupUnderWay(lease, engine, reward, decode).generate("bench")
+        return await GroupInFlight(lease, engine, reward, decode).generate("bench")
 
     async def sample_step() -> list[Group]:
         wanted = [source.next() or (0, prompts[0]) for _ in range(config.buffer.prompts_per_step)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncgrpo.journal.format import BatchIssued, Delivered, Whole, delivered, delivered_again, pack, scan
+from asyncgrpo.journal.format import BatchIssued, Delivered, Whole, delivered, pack, scan, unpack_delivered
 from asyncgrpo.journal.history import read_history
 from tests.runs import assert_nothing_left, asyncgrpo, events
 from tests.test_journal_runs import kill_after_checkpoint
@@ -88,7 +88,7 @@ def change_one_reward(run: Path, step: int) -> str:
             assert isinstance(item, Whole)
             record, body = item.record, [item.body]
             if isinstance(record, Delivered) and record.lease_id == manifest.lease_ids[0]:
-                message, payload = delivered_again(record, item.body)
+                message, payload = unpack_delivered(record, item.body)
                 first, *others = message.rollouts
                 score = msgspec.structs.replace(first.score, value=first.score.value + 1.0)
                 changed = (msgspec.structs.replace(first, score=score), *others)

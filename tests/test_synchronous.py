@@ -18,7 +18,7 @@ from asyncgrpo.data.demo import demo_rules, make_demo_model, write_demo_task
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from asyncgrpo.engines.build import build_engine
-from asyncgrpo.generators.rollout import GroupUnderWay
+from asyncgrpo.generators.rollout import GroupInFlight
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.rewards import build_reward
 from asyncgrpo.types import Group, Lease, PolicyVersion
@@ -95,7 +95,7 @@ async def one_group(config, source, sampling, engine, reward, tokenizer) -> Grou
         seed=group_seed(config.run.seed, prompt_index, 0),
     )
     decode = decoder(tokenizer, keep_special=False)
-    return await GroupUnderWay(lease, engine, reward, decode).generate("plain")
+    return await GroupInFlight(lease, engine, reward, decode).generate("plain")
 
 
 def run(config: Config) -> Path:

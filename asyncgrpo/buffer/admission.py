@@ -1,25 +1,26 @@
-"""Who may start, who is waited for, who is trained and who is let go because of age: the bound on lag, and `buffer.policy`.
+"""The bound on staleness, and the policies that keep it (`buffer.policy`).
 
-A group leased at version u may be trained at version u + max_lag at the latest: that is its *deadline*. At most
-`(max_lag + 1) * P` groups are under way (admission), and each step trains P of them. A batch may be taken at version v
-only if what remains, ready or not, can still meet its deadlines at P groups a step:
+A group that was leased at version u may be trained at version u + max_lag at the latest: that is its *deadline*.
+Admission lets at most `(max_lag + 1) * P` groups hold a slot, and each step trains P of them. A batch may be taken at
+version v only if the groups that remain, in flight or ready, can still meet their deadlines at P groups a step:
 
     for every k >= 0:   #{remaining groups with deadline <= v + k}  <=  k * P
 
-This is earliest-deadline-first scheduling, and it loses nothing. Let D(k) be that count before the take. Admission
-gives D(max_lag) <= (max_lag + 1) P; if D(k) <= (k + 1) P for all k at v, and the batch is feasible, then the same holds
-at v + 1. And once every group is ready, taking the P oldest is always feasible. So the learner waits only when going on
-would break a promise, no group is dropped for its age, and long completions are not filtered away.
+This is earliest-deadline-first scheduling. It drops nothing. The proof: let D(k) be that count before the take.
+Admission gives D(max_lag) <= (max_lag + 1) P. If D(k) <= (k + 1) P for all k at version v, and the batch is feasible,
+then the same holds at v + 1. And once every group is ready, taking the P oldest is always feasible. So the learner waits
+only where going on would break the bound, no group is dropped for its age, and long completions are not filtered away.
 
-A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D; what is leased in its place at v
-has the deadline v + max_lag, the last there is, and the slots bound those. So a refill endangers nobody's deadline.
+A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D. The group that is leased in its
+place at v has the deadline v + max_lag, the last there is, and the slots bound how many have it. So a refill endangers
+no other deadline.
 
-A policy completions four questions, with L for `max_lag` and P for `prompts_per_step`:
+A policy decides four things, with L for `max_lag` and P for `prompts_per_step`:
 
-    admit           may another group begin?               all of them: while fewer than (L + 1) * P hold a slot
-    select          which groups make the next batch?      None: the learner waits
-    evict           which groups that are here are too old for every step to come?
-    should_abort    can this lease no longer become a group that is trained?
+    admit           whether another group may begin: all policies say yes while fewer than (L + 1) * P hold a slot
+    select          which groups make the next batch; None: the learner waits
+    evict           which groups that are here are too old for every step to come
+    should_abort    whether a lease can no longer become a group that is trained
 
     policy    a batch is                                    a group is too old when              so the learner gets
     wait      the P oldest, if the others can be in time    (never: it is waited for)            all, lag at most L
@@ -28,10 +29,10 @@ A policy completions four questions, with L for `max_lag` and P for `prompts_per
     mask      the same                                      even its newest token's lag is       tokens of lag at most L
     train     the same                                      (never)                              all, at any lag
 
-`wait` is proved in `staleness.py`. `window` keeps the same bound for the same reason: slots go to prompts in their
-order, so at most (L + 1) * P prompts that are not trained stand before the end of what is leased, and a group is trained
-at most L steps after its lease. `evict` is a second check for these two, which would catch a generator that
-sampled with older weights than it claimed.
+The proof above is that of `wait`. `window` keeps the same bound for the same reason: slots go to prompts in their order,
+so at most (L + 1) * P prompts that are not trained stand before the end of what is leased, and a group is trained at most
+L steps after its lease. For these two, `evict` is a second check: it would catch a generator that sampled with older
+weights than it claimed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,15 +42,13 @@ from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Deliver
 
-# -- the bound on lag, and the proof that it holds ---------------------------------------------------------------------
-
 
 def lag_is_kept(remaining: Iterable[int], version: int, max_lag: int, groups_per_step: int) -> bool:
     """Whether the groups that a take at `version` leaves behind can all be trained in time.
 
     Args:
-        remaining: for each group left, under way or ready, the oldest weight version in it (or that it was leased at).
-        version: the learner's weight version, optimizer steps.
+        remaining: for each group left, in flight or ready, its oldest policy version (in flight: that of its lease).
+        version: the learner's policy version, optimizer steps.
         max_lag: the bound, optimizer steps.
         groups_per_step: P.
     """
@@ -65,52 +64,52 @@ class Candidate(Protocol):
 
     @property
     def prompt_index(self) -> int:
-        """Its prompt's place in the run."""
+        """The position of its prompt in the run."""
 
     @property
     def is_ready(self) -> bool:
-        """Here; else under way."""
+        """Whether the group is here; else it is in flight."""
 
     @property
     def oldest(self) -> PolicyVersion:
-        """Under way: the version at the lease, than which no token is older. Then: of the oldest token."""
+        """The version of its oldest token; in flight, the version at the lease, than which no token is older."""
 
     @property
     def newest(self) -> PolicyVersion:
-        """Of the newest token, once the group is here."""
+        """The version of its newest token, once the group is here."""
 
 
 Some = TypeVar("Some", bound=Candidate)
 
 
 class Policy:
-    """The questions, and the completions that most policies share."""
+    """Base of the policies: what a policy decides, as most of them do."""
 
     counts_from: ClassVar[Literal["oldest", "newest"] | None] = "oldest"
-    """Which token's lag is bounded by `max_lag`; None: no token's."""
+    """The token whose lag is at most `max_lag`; None: no token's lag is bounded."""
     is_in_order: ClassVar[bool] = False
-    """Whether a group waits for all prompts that stand before it."""
+    """Whether a group waits for all prompts before it."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._max_lag, self._per_step, self._slots = config.max_lag, config.prompts_per_step, config.num_slots
 
-    def admit(self, held: int, aside: int) -> bool:
-        """Whether the next prompt of the order may begin.
+    def admit(self, held: int, isolated: int = 0) -> bool:
+        """Whether another group may begin: the bound on slots that the proof above needs.
 
         Args:
             held: groups that hold a slot, taken ones included.
-            aside: prompts that stand before it and wait for a generator of their own (`suspects.py`).
+            isolated: prompts before this one that wait for a generator of their own (`group_health.IsolatedPrompts`).
         """
-        return held < self._slots
+        return held + (isolated if self.is_in_order else 0) < self._slots
 
     def select(self, waiting: Sequence[Some], version: int, next_prompt_index: int | None) -> list[Some] | None:
         """The batch of the step that starts at `version`, or None if it must wait.
 
-        Only the last batch of a run is smaller than P: when nothing else is under way and no prompt is left.
+        Only the last batch of a run is smaller than P: when nothing else is in flight and no prompt is left.
 
         Args:
             waiting: all groups that hold a slot and are not taken.
-            next_order: of the prompt that would be leased next; None: none is left.
+            next_prompt_index: that of the prompt that would be leased next; None: none is left.
         """
         ready = sorted((e for e in waiting if e.is_ready), key=lambda e: (e.oldest, e.prompt_index))
         if len(ready) < self._per_step and not (ready and len(ready) == len(waiting) and next_prompt_index is None):
@@ -118,11 +117,11 @@ class Policy:
         return ready[: self._per_step]
 
     def evict(self, waiting: Iterable[Some], version: int) -> list[Some]:
-        """The groups that are here and too old for the step that starts at `version`, and so for every later one."""
+        """The groups that are here and too old for the step that starts at `version`, and so for every later step."""
         return [e for e in waiting if e.is_ready and self._lag(e, version) > self._max_lag]
 
     def should_abort(self, lease: Candidate, version: int) -> bool:
-        """Whether what comes of a lease would be too old for the step that starts at `version`."""
+        """Whether the group of this lease would be too old for the step that starts at `version`."""
         return False
 
     def masked_tokens(self, message: Deliver, version: int) -> int:
@@ -134,7 +133,7 @@ class Policy:
 
 
 class Wait(Policy):
-    """Earliest deadline first: the learner waits where going on would make another group too old."""
+    """Trains the earliest deadline first; the learner waits where going on would make another group too old."""
 
     def select(self, waiting: Sequence[Some], version: int, next_prompt_index: int | None) -> list[Some] | None:
         batch = super().select(waiting, version, next_prompt_index)
@@ -146,13 +145,12 @@ class Wait(Policy):
 
 
 class Window(Policy):
-    """Strictly in prompt order: what makes a batch is settled before anything is generated."""
+    """Trains strictly in prompt order: which prompts make a batch is known before anything is generated.
+
+    An isolated prompt will be waited for, so `admit` counts it as if it held a slot already.
+    """
 
     is_in_order: ClassVar[bool] = True
-
-    def admit(self, held: int, aside: int) -> bool:
-        # One that is set aside will be waited for: what begins meanwhile may not be further from its turn for it.
-        return held + aside < self._slots
 
     def select(self, waiting: Sequence[Some], version: int, next_prompt_index: int | None) -> list[Some] | None:
         batch = sorted(waiting, key=lambda e: e.prompt_index)[: self._per_step]
@@ -161,21 +159,21 @@ class Window(Policy):
         if next_prompt_index is not None and (
             len(batch) < self._per_step or next_prompt_index < batch[-1].prompt_index
         ):
-            return None  # a prompt that was given back belongs into it
+            return None  # a prompt that was given back belongs to this batch
         return batch
 
 
 class Drop(Policy):
-    """What comes first is trained, what has become too old is dropped, and what can only become so is cancelled."""
+    """Trains what comes first, drops groups that have become too old, and cancels leases whose groups would be."""
 
     def should_abort(self, lease: Candidate, version: int) -> bool:
         return version - lease.oldest.number > self._max_lag
 
 
 class Mask(Policy):
-    """As `drop`, but by token: those that are too old have no weight in the loss, the others of the group count.
+    """Works as `drop` does, but by token: tokens that are too old have no weight in the loss, the others count.
 
-    A group that is still being sampled gets tokens of the newest weights, so no lease is hopeless.
+    A group that is still being sampled gets tokens of the newest weights, so no lease is cancelled.
     """
 
     counts_from: ClassVar[Literal["oldest", "newest"] | None] = "newest"
@@ -186,7 +184,7 @@ class Mask(Policy):
 
 
 class Train(Policy):
-    """Whatever came is trained; only the slots hold generators back. The lag is reported and has no bound."""
+    """Trains whatever came; only the slots hold generators back. The lag is reported and has no bound."""
 
     counts_from: ClassVar[Literal["oldest", "newest"] | None] = None
 

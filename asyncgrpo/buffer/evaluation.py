@@ -1,7 +1,7 @@
-"""Held-out prompts answered beside training: leases that hold no slot and results that name the versions that answered.
+"""Evaluations beside training: held-out prompts, leases that hold no slot, and results that name the versions sampled.
 
-Generation does not stop for an evaluation, so the weights may change in the middle; the result says from which version
-to which. No sockets, no clock of its own.
+Generation does not stop for an evaluation, so the weights may change in the middle; the result names the oldest and the
+newest version that sampled. This file knows no sockets and no clock.
 """
 
 from collections import Counter, deque
@@ -13,13 +13,13 @@ from asyncgrpo.wire.rollouts import Deliver, EvalResult
 
 MAX_ATTEMPTS = 3
 FREE_LOSSES = 2
-"""Generators that may end while they work on a held-out prompt before each further one costs it an attempt: one that ends
-them all must not do so for ever."""
+"""Generators that may end while they work on a held-out prompt before each further end costs it an attempt. Without a
+bound, a prompt that ends every generator would do so for ever."""
 
 
 @dataclass
-class _Round:
-    """One evaluation under way."""
+class _Evaluation:
+    """One evaluation in flight."""
 
     step: int
     started_s: float
@@ -31,44 +31,37 @@ class _Round:
 
 
 class Evaluations:
-    """Evaluations of one fixed list of prompts, any number of them under way at once."""
+    """Evaluations of one fixed list of prompts, any number of them in flight at once."""
 
     def __init__(
-        self,
-        prompts: tuple[Prompt, ...],
-        sampling: Sampling,
-        seed: int,
-        lease_timeout_s: float,
-        *,
-        lineage: int = 1,
+        self, prompts: tuple[Prompt, ...], sampling: Sampling, seed: int, lease_timeout_s: float, *, lineage: int = 1
     ) -> None:
         """
         Args:
-            lineage: of this start; a late completion to a lease of an earlier one answers none of ours.
+            lineage: of this start; it is in every lease id, so that a late group of an earlier start fits no lease.
         """
-        self._prompts = prompts
-        self._sampling = sampling
-        self._seed = seed
+        self._prompts, self._sampling, self._seed = prompts, sampling, seed
         self._lease_timeout_s = lease_timeout_s
         self._lineage = lineage
-        self._rounds: dict[int, _Round] = {}
+        self._running: dict[int, _Evaluation] = {}  # by step
         self._queue: deque[Lease] = deque()
         self._losses: Counter[str] = Counter()  # generators that ended, by group id
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # with holder and time, by lease id
 
     @property
-    def under_way(self) -> bool:
-        return bool(self._rounds)
+    def in_flight(self) -> bool:
+        """Whether an evaluation was requested and is not finished."""
+        return bool(self._running)
 
     def request(self, step: int, now_s: float) -> None:
         """Queue every prompt for the evaluation of `step`; a step is evaluated once."""
-        if not self._prompts or step in self._rounds:
+        if not self._prompts or step in self._running:
             return
-        self._rounds[step] = _Round(step, now_s, len(self._prompts))
+        self._running[step] = _Evaluation(step, now_s, len(self._prompts))
         self._queue.extend(self._lease(step, index, 0) for index in range(len(self._prompts)))
 
     def lease(self, holder: str, now_s: float) -> Lease | None:
-        """The next prompt to answer, or None."""
+        """A lease of the next queued prompt, or None."""
         if not self._queue:
             return None
         lease = self._queue.popleft()
@@ -76,26 +69,30 @@ class Evaluations:
         return lease
 
     def lease_of(self, lease_id: str) -> Lease | None:
-        """The lease of this name, if its prompt is being answered."""
+        """The lease of this name, if it is in flight."""
         held = self._leased.get(lease_id)
         return held[0] if held is not None else None
 
     def held_by(self, holder: str) -> int:
+        """Leases that `holder` works on."""
         return sum(h == holder for _, h, _ in self._leased.values())
 
     def release(self, holder: str, now_s: float) -> list[EvalResult]:
-        """`holder` is gone: its leases come first again, or fail if it is not the first. Returns what that ended."""
+        """Free the leases of a generator that is gone. Returns the evaluations that this finished.
+
+        A prompt is queued again, before all others; after `FREE_LOSSES` such ends each one costs it an attempt.
+        """
         results = []
         for lease_id, lease in [(i, lease) for i, (lease, h, _) in self._leased.items() if h == holder]:
             self._losses[lease.group_id] += 1
             if self._losses[lease.group_id] > FREE_LOSSES:
                 results.append(self.fail(lease_id, "generator_lost", now_s))
             else:
-                self._queue.appendleft(self._leased.pop(lease_id)[0])
+                self.give_back(lease_id)
         return [result for result in results if result is not None]
 
     def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
-        """Try again before anything else, or count the completion as failed. Returns the result if that ends an evaluation."""
+        """Queue the prompt again, before all others, or count it as failed. Returns the evaluation if that finished it."""
         held = self._leased.pop(lease_id, None)
         if held is None:
             return None
@@ -104,12 +101,12 @@ class Evaluations:
             self._queue.appendleft(self._lease(_step_of(lease), lease.prompt_index, lease.attempt + 1))
             return None
         self._losses.pop(lease.group_id, None)
-        round_ = self._rounds[_step_of(lease)]
-        round_.failures[reason] += 1
-        return self._count_down(round_, now_s)
+        evaluation = self._running[_step_of(lease)]
+        evaluation.failures[reason] += 1
+        return self._count_down(evaluation, now_s)
 
     def give_back(self, lease_id: str) -> None:
-        """A lease came to nothing through no fault of its prompt, which is issued again at no cost."""
+        """Queue the prompt of this lease again, at no cost: the prompt was not the cause that it ended."""
         held = self._leased.pop(lease_id, None)
         if held is not None:
             self._queue.appendleft(held[0])
@@ -117,10 +114,10 @@ class Evaluations:
     def expire(
         self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False
     ) -> tuple[list[tuple[Lease, str]], list[EvalResult]]:
-        """Leases older than their deadline fail. Returns them with their holders, and the evaluations that ended so.
+        """Fail the leases whose deadline is over. Returns them with their holders, and the evaluations this finished.
 
         Args:
-            is_excused: whether a holder is late for no fault of its prompts, which are then given back.
+            is_excused: whether a holder is late for a reason that is not its prompts'; those are given back.
         """
         limit = now_s - self._lease_timeout_s
         late = [(lease, holder) for lease, holder, since in self._leased.values() if since < limit]
@@ -133,35 +130,35 @@ class Evaluations:
         return late, [result for result in results if result is not None]
 
     def accept(self, message: Deliver, now_s: float) -> EvalResult | None:
-        """Take in an answered prompt. Returns the result if that ends an evaluation."""
+        """Count a delivered group. Returns the evaluation if that finished it."""
         held = self._leased.pop(message.lease_id, None)
         if held is None:
             return None
         self._losses.pop(message.group_id, None)
-        round_ = self._rounds[_step_of(held[0])]
+        evaluation = self._running[_step_of(held[0])]
+        evaluation.versions.update(message.versions)
         for rollout in message.rollouts:
-            round_.lengths.append(rollout.num_tokens)
-            round_.versions.update(span.version for span in rollout.spans)
+            evaluation.lengths.append(rollout.num_tokens)
             if rollout.score.value is None:
-                round_.failures[rollout.score.failure or "unknown"] += 1
+                evaluation.failures[rollout.score.failure or "unknown"] += 1
             else:
-                round_.values.append(rollout.score.value)
-        return self._count_down(round_, now_s)
+                evaluation.values.append(rollout.score.value)
+        return self._count_down(evaluation, now_s)
 
-    def _count_down(self, round_: _Round, now_s: float) -> EvalResult | None:
-        round_.missing -= 1
-        if round_.missing:
+    def _count_down(self, evaluation: _Evaluation, now_s: float) -> EvalResult | None:
+        evaluation.missing -= 1
+        if evaluation.missing:
             return None
-        del self._rounds[round_.step]
+        del self._running[evaluation.step]
         return EvalResult(
-            step=round_.step,
-            oldest=min(round_.versions, default=None),
-            newest=max(round_.versions, default=None),
-            completions=len(round_.lengths),
-            reward_mean=sum(round_.values) / len(round_.values) if round_.values else None,
-            failures=dict(round_.failures),
-            completion_length_mean=sum(round_.lengths) / len(round_.lengths) if round_.lengths else None,
-            seconds=now_s - round_.started_s,
+            step=evaluation.step,
+            oldest=min(evaluation.versions, default=None),
+            newest=max(evaluation.versions, default=None),
+            completions=len(evaluation.lengths),
+            reward_mean=_mean(evaluation.values),
+            failures=dict(evaluation.failures),
+            completion_length_mean=_mean(evaluation.lengths),
+            seconds=now_s - evaluation.started_s,
         )
 
     def _lease(self, step: int, index: int, attempt: int) -> Lease:
@@ -177,6 +174,10 @@ class Evaluations:
             sampling=self._sampling,
             seed=self._seed + index,
         )
+
+
+def _mean(values: list[float] | list[int]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _step_of(lease: Lease) -> int:

@@ -1,4 +1,4 @@
-"""A group on its way through the buffer: its entry, its seed, and whether it has anything to teach."""
+"""One group in the buffer: its entry and state, its sampling seed, and whether its rewards differ."""
 
 import enum
 import math
@@ -8,13 +8,64 @@ from dataclasses import dataclass, field
 from asyncgrpo.types import Lease, PolicyVersion, Prompt
 from asyncgrpo.wire.rollouts import Deliver
 
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+class State(enum.Enum):
+    """Where a group is. A group that is trained, filtered, dropped or requeued has no entry any more."""
+
+    LEASED = "leased"
+    READY = "ready"
+    TAKEN = "taken"
+
+
+@dataclass
+class GroupEntry:
+    """One group that holds a slot, from its lease until it is trained, filtered, dropped or requeued."""
+
+    prompt_index: int
+    prompt: Prompt
+    attempt: int
+    lease: Lease
+    holder: str
+    leased_at_s: float
+    oldest: PolicyVersion
+    """The oldest version that sampled in it; while leased, the version at the lease."""
+    newest: PolicyVersion = field(init=False)
+    """The newest version that sampled in it; while leased, the version at the lease."""
+    state: State = State.LEASED
+    message: Deliver | None = None
+    payload: bytes | memoryview = b""
+    limit_s: float = 0.0
+    """The lease expires this many seconds after `leased_at_s`."""
+    masked: int = 0
+    """Sampled tokens that have no weight in the step that took it."""
+
+    def __post_init__(self) -> None:
+        self.newest = self.oldest
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, once the group is here."""
+        return self.message.num_tokens if self.message is not None else 0
+
+    def arrived(self, message: Deliver, payload: bytes | memoryview) -> None:
+        """Keep the group that came for this lease. `message` has at least one version span."""
+        self.message, self.payload = message, payload
+        self.oldest, self.newest = min(message.versions), max(message.versions)
+
+
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
 def group_seed(seed: int, prompt_index: int, attempt: int) -> int:
-    """The sampling seed of a group: a fixed function of the run's seed and the group's place, below 2^48.
+    """The sampling seed of a group, below 2^48: a fixed function of the run's seed, the prompt index and the attempt.
 
-    splitmix64's finaliser, so that neighbouring groups get unrelated streams.
+    It is splitmix64's finaliser, so that neighbouring groups get unrelated streams.
     """
     mask = 2**64 - 1
     x = (seed * 0x9E3779B97F4A7C15 + prompt_index * 0xD1B54A32D192ED03 + attempt * 0x8CB92BA72F3D8DD7 + 1) & mask
@@ -26,12 +77,12 @@ def group_seed(seed: int, prompt_index: int, attempt: int) -> int:
 # -- signal ------------------------------------------------------------------------------------------------------------
 
 
-LEAST = 32
-"""Groups in a row without signal that are worth a word."""
+REPORTED_STREAK = 32
+"""Groups in a row without signal after which a warning is given."""
 
 
 def zero_signal(rewards: Sequence[float]) -> str | None:
-    """Why no completion of a group is better than another; None if one is.
+    """Why a group has no signal; None if its rewards differ.
 
     Compares exactly, in float64: a standard deviation of equal rewards need not be 0.
 
@@ -47,27 +98,27 @@ def zero_signal(rewards: Sequence[float]) -> str | None:
     return "all_equal_high" if rewards[0] > 0 else "all_equal_low"
 
 
-class WithoutSignal:
-    """Groups that were filtered one after the other, none with signal among them."""
+class ZeroSignalStreak:
+    """Counts groups that were filtered one after the other, with no group with signal between them."""
 
     def __init__(self) -> None:
         self.end()
 
     def end(self) -> None:
-        """A group with signal came."""
-        self._count, self._told = 0, 0
+        """A group with signal came: begin at 0."""
+        self._count, self._reported = 0, 0
         self._least, self._most = math.inf, -math.inf
 
     def add(self, rewards: Sequence[float]) -> None:
-        """Another one."""
+        """Count a filtered group with these rewards."""
         self._count += 1
         self._least, self._most = min([self._least, *rewards]), max([self._most, *rewards])
 
     def news(self) -> str | None:
-        """A sentence when they have become many, or ten times as many as when it was said last; else None."""
-        if self._count < max(LEAST, 10 * self._told):
+        """A warning at `REPORTED_STREAK` groups, and whenever they are ten times as many as at the last warning."""
+        if self._count < max(REPORTED_STREAK, 10 * self._reported):
             return None
-        self._told = self._count
+        self._reported = self._count
         if self._least > self._most:
             what = "no completion got a reward"
         elif self._least == self._most:
@@ -75,49 +126,3 @@ class WithoutSignal:
         else:
             what = f"in each all completions got the same reward, from {self._least:.4g} to {self._most:.4g}"
         return f"all of the last {self._count} groups were filtered as without signal: {what}"
-
-
-# -- entries -----------------------------------------------------------------------------------------------------------
-
-
-class State(enum.Enum):
-    """Where a group is. A group that is trained, filtered, dropped or requeued is forgotten."""
-
-    LEASED = "leased"
-    READY = "ready"
-    TAKEN = "taken"
-
-
-@dataclass
-class Entry:
-    """One group on its way."""
-
-    prompt_index: int
-    prompt: Prompt
-    attempt: int
-    lease: Lease
-    holder: str
-    leased_at_s: float
-    oldest: PolicyVersion
-    """While leased: the version at the lease. Then: the oldest version that sampled in it."""
-    newest: PolicyVersion = field(init=False)
-    """The same with the newest version that sampled in it."""
-    state: State = State.LEASED
-    message: Deliver | None = None
-    payload: bytes | memoryview = b""
-    limit_s: float = 0.0
-    """The lease is over so many seconds after `leased_at_s`."""
-    masked: int = 0
-    """Sampled tokens that have no weight in the step that took it."""
-
-    def __post_init__(self) -> None:
-        self.newest = self.oldest
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state is State.READY
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens, once the group is here."""
-        return sum(r.num_tokens for r in self.message.rollouts) if self.message is not None else 0

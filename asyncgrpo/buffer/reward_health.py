@@ -1,7 +1,8 @@
-"""What the generators say of their rewards, put together: who is paused, what fails, and whether anything ever worked.
+"""How the rewards of all generators do: who is paused, what fails, and whether any call ever worked.
 
-Each generator breaks its own circuit (`rewards/breaker.py`). Here is what follows for the run: no lease for who is
-paused, nothing charged to the prompts there, and an end where no call ever worked. No sockets, no clock.
+Each generator has its own circuit breaker (`rewards/breaker.py`). This file says what follows for the run: a paused
+generator gets no lease, its prompts are charged nothing, and a run whose reward never worked ends. It knows no sockets
+and no clock.
 """
 
 from collections.abc import Callable
@@ -11,25 +12,25 @@ from asyncgrpo.types import RewardHealth
 from asyncgrpo.wire.rollouts import RewardFailed
 
 NEVER_WORKED_S = 30.0
-"""For which every call must have failed, the first included, before a reward is said never to have worked."""
+"""Every call must have failed for this long, the first call included, before a reward is said never to have worked."""
 NEVER_WORKED_CALLS = 3
-"""That must have failed by then."""
+"""At least this many calls must have failed by then."""
 
 MAX_COUNTED = 1024
-"""Kinds of failures by generator. What is beyond it is not counted: whatever is said, this does not grow."""
+"""Kinds of failures by generator that are counted; further kinds are not, so that messages cannot fill the memory."""
 
 Tell = Callable[..., object]
 """Writes an event: its kind, then its fields."""
 
 
-class Scoring:
-    """The rewards of all generators in touch."""
+class RewardMonitor:
+    """The health of the rewards of all generators in touch."""
 
     def __init__(self, name: str, *, has_worked: bool, tell: Tell) -> None:
         """
         Args:
             name: of the reward, for messages.
-            has_worked: in an earlier start under the same command, so that it may be waited for.
+            has_worked: whether the reward worked in an earlier start under the same command; then it is waited for.
         """
         self._name = name
         self._has_worked = has_worked
@@ -39,8 +40,8 @@ class Scoring:
         self._tally = Tally()
         self._counted: dict[tuple[str, str], int] = {}
 
-    def hear(self, generator: str, health: RewardHealth, now_s: float) -> None:
-        """A generator says how its calls went."""
+    def update(self, generator: str, health: RewardHealth, now_s: float) -> None:
+        """Note how a generator's reward calls went."""
         before = self._health.get(generator, RewardHealth()).probe_in_s
         self._health[generator] = health
         self._has_worked |= health.worked > 0
@@ -51,7 +52,7 @@ class Scoring:
             self._tell("rewards_paused", actor=generator, reason=health.last, probe_in_s=health.probe_in_s)
 
     def failed(self, message: RewardFailed) -> None:
-        """A generator has news of a kind of failure."""
+        """Count what a generator reports of a kind of failure."""
         key = message.generator_id, message.failure
         if key not in self._counted and len(self._counted) >= MAX_COUNTED:
             return
@@ -64,28 +65,28 @@ class Scoring:
             self._tell("reward_failed", actor=message.generator_id, failure=message.failure, detail=detail, count=count)
 
     def forget(self, generator: str, now_s: float) -> None:
-        """It is gone."""
+        """Forget a generator that is gone."""
         self._health.pop(generator, None)
         self._resumed(generator, now_s)
 
     def is_paused(self, generator: str) -> bool:
+        """Whether no completion can be scored at this generator now."""
         return generator in self._paused_since_s
 
-    def in_words(self) -> str | None:
-        """Who is paused, until when, and why; None: nobody is."""
+    def describe_pause(self) -> str | None:
+        """A phrase that says who is paused, until when, and why; None: no generator is."""
         if not self._paused_since_s:
             return None
-        probe_in_s, last = min(
-            (health.probe_in_s or 0.0, health.last) for health in map(self._health.__getitem__, self._paused_since_s)
-        )
+        paused = [self._health[generator] for generator in self._paused_since_s]
+        probe_in_s, last = min((health.probe_in_s or 0.0, health.last) for health in paused)
         return (
             f"rewards (paused at {', '.join(sorted(self._paused_since_s))}, probing again in {probe_in_s:.0f} s; "
             f"the last call failed with {last})"
         )
 
     @property
-    def verdict(self) -> str:
-        """Why nothing will ever be scored; empty: it may be."""
+    def hopeless_reason(self) -> str:
+        """Why no completion will ever be scored; empty: one may be."""
         failed = sum(health.failed for health in self._health.values())
         longest = max(self._health.values(), key=lambda health: health.failing_s, default=RewardHealth())
         if self._has_worked or longest.failing_s < NEVER_WORKED_S or failed < NEVER_WORKED_CALLS:

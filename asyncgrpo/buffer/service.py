@@ -1,8 +1,12 @@
-"""A buffer in numbers: totals for the learner's record, and the metrics that this process exports."""
+"""The buffer's process: one thread and one loop that serve generators, the learner and the driver from one socket.
+
+`BufferService` turns messages into calls of `Buffer` and `Evaluations`, and what follows from these calls into messages.
+Below it stand the totals for the learner's record and the metrics that this process exports.
+"""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,8 +15,8 @@ import msgspec
 from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.groups import Entry, State
-from asyncgrpo.buffer.reward_health import Scoring, Tell
+from asyncgrpo.buffer.groups import GroupEntry, State
+from asyncgrpo.buffer.reward_health import RewardMonitor, Tell
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
@@ -53,54 +57,6 @@ from asyncgrpo.wire.rollouts import (
 from asyncgrpo.wire.sockets import Server
 from asyncgrpo.wire.supervision import Drain, GeneratorLost
 
-# -- a buffer in numbers -----------------------------------------------------------------------------------------------
-
-
-def counters(buffer: Buffer) -> dict[str, float]:
-    """Totals of this process: groups by outcome, those filtered by kind, tokens by fate. Of now: tokens in flight, bias."""
-    groups = {f"groups_{k}": float(v) for k, v in buffer.outcomes.items()}
-    filtered = {f"filtered_{k}": float(v) for k, v in buffer.filtered.items()}
-    tokens = {f"tokens_{k}": float(v) for k, v in buffer.tokens.items()}
-    completions = {f"completions_{k}": float(v) for k, v in buffer.discarded.items()}
-    bias = {f"bias_{k}": v for k, v in buffer.bias.distances().items()}
-    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
-    return groups | filtered | tokens | completions | bias | now
-
-
-class Gauges:
-    """Brings the metrics up to what a buffer counts."""
-
-    def __init__(self) -> None:
-        self._shown: dict[tuple[str, str], int] = {}
-
-    def show(self, buffer: Buffer, now_s: float) -> None:
-        """All of them; and says in the log what has become biased."""
-        for sentence in buffer.bias.news():
-            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
-        for name, distance in buffer.bias.distances().items():
-            metrics.bias_distance.labels(of=name).set(distance)
-        for metric, label, totals in (
-            (metrics.groups_total, "outcome", buffer.outcomes),
-            (metrics.tokens_total, "fate", buffer.tokens),
-            (metrics.completions_discarded_total, "why", buffer.discarded),
-        ):
-            for value, total in totals.items():
-                metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
-                self._shown[label, value] = total
-        metrics.lease_deadline_seconds.set(buffer.deadline_s)
-        metrics.quarantined_prompts.set(buffer.num_quarantined)
-        metrics.buffer_tokens.set(buffer.tokens_in_flight)
-        for state in State:
-            metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
-        oldest = buffer.oldest_lease()
-        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
-        metrics.epoch.set(buffer.epoch)
-        metrics.prompts_done.set(buffer.prompts_done)
-
-
-# -- the process -------------------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 
 READ = Kinds(ToBuffer)
@@ -110,7 +66,7 @@ BURST = 32
 """Messages read before leases are handed out again."""
 WAITING_EVERY_S = 1.0
 SILENT_AFTER_S = 60.0
-"""A generator that says nothing for so long is taken for dead. It sends a heartbeat every second."""
+"""A generator that sends nothing for so long is taken for dead. It sends a heartbeat every second."""
 
 
 @dataclass
@@ -123,7 +79,7 @@ class Session:
     heard_s: float
     version: PolicyVersion | None = None
     late_s: float = 0.0
-    """When a lease of it last expired."""
+    """When one of its leases last expired."""
 
 
 class BufferService:
@@ -146,41 +102,42 @@ class BufferService:
             reward_has_worked: in an earlier start under the same command.
             tell: writes an event of the run.
         """
-        self._write_event = tell
-        self._untold: list[tuple[str, dict[str, Any]]] = []
-        self._scoring = Scoring(reward_name, has_worked=reward_has_worked, tell=self._tell)
-        self._failures = Tally()  # of leases, by reason
+        self._server, self._buffer, self._evaluations = server, buffer, evaluations
+        self._journal = buffer.journal
         self._vocabulary = 2**31 if vocabulary is None else vocabulary
-        self._server = server
-        self._buffer = buffer
-        self._evaluations = evaluations
+        self._write_event = tell
+        self._pending_events: list[tuple[str, dict[str, Any]]] = []
+        self._rewards = RewardMonitor(reward_name, has_worked=reward_has_worked, tell=self._tell)
+        self._failures = Tally()  # of leases, by reason
+        self._gauges = Gauges()
+        self.progress = LoopProgress()
+        self._ticked_s = 0.0
+        self._finished = False
+        # Generators.
         self._sessions: dict[str, Session] = {}
-        self._newest: dict[str, str] = {}  # peer of the last incarnation that said Register first, by generator
-        self._speaks_for: dict[str, str] = {}  # generator of every peer that ever said Register
+        self._newest: dict[str, str] = {}  # by generator, the peer of its last incarnation that registered
+        self._speaks_for: dict[str, str] = {}  # by peer, the generator for which it registered
+        # By lease id, the position in the journal, the peer and the reply; in the order of the journal.
+        self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}
+        # The learner.
         self._learner: str | None = None
         self._take: Take | None = None
-        self._may_take = False  # something changed since the last time a batch was looked for
-        self._told_waiting_s = 0.0
+        self._may_take = False  # whether anything changed since the last time a batch was looked for
+        self._batch: list[GroupEntry] | None = None  # taken, and not yet in the journal
+        self._waiting_sent_s = 0.0
+        self._filtered_before = 0  # groups filtered up to the last batch
         self._results: list[EvalResult] = []
         self._last_evals = False
+        self._snapshot_requests: list[str] = []  # peers
+        self._snapshot: PromptState | None = None  # the one that was sent last
+        # The end of the run.
         self._drain_reason = ""
         self._is_failing = False
         self._failure: DataError | None = None
-        self._finished = False
-        self._ticked_s = 0.0
-        self._gauges = Gauges()
-        self._journal = buffer.journal
-        # Position in the journal and peer, by lease id; in the order of the journal.
-        self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}
-        self._batch: list[Entry] | None = None  # taken, and not yet in the journal
-        self._asked_for_snapshot: list[str] = []
-        self._snapshot: PromptState | None = None  # the one that was given last
-        self._filtered_before = 0  # groups filtered up to the last batch
-        self.progress = LoopProgress()
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Generators that were in touch and are not, by name and incarnation. From any thread."""
+        """Generators that were in touch and are not any more, by name and incarnation. May be read from any thread."""
         return tuple(peer for name, peer in tuple(self._newest.items()) if name not in self._sessions)
 
     def run(self) -> None:
@@ -196,7 +153,7 @@ class BufferService:
             raise self._failure
 
     def serve(self, timeout_s: float) -> None:
-        """One round: whatever has arrived, at most BURST messages of it, and then what follows from all of it."""
+        """Run one round: read what has arrived, at most BURST messages of it, and do what follows from all of it."""
         received, now_s, count = self._server.receive(timeout_s), time.monotonic(), 1
         with self._server.together():
             while received is not None and count < BURST and not self._finished:
@@ -205,14 +162,16 @@ class BufferService:
             self.turn(received, now_s)
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
-        """One round: what was received at `now_s` (None: nothing), and what follows from it and from the time."""
+        """Handle the message that was received at `now_s`, if any, and do what follows from it and from the time."""
         if received is not None:
             self._receive(*received, now_s)
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s
             self._tick(now_s)
-        if self._untold and self._learner is not None:
-            self._tell_all()
+        if self._learner is not None:
+            for event, fields in self._pending_events:
+                self._write_event(event, **fields)
+            self._pending_events.clear()
         self._reply_to_take(now_s)
         self._cancel_late()
         try:
@@ -224,24 +183,38 @@ class BufferService:
             for session in self._sessions.values():
                 self._server.send(session.peer, Shutdown())
 
-    # -- messages in -------------------------------------------------------------------------------------------------
+    def _tick(self, now_s: float) -> None:
+        """Do what only time brings: acknowledge what is on the disk by now, expire sessions and leases, show metrics."""
+        self._journal.tick()
+        self._acknowledge()
+        self._send_snapshots(now_s)
+        for name, session in list(self._sessions.items()):
+            if now_s - session.heard_s > SILENT_AFTER_S:
+                self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
+        self._expire_leases(now_s)
+        self._gauges.show(self._buffer, now_s)
+        if (sentence := self._buffer.zero_signal_streak.news()) is not None:
+            log.warning("%s (algorithm.filter_zero_signal)", sentence)
+            self._tell("warning", about="filter", text=sentence)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     def _receive(self, peer: str, frames: Sequence[Frame], now_s: float) -> None:
         self._may_take = True
         try:
             message, payload = decode(frames, READ)
             self._check_sender(peer, message)
-            name = getattr(message, "generator_id", None)
-            if name in self._sessions and self._sessions[name].peer == peer:
-                self._sessions[name].heard_s = now_s
+            session = self._sessions.get(getattr(message, "generator_id", ""))
+            if session is not None and session.peer == peer:
+                session.heard_s = now_s
             self._handle(peer, message, payload, now_s)
         except RefusedError as error:
             self._count_refusal(peer, error)
-            if peer in self._speaks_for:  # which group it was, if it was one, is not known
+            if peer in self._speaks_for:  # the message cannot be read, so its group is not known
                 self._server.send(peer, Nack(group_id="", lease_id="", reason=error.reason))
 
     def _check_sender(self, peer: str, message: Message) -> None:
-        """A peer that said Register speaks for that generator and for nobody else. Raises RefusedError."""
+        """Refuse what a peer that registered as a generator says for another or for the learner. Raises RefusedError."""
         speaks_for = self._speaks_for.get(peer)
         if speaks_for is None:
             return
@@ -259,32 +232,25 @@ class BufferService:
         match message:
             case Deliver():
                 self._deliver(peer, message, payload, now_s)
-            case Serving(generator_id=name, version=version):
-                session = self._sessions.get(name)
-                if session is not None and session.peer == peer:
-                    session.version = version
-                    self._scoring.hear(name, message.rewards, now_s)
-                elif self._is_replaced(name, peer):
-                    self._server.send(peer, Shutdown())
-                else:  # its Register was lost, or it was silent for too long and taken for dead
-                    self._server.send(peer, Reregister())
+            case Serving():
+                self._note_serving(peer, message, now_s)
             case Register():
-                self._hello(peer, message, now_s)
+                self._register(peer, message, now_s)
             case LeaseFailed():
                 self._lease_failed(message, now_s)
             case RewardFailed(generator_id=name):
                 if name in self._sessions:
-                    self._scoring.failed(message)
+                    self._rewards.failed(message)
             case Take():
                 self._published(message.version)
-                self._learner, self._take, self._told_waiting_s = peer, message, now_s
+                self._learner, self._take, self._waiting_sent_s = peer, message, now_s
             case Published(version=version):
                 self._published(version)
             case RequestEval(step=step):
                 self._evaluations.request(step, now_s)
             case TakeSnapshot(published=version):
                 self._published(version)
-                self._asked_for_snapshot.append(peer)
+                self._snapshot_requests.append(peer)
                 self._send_snapshots(now_s)
             case Saved(step=step):
                 if self._snapshot is None:
@@ -307,131 +273,99 @@ class BufferService:
         self._drain_reason, self._buffer.draining = reason, True
         self._is_failing |= is_failure
 
-    def _hello(self, peer: str, message: Register, now_s: float) -> None:
+    # -- generators ----------------------------------------------------------------------------------------------------
+
+    def _register(self, peer: str, message: Register, now_s: float) -> None:
+        name = message.generator_id
         if message.protocol != PROTOCOL:
-            log.error("%s speaks protocol %d, the buffer %d", message.generator_id, message.protocol, PROTOCOL)
-        if self._is_replaced(message.generator_id, peer):
+            log.error("%s speaks protocol %d, the buffer %d", name, message.protocol, PROTOCOL)
+        if self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
             return
-        if message.generator_id in self._sessions:
-            self._lose(message.generator_id, "it started again", now_s)
-        self._newest[message.generator_id] = peer
-        self._speaks_for[peer] = message.generator_id
-        self._sessions[message.generator_id] = Session(peer, message.incarnation, message.window, now_s)
+        if name in self._sessions:
+            self._lose(name, "it started again", now_s)
+        self._newest[name] = peer
+        self._speaks_for[peer] = name
+        self._sessions[name] = Session(peer, message.incarnation, message.window, now_s)
         self._server.send(peer, Welcome(protocol=PROTOCOL))
 
+    def _note_serving(self, peer: str, message: Serving, now_s: float) -> None:
+        name = message.generator_id
+        session = self._sessions.get(name)
+        if session is not None and session.peer == peer:
+            session.version = message.version
+            self._rewards.update(name, message.rewards, now_s)
+        elif self._is_replaced(name, peer):
+            self._server.send(peer, Shutdown())
+        else:  # its Register was lost, or it was silent for too long and taken for dead
+            self._server.send(peer, Reregister())
+
     def _is_replaced(self, name: str, peer: str) -> bool:
-        """Whether `peer` is an incarnation of `name` that another has followed; it may live on where nobody sees it."""
+        """Whether `peer` is an earlier incarnation of `name`. It may live on where the driver does not see it."""
         return peer in self._speaks_for and self._newest[name] != peer
 
-    def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
-        self._buffer.count_aborted(message.tokens)
-        if message.reason == "cancelled":  # as we had asked
-            return
-        if message.reason == REWARDS_PAUSED:
-            self._buffer.give_back(message.lease_id)
-            self._evaluations.give_back(message.lease_id)
-            return
-        log.warning(
-            "lease %s failed at %s: %s %s", message.lease_id, message.generator_id, message.reason, message.detail
-        )
-        self._tell_of_failure(message.generator_id, message.reason, message.detail[:500])
-        is_late = message.reason == "lease_timeout"
-        if is_late and message.generator_id in self._sessions:
-            self._sessions[message.generator_id].late_s = now_s
-        self._buffer.fail(message.lease_id, "lease_timeout" if is_late else "failed")
-        self._keep(self._evaluations.fail(message.lease_id, message.reason, now_s))
-
-    def _deliver(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> None:
-        if message.lease_id in self._unacknowledged:
-            return  # sent again while the journal works on it
-        refusal = self._refusal(peer, message, payload, now_s)
-        if refusal is None and message.purpose == "eval":
-            self._keep(self._evaluations.accept(message, now_s))
-        elif refusal is None:
-            refusal = self._buffer.accept(message, payload)
-        if refusal is None:
-            ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
-            if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
-                self._server.send(peer, ack)
-            else:
-                self._unacknowledged[message.lease_id] = self._journal.position, peer, ack
-        else:
-            self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
-
-    def _refusal(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> str | None:
-        """Why this group cannot be believed; then its lease has failed. None: it can."""
-        try:
-            check_group(message, payload, self._vocabulary)
-            of_purpose = self._evaluations if message.purpose == "eval" else self._buffer
-            lease = of_purpose.lease_of(message.lease_id)
-            if lease is not None:
-                check_lease(message, lease, self._buffer.version)
-        except RefusedError as error:
-            self._count_refusal(peer, error)
-            self._buffer.fail(message.lease_id, "failed")
-            self._keep(self._evaluations.fail(message.lease_id, "failed", now_s))
-            return error.reason
-        return None
-
-    def _acknowledge(self) -> None:
-        """Acknowledge what the journal has."""
-        while self._unacknowledged:
-            lease_id, (position, peer, ack) = next(iter(self._unacknowledged.items()))
-            if not self._journal.is_durable(position):
-                return
-            del self._unacknowledged[lease_id]
-            self._server.send(peer, ack)
-
-    def _send_snapshots(self, now_s: float) -> None:
-        """A checkpoint must not hold a step whose manifest could still be lost: the journal goes first."""
-        if self._asked_for_snapshot and self._journal.sync():
-            self._snapshot = self._buffer.snapshot()
-            completion = Snapshot(
-                state=msgspec.to_builtins(self._snapshot),
-                draining=bool(self._drain_reason),
-                failing=self._is_failing,
-                counters=counters(self._buffer),
-            )
-            for peer in self._asked_for_snapshot:
-                self._server.send(peer, completion)
-            self._asked_for_snapshot.clear()
-            self._acknowledge()
-        for peer in self._asked_for_snapshot:
-            if now_s - self._told_waiting_s >= WAITING_EVERY_S:
-                self._told_waiting_s = now_s
-                self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}"))
-
-    def _published(self, version: PolicyVersion | None) -> None:
-        """The learner says it in words of several kinds, so that it is known even when one was lost on the way."""
-        if version is not None and (self._buffer.version is None or version > self._buffer.version):
-            self._buffer.published(version)
-
-    def _keep(self, result: EvalResult | None) -> None:
-        if result is not None:
-            self._results.append(result)
-
     def _lose(self, name: str, why: str, now_s: float) -> None:
+        """Forget a generator and free its leases."""
         session = self._sessions.pop(name, None)
         if session is None:
             return
-        self._scoring.forget(name, now_s)
+        self._rewards.forget(name, now_s)
         released = self._buffer.release(name)
         self._results += self._evaluations.release(name, now_s)
-        if released:  # perhaps it lives, and would work on what nobody wants any more
+        if released:  # the generator may live, and would go on with leases that are not its own any more
             self._server.send(session.peer, Cancel(lease_ids=tuple(released), reason="lost"))
         log.warning("%s is lost (%s); %d of its leases are free again", name, why, len(released))
 
-    # -- what time brings ----------------------------------------------------------------------------------------------
+    # -- leases --------------------------------------------------------------------------------------------------------
 
-    def _tick(self, now_s: float) -> None:
-        self._journal.tick()
-        self._acknowledge()
-        self._send_snapshots(now_s)
-        for name, session in list(self._sessions.items()):
-            if now_s - session.heard_s > SILENT_AFTER_S:
-                self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
-        is_paused = self._scoring.is_paused
+    def _grant(self, now_s: float) -> None:
+        """Hand out leases, one at a time to the generator with the most room, evaluation first.
+
+        Of several with as much room, the one that was late longest ago gets it: what is too slow on one goes to another.
+        """
+        current = self._buffer.version
+        if current is None:
+            return
+        able = {
+            name: session
+            for name, session in self._sessions.items()
+            if session.version is not None and session.version >= current and not self._rewards.is_paused(name)
+        }
+        room = {n: s.window - self._buffer.held_by(n) for n, s in able.items()}
+        eval_room = {n: s.window - self._evaluations.held_by(n) for n, s in able.items()}
+        for lend, free in ((self._evaluations.lease, eval_room), (self._buffer.lease, room)):
+            while free and max(free.values()) > 0:
+                name = max(free, key=lambda n: (free[n], -able[n].late_s, n))
+                lease = lend(name, now_s)
+                if lease is None:  # there is none, or none for this generator
+                    del free[name]
+                    continue
+                free[name] -= 1
+                self._server.send(able[name].peer, Grant(lease=lease))
+
+    def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
+        self._buffer.count_aborted(message.tokens)
+        name, reason = message.generator_id, message.reason
+        if reason == "cancelled":  # as the buffer had asked
+            return
+        if reason == REWARDS_PAUSED:
+            self._buffer.give_back(message.lease_id)
+            self._evaluations.give_back(message.lease_id)
+            return
+        log.warning("lease %s failed at %s: %s %s", message.lease_id, name, reason, message.detail)
+        self._tell_of_failure(name, reason, message.detail[:500])
+        is_late = reason == "lease_timeout"
+        if is_late and name in self._sessions:
+            self._sessions[name].late_s = now_s
+        self._fail(message.lease_id, "lease_timeout" if is_late else "failed", now_s, eval_reason=reason)
+
+    def _fail(self, lease_id: str, reason: str, now_s: float, *, eval_reason: str = "failed") -> None:
+        """Fail a lease, of training or of an evaluation."""
+        self._buffer.fail(lease_id, reason)
+        self._add_result(self._evaluations.fail(lease_id, eval_reason, now_s))
+
+    def _expire_leases(self, now_s: float) -> None:
+        is_paused = self._rewards.is_paused
         late, results = self._evaluations.expire(now_s, is_paused)
         self._results += results
         expired = self._buffer.expire(now_s, is_paused)
@@ -443,16 +377,12 @@ class BufferService:
             log.warning("lease %s expired", lease.lease_id)
             reason = REWARDS_PAUSED if is_paused(holder) else "lease_timeout"
             if reason == "lease_timeout":
-                self._tell_of_failure(holder, reason, f"prompt {lease.prompt.prompt_id} was not answered in time")
+                self._tell_of_failure(holder, reason, f"prompt {lease.prompt.prompt_id} was not completed in time")
             for session in self._sessions.values():
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason=reason))
-        self._gauges.show(self._buffer, now_s)
-        if (sentence := self._buffer.without_signal.news()) is not None:
-            log.warning("%s (algorithm.filter_zero_signal)", sentence)
-            self._tell("warning", about="filter", text=sentence)
 
     def _cancel_late(self) -> None:
-        """Tell generators which leases the buffer has given up: what comes of them would be too old."""
+        """Tell generators which leases the buffer has given up because their groups would be too old."""
         late = self._buffer.cancelled()
         for name, session in self._sessions.items():
             lease_ids = tuple(entry.lease.lease_id for entry in late if entry.holder == name)
@@ -461,89 +391,93 @@ class BufferService:
         if late:
             log.info("cancelled %d leases whose groups would be too old", len(late))
 
-    def _grant(self, now_s: float) -> None:
-        """Hand out leases, one at a time to whoever has the most room, evaluation first.
+    # -- delivered groups ----------------------------------------------------------------------------------------------
 
-        Of several with as much room, the one that was late longest ago: what one is too slow for goes to another.
-        """
-        current = self._buffer.version
-        if current is None:
+    def _deliver(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> None:
+        if message.lease_id in self._unacknowledged:
+            return  # sent again while the journal works on it
+        refusal = self._refusal(peer, message, payload, now_s)
+        if refusal is None and message.purpose == "eval":
+            self._add_result(self._evaluations.accept(message, now_s))
+        elif refusal is None:
+            refusal = self._buffer.accept(message, payload)
+        if refusal is not None:
+            self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
             return
-        able = {
-            name: session
-            for name, session in self._sessions.items()
-            if session.version is not None and session.version >= current and not self._scoring.is_paused(name)
-        }
-        room = {n: s.window - self._buffer.held_by(n) for n, s in able.items()}
-        eval_room = {n: s.window - self._evaluations.held_by(n) for n, s in able.items()}
-        for lend, free in ((self._evaluations.lease, eval_room), (self._buffer.lease, room)):
-            while free and max(free.values()) > 0:
-                name = max(free, key=lambda n: (free[n], -able[n].late_s, n))
-                lease = lend(name, now_s)
-                if lease is None:  # there is none, or none for this one
-                    del free[name]
-                    continue
-                free[name] -= 1
-                self._server.send(able[name].peer, Grant(lease=lease))
+        ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
+        if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
+            self._server.send(peer, ack)
+        else:
+            self._unacknowledged[message.lease_id] = self._journal.position, peer, ack
 
-    def _tell(self, event: str, **fields: Any) -> None:
-        """Write an event once the learner is heard: before that it may be rewriting the file, as a resume does."""
-        self._untold.append((event, fields))
+    def _refusal(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> str | None:
+        """Why a group is refused: it is malformed, or not the one that was leased. Its lease has failed then."""
+        try:
+            check_group(message, payload, self._vocabulary)
+            owner = self._evaluations if message.purpose == "eval" else self._buffer
+            lease = owner.lease_of(message.lease_id)
+            if lease is not None:
+                check_lease(message, lease, self._buffer.version)
+        except RefusedError as error:
+            self._count_refusal(peer, error)
+            self._fail(message.lease_id, "failed", now_s)
+            return error.reason
+        return None
 
-    def _tell_of_failure(self, generator: str, reason: str, detail: str) -> None:
-        """A lease failed: said the first time for each reason, the tenth, and so on."""
-        if (count := self._failures.add(reason)) is not None:
-            self._tell("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
-
-    def _tell_all(self) -> None:
-        for event, fields in self._untold:
-            self._write_event(event, **fields)
-        self._untold.clear()
+    def _acknowledge(self) -> None:
+        """Acknowledge the groups that the journal has made durable."""
+        while self._unacknowledged:
+            lease_id, (position, peer, ack) = next(iter(self._unacknowledged.items()))
+            if not self._journal.is_durable(position):
+                return
+            del self._unacknowledged[lease_id]
+            self._server.send(peer, ack)
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
+    def _published(self, version: PolicyVersion | None) -> None:
+        """Note a publication. Messages of several kinds name it, so that it is known even when one was lost."""
+        if version is not None and (self._buffer.version is None or version > self._buffer.version):
+            self._buffer.published(version)
+
     def _reply_to_take(self, now_s: float) -> None:
-        """Reply to the learner as soon as there is something to say."""
+        """Reply to the learner as soon as there is a batch, or will be none; until then say now and then what is awaited."""
         if self._learner is None:
             return
         if self._last_evals:
-            if not self._evaluations.under_way:
-                self._say_no_more("exhausted")
+            if not self._evaluations.in_flight:
+                self._send_no_more("exhausted")
             else:
-                self._say_waiting(self._learner, now_s)
+                self._send_waiting(self._learner, now_s)
             return
         if self._take is None:
             return
         if self._drain_reason:
-            self._say_no_more("failing" if self._is_failing else "draining")
+            self._send_no_more("failing" if self._is_failing else "draining")
             return
         if self._batch is None and self._may_take and self._journal.is_blocked is None:
             self._may_take = False
             self._batch = self._buffer.take(self._take.version)
         if self._batch is not None and self._journal.is_blocked is None:  # so its manifest is written
             self._send_batch(self._take, self._batch)
-        elif self._buffer.exhausted and not self._evaluations.under_way:
-            self._say_no_more("exhausted")
+        elif self._buffer.exhausted and not self._evaluations.in_flight:
+            self._send_no_more("exhausted")
         else:
-            self._say_waiting(self._learner, now_s)
+            self._send_waiting(self._learner, now_s)
 
-    def _say_waiting(self, learner: str, now_s: float) -> None:
-        """Now and then, so that the learner knows that the buffer lives and what it waits for."""
-        if now_s - self._told_waiting_s >= WAITING_EVERY_S:
-            self._told_waiting_s = now_s
-            self._server.send(
-                learner,
-                Waiting(what=self._what_is_awaited(now_s), evals=self._take_results(), hopeless=self._scoring.verdict),
-            )
+    def _send_waiting(self, learner: str, now_s: float) -> None:
+        if now_s - self._waiting_sent_s >= WAITING_EVERY_S:
+            self._waiting_sent_s = now_s
+            what, hopeless = self._awaited(now_s), self._rewards.hopeless_reason
+            self._server.send(learner, Waiting(what=what, evals=self._take_results(), hopeless=hopeless))
 
-    def _send_batch(self, take: Take, entries: list[Entry]) -> None:
+    def _send_batch(self, take: Take, entries: list[GroupEntry]) -> None:
         assert self._learner is not None
-        groups = tuple(e.message for e in entries if e.message is not None)
         for entry in entries:
             metrics.group_lag_steps.observe(take.version.number - entry.oldest.number)
         message = Batch(
             step=take.step,
-            groups=groups,
+            groups=tuple(e.message for e in entries if e.message is not None),
             payload_sizes=tuple(len(e.payload) for e in entries),
             counters=counters(self._buffer),
             evals=self._take_results(),
@@ -553,22 +487,40 @@ class BufferService:
         self._take = self._batch = None
         self._filtered_before = self._buffer.filtered.total()
 
-    def _say_no_more(self, why: Literal["exhausted", "draining", "failing"]) -> None:
+    def _send_no_more(self, why: Literal["exhausted", "draining", "failing"]) -> None:
         assert self._learner is not None
         self._server.send(self._learner, NoMore(why=why, counters=counters(self._buffer), evals=self._take_results()))
         self._take, self._last_evals = None, False
 
-    def _take_results(self) -> tuple[EvalResult, ...]:
-        results, self._results = tuple(self._results), []
-        return results
+    def _send_snapshots(self, now_s: float) -> None:
+        """Send snapshots once the journal is synced: a checkpoint must hold no step whose manifest could still be lost."""
+        if self._snapshot_requests and self._journal.sync():
+            self._snapshot = self._buffer.snapshot()
+            reply = Snapshot(
+                state=msgspec.to_builtins(self._snapshot),
+                draining=bool(self._drain_reason),
+                failing=self._is_failing,
+                counters=counters(self._buffer),
+            )
+            for peer in self._snapshot_requests:
+                self._server.send(peer, reply)
+            self._snapshot_requests.clear()
+            self._acknowledge()
+        for peer in self._snapshot_requests:
+            if now_s - self._waiting_sent_s >= WAITING_EVERY_S:
+                self._waiting_sent_s = now_s
+                self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}"))
 
-    def _what_is_awaited(self, now_s: float) -> str:
+    def _awaited(self, now_s: float) -> str:
+        """A phrase for people: what the learner waits for."""
         if self._journal.is_blocked is not None:
             return f"the journal: {self._journal.is_blocked}"
-        if (paused := self._scoring.in_words()) is not None:
+        if (paused := self._rewards.describe_pause()) is not None:
             return paused
+        if self._last_evals or self._buffer.exhausted:
+            return "the last evaluation"
         ready, leased = self._buffer.count(State.READY), self._buffer.count(State.LEASED)
-        text = f"groups: {ready} ready, {leased} under way"
+        text = f"groups: {ready} ready, {leased} in flight"
         oldest = self._buffer.oldest_lease()
         if oldest is not None:
             age_s = now_s - oldest.leased_at_s
@@ -577,6 +529,73 @@ class BufferService:
             text += ", no generator is in touch"
         if filtered := self._buffer.filtered.total() - self._filtered_before:
             text += f"; {filtered} since the last batch had equal rewards and were replaced"
-        if self._last_evals or self._buffer.exhausted:
-            text = "the last evaluation"
         return text
+
+    # -- results and events --------------------------------------------------------------------------------------------
+
+    def _add_result(self, result: EvalResult | None) -> None:
+        if result is not None:
+            self._results.append(result)
+
+    def _take_results(self) -> tuple[EvalResult, ...]:
+        results, self._results = tuple(self._results), []
+        return results
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        """Write an event, once the learner has spoken: before that it may be rewriting the file, as a resume does."""
+        self._pending_events.append((event, fields))
+
+    def _tell_of_failure(self, generator: str, reason: str, detail: str) -> None:
+        """Write an event for the first failed lease of each reason, for the tenth, and so on."""
+        if (count := self._failures.add(reason)) is not None:
+            self._tell("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
+
+
+# -- totals and metrics ------------------------------------------------------------------------------------------------
+
+
+def counters(buffer: Buffer) -> dict[str, float]:
+    """Totals of this process by name: groups by outcome, filtered groups by kind, tokens by fate, discarded completions.
+
+    Beside them stand tokens in flight, prompts done and the distances of bias, as they are now.
+    """
+    totals: dict[str, Mapping[str, float]] = {
+        "groups": buffer.outcomes,
+        "filtered": buffer.filtered,
+        "tokens": buffer.tokens,
+        "completions": buffer.discarded,
+        "bias": buffer.bias.distances(),
+    }
+    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
+    return {f"{name}_{key}": float(value) for name, counts in totals.items() for key, value in counts.items()} | now
+
+
+class Gauges:
+    """Brings the metrics up to what a buffer counts."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[str, str], int] = {}
+
+    def show(self, buffer: Buffer, now_s: float) -> None:
+        """Set all metrics, and log which distances have become large."""
+        for sentence in buffer.bias.news():
+            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
+        for name, distance in buffer.bias.distances().items():
+            metrics.bias_distance.labels(of=name).set(distance)
+        for metric, label, totals in (
+            (metrics.groups_total, "outcome", buffer.outcomes),
+            (metrics.tokens_total, "fate", buffer.tokens),
+            (metrics.completions_discarded_total, "why", buffer.discarded),
+        ):
+            for value, total in totals.items():
+                metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
+                self._shown[label, value] = total
+        metrics.lease_deadline_seconds.set(buffer.deadline_s)
+        metrics.quarantined_prompts.set(buffer.num_quarantined)
+        metrics.buffer_tokens.set(buffer.tokens_in_flight)
+        for state in State:
+            metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
+        oldest = buffer.oldest_lease()
+        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
+        metrics.epoch.set(buffer.epoch)
+        metrics.prompts_done.set(buffer.prompts_done)

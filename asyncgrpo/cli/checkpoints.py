@@ -165,7 +165,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
     from asyncgrpo.data.prompts import load_prompts
     from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
     from asyncgrpo.engines.build import build_engine
-    from asyncgrpo.generators.rollout import GroupUnderWay
+    from asyncgrpo.generators.rollout import GroupInFlight
     from asyncgrpo.generators.service import UNPUBLISHED
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.types import Lease, Rollout, Sampling
@@ -196,7 +196,7 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
                 sampling=sampling,
                 seed=config.run.seed + index * rollout_n,
             )
-            group = await GroupUnderWay(lease, engine, reward, decode).generate("eval")
+            group = await GroupInFlight(lease, engine, reward, decode).generate("eval")
             return group.rollouts
 
     try:

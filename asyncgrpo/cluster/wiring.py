@@ -136,7 +136,7 @@ class BufferActor:
     def start(self, setup: Setup) -> BufferReady:
         from asyncgrpo.buffer.buffer import Buffer
         from asyncgrpo.buffer.evaluation import Evaluations
-        from asyncgrpo.buffer.group_health import FILE, Quarantine
+        from asyncgrpo.buffer.group_health import QUARANTINE_FILE, Quarantine
         from asyncgrpo.buffer.recovery import bring_back, reopen
         from asyncgrpo.buffer.service import BufferService
         from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
@@ -189,7 +189,7 @@ class BufferActor:
             seed=config.run.seed,
             lineage=self._setup.lineage,
             journal=reopened.journal,
-            quarantine=Quarantine(self._setup.run_dir / FILE),
+            quarantine=Quarantine(self._setup.run_dir / QUARANTINE_FILE),
         )
         recovered = bring_back(buffer, reopened)
         evaluations = Evaluations(

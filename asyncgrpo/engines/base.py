@@ -1,16 +1,15 @@
-"""What a generator asks of an inference engine, whichever it is, and the bookkeeping of requests that engines share.
+"""What a generator asks of an inference engine, and what the engines share: requests and their bookkeeping.
 
-sampled which token. A request ends in exactly one of three ways: every answer is delivered, it is aborted (every
-answer is still delivered), or it fails and whoever waits for it is told why.
-
-An engine lives on one asyncio event loop. It samples, it says which weights sampled each token, and it changes its
-weights between two tokens when told to. It knows nothing of rewards, groups, the buffer or the network.
+An engine lives on one asyncio event loop. It samples, it names the weights that sampled each token, and it changes its
+weights between two tokens. It knows nothing of rewards, groups, the buffer or the network. A request ends in exactly one
+of three ways: every completion is delivered; it is aborted, and every completion is still delivered; or it fails, and its
+caller gets the error.
 """
 
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -18,29 +17,93 @@ from torch import Tensor
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling, VersionSpan
 
+# -- the protocol ------------------------------------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """An inference engine, owned by one process. `engines.build.build_engine` makes one.
+
+    All methods are called on one event loop. Many calls of `generate` may run at once.
+    """
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the weights that sample the next token."""
+
+    async def start(self, version: PolicyVersion) -> None:
+        """Load the model from its folder. Its weights count as `version`. Raises EngineError."""
+
+    def generate(
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        """Sample `num_completions` completions of `prompt` (token ids); yield each as soon as it is complete, in any order.
+
+        No request that starts after `load_weights` reuses keys and values computed under older weights. Completion i is
+        seeded by `seed + i` in engines that can (`torch`, `fake`); SGLang's seeds are its own.
+
+        Raises:
+            RequestError: this request is refused or failed; others go on.
+            EngineError: the engine failed.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: unfinished completions are yielded with what they have, `finish_reason="abort"`.
+
+        An unknown id is ignored.
+        """
+
+    async def load_weights(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: PolicyVersion,
+        *,
+        keep_kv: bool = True,
+        partial: bool = False,
+    ) -> None:
+        """Replace the weights between two tokens. Requests in flight go on; their later tokens carry `version`.
+
+        Args:
+            tensors: name on disk and CPU tensor, every tensor of the model's checkpoint; read only during the call.
+            version: becomes `self.version`, only when all tensors are in place.
+            keep_kv: requests in flight go on with the keys and values they have; False recomputes them.
+            partial: tensors that are not given stay as they are; False: all must be given.
+        Raises:
+            EngineError: the weights may be part old, part new, and the engine does not sample with them.
+        """
+
+    async def checksum(self) -> str:
+        """The digest of the weights that the engine holds; equal on two engines of one kind exactly if their weights are."""
+
+    async def probe(self) -> None:
+        """Return as soon as the model's process replies: at once, or between two batches. Never, if it is stuck."""
+
+    async def close(self) -> None:
+        """Stop the engine, and leave no process behind."""
+
+
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class Request:
-    """A prompt and the completions somebody waits for."""
+    """A prompt and its completions, for which a caller waits."""
 
     def __init__(self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int):
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.pending = [PendingCompletion(self, index, seed + index) for index in range(num_completions)]
-        # Bounded by what is asked for: `num_completions` completions, or one failure.
+        # It holds at most `num_completions` completions, or a failure.
         self._results: asyncio.Queue[Completion | EngineError] = asyncio.Queue()
 
     def fail(self, failure: EngineError) -> None:
-        """Whoever waits gets this error instead of the completions that are still missing."""
+        """Give the caller this error instead of the completions that are missing."""
         self._results.put_nowait(failure)
 
     def deliver(self, completion: Completion) -> None:
         self._results.put_nowait(completion)
 
     async def completions(self) -> AsyncIterator[Completion]:
-        """Each completion as soon as it is complete. Once the request has failed, raises the failure's kind of EngineError."""
+        """Yield each completion as soon as it is complete. Raises the failure of the request, an EngineError of its kind."""
         for _ in self.pending:
             result = await self._results.get()
             if isinstance(result, EngineError):
@@ -59,7 +122,7 @@ class PendingCompletion:
         self._starts: list[tuple[PolicyVersion, int]] = []
 
     def sampled_by(self, version: PolicyVersion, start: int) -> None:
-        """Tokens from `start` on are sampled by `version`, until the next call. `start` never decreases."""
+        """Note that `version` samples the tokens from `start` on, until the next call. `start` never decreases."""
         if self._starts and self._starts[-1][1] == start:
             self._starts.pop()  # that version sampled nothing
         if not self._starts or self._starts[-1][0] != version:
@@ -68,7 +131,7 @@ class PendingCompletion:
     def complete(
         self, token_ids: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray, reason: FinishReason
     ) -> None:
-        """Hand the finished completion to whoever waits for it."""
+        """Deliver the finished completion."""
         assert not self.is_complete, f"completion {self.index} of request {self.request.request_id} ended twice"
         self.is_complete = True
         length = len(token_ids)
@@ -89,7 +152,7 @@ class PendingCompletion:
 
 
 def check_request(request: Request, *, vocab_size: int, max_context: int) -> None:
-    """Refuse what cannot be sampled, before it can hurt the requests that share its batch. Raises RequestError."""
+    """Refuse a request that cannot be sampled, before it can hurt others in its batch. Raises RequestError."""
 
     def require(condition: bool, problem: str) -> None:
         if not condition:
@@ -113,37 +176,57 @@ def check_request(request: Request, *, vocab_size: int, max_context: int) -> Non
     )
 
 
-# -- the protocol ------------------------------------------------------------------------------------------------------
+# -- what engines share ------------------------------------------------------------------------------------------------
 
 
-class Engine(Protocol):
-    """An inference engine, owned by one process. Build one with `generators.build_engine`.
+R = TypeVar("R", bound=Request)
 
-    All methods are called on one event loop. `generate` may be called many times at once.
+
+class EngineBase(Generic[R]):
+    """What all engines share: the requests in flight, the failure that stops sampling, and the guard of a weight change.
+
+    A failure reaches every request in flight, and from then on `generate` refuses until `load_weights` succeeds.
     """
+
+    request_type: type[R]
+    vocab_size: int
+    max_context: int
+    """Longest prompt plus completion, tokens."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, R] = {}
+        self._failure: EngineError | None = EngineError("the engine was not started")
+        self._is_running = False
 
     @property
     def version(self) -> PolicyVersion:
-        """The weights that will sample the next token."""
+        return self._version
 
-    async def start(self, version: PolicyVersion) -> None:
-        """Load the model from its folder and be ready. Its weights count as `version`. Raises EngineError."""
+    def _started(self, version: PolicyVersion) -> None:
+        self._version, self._failure, self._is_running = version, None, True
 
-    def generate(
+    async def generate(
         self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
-        """Sample `num_completions` answers to `prompt` (token ids) and yield each as soon as it is complete, in any order.
-
-        No request that starts after `load_weights` reuses keys and values computed under older weights. Completion i is
-        seeded by `seed + i` in engines that can (`torch`, `fake`); SGLang's seeds are its own.
-
-        Raises:
-            RequestError: this request cannot be answered; others are not concerned.
-            EngineError: the engine failed.
-        """
+        self._require_running()
+        if self._failure:
+            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
+        if request_id in self._requests:
+            raise EngineError(f"request {request_id} is already in flight")
+        request = self.request_type(request_id, prompt, num_completions, sampling, seed)
+        check_request(request, vocab_size=self.vocab_size, max_context=self.max_context)
+        self._requests[request_id] = request
+        self._begin(request)
+        try:
+            async for completion in request.completions():
+                yield completion
+        finally:  # also where the caller stops listening early
+            del self._requests[request_id]
+            await self._end(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: each unfinished completion is yielded with what it has, `finish_reason="abort"`. No-op if unknown."""
+        if request := self._requests.get(request_id):
+            self._abort(request)
 
     async def load_weights(
         self,
@@ -153,22 +236,40 @@ class Engine(Protocol):
         keep_kv: bool = True,
         partial: bool = False,
     ) -> None:
-        """Replace the weights between two tokens. Requests in flight go on; their later tokens carry `version`.
+        self._require_running()
+        try:
+            await self._load(tensors, version, keep_kv=keep_kv, partial=partial)
+        except BaseException as error:
+            failure = EngineError(f"weights {version} cannot be loaded: {str(error) or type(error).__name__}")
+            self._fail(failure)
+            if not isinstance(error, Exception):  # Ctrl-C stays Ctrl-C
+                raise
+            raise failure from error
+        self._version, self._failure = version, None
 
-        Args:
-            tensors: name on disk and CPU tensor, every tensor of the model's checkpoint; read only during the call.
-            version: becomes `self.version`, only when all tensors are in place.
-            keep_kv: requests in flight go on with the keys and values they have; False recomputes them.
-            partial: tensors that are not given stay as they are; False: all must be given.
-        Raises:
-            EngineError: the weights are then unusable (perhaps part old, part new) and the engine must not sample.
-        """
+    def _begin(self, request: R) -> None:
+        """Begin to sample. Completions are delivered to the request."""
+        raise NotImplementedError
 
-    async def checksum(self) -> str:
-        """Digest of the weights the engine holds now; equal on two engines of one kind exactly if their weights are."""
+    def _abort(self, request: R) -> None:
+        """Complete every unfinished completion with what it has."""
+        raise NotImplementedError
 
-    async def probe(self) -> None:
-        """Return as soon as what runs the model has answered: at once, or between two batches. Never, if it is stuck."""
+    async def _end(self, request: R) -> None:
+        """Stop whatever still runs for a request that has no caller any more."""
+        raise NotImplementedError
 
-    async def close(self) -> None:
-        """Stop, and leave no process behind."""
+    async def _load(
+        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
+    ) -> None:
+        """Replace the weights, as `Engine.load_weights` says; what it raises makes the engine fail."""
+        raise NotImplementedError
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = failure
+        for request in self._requests.values():
+            request.fail(failure)
+
+    def _require_running(self) -> None:
+        if not self._is_running:
+            raise EngineError(str(self._failure)) from self._failure

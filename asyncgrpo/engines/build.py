@@ -1,6 +1,6 @@
-"""The engine that a configuration asks for, and whether it can run here.
+"""Builds the engine that a configuration asks for, and says whether SGLang can run here.
 
-the process. Whoever is about to start engines asks first, and prints the sentence it gets.
+Only the chosen engine is imported. The commands ask `why_sglang_cannot_run` before they start engines.
 """
 
 import sys
@@ -12,42 +12,15 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import EngineError
 
-# -- whether SGLang can run here ---------------------------------------------------------------------------------------
-
-
 OLDEST_PYTHON = (3, 11)
 
 
-def why_sglang_cannot_run() -> str | None:
-    """One sentence that names what is missing and the command that mends it, or None if SGLang can be started.
-
-    Says nothing about the model, and nothing about the GPU driver: those show when the engine starts.
-    """
-    has_gpu = torch.cuda.is_available()
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        python = ".".join(map(str, sys.version_info[:2]))
-        return f"the engine sglang needs Python 3.11 or later, and this is {python}: python3.11 -m venv VENV"
-    if find_spec("sglang") is None:
-        # SGLang declares the CUDA build of torch and its kernels, which a machine without a GPU has no use for.
-        fix = "pip install 'asyncgrpo[sglang]'" if has_gpu else "./setup.sh in a checkout of asyncgrpo"
-        return f"the engine sglang needs the package sglang, which is not installed here: {fix}"
-    if not has_gpu and find_spec("sgl_kernel") is None:
-        return (
-            "without a GPU, the engine sglang needs a stand-in for its compiled kernels (module sgl_kernel), "
-            "which is not installed here: pip install ./packaging/cpu-shims"
-        )
-    return None
-
-
-# -- building ----------------------------------------------------------------------------------------------------------
-
-
 def build_engine(config: Config, *, seed: int) -> Engine:
-    """An engine that is not started yet.
+    """Build the engine that `config` asks for. It is not started yet.
 
     Args:
-        seed: for engines that sample with a stream of their own. Must differ between the engines of a run, and between
-            its starts: with equal streams they explore the same completions.
+        seed: for engines with a random stream of their own. It must differ between the engines and the starts of a run:
+            with equal streams they would sample the same completions.
     Raises:
         EngineError: it cannot run here.
     """
@@ -82,6 +55,27 @@ def build_engine(config: Config, *, seed: int) -> Engine:
     from asyncgrpo.data.tokenizer import vocabulary_size
     from asyncgrpo.engines.fake import FakeEngine
 
-    # A token of no time at all would leave the rest of a small machine none either.
+    # Tokens that take no time would leave other processes of a small machine none either.
     own = {"vocab_size": vocabulary_size(config.model.path) or 256, "seconds_per_token": 0.005}
     return FakeEngine(**own | generators.extra)
+
+
+def why_sglang_cannot_run() -> str | None:
+    """A sentence that names what is missing and the command that installs it; None if SGLang can be started.
+
+    It does not check the model or the GPU driver: those show when the engine starts.
+    """
+    has_gpu = torch.cuda.is_available()
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        python = ".".join(map(str, sys.version_info[:2]))
+        return f"the engine sglang needs Python 3.11 or later, and this is {python}: python3.11 -m venv VENV"
+    if find_spec("sglang") is None:
+        # SGLang requires the CUDA build of torch and its kernels, which a machine without a GPU does not need.
+        fix = "pip install 'asyncgrpo[sglang]'" if has_gpu else "./setup.sh in a checkout of asyncgrpo"
+        return f"the engine sglang needs the package sglang, which is not installed here: {fix}"
+    if not has_gpu and find_spec("sgl_kernel") is None:
+        return (
+            "without a GPU, the engine sglang needs a stand-in for its compiled kernels (module sgl_kernel), "
+            "which is not installed here: pip install ./packaging/cpu-shims"
+        )
+    return None

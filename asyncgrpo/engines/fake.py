@@ -1,35 +1,43 @@
-"""The `fake` engine: tokens from a hash table, no model. For tests of everything around an engine, and of its faults.
+"""The `fake` engine: tokens from a hash, without a model. For tests of what surrounds an engine, and of its faults.
 
-It keeps the promises of `engine.Engine` about requests, versions and seeds, and behaves as a model whose next token is
-uniform over the vocabulary. The tokens are a function of prompt, seed, place and version, so a wrong version shows in
-what is sampled, and a broadcast that went wrong shows in the checksum.
+It keeps the promises of `base.Engine` about requests, versions and seeds, and behaves as a model whose next token is
+uniform over the vocabulary. A token is a function of prompt, seed, position and version. So a wrong version shows in the
+sampled tokens, and a wrong broadcast shows in the checksum.
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from statistics import NormalDist
 from typing import Literal
 
 import xxhash
 from torch import Tensor
 
-from asyncgrpo.engines.base import PendingCompletion, Request, check_request
+from asyncgrpo.engines.base import EngineBase, PendingCompletion, Request
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling
+from asyncgrpo.types import FinishReason, PolicyVersion
 
 InjectedFault = Literal["abort", "hang"]
-"""What may befall one completion: it ends as if the engine had aborted it, or it gets no token any more."""
+"""A fault of one completion: it ends as if the engine had aborted it, or it gets no token any more."""
 
 
-class FakeEngine:
-    """See `engine.Engine` for the methods. At temperature 0 the seed does not matter; top-p and top-k are ignored.
+class FakeRequest(Request):
+    """A request and the tokens of its unfinished completions."""
 
-    All completions run at once. As in the real engines, a failure reaches every request in flight, and from then on
-    `generate` refuses; a successful `load_weights` mends what a failed one broke.
+    tokens: dict[PendingCompletion, list[int]]
+    sampler: "asyncio.Task[None]"
+
+
+class FakeEngine(EngineBase[FakeRequest]):
+    """An engine without a model, see `base.Engine`. At temperature 0 the seed does not matter; top-p and top-k are ignored.
+
+    All completions run at once. A successful `load_weights` repairs what a failed one broke, as in the real engines.
     """
+
+    request_type = FakeRequest
 
     def __init__(
         self,
@@ -43,89 +51,30 @@ class FakeEngine:
         median_tokens: float | None = None,
         sigma: float = 1.0,
     ):
-        """Of a model that does not exist, and with the faults that a test wants.
-
+        """
         Args:
             vocab_size: token ids are 0 .. vocab_size - 1.
             max_context: longest prompt plus completion, tokens.
             seconds_per_token: every running completion gets one token in this time; 0 still gives others their turn.
-            fail_after_tokens: once the engine has sampled so many tokens it fails for good. None: never.
-            hang_after_tokens: once it has sampled so many it does nothing more, without a word. None: never.
-            injected_fault: asked before each token of a completion, with its length so far.
-            median_tokens: completions have log-normal lengths with this median; then they stop, and no sooner. Half of the
-                variance is the prompt's: to some, all completions are long. None: whenever the table says a stop token.
+            fail_after_tokens: the engine fails for good once it has sampled this many tokens. None: never.
+            hang_after_tokens: the engine hangs once it has sampled this many tokens. None: never.
+            injected_fault: is asked before each token of a completion, with its length so far.
+            median_tokens: completions have log-normal lengths with this median; they stop then, and not earlier. Half of
+                the variance is the prompt's: for some prompts all completions are long. None: they stop whenever the
+                table gives a stop token.
             sigma: standard deviation of the logarithm of these lengths: above 1 a few take far longer than most.
         """
-        self.vocab_size = vocab_size
-        self.max_context = max_context
+        super().__init__()
+        self.vocab_size, self.max_context = vocab_size, max_context
         self.seconds_per_token = seconds_per_token
-        self.fail_after_tokens = fail_after_tokens
-        self.hang_after_tokens = hang_after_tokens
+        self.fail_after_tokens, self.hang_after_tokens = fail_after_tokens, hang_after_tokens
         self.injected_fault = injected_fault
-        self.median_tokens = median_tokens
-        self.sigma = sigma
+        self.median_tokens, self.sigma = median_tokens, sigma
         self._num_sampled = 0
-        self._requests: dict[str, _Running] = {}
-        self._failure: EngineError | None = EngineError("the engine was not started")
         self._checksum = weights_digest(())
-        self._is_running = False
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
 
     async def start(self, version: PolicyVersion) -> None:
-        self._version = version
-        self._failure = None
-        self._is_running = True
-
-    async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
-    ) -> AsyncIterator[Completion]:
-        if self._failure:
-            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
-        if request_id in self._requests:
-            raise EngineError(f"request {request_id} is already in flight")
-        request = Request(request_id, prompt, num_completions, sampling, seed)
-        check_request(request, vocab_size=self.vocab_size, max_context=self.max_context)
-        running = self._requests[request_id] = _Running(
-            request, vocab_size=self.vocab_size, max_context=self.max_context
-        )
-        sampler = asyncio.create_task(self._sample(running), name=f"fake-engine-{request_id}")
-        try:
-            async for completion in request.completions():
-                yield completion
-        finally:
-            del self._requests[request_id]
-            sampler.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sampler
-
-    async def abort(self, request_id: str) -> None:
-        if running := self._requests.get(request_id):
-            for completion in list(running.tokens):
-                running.end(completion, "abort")
-
-    async def load_weights(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        version: PolicyVersion,
-        *,
-        keep_kv: bool = True,
-        partial: bool = False,
-    ) -> None:
-        if not self._is_running:
-            raise EngineError(str(self._failure)) from self._failure
-        try:
-            self._checksum = weights_digest(tensors)
-        except BaseException as error:
-            failure = EngineError(f"weights {version} cannot be loaded: {error}")
-            self._fail(failure)
-            if not isinstance(error, Exception):  # Ctrl-C stays Ctrl-C
-                raise
-            raise failure from error
-        self._version = version
-        self._failure = None
+        self._started(version)
 
     async def checksum(self) -> str:
         return self._checksum
@@ -138,25 +87,50 @@ class FakeEngine:
         self._is_running = False
         self._fail(EngineError("the engine was closed"))
 
-    async def _sample(self, running: "_Running") -> None:
-        """One token for every unfinished completion of the request, then others have their turn."""
-        while running.tokens and not self._failure:
+    def _begin(self, request: FakeRequest) -> None:
+        request.tokens = {completion: [] for completion in request.pending}
+        request.sampler = asyncio.create_task(self._sample(request), name=f"fake-engine-{request.request_id}")
+
+    def _abort(self, request: FakeRequest) -> None:
+        for completion in list(request.tokens):
+            self._complete(completion, "abort")
+
+    async def _end(self, request: FakeRequest) -> None:
+        request.sampler.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await request.sampler
+
+    async def _load(
+        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
+    ) -> None:
+        self._checksum = weights_digest(tensors)
+
+    async def _sample(self, request: FakeRequest) -> None:
+        """Sample one token for every unfinished completion of the request, then let others have their turn."""
+        limit = min(request.sampling.max_tokens, self.max_context - len(request.prompt))
+        while request.tokens and not self._failure:
             await asyncio.sleep(self.seconds_per_token)
             await self.probe()
-            for completion, tokens in list(running.tokens.items()):
-                if (what := self.injected_fault(completion, len(tokens))) is not None:
-                    if what == "abort":
-                        running.end(completion, "abort")
+            for completion, tokens in list(request.tokens.items()):
+                if (fault := self.injected_fault(completion, len(tokens))) is not None:
+                    if fault == "abort":
+                        self._complete(completion, "abort")
                     continue
                 completion.sampled_by(self._version, len(tokens))
                 tokens.append(self._token(completion, len(tokens)))
                 self._num_sampled += 1
-                if tokens[-1] in completion.request.sampling.stop_token_ids:
-                    running.end(completion, "stop")
-                elif len(tokens) == running.limit:
-                    running.end(completion, "length")
+                if tokens[-1] in request.sampling.stop_token_ids:
+                    self._complete(completion, "stop")
+                elif len(tokens) == limit:
+                    self._complete(completion, "length")
             if self.fail_after_tokens is not None and self._num_sampled >= self.fail_after_tokens:
                 self._fail(EngineError(f"the fake engine was told to fail after {self.fail_after_tokens} tokens"))
+
+    def _complete(self, completion: PendingCompletion, reason: FinishReason) -> None:
+        request = completion.request
+        assert isinstance(request, FakeRequest)
+        tokens = request.tokens.pop(completion)
+        completion.complete(tokens, [-math.log(self.vocab_size)] * len(tokens), reason)
 
     def _token(self, completion: PendingCompletion, position: int) -> int:
         request = completion.request
@@ -172,27 +146,8 @@ class FakeEngine:
         return next((other for other in others if other not in stops), token)
 
     def _length(self, *shared_by: str) -> int:
-        """Log-normal: of everything that a completion shares with others, a part of equal variance."""
+        """A log-normal length: each text in `shared_by`, which completions may share, adds an equal part of the variance."""
         assert self.median_tokens is not None
         uniform = [(xxhash.xxh3_64_intdigest(f"length {what}".encode()) + 0.5) / 2**64 for what in shared_by]
         deviation = sum(NormalDist().inv_cdf(u) for u in uniform) / math.sqrt(len(uniform))
         return max(1, round(self.median_tokens * math.exp(self.sigma * deviation)))
-
-    def _fail(self, failure: EngineError) -> None:
-        self._failure = failure
-        for running in self._requests.values():
-            running.request.fail(failure)
-
-
-class _Running:
-    """A request and the tokens of its unfinished completions."""
-
-    def __init__(self, request: Request, *, vocab_size: int, max_context: int):
-        self.request = request
-        self.limit = min(request.sampling.max_tokens, max_context - len(request.prompt))
-        self.tokens: dict[PendingCompletion, list[int]] = {completion: [] for completion in request.pending}
-        self._logprob = -math.log(vocab_size)
-
-    def end(self, completion: PendingCompletion, reason: FinishReason) -> None:
-        tokens = self.tokens.pop(completion)
-        completion.complete(tokens, [self._logprob] * len(tokens), reason)

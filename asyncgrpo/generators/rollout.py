@@ -1,11 +1,11 @@
-"""From a lease to a group: sample the completions, score each as soon as it is complete, put them together.
+"""Makes a group of a lease: samples its completions, scores each as soon as it is complete, and chooses among them.
 
-"The first n that finish" are the n shortest of those launched, so training on them teaches brevity. Here a completion is
-taken by its place in the order of launch, which nothing about the completion can change; when it finished never decides
-between two that both did. Only the deadline of the group can leave a long completion out, and each of those is counted.
+The first n completions to finish are the n shortest of those launched, and training on them teaches brevity. So
+completions are chosen in their order of launch, which nothing about a completion can change. When a completion finished
+never decides between two that did. Only the deadline of the group can leave a long completion out, and these are counted.
 
-A injected_fault of one completion (its reward hung, it was aborted) is mended by sampling it again where that is allowed, and is
-else part of the group, by name. A injected_fault of the engine is an exception.
+A completion that failed (its reward hung, it was aborted) is sampled again where that is allowed; otherwise it is part of
+the group, with its failure by name. A failure of the engine is an exception.
 """
 
 import asyncio
@@ -24,47 +24,47 @@ from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.types import Completion, Discarded, Group, Lease, Rollout, Sampling, Score
 
-# -- which answers make a group ----------------------------------------------------------------------------------------
+# -- which completions make a group ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Launched:
-    """One completion that was begun."""
+    """A completion that was launched."""
 
     index: int
-    """Its place in the order of launch, from 0."""
+    """Its position in the order of launch, from 0."""
     num_retries: int = 0
     seed: int = 0
     completion: Completion | None = None
-    """What the engine sampled in the present try; None: not yet."""
+    """The completion of the present try; None: it is still sampled."""
     score: Score | None = None
-    """None: it is still sampled, scored, or sampled again."""
+    """Its final score; None: it is still sampled, scored, or sampled again."""
 
     @property
     def is_good(self) -> bool:
-        """It is complete and has a reward."""
+        """Whether it is complete and has a reward."""
         return self.score is not None and self.score.failure is None
 
     @property
     def num_tokens(self) -> int:
-        """Sampled in the present try."""
+        """Tokens sampled in the present try."""
         return 0 if self.completion is None else len(self.completion.token_ids)
 
     @property
     def rollout(self) -> Rollout:
-        """The completion, once it is done."""
+        """Its rollout, once it is done."""
         assert self.completion is not None and self.score is not None, self
         return Rollout(self.completion, self.score, self.seed)
 
 
 def choose(launched: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
-    """The completions that make the group, in order of launch; None: it is not decided yet.
+    """Choose the completions that make the group, in order of launch; None: it is not decided yet.
 
-    The first `wanted` that did not fail. Until the deadline each of them is waited for; from then on those that are not
-    done are passed over. Where too few are good, completions that failed fill the places, by name.
+    They are the first `wanted` that did not fail. Until the deadline each of them is waited for; from then on those that
+    are not done are passed over. Where too few are good, failed completions fill the places.
 
     Args:
-        launched: every answer that was begun, in order of launch.
+        launched: every launched completion, in order of launch.
         is_late: the deadline of the group has come.
     """
     good: list[Launched] = []
@@ -80,7 +80,7 @@ def choose(launched: Sequence[Launched], wanted: int, *, is_late: bool) -> list[
 
 
 def censored(launched: Sequence[Launched], wanted: int) -> list[Launched]:
-    """Of the first `wanted` that did not fail, those that are not done: what a cut leaves out."""
+    """The completions that a cut leaves out: of the first `wanted` that did not fail, those that are not done."""
     not_failed = [one for one in launched if one.score is None or one.is_good]
     return [one for one in not_failed[:wanted] if one.score is None]
 
@@ -89,42 +89,41 @@ def censored(launched: Sequence[Launched], wanted: int) -> list[Launched]:
 
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to the text that the reward sees."""
+"""Turns token ids into the text that the reward sees."""
 
 SEED_STRIDE = 2**20
-"""Between the seeds of one completion's tries: more than completions in any group, so that no two tries share a seed."""
+"""Distance between the seeds of one completion's tries: more than the completions of a group, so no two tries share one."""
 ABORT_WITHIN_S = 5.0
-"""For an engine to hand over what it had sampled of completions that are not wanted any more. Later, nobody counts them."""
+"""How long an engine may take to hand over the tokens of completions that are not wanted any more. Later ones are not
+counted."""
 HOPELESS = frozenset({"unknown_source"})
-"""What a reward says of the prompt, whatever the completion: no other completion would fare better."""
-
-
-FOR_GOOD = HOPELESS | {"aborted"}
-"""Failures that no other call of the reward would mend."""
+"""Failures of a reward that depend on the prompt only: another completion would have the same."""
+PERMANENT = HOPELESS | {"aborted"}
+"""Failures that another call of the reward would not change."""
 
 
 class Redundancy(NamedTuple):
-    """What a generator does for the completions of a training group that go wrong."""
+    """What a generator does against completions of a training group that fail."""
 
     retries: int = 0
-    """Times that one completion is sampled again after its request or its reward failed."""
+    """How often one completion is sampled again after its request or its reward failed."""
     extra: int = 0
     """Completions launched beyond those wanted."""
 
 
-NONE = Redundancy()
+NO_REDUNDANCY = Redundancy()
 
 
 class TooFewCompletions(Exception):
-    """The group was cut, and what there was of it is less than its lease asks for."""
+    """The group was cut, and it has fewer completions than its lease asks for."""
 
 
 class GivenUp(Exception):
-    """Nobody wants the group any more."""
+    """The group was given up: it is not wanted any more."""
 
 
-class GroupUnderWay:
-    """One lease while it is worked on: requests run, scores are awaited, and after each of them the rule is asked."""
+class GroupInFlight:
+    """A lease that is worked on: its requests run and its completions are scored, until `choose` has a group."""
 
     def __init__(
         self,
@@ -132,13 +131,13 @@ class GroupUnderWay:
         engine: Engine,
         reward: Reward,
         decode: Decode,
-        redundancy: Redundancy = NONE,
+        redundancy: Redundancy = NO_REDUNDANCY,
         reward_works: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """
         Args:
-            reward_works: returns once the reward is known to work. It is awaited where too few completions have a
-                score for the group to be kept, and those that failed are scored once more. None: they are not.
+            reward_works: returns once the reward is known to work. Where too few completions have a score for the group
+                to be kept, it is awaited, and those that failed are scored once more. None: they are not.
         """
         self._reward_works = reward_works
         self._may_score_again = reward_works is not None
@@ -161,22 +160,22 @@ class GroupUnderWay:
         self._retried, self._retried_tokens = 0, 0
 
     def give_up(self) -> None:
-        """End it: `generate` raises GivenUp soon."""
-        self._failure = self._failure or GivenUp(f"nobody wants {self._lease.group_id} any more")
+        """Give the group up: `generate` raises GivenUp soon."""
+        self._failure = self._failure or GivenUp(f"{self._lease.group_id} is not wanted any more")
         self._changed.set()
 
     @property
     def num_tokens(self) -> int:
-        """Sampled for it so far, as far as the engine has handed them over."""
+        """Tokens sampled for the group so far, as far as the engine has handed them over."""
         return self._retried_tokens + sum(one.num_tokens for one in [*self._launched, *self._baseline])
 
     async def generate(self, generator_id: str) -> Group:
-        """The completed group of the lease.
+        """Generate the group of the lease.
 
         Raises:
             EngineError: the engine failed; the lease must be returned.
-            RequestError: the engine answers others, but not this prompt.
-            TooFewCompletions: the lease says when to do without missing completions, and too few were done by then.
+            RequestError: the engine samples for others, but not for this prompt.
+            TooFewCompletions: the group was cut when the lease says, and too few completions were done by then.
             GivenUp: `give_up` was called.
             RewardsPaused: no completion can be scored at present.
         """
@@ -213,16 +212,16 @@ class GroupUnderWay:
             discarded=discarded,
         )
 
-    # -- what is awaited -----------------------------------------------------------------------------------------------
+    # -- deciding ------------------------------------------------------------------------------------------------------
 
     async def _decided(self) -> list[Launched]:
-        """The completions of the group, as soon as the rule says which."""
+        """The completions of the group, as soon as `choose` decides."""
         cut_at_s = None if self._cut_after_s is None else self._started_s + self._cut_after_s
         is_late = False
         while True:
             if self._failure is not None:
                 raise self._failure
-            # What is scored again waits for the reward to work: its failures are no reason to do without it.
+            # A completion that is scored again waits for the reward to work, and is not left out meanwhile.
             is_cut = is_late and not self._is_scoring_again
             chosen = choose(self._launched, self._lease.num_completions, is_late=is_cut)
             has_baseline = all(one.score is not None for one in self._baseline)
@@ -245,7 +244,7 @@ class GroupUnderWay:
                 is_late, self._sampled_s = True, asyncio.get_running_loop().time()
 
     def _is_unscored(self, some: list[Launched]) -> bool:
-        """Too few have a score for the group to be kept, and perhaps that is not for good."""
+        """Whether too few completions have a score for the group to be kept, and another call might change that."""
         scored = sum(one.is_good for one in some)
         return self._may_score_again and scored < min(2, len(some)) and any(map(_may_yet_be_scored, some))
 
@@ -259,7 +258,7 @@ class GroupUnderWay:
         task.add_done_callback(self._scored)
 
     async def _score_again(self, failed: list[tuple[Launched, Score]]) -> None:
-        """Now that the reward is known to work. Another failure is the prompt's: then the others stand too."""
+        """Score once more, once the reward is known to work. If one fails again, its prompt is the cause, and all stand."""
         assert self._reward_works is not None
         await self._reward_works()
         scores = [score for _, score in failed]
@@ -274,7 +273,7 @@ class GroupUnderWay:
         self._changed.set()
 
     async def _end_the_rest(self, chosen: list[Launched]) -> Discarded:
-        """Abort what still runs, and hear from the engine how much of it there was."""
+        """Abort the requests that still run, and count what they had sampled."""
         self._is_over = True
         others = [one for one in self._launched if one not in chosen]
         num_failed = sum(one.score is not None and not one.is_good for one in others)
@@ -294,14 +293,14 @@ class GroupUnderWay:
         )
 
     async def _stop(self) -> None:
-        """Leave no request and no score behind."""
+        """Cancel every request and reward call that still runs."""
         tasks = [*self._requests.values(), *self._scorings]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    # -- what goes on --------------------------------------------------------------------------------------------------
+    # -- requests and scores -------------------------------------------------------------------------------------------
 
     def _request(self, request_id: str, launched: list[Launched], seed: int) -> None:
         task = asyncio.create_task(self._sample(request_id, launched, seed), name=request_id)
@@ -309,7 +308,7 @@ class GroupUnderWay:
         task.add_done_callback(functools.partial(self._ended, request_id))
 
     async def _sample(self, request_id: str, launched: list[Launched], seed: int) -> None:
-        """One request. Each completion goes on by itself as soon as it is sampled."""
+        """Run one request. Each completion is scored as soon as it is sampled."""
         sampling = _greedy(self._lease.sampling) if launched == self._baseline else self._lease.sampling
         owed = dict(enumerate(launched))
         token_ids = self._lease.prompt.token_ids
@@ -330,7 +329,7 @@ class GroupUnderWay:
             task.add_done_callback(self._scored)
 
     async def _score(self, one: Launched, completion: Completion, why: str) -> None:
-        """Score what was sampled, or sample it again."""
+        """Score a completion, and sample it again if that failed and a retry is left."""
         if completion.finish_reason == "abort":
             score = Score(failure="aborted", detail=why[:500])
         else:
@@ -364,13 +363,13 @@ class GroupUnderWay:
 
 
 def retry_seed(seed: int, index: int, num_retries: int) -> int:
-    """The seed with which completion `index` of a lease with this seed is sampled; a stream of its own for each try."""
+    """The seed of a try of completion `index` in a lease with `seed`; each try has a stream of its own."""
     return seed + index + num_retries * SEED_STRIDE
 
 
 def _may_yet_be_scored(one: Launched) -> bool:
-    """It is there, and its reward failed in a way that may have nothing to do with it."""
-    return one.score is not None and one.score.failure is not None and one.score.failure not in FOR_GOOD
+    """Whether its reward failed for a reason that another call might not meet."""
+    return one.score is not None and one.score.failure is not None and one.score.failure not in PERMANENT
 
 
 def _greedy(sampling: Sampling) -> Sampling:
@@ -378,5 +377,5 @@ def _greedy(sampling: Sampling) -> Sampling:
 
 
 def _nothing(index: int) -> Completion:
-    """What there is of a completion whose request failed."""
+    """An empty completion, for one whose request failed."""
     return Completion(index, np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")

@@ -1,12 +1,12 @@
-"""The generator's process: leases in, groups out, weights changed underneath. One event loop, one engine.
+"""The generator's process: it takes leases, delivers groups, and changes weights while it samples. One loop, one engine.
 
     buffer ──Grant──▶ [rollout] ──Deliver──▶ buffer          each lease is a task of its own, so groups
                          │ engine                            leave as they complete, in any order
     learner ═weights═▶ [receiver thread] ──load_weights──▶ engine
 
 A delivered group is kept until the buffer acknowledges it, and sent again if that takes long. A failure of the engine or
-of a weight change ends the process: whoever watches starts another, and the buffer leases its groups anew. When buffer
-and learner were started again, the engine stays: what it was doing is dropped, and it works for the new ones (`move`).
+of a weight change ends the process; the driver starts another, and the buffer leases its groups again. When buffer and
+learner were started again, the engine stays: its requests are dropped, and it works for the new ones (`move`).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncgrpo import metrics
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
-from asyncgrpo.generators.rollout import NONE, Decode, GivenUp, GroupUnderWay, Redundancy, TooFewCompletions
+from asyncgrpo.generators.rollout import NO_REDUNDANCY, Decode, GivenUp, GroupInFlight, Redundancy, TooFewCompletions
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
@@ -52,17 +52,17 @@ HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 15.0
 PROBE_EVERY_S = 5.0
 SHUTDOWN_S = 5.0
-"""For a change of weights that is under way when the run is over."""
-SICK_AFTER = 5
-"""Leases in a row whose requests the engine could not answer, none delivered between them, that end this process: then it
-is the engine, not the prompts."""
+"""How long the end of a run waits for a change of weights that is in flight."""
+MAX_FAILED_LEASES = 5
+"""After this many leases in a row whose requests failed, with no group delivered between them, the process ends: the
+engine is the cause, not the prompts."""
 UNPUBLISHED = PolicyVersion(0, 0)
-"""What an engine holds before its first publication: whatever is in the model's folder. Lineages count from 1."""
+"""The version of an engine before its first publication: it holds the model's folder. Lineages count from 1."""
 
 
 @dataclass
 class Unacknowledged:
-    """A delivered group that is still ours."""
+    """A delivered group that the buffer has not acknowledged."""
 
     message: Deliver
     payload: bytes
@@ -71,14 +71,14 @@ class Unacknowledged:
 
 @dataclass(frozen=True)
 class Work:
-    """A lease that is worked on."""
+    """A lease that is worked on, and its task."""
 
-    group: GroupUnderWay
+    group: GroupInFlight
     task: asyncio.Task[None]
 
 
 class GeneratorService:
-    """Runs one engine until the buffer says farewell."""
+    """Runs one engine until the buffer sends `Shutdown`."""
 
     def __init__(
         self,
@@ -97,39 +97,31 @@ class GeneratorService:
         weights_endpoint: str,
         host: str,
         keys: Keys | None,
-        redundancy: Redundancy = NONE,
+        redundancy: Redundancy = NO_REDUNDANCY,
     ) -> None:
         """
         Args:
             window: training groups to work on at once.
-            stuck_after_s: an engine that answers no probe for so long is given up.
+            stuck_after_s: an engine that replies to no probe for so long is given up.
         """
-        self._id = generator_id
-        self._incarnation = incarnation
-        self._engine = engine
-        self._reward = reward
-        self._decode = decode
-        self._window = window
-        self._keep_kv = keep_kv
-        self._merger = merger
-        self._load_timeout_s = load_timeout_s
-        self._stuck_after_s = stuck_after_s
-        self._buffer_endpoint = buffer_endpoint
-        self._weights_endpoint = weights_endpoint
-        self._host = host
-        self._keys = keys
-        self._redundancy = redundancy
-        self._num_refused = 0  # leases in a row whose requests failed
+        self._id, self._incarnation = generator_id, incarnation
+        self._engine, self._reward, self._decode = engine, reward, decode
+        self._window, self._redundancy = window, redundancy
+        self._keep_kv, self._merger = keep_kv, merger
+        self._load_timeout_s, self._stuck_after_s = load_timeout_s, stuck_after_s
+        self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
+        self._host, self._keys = host, keys
+        self._num_failed = 0  # leases in a row whose requests failed
         self._version: PolicyVersion | None = None
         self._working: dict[str, Work] = {}
         self._unacknowledged: dict[str, Unacknowledged] = {}
-        self._wake: Callable[[], object] = lambda: None  # before the loop runs there is nobody to wake
+        self._wake: Callable[[], object] = lambda: None  # there is no loop to wake yet
         self._is_over = False
         self._leave_buffer = asyncio.Event()
         self.progress = LoopProgress()
 
     async def run(self) -> None:
-        """Serve until `Shutdown`. Raises what ended the engine or a weight change."""
+        """Serve until `Shutdown`. Raises whatever made the engine or a weight change fail."""
         self._loop = asyncio.get_running_loop()
         self._wake = lambda: self._loop.call_soon_threadsafe(self._leave_buffer.set)
         try:
@@ -142,7 +134,7 @@ class GeneratorService:
             await self._engine.close()
 
     def move(self, buffer_endpoint: str, weights_endpoint: str) -> None:
-        """Work for this buffer and this learner from now on. From any thread, at any time."""
+        """Work for this buffer and this learner from now on. May be called from any thread, at any time."""
         if buffer_endpoint == self._buffer_endpoint:
             return
         log.warning("buffer and learner were started again: moving to %s", buffer_endpoint)
@@ -155,7 +147,7 @@ class GeneratorService:
         return self._buffer_endpoint
 
     async def _serve(self) -> None:
-        """Work for one buffer and one learner, until the run is over or they are others."""
+        """Work for one buffer and one learner, until the run is over or they were started again."""
         self._leave_buffer.clear()
         self._client = self._connect()
         receiver = self._receiver()
@@ -165,9 +157,9 @@ class GeneratorService:
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
                     self._tasks.create_task(self._listen(), name="listen"),
-                    self._tasks.create_task(self._keep_in_touch(receiver), name="heartbeat"),
+                    self._tasks.create_task(self._send_heartbeats(receiver), name="heartbeat"),
                     self._tasks.create_task(self._probe(), name="probe"),
-                    self._tasks.create_task(self._tell_of_rewards(), name="rewards"),
+                    self._tasks.create_task(self._report_rewards(), name="rewards"),
                 ]
                 await self._leave_buffer.wait()
                 for task in [*background, *(work.task for work in self._working.values())]:
@@ -179,10 +171,10 @@ class GeneratorService:
             self._unacknowledged.clear()
 
     async def _stop(self, receiver: Receiver) -> None:
-        """End its thread. It may be in the middle of a swap, which needs this loop, so it is waited for here.
+        """End the receiver's thread. It may be in a swap, which needs this loop, so the wait does not block.
 
         Raises:
-            WeightsError: it does not end, so another one beside it could load older weights over newer ones.
+            WeightsError: the thread does not end; beside the next receiver it could load older weights over newer ones.
         """
         receiver.stop()
         deadline = self._loop.time() + (SHUTDOWN_S if self._is_over else self._load_timeout_s)
@@ -219,9 +211,9 @@ class GeneratorService:
     async def _handle(self, message: Message) -> None:
         match message:
             case Grant(lease=lease):
-                # A buffer that lost touch with us frees our leases, and may give us the same ones again.
+                # A buffer that lost touch with this generator frees its leases, and may grant the same ones again.
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
-                    group = GroupUnderWay(
+                    group = GroupInFlight(
                         lease, self._engine, self._reward, self._decode, self._redundancy, self._reward.works
                     )
                     task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
@@ -230,7 +222,7 @@ class GeneratorService:
             case Ack(lease_id=lease_id):
                 self._unacknowledged.pop(lease_id, None)
             case Nack(lease_id=lease_id, reason=reason):
-                log.warning("the buffer does not want %s: %s", lease_id, reason)
+                log.warning("the buffer refuses the group of lease %s: %s", lease_id, reason)
                 self._unacknowledged.pop(lease_id, None)
             case Cancel(lease_ids=lease_ids):
                 for lease_id in lease_ids:
@@ -240,34 +232,34 @@ class GeneratorService:
                 self._is_over = True
                 self._leave_buffer.set()
             case Reregister():
-                log.warning("the buffer had given this generator up; saying hello again")
+                log.warning("the buffer had given this generator up; registering again")
                 await self._register()
             case Welcome():
                 log.info("in touch with the buffer")
 
-    async def _work(self, lease: Lease, under_way: GroupUnderWay) -> None:
-        """One lease: a group delivered, or a failure reported."""
+    async def _work(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
+        """Work on one lease: deliver its group, or report a failure."""
         try:
-            group = await under_way.generate(self._id)
+            group = await group_in_flight.generate(self._id)
         except RequestError as error:
-            self._num_refused += 1
-            if self._num_refused >= SICK_AFTER:
-                raise EngineError(f"the requests of {self._num_refused} leases in a row failed: {error}") from error
-            await self._return(lease, "failed", error, under_way.num_tokens)
+            self._num_failed += 1
+            if self._num_failed >= MAX_FAILED_LEASES:
+                raise EngineError(f"the requests of {self._num_failed} leases in a row failed: {error}") from error
+            await self._return(lease, "failed", error, group_in_flight.num_tokens)
         except EngineError:
             raise
         except GivenUp as error:
-            await self._return(lease, "cancelled", error, under_way.num_tokens)
+            await self._return(lease, "cancelled", error, group_in_flight.num_tokens)
         except RewardsPaused as error:
-            await self._return(lease, REWARDS_PAUSED, error, under_way.num_tokens)
+            await self._return(lease, REWARDS_PAUSED, error, group_in_flight.num_tokens)
         except TooFewCompletions as error:
             reason = REWARDS_PAUSED if self._reward.is_paused else "lease_timeout"
-            await self._return(lease, reason, error, under_way.num_tokens)
+            await self._return(lease, reason, error, group_in_flight.num_tokens)
         except Exception as error:
             log.exception("lease %s failed", lease.lease_id)
-            await self._return(lease, "failed", error, under_way.num_tokens)
+            await self._return(lease, "failed", error, group_in_flight.num_tokens)
         else:
-            self._num_refused = 0
+            self._num_failed = 0
             observe_group(group)
             message, payload = pack_group(group)
             self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, self._loop.time())
@@ -289,8 +281,8 @@ class GeneratorService:
         )
         await self._send(message)
 
-    async def _keep_in_touch(self, receiver: Receiver) -> None:
-        """Heartbeat, resend what is not acknowledged, and watch the receiver's thread."""
+    async def _send_heartbeats(self, receiver: Receiver) -> None:
+        """Send heartbeats, resend groups that are not acknowledged, and watch the receiver's thread."""
         while True:
             started = self._loop.time()
             self.progress.tick()
@@ -299,15 +291,18 @@ class GeneratorService:
             metrics.generator_seconds_total.labels(activity=activity).inc(self._loop.time() - started)
             if receiver.failure is not None:
                 raise WeightsError(f"{self._id} cannot take weights any more") from receiver.failure
-            await self._say_serving()
+            await self._send_serving()
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > RESEND_AFTER_S:
-                    log.warning("no word of %s for %.0f s: sending it again", held.message.lease_id, RESEND_AFTER_S)
+                    lease_id = held.message.lease_id
+                    log.warning(
+                        "the group of %s is not acknowledged after %.0f s: sending it again", lease_id, RESEND_AFTER_S
+                    )
                     held.sent_s = self._loop.time()
                     await self._client.send(held.message, held.payload)
 
-    async def _tell_of_rewards(self) -> None:
-        """At once what the heartbeat would say within a second, and what failed for the first time."""
+    async def _report_rewards(self) -> None:
+        """Report at once that rewards paused or work again, and kinds of failures that are news."""
         while True:
             await self._reward.changed.wait()
             self._reward.changed.clear()
@@ -316,24 +311,25 @@ class GeneratorService:
                     generator_id=self._id, failure=news.kind[:256], detail=news.detail, count=news.count
                 )
                 await self._send(message)
-            await self._say_serving()
+            await self._send_serving()
 
     async def _probe(self) -> None:
-        """Ask the engine for a sign of life now and then. Raises EngineError when none comes."""
+        """Probe the engine now and then. Raises EngineError when it does not reply."""
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             try:
                 async with asyncio.timeout(self._stuck_after_s):
                     await self._engine.probe()
             except TimeoutError as error:
-                raise EngineError(f"the engine has not answered for {self._stuck_after_s:.0f} s") from error
+                raise EngineError(f"the engine has not replied for {self._stuck_after_s:.0f} s") from error
 
     async def _register(self) -> None:
-        hello = Register(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
-        await self._send(hello)
-        await self._say_serving()
+        await self._send(
+            Register(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
+        )
+        await self._send_serving()
 
-    async def _say_serving(self) -> None:
+    async def _send_serving(self) -> None:
         await self._send(Serving(generator_id=self._id, version=self._version, rewards=self._reward.health))
 
     async def _send(self, message: Message) -> None:
@@ -342,7 +338,7 @@ class GeneratorService:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _apply_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
-        """Called in the receiver's thread: swap on the loop, wait here."""
+        """Swap on the loop and wait for it. The receiver's thread calls this."""
         future = asyncio.run_coroutine_threadsafe(self._swap(tensors, version), self._loop)
         try:
             return future.result(self._load_timeout_s)
@@ -351,13 +347,13 @@ class GeneratorService:
 
     async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
         started = time.monotonic()
-        partial = self._merger is not None  # what is not adapted is what the engine loaded at its start
+        partial = self._merger is not None  # tensors that are not adapted stay as the engine loaded them at its start
         await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv, partial=partial)
         checksum = await self._engine.checksum()
         self._version = version
         metrics.generator_weight_version.set(version.number)
         metrics.generator_seconds_total.labels(activity="weights").inc(time.monotonic() - started)
-        await self._say_serving()
+        await self._send_serving()
         return checksum
 
 
@@ -369,5 +365,5 @@ def observe_group(group: Group) -> None:
         metrics.completions_total.labels(finish_reason=rollout.completion.finish_reason).inc()
         metrics.completion_length_tokens.observe(len(rollout.completion.token_ids))
         metrics.reward_seconds.observe(rollout.score.seconds)
-        if rollout.score.failure == "aborted":  # by the engine; what the reward did is counted where it is called
+        if rollout.score.failure == "aborted":  # by the engine; failures of the reward are counted where it is called
             metrics.reward_failures_total.labels(failure="aborted").inc()

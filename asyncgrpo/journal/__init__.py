@@ -1,1 +1,1 @@
-"""The run's memory of record: groups and what became of them, on disk before anyone is told."""
+"""The journal: groups and what became of them, written to disk before they are acknowledged."""

@@ -1,11 +1,11 @@
-"""What the journal says, and how it says it in bytes. No files, no clock.
+"""The records of the journal and their format in bytes. No files, no clock.
 
-A record is a small header, which the ledger is made of, and a body, which only a delivered group has:
+A record has a small header, and a body if it is a delivered group:
 
     magic (4)  bytes of header (4)  bytes of body (4)  xxh3 of all that follows and of the lengths (8)  header  body
 
-Each record stands for itself: a damaged one is found by its digest and named, and the next whole one is found by its
-magic. What remains is never misread: every byte is under a digest.
+Each record can be read without the others: the digest shows a damaged one, and the magic leads to the next whole one.
+The digest covers every byte, so a damaged record is never misread.
 """
 
 import mmap
@@ -28,105 +28,104 @@ _FRAME_BYTES = len(MAGIC) + _LENGTHS.size + DIGEST_BYTES
 FORMAT = 1
 
 
-class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
+class _RecordBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
     """Base of the records; the struct's name is its tag."""
 
 
-class RunStarted(_Record, frozen=True):
-    """A start of the run. The first record of every segment, so that a segment can be read without the others."""
+class RunStarted(_RecordBase, frozen=True):
+    """A start of the run. It is the first record of every segment, so that a segment can be read without the others."""
 
     format: int
     lineage: int
     parent: PolicyVersion | None
-    """The checkpoint it goes on from: its lineage and step. None: the model's folder."""
+    """The checkpoint that it goes on from, by lineage and step. None: it begins with the model's folder."""
     compatibility_key: dict[str, str]
-    """What must be the same for a group of one start to be trained by another, by name."""
+    """What must be equal for a group of one start to be trained by another, by name."""
     max_lag: int
     prompts: PromptState
     config: dict[str, Any] = {}
-    """The whole configuration, as plain values, for a replay; empty where an older release wrote the journal."""
+    """The whole configuration as plain values, for a replay; empty where an older release wrote the journal."""
     policy: str = "wait"
-    """`buffer.policy`: which lag `max_lag` bounds."""
+    """`buffer.policy`, which says what lag `max_lag` bounds."""
 
 
-class Delivered(_Record, frozen=True):
-    """A group came and was kept. The body is the `Deliver` as it travels, until the group is settled."""
+class Delivered(_RecordBase, frozen=True):
+    """A group that was kept. The body is its `Deliver` in two frames, until the group is of no use any more."""
 
     lease_id: str
     prompt_index: int
     tokens: int
     """Sampled tokens of all its completions."""
     versions: tuple[PolicyVersion, ...]
-    """All that sampled in it, each once, oldest first."""
+    """All versions that sampled in it, each once, oldest first."""
     head_bytes: int
-    """Of the body, its first frame; the rest is the payload."""
+    """Bytes of the first frame in the body; the rest is the payload."""
 
 
-class BatchIssued(_Record, frozen=True):
-    """The manifest of a batch: written before the learner gets it."""
+class BatchIssued(_RecordBase, frozen=True):
+    """The manifest of a batch. It is written before the learner gets the batch."""
 
     step: int
     """Optimizer steps done once it is trained; a checkpoint of this step or a later one holds it."""
     version: PolicyVersion
-    """The weights that the step starts from."""
+    """The weights from which the step starts."""
     lease_ids: tuple[str, ...]
     """In the order of the batch."""
 
 
-class Dropped(_Record, frozen=True):
-    """A group, or a lease of which no group came, is not to be trained."""
+class Dropped(_RecordBase, frozen=True):
+    """A group that is not trained, or a lease whose group did not come."""
 
     lease_id: str
     prompt_index: int
     reason: str
     is_final: bool
-    """The prompt is done; else it is issued again."""
+    """Whether the prompt is done; else it is issued again."""
 
 
-class Interrupted(_Record, frozen=True):
-    """A generator ended while it worked on these prompts. Their leases are free again."""
+class Interrupted(_RecordBase, frozen=True):
+    """The end of a generator that worked on these prompts. Their leases are free again."""
 
     generator_id: str
     prompt_indices: tuple[int, ...]
 
 
-class Committed(_Record, frozen=True):
-    """A checkpoint is on disk."""
+class Committed(_RecordBase, frozen=True):
+    """A checkpoint that is on the disk."""
 
     step: int
     prompts: PromptState
 
 
-Record = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | Committed
+JournalRecord = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | Committed
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_decoder: msgspec.msgpack.Decoder[JournalRecord] = msgspec.msgpack.Decoder(JournalRecord)
 
 
 def delivered(message: Deliver, payload: Buffer) -> tuple[Delivered, list[Buffer]]:
     """The record of a delivered group, and its body in two parts."""
     head, body = encode(message, payload)
-    versions = {span.version for rollout in message.rollouts for span in rollout.spans}
     record = Delivered(
         lease_id=message.lease_id,
         prompt_index=message.prompt_index,
-        tokens=sum(rollout.num_tokens for rollout in message.rollouts),
-        versions=tuple(sorted(versions)),
+        tokens=message.num_tokens,
+        versions=tuple(message.versions),
         head_bytes=len(head),
     )
     return record, [head, body]
 
 
-def delivered_again(record: Delivered, body: Buffer) -> tuple[Deliver, bytes]:
-    """The group of a `Delivered` that still has its body. Raises WireError."""
+def unpack_delivered(record: Delivered, body: Buffer) -> tuple[Deliver, bytes]:
+    """Unpack the group of a `Delivered` that still has its body. Raises WireError."""
     view = memoryview(body)
     message, payload = decode([view[: record.head_bytes], view[record.head_bytes :]])
     assert isinstance(message, Deliver), message
     return message, bytes(payload)
 
 
-def pack(record: Record, body: tuple[Buffer, ...] | list[Buffer] = ()) -> list[Buffer]:
-    """A record in the parts in which it is to be written."""
+def pack(record: JournalRecord, body: tuple[Buffer, ...] | list[Buffer] = ()) -> list[Buffer]:
+    """Pack a record into the parts that are written one after the other."""
     header = _encoder.encode(record)
     lengths = _LENGTHS.pack(len(header), sum(map(len, body)))
     return [MAGIC + lengths + _digest(lengths, header, *body) + header, *body]
@@ -141,24 +140,24 @@ def _digest(*parts: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Whole:
-    """A record that is as it was written."""
+    """A record that is undamaged."""
 
     offset: int
     end: int
-    record: Record
+    record: JournalRecord
     body: memoryview
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes that are no record. With nothing whole behind them they are what a crash left of the last write."""
+    """Bytes that are no record. If no whole record follows, they are what a crash left of the last write."""
 
     offset: int
     end: int
 
 
 def scan(data: Buffer | mmap.mmap) -> Iterator[Whole | Damage]:
-    """Everything in the bytes of a segment, in order: records, and between them what is damaged."""
+    """The whole records of a segment and the damage between them, in order."""
     view, offset = memoryview(data), 0
     while offset < len(view):
         found: Whole | Damage | None = _whole_at(view, offset)
@@ -169,7 +168,7 @@ def scan(data: Buffer | mmap.mmap) -> Iterator[Whole | Damage]:
 
 
 def _next_whole(data: Buffer | mmap.mmap, view: memoryview, start: int) -> int:
-    """Where the first whole record from `start` on begins; the end of the bytes if there is none."""
+    """The offset of the first whole record from `start` on; the end of the bytes if there is none."""
     text = bytes(data) if isinstance(data, memoryview) else data
     while (start := text.find(MAGIC, start)) >= 0:
         if _whole_at(view, start) is not None:
@@ -193,5 +192,5 @@ def _whole_at(view: memoryview, offset: int) -> Whole | None:
     try:
         record = _decoder.decode(view[header_at:body_at])
     except msgspec.MsgspecError:
-        return None  # of another release
+        return None  # another release wrote it
     return Whole(offset, end, record, view[body_at:end])

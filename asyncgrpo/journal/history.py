@@ -1,8 +1,8 @@
-"""The journal of a run as it lies on the disk: its segments, what is whole in them and what is damaged.
+"""Reads and repairs the journal of a run: its segments, the whole records in them, and the damage.
 
-Reading changes nothing and raises only when the folder cannot be read. The rule for damage: whole records around it
-stand, and it is named by file and offset. Behind the last whole record of the last segment it is the torn end of a
-write that nobody was promised, and `mend` cuts it off; anywhere else it stays as evidence.
+Reading changes nothing and raises only when the folder cannot be read. The whole records around damage count, and the
+damage is named by file and offset. Damage behind the last whole record of the last segment is the torn end of a write
+that was never acknowledged; `repair` cuts it off. Other damage stays in the file as evidence.
 """
 
 import logging
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncgrpo.errors import JournalError, WireError
-from asyncgrpo.journal.format import Damage, Delivered, Record, RunStarted, Whole, delivered_again, scan
+from asyncgrpo.journal.format import Damage, Delivered, JournalRecord, RunStarted, Whole, scan, unpack_delivered
 from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
@@ -22,17 +22,17 @@ SUFFIX = ".journal"
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Where the segment of this number lies."""
+    """The file of the segment with this number."""
     return folder / f"{number:08d}{SUFFIX}"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A record on the disk."""
+    """A record and where it stands on the disk."""
 
-    record: Record
+    record: JournalRecord
     lineage: int
-    """Of the start that wrote it."""
+    """The lineage of the start that wrote it."""
     segment: int
     body_at: int
     body_bytes: int
@@ -48,22 +48,24 @@ class Segment:
     found: list[Found] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
     torn: Damage | None = None
-    """The last write of a process that was killed; only in the last segment."""
+    """The unfinished last write of a process that was killed; only in the last segment."""
 
     @property
     def has_bodies(self) -> bool:
+        """Whether a group in it can still be read."""
         return any(found.body_bytes for found in self.found)
 
 
 @dataclass
 class History:
-    """Everything that the journal of a run says, oldest first."""
+    """The whole journal of a run, oldest segment first."""
 
     folder: Path
     segments: list[Segment]
 
     @property
     def found(self) -> Iterator[Found]:
+        """All whole records, oldest first."""
         for segment in self.segments:
             yield from segment.found
 
@@ -74,7 +76,7 @@ class History:
 
     @property
     def damage(self) -> list[str]:
-        """One sentence for each damaged place, a torn end not counted."""
+        """A sentence for each damaged place; a torn end is not damage."""
         return [
             f"{segment.path}, offset {damage.offset}: {damage.end - damage.offset} bytes are no record"
             for segment in self.segments
@@ -82,7 +84,7 @@ class History:
         ]
 
     def group(self, found: Found) -> tuple[Deliver, bytes] | None:
-        """The delivered group itself; None where its body is gone or does not fit its header."""
+        """Read a delivered group; None where its body is gone or does not fit its header."""
         record = found.record
         assert isinstance(record, Delivered), record
         if not found.body_bytes:
@@ -91,14 +93,14 @@ class History:
         try:
             with open(path, "rb") as file:
                 file.seek(found.body_at)
-                return delivered_again(record, file.read(found.body_bytes))
+                return unpack_delivered(record, file.read(found.body_bytes))
         except (OSError, WireError) as error:
             log.error("%s, offset %d: the group %s cannot be read: %s", path, found.body_at, record.lease_id, error)
             return None
 
 
 def read_history(folder: Path) -> History:
-    """Read the journal in `folder`; an absent folder is an empty history.
+    """Read the journal in `folder`; a missing folder is an empty history.
 
     Raises:
         JournalError: the folder or a file in it cannot be read.
@@ -115,7 +117,7 @@ def read_run(run: Path) -> History:
     """Read the journal of the run in this folder.
 
     Raises:
-        JournalError: there is none, or not one start of the run is whole in it.
+        JournalError: there is no journal, or none of its records of a start is whole.
     """
     if not run.is_dir():
         raise JournalError(f"there is no run folder {run}")
@@ -147,7 +149,7 @@ def _read_segment(path: Path, *, is_last: bool) -> Segment:
 
 
 def repair(history: History) -> None:
-    """Make the folder fit for a new start: cut the torn end off, remove what an unfinished rewrite left, name damage.
+    """Repair the journal for a new start: log damage, cut off the torn end, remove the file of an unfinished rewrite.
 
     Raises:
         JournalError: the disk refused.
@@ -162,11 +164,11 @@ def repair(history: History) -> None:
                 log.warning("%s: cut a torn end of %d bytes", segment.path, segment.num_bytes - segment.torn.offset)
                 cut(segment.path, segment.torn.offset)
     except OSError as error:
-        raise JournalError(f"the journal {history.folder} cannot be mended: {error}") from error
+        raise JournalError(f"the journal {history.folder} cannot be repaired: {error}") from error
 
 
 def cut(path: Path, num_bytes: int) -> None:
-    """Leave the first `num_bytes` of a file, for good: a crash does not bring the rest back. Raises OSError."""
+    """Cut a file after `num_bytes`, so that a crash does not bring the rest back. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.ftruncate(descriptor, num_bytes)

@@ -1,14 +1,14 @@
-"""Groups and what became of them, on the disk before anyone is told: the buffer's memory of record.
+"""Writes the journal: groups and what became of them, durable before they are acknowledged.
 
-`append` never raises and never loses: what the disk refuses waits in memory, is tried again every second, and meanwhile
-the journal `is_blocked`. A record counts once it has reached the chosen durability:
+`append` never raises and never loses a record. What the disk refuses waits in memory and is tried again every second;
+meanwhile the journal `is_blocked`. A record counts once it has reached the chosen durability:
 
-    written          handed to the operating system; outlives our process, not the machine
-    fsync_interval   on the disk, within half a second
-    fsync_each       on the disk, one by one
+    written          the operating system has it; it outlives the process, not the machine
+    fsync_interval   the disk has it, within half a second
+    fsync_each       the disk has it, record by record
 
-Segments are never written again once a later one exists, except to take out the bodies of groups that a checkpoint
-has made useless: then only what the ledger needs is left of them. A journal that is kept for a replay keeps its bodies.
+A segment is not written any more once a later one exists, with one exception: when a checkpoint has made all its groups
+useless, it is rewritten without their bodies. A journal that is kept for a replay keeps its bodies.
 """
 
 import logging
@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from asyncgrpo import metrics
 from asyncgrpo.journal.format import (
@@ -27,7 +27,7 @@ from asyncgrpo.journal.format import (
     Committed,
     Delivered,
     Dropped,
-    Record,
+    JournalRecord,
     RunStarted,
     Whole,
     delivered,
@@ -44,17 +44,17 @@ Durability = Literal["memory", "written", "fsync_interval", "fsync_each"]
 
 SYNC_EVERY_S = 0.5
 RETRY_EVERY_S = 1.0
-SAY_EVERY_S = 30.0
+LOG_EVERY_S = 30.0
 SEGMENT_BYTES = 64 * 2**20
 MAX_PARTS = os.sysconf("SC_IOV_MAX")
-"""Parts that the kernel takes in one call."""
+"""The most parts that the kernel takes in one call."""
 
 
 class Disk:
-    """The calls that can fail. Tests put a failing one here."""
+    """The calls to the disk that can fail. Tests replace it by one that fails."""
 
     def create(self, path: Path) -> int:
-        """A descriptor of a new, empty file whose name is on the disk as well."""
+        """Create an empty file, and sync its name to the disk. Returns its descriptor."""
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
@@ -92,35 +92,13 @@ class Disk:
         Disk.sync_file(self, folder)
 
 
-class Ledger(Protocol):
-    """Where a buffer says what became of groups."""
-
-    def append(self, record: Record) -> None: ...
-
-    def append_group(self, message: Deliver, payload: Buffer) -> None: ...
-
-    def is_durable(self, position: int) -> bool: ...
-
-    def tick(self) -> None: ...
-
-    def sync(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def is_blocked(self) -> str | None: ...
-
-
 class InMemory:
-    """`durability: memory`: nothing is written down, and a group counts as soon as it is here."""
+    """The ledger of `durability: memory`: nothing is written, and a group counts as soon as it is here."""
 
     is_blocked: str | None = None
     position: int = 0
 
-    def append(self, record: Record) -> None:
+    def append(self, record: JournalRecord) -> None:
         pass
 
     def append_group(self, message: Deliver, payload: Buffer) -> None:
@@ -143,12 +121,12 @@ class InMemory:
 class _Waiting:
     """A record that is not durable yet."""
 
-    record: Record
+    record: JournalRecord
     parts: list[Buffer]
 
 
 class Journal:
-    """The journal of one start of a run, for one writer. See the module's text."""
+    """The journal of one start of a run, as the module's text says. One thread writes it."""
 
     def __init__(
         self,
@@ -164,11 +142,11 @@ class Journal:
     ) -> None:
         """
         Args:
-            history: what earlier starts left, mended.
-            began: of this start.
-            survivors: lease ids of the groups in `history` that may yet be trained; the others are of no use any more.
-            keep: never take bodies out, so that every group stays for a replay.
-            segment_bytes: a segment that has reached them is followed by another.
+            history: what earlier starts left, repaired.
+            run_started: this start.
+            survivors: lease ids of the groups in `history` that may still be trained; the others are of no use any more.
+            keep: never remove bodies, so that every group stays for a replay.
+            segment_bytes: a segment that has this many bytes is followed by the next.
         """
         assert durability != "memory", "InMemory is for this"
         self._folder = history.folder
@@ -179,15 +157,15 @@ class Journal:
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
         self._number = max((s.number for s in history.segments), default=0) + 1
-        # The last segment of a process that may have been killed before it synced.
+        # The last segment of an earlier process, which may have been killed before it synced.
         self._inherited = history.segments[-1].path if history.segments else None
         self._descriptor: int | None = None
-        self._size = self._safe_size = 0  # bytes of the segment; those of durable records
-        self._waiting: deque[_Waiting] = deque()  # not durable
-        self._num_written = 0  # of these
+        self._size = self._safe_size = 0  # bytes of the segment, and of its durable records
+        self._waiting: deque[_Waiting] = deque()  # records that are not durable
+        self._num_written = 0  # how many of them are written
         self._appended = self._num_durable = 0
         self._synced_s = self._tried_s = clock()
-        self._said_s: float | None = None
+        self._logged_s: float | None = None
         self._trouble: str | None = None
         self._is_dirty = False
         self._issued: list[BatchIssued] = []
@@ -203,28 +181,28 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """The segment that is written now."""
+        """The file of the segment that is written now."""
         return segment_path(self._folder, self._number)
 
     @property
     def is_blocked(self) -> str | None:
-        """Why nothing can be written at the moment; None when all is well."""
+        """Why the journal cannot be written at the moment; None: it can."""
         return self._trouble
 
     @property
     def position(self) -> int:
-        """Of the record appended last, for `is_durable`."""
+        """The position of the record appended last, for `is_durable`."""
         return self._appended
 
-    def append(self, record: Record, body: Sequence[Buffer] = ()) -> None:
-        """Write a record down, or keep it until the disk takes it."""
+    def append(self, record: JournalRecord, body: Sequence[Buffer] = ()) -> None:
+        """Write a record, or keep it until the disk takes it."""
         self._waiting.append(_Waiting(record, pack(record, list(body))))
         self._appended += 1
         if self._trouble is None:
             self._attempt(self._write)
 
     def append_group(self, message: Deliver, payload: Buffer) -> None:
-        """The same, of a group that came."""
+        """Write the record of a group that came."""
         self.append(*delivered(message, payload))
 
     def is_durable(self, position: int) -> bool:
@@ -232,7 +210,7 @@ class Journal:
         return position <= self._num_durable
 
     def tick(self) -> None:
-        """What time brings: the sync of an interval, another attempt after a failure. Call it a few times a second."""
+        """Do what is due: the sync of an interval, another attempt after a failure. Call it a few times a second."""
         now_s = self._now()
         if self._trouble is not None:
             if now_s - self._tried_s >= RETRY_EVERY_S:
@@ -241,15 +219,15 @@ class Journal:
             self._attempt(self._sync)
 
     def sync(self) -> bool:
-        """Put everything on the disk now, whatever the durability. Returns whether it is there."""
+        """Sync everything to the disk now, whatever the durability. Returns whether it succeeded."""
         if self._trouble is None and self._is_dirty:
             self._attempt(self._sync)
         return self._trouble is None
 
     def close(self) -> None:
-        """Sync and let go of the file."""
+        """Sync and close the file."""
         self.sync()
-        self._let_go()
+        self._close_file()
 
     # -- inside: each may raise OSError --------------------------------------------------------------------------------
 
@@ -258,32 +236,32 @@ class Journal:
         try:
             action()
         except OSError as error:
-            self._let_go()
-            self._num_written = 0  # of the segment only what is durable stands; the rest is written anew
+            self._close_file()
+            self._num_written = 0  # only the durable records of the segment count; the others are written again
             self._trouble = f"{self.path}: {error.strerror or error}"
             metrics.journal_blocked.set(1)
-            self._complain()
+            self._log_trouble()
         else:
             if self._trouble is not None:
                 log.warning("the journal %s can be written again", self._folder)
-            self._trouble, self._said_s = None, None
+            self._trouble, self._logged_s = None, None
             metrics.journal_blocked.set(0)
 
-    def _complain(self) -> None:
-        if self._said_s is None or self._tried_s - self._said_s >= SAY_EVERY_S:
-            self._said_s = self._tried_s
+    def _log_trouble(self) -> None:
+        if self._logged_s is None or self._tried_s - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = self._tried_s
             log.error("the journal cannot be written (%s): no group is acknowledged, no lease granted", self._trouble)
 
     def _begin_segment(self) -> None:
         self._size = self._safe_size = 0
-        if self._inherited is not None:  # a group that we take over must not be lost to the end of the machine
+        if self._inherited is not None:  # a group taken over must survive the end of the machine
             self._disk.sync_file(self._inherited)
             self._inherited = None
         self._descriptor = self._disk.create(self.path)
         self._put(pack(self._run_started))
 
     def _begin_again(self) -> None:
-        """After a failure nothing is known of what was not durable: cut it off, and write it into another segment."""
+        """Begin another segment after a failure, and write there what was not durable; cut that off the old one."""
         if self._safe_size:
             self._disk.truncate(self.path, self._safe_size)
             self._number += 1
@@ -295,14 +273,14 @@ class Journal:
             waiting = self._waiting[self._num_written]
             self._put(waiting.parts)
             self._num_written += 1
-            self._note(waiting.record, self._number if len(waiting.parts) > 1 else None)
+            self._track(waiting.record, self._number if len(waiting.parts) > 1 else None)
             if self._size >= self._segment_bytes:
                 self._sync()
-                self._let_go()
+                self._close_file()
                 self._number += 1
                 self._begin_segment()
             elif self._durability == "written":
-                self._are_durable()
+                self._mark_durable()
             elif self._durability == "fsync_each":
                 self._sync()
             if isinstance(waiting.record, Committed) and not self._keep:
@@ -323,24 +301,24 @@ class Journal:
         self._synced_s = self._now()
         metrics.journal_sync_seconds.observe(self._synced_s - started_s)
         self._is_dirty = False
-        self._are_durable()
+        self._mark_durable()
 
-    def _are_durable(self) -> None:
+    def _mark_durable(self) -> None:
         for _ in range(self._num_written):
             self._waiting.popleft()
         self._num_durable += self._num_written
         self._num_written = 0
         self._safe_size = self._size
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     # -- retirement ----------------------------------------------------------------------------------------------------
 
-    def _note(self, record: Record, segment: int | None) -> None:
-        """Which groups may still be trained from the journal."""
+    def _track(self, record: JournalRecord, segment: int | None) -> None:
+        """Keep track of which groups may still be trained from the journal."""
         match record:
             case Delivered(lease_id=lease_id) if segment is not None:
                 self._unsettled[lease_id] = segment
@@ -357,18 +335,18 @@ class Journal:
                 self._issued = [issued for issued in self._issued if issued.step > step]
 
     def _retire(self) -> None:
-        """Take the bodies out of segments in which no group is of any use. What fails is tried at the next checkpoint."""
+        """Remove the bodies of segments whose groups are all of no use. What fails is tried at the next checkpoint."""
         for number in sorted(self._with_bodies - set(self._unsettled.values()) - {self._number}):
             try:
-                _take_bodies_out(segment_path(self._folder, number), self._disk)
+                _remove_bodies(segment_path(self._folder, number), self._disk)
             except OSError as error:
                 log.warning("segment %d of the journal %s could not be retired: %s", number, self._folder, error)
             else:
                 self._with_bodies.discard(number)
 
 
-def _take_bodies_out(path: Path, disk: Disk) -> None:
-    """Rewrite a segment without the bodies of its groups; the old file or the new one is there, never neither."""
+def _remove_bodies(path: Path, disk: Disk) -> None:
+    """Rewrite a segment without the bodies of its groups. At every moment the old file or the new one is there."""
     parts: list[Buffer] = []
     for item in scan(path.read_bytes()):
         if not isinstance(item, Whole):
@@ -383,3 +361,7 @@ def _take_bodies_out(path: Path, disk: Disk) -> None:
         os.close(descriptor)
     os.replace(temporary, path)
     disk.sync_folder(path.parent)
+
+
+Ledger = InMemory | Journal
+"""Where a buffer records what became of its groups."""

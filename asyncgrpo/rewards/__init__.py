@@ -1,7 +1,7 @@
-"""How completions are scored: rules by `data_source`, or a function of the user's own.
+"""Rewards: how completions are scored, by a rule for their `data_source` or by a function of the user.
 
-`build_reward` is the one door. Whatever could hang, crash or import half the world runs in worker processes that can be
-killed (`pool.py`); a call that goes wrong comes back as a named failure, never as a silent 0.
+`build_reward` makes them. Code that could hang, crash or import large libraries runs in worker processes that can be
+killed (`pool.py`). A call that fails comes back as a named failure, never as a silent 0.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,13 @@ def build_reward(
     extra_rules: dict[str, Callable[[str, Any], float]] | None = None,
     import_timeout_s: float = START_TIMEOUT_S,
 ) -> Reward:
-    """The reward that `config` asks for. Blocks while a user's function is checked, about as long as its imports take.
+    """Build the reward that `config` asks for. Blocks while a user's function is checked, as long as its imports take.
 
     Args:
-        config: with `function`, completions are scored by that function; without, by the rule of their `data_source`.
+        config: with `function`, that function scores completions; without, the rule for their `data_source` does.
         extra_rules: rules by exact `data_source`, beside the built-in ones: `rule(completion_text, ground_truth)` gives
-            the score. They run in this process, so they must be quick and unable to hang. No effect with `function`.
-        import_timeout_s: for the user's file to be imported, or `reward.timeout_s` if that is longer.
+            the score. They run in this process, so they must be quick and unable to hang. Unused with `function`.
+        import_timeout_s: how long the user's file may take to import; `reward.timeout_s` if that is longer.
     Raises:
         RewardError: the user's function cannot be loaded; the message says why in one sentence.
     """

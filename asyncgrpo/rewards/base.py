@@ -1,6 +1,6 @@
-"""What a reward is, and how what it returned or raised becomes a `Score`: a number within bounds or a named failure.
+"""The `Reward` protocol, and how a returned value or an exception becomes a `Score`.
 
-A reward never raises and never hangs for its caller. What goes wrong inside comes back as a named failure.
+A reward never raises and never hangs for its caller. A score is a number within bounds or a named failure.
 """
 
 import math
@@ -22,7 +22,7 @@ class Reward(Protocol):
     """Scores completions. Build one with `rewards.build_reward`."""
 
     async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """The score of one completion, always within the configured deadline (plus the time to kill a worker)."""
+        """Score one completion, always within the configured deadline (plus the time to kill a worker)."""
 
     async def close(self) -> None:
         """End every worker process."""
@@ -32,15 +32,15 @@ class Reward(Protocol):
 
 
 MAX_DETAIL = 500
-"""Characters; the bound that `Score.detail` promises."""
+"""The most characters of `Score.detail`."""
 MAX_PARTS = 32
-"""Parts become metrics, and metrics must stay few."""
+"""The most parts of a score: parts become metrics, and metrics must stay few."""
 LARGEST = 1e6
-"""Bound on the size of a reward. Advantages square rewards and sum the squares: far above it they overflow, and the group,
-or the whole batch, silently teaches nothing."""
+"""Bound on the size of a reward. Advantages sum squares of rewards: far above the bound they overflow, and the group, or
+the whole batch, has no gradient."""
 
 _ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
-"""Of a detail that `describe` made: place and type."""
+"""Matches place and type in a detail that `describe` made."""
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {os.path.dirname(os.path.abspath(__file__)) + os.sep, "<"}
@@ -48,12 +48,12 @@ _LIBRARIES = tuple(
 
 
 def failed(failure: str, detail: str = "", *, seconds: float = 0.0) -> Score:
-    """A score that says what went wrong instead of a number."""
+    """A score that names a failure."""
     return Score(failure=failure, detail=detail[:MAX_DETAIL], seconds=seconds)
 
 
 def score_of_call(function: Callable[[], Any]) -> Score:
-    """Call `function` and turn whatever happens into a score. Nothing escapes, not even `SystemExit`."""
+    """Call `function` and make a score of what it returns or raises. Nothing escapes, not even `SystemExit`."""
     try:
         return score_of_value(function())
     except BaseException as error:
@@ -61,7 +61,7 @@ def score_of_call(function: Callable[[], Any]) -> Score:
 
 
 def score_of_value(value: Any) -> Score:
-    """The score that a returned value stands for: a real number, or a mapping with one under `score`."""
+    """The score of a returned value: a real number, or a mapping with one under `score`."""
     if not isinstance(value, Mapping):
         return _score_of_number(value, "a reward")
     if "score" not in value:
@@ -76,7 +76,7 @@ def score_of_value(value: Any) -> Score:
 
 
 def _parts(value: Mapping[Any, Any]) -> tuple[dict[str, float], list[str]]:
-    """The named numbers beside `score`, and the names of those that cannot be kept. What is no number is no part."""
+    """The named numbers beside `score`, and the names of those that are left out. Other values are no parts."""
     parts: dict[str, float] = {}
     left_out = []
     for name, part in value.items():
@@ -114,7 +114,7 @@ def _number(value: Any) -> float | None:
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an error, and the user's line that it came from. An error of ours is a sentence already."""
+    """The text of an AsyncGRPOError; of any other error type, text and the user's line that it came from."""
     try:
         text = str(error)
     except Exception:
@@ -125,18 +125,18 @@ def describe(error: BaseException) -> str:
         [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     )
     name = type(error).__name__
-    # The place goes first: a long text must not push it over the end.
+    # The place stands first, so that a long text does not cut it off.
     return f"{place}: {name}: {text}" if place else f"{name}: {text}"
 
 
 def kind_of(score: Score) -> str:
-    """What kind of failure this is: its name, and of an exception its type and place, but never its text."""
+    """The kind of a failure: its name, and for an exception its type and place, but never its text."""
     origin = _ORIGIN.match(score.detail) if score.failure == "exception" else None
     return f"{score.failure} {origin[0]}" if origin else str(score.failure)
 
 
 def place_of(frames: list[tuple[str, int]]) -> str:
-    """`FILE:LINE` of the innermost frame outside of libraries, or nothing. Frames are innermost first."""
+    """`FILE:LINE` of the innermost frame outside libraries, or an empty text. Frames are given innermost first."""
     return next((f"{path}:{line}" for path, line in frames if not path.startswith(_LIBRARIES)), "")
 
 

@@ -1,4 +1,9 @@
-"""How often each thing happened, and when that is news: the first time, the tenth, the hundredth, and so on."""
+"""The circuit breaker of a reward: while every call fails, completions wait for their score and only probes are made.
+
+A circuit is *closed* while calls work. After a streak of failures a check makes two calls more; if both fail, the circuit
+is *open*: a probe is made from time to time, and the first call that works closes it. `Tally`, below, says when a failure
+is reported: the first time, the tenth, the hundredth, and so on.
+"""
 
 import asyncio
 import logging
@@ -10,60 +15,31 @@ from asyncgrpo import metrics
 from asyncgrpo.rewards.base import Reward, kind_of
 from asyncgrpo.types import Prompt, RewardHealth, Score
 
-# -- when a count is news ----------------------------------------------------------------------------------------------
-
-
-MAX_KINDS = 32
-"""A kind made of a message that is never the same must not fill the memory, nor the log."""
-REST = "others"
-
-
-class Tally:
-    """Counts by kind."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._told: dict[str, int] = {}
-
-    def add(self, kind: str, count: int = 1) -> int | None:
-        """Count; returns how many there are by now if that should be told, else None."""
-        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
-            kind = REST
-        total = self._counts[kind] = self._counts.get(kind, 0) + count
-        if total < 10 * self._told.get(kind, 0):
-            return None
-        self._told[kind] = total
-        return total
-
-
-# -- the circuit breaker -----------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 
 STREAK = 8
-"""Failures in a row that look like an outage."""
+"""Failures in a row after which a check is made."""
 SLOW_STREAK, SLOW_S = 3, 15.0
-"""So few do where they took so long: a call that runs out of time fails only every `reward.timeout_s`."""
+"""A check is also made after this many failures over this time: a call that times out takes `reward.timeout_s`."""
 TRIES = 2
-"""Calls of a check that must fail before it is an outage."""
+"""Calls of a check that must fail before the circuit opens."""
 FIRST_PROBE_S, LAST_PROBE_S = 1.0, 60.0
-"""Between two probes; the interval doubles from the first to the last."""
+"""The interval between two probes doubles from the first to the last."""
 HOLD_S = 60.0
-"""For which a completion waits for its score."""
+"""How long a completion waits for its score."""
 KEPT = 8
-"""Prompts of which a call is kept to probe with."""
+"""Prompts of which one call each is kept to probe with."""
 OF_THE_PROMPT = frozenset({"unknown_source", "aborted"})
-"""Failures that say nothing of the reward itself."""
+"""Failures that say nothing about the reward itself."""
 
 
 class RewardsPaused(Exception):
-    """No completion can be scored at present. It is nobody's fault who waits for a score."""
+    """No completion can be scored at present. No prompt or completion is the cause."""
 
 
 @dataclass(frozen=True)
 class News:
-    """A kind of failure that was seen for the first time, or ten times as often as when it was last told of."""
+    """A kind of failure that was seen for the first time, or ten times as often as when it was reported last."""
 
     kind: str
     detail: str
@@ -76,12 +52,12 @@ class _Call(NamedTuple):
 
 
 class Breaker:
-    """Calls `reward` as long as it works. Use it from one event loop."""
+    """Calls `reward` while it works, and probes it while it does not. Use it from one event loop."""
 
     def __init__(self, reward: Reward, *, at_once: int) -> None:
         """
         Args:
-            at_once: calls made at the same time; the others wait here, so that none is made any more in an outage.
+            at_once: calls made at the same time; the others wait here, so that no call is made while the circuit is open.
         """
         self._reward = reward
         self._turn = asyncio.Semaphore(at_once)
@@ -95,16 +71,16 @@ class Breaker:
         self._failing_since_s: float | None = None
         self._last = ""
         self._good: _Call | None = None  # the last that worked
-        # That failed or wait since, one a prompt, the one to be tried next at the end.
-        self._isolated: OrderedDict[str, _Call] = OrderedDict()
+        # Calls that failed, or wait since then, one for each prompt; the last one is tried next.
+        self._probes: OrderedDict[str, _Call] = OrderedDict()
         self._tries_good = False
         self._tally = Tally()
         self._news: list[News] = []
         self.changed = asyncio.Event()
-        """Set when `health` says something else, or there is news."""
+        """Set when `health` has changed or there is news."""
 
     async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """The score of one completion, or the name of what went wrong.
+        """Score one completion.
 
         Raises:
             RewardsPaused: no call has worked for `HOLD_S`.
@@ -119,10 +95,10 @@ class Breaker:
                     return await self._make(call)
 
     async def works(self) -> None:
-        """Return once a call has worked since the last one that failed.
+        """Return once a call has worked since the last failure.
 
         Raises:
-            RewardsPaused: none has for `HOLD_S`.
+            RewardsPaused: no call has worked for `HOLD_S`.
         """
         if self._streak:
             self._begin_check()
@@ -152,7 +128,7 @@ class Breaker:
         )
 
     def news(self) -> list[News]:
-        """Since the last call of this."""
+        """The failures to report since the last call of this method."""
         news, self._news = self._news, []
         return news
 
@@ -190,9 +166,9 @@ class Breaker:
             self._begin_check()
 
     def _keep(self, call: _Call) -> None:
-        self._isolated.setdefault(call.prompt.prompt_id, call)
-        if len(self._isolated) > KEPT:
-            self._isolated.popitem(last=False)
+        self._probes.setdefault(call.prompt.prompt_id, call)
+        if len(self._probes) > KEPT:
+            self._probes.popitem(last=False)
 
     async def _until_closed(self) -> None:
         try:
@@ -216,11 +192,11 @@ class Breaker:
             self.changed.set()
         self._check = self._opened_s = self._failing_since_s = None
         self._streak = 0
-        self._isolated.clear()
+        self._probes.clear()
         self._closed.set()
 
     async def _probe(self) -> None:
-        """Until a call works, whoever makes it."""
+        """Check, and if the check fails open the circuit and probe, until any call works."""
         for _ in range(TRIES):
             if await self._works_now():
                 return
@@ -243,7 +219,7 @@ class Breaker:
         return True
 
     async def _works_now(self) -> bool:
-        """Make one probe; says whether the circuit is closed after it."""
+        """Make one probe. Returns whether the circuit is closed after it."""
         async with self._turn:
             if self._check is asyncio.current_task():
                 call = self._next_probe()
@@ -254,10 +230,37 @@ class Breaker:
         return self._check is not asyncio.current_task()
 
     def _next_probe(self) -> _Call:
-        """In turn what worked last and a call of each prompt that failed or waits, those first that came last."""
+        """Choose a call: in turn the one that worked last, and one of a prompt that failed or waits, the latest first."""
         self._tries_good = not self._tries_good
-        if self._good is not None and (self._tries_good or not self._isolated):
+        if self._good is not None and (self._tries_good or not self._probes):
             return self._good
-        prompt_id = next(reversed(self._isolated))
-        self._isolated.move_to_end(prompt_id, last=False)
-        return self._isolated[prompt_id]
+        prompt_id = next(reversed(self._probes))
+        self._probes.move_to_end(prompt_id, last=False)
+        return self._probes[prompt_id]
+
+
+# -- when a failure is reported ----------------------------------------------------------------------------------------
+
+
+MAX_KINDS = 32
+"""The most kinds that are counted apart, so that kinds made of changing texts fill neither memory nor log."""
+REST = "others"
+"""The kind of all further kinds."""
+
+
+class Tally:
+    """Counts failures by kind, and says which count is to be reported."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
+
+    def add(self, kind: str, count: int = 1) -> int | None:
+        """Count failures of a kind. Returns their number if it is to be reported, else None."""
+        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
+            kind = REST
+        total = self._counts[kind] = self._counts.get(kind, 0) + count
+        if total < 10 * self._reported.get(kind, 0):
+            return None
+        self._reported[kind] = total
+        return total

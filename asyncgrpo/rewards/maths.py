@@ -1,16 +1,16 @@
-r"""The rule for mathematics: 1.0 if the final answer equals the ground truth, else 0.0. Runs inside a worker.
+r"""The rule for mathematics: 1.0 if the final answer equals the ground truth, else 0.0. It runs inside a worker.
 
-Where the final answer is, first hit counts:
+The final answer is the first of these that the completion has:
 
     gsm8k                 the number after the last `####`, the last `\boxed{}`, the free text
     all other sources     the last `\boxed{}`, the number after the last `####`, the free text
 
-In free text math-verify looks in the last 4,000 characters for what follows "final answer is" or "answer", else for the
+In free text, math-verify searches the last 4,000 characters for what follows "final answer is" or "answer", else for the
 last LaTeX or plain expression. Equality is math-verify's too: `1/2` is `0.5` and `50\%`, `x=5` is `5`, `1,234` is
-`1234`, units are dropped; roundings are not equal. What is no mathematics is compared as text.
+`1234`, units are dropped; roundings are not equal. Text that is no mathematics is compared as text.
 
-math-verify's own timers are off, because when one fires a hard comparison looks like a wrong answer; the pool's
-deadline names it instead.
+math-verify's own timers are off: when one fires, a hard comparison looks like a wrong answer. The pool's deadline names
+it as a timeout instead.
 """
 
 import logging
@@ -27,7 +27,7 @@ TAIL = 4_000
 """Characters of free text that are searched for an answer."""
 
 MAX_MEMORY = 4 << 30
-"""Bytes of address space of a worker: a tower of powers must not take the machine's memory before its deadline."""
+"""Bytes of address space of a worker, so that a tower of powers cannot take the machine's memory before its deadline."""
 
 _HASH = re.compile(
     r"####[ ]*(?P<number>[-+−]?[$€£¥]?[ ]?\d[\d,]*(?:\.\d+)?(?:/\d+)?[ ]?%?)(?:[ ]*[^\W\d]+)?[.。]?[ ]*$", re.MULTILINE
@@ -42,7 +42,7 @@ _APART = re.compile(rf"(?<=\d){_SPACE}(?=\d+(?![\d/]))")
 
 
 def load_maths(_: str = "") -> Callable[[Call], float]:
-    """Bound this process's memory, import math-verify and use it once, so that the first call finds it warm."""
+    """Bound this process's memory, import math-verify and use it once, so that the first call is as quick as others."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -52,7 +52,7 @@ def load_maths(_: str = "") -> Callable[[Call], float]:
 
 
 def score_maths(call: Call) -> float:
-    """1.0 if the answer's final answer equals the ground truth, or one of a list of them; else 0.0.
+    """1.0 if the final answer of the completion equals the ground truth, or one of a list of them; else 0.0.
 
     Raises:
         RewardError: the row has no ground truth.
@@ -65,7 +65,7 @@ def score_maths(call: Call) -> float:
 
 
 def final_answer(text: str, prefers_hash: bool) -> str | None:
-    """What the text marks as its final answer, or None."""
+    """The final answer that the text marks, or None."""
     finders = (_after_hash, last_boxed) if prefers_hash else (last_boxed, _after_hash)
     return next((found for find in finders if (found := find(text)) is not None), None)
 
@@ -105,7 +105,7 @@ def _equal(gold: str, final: str | None, answer: list[Any]) -> bool:
 
 
 def _parse_free(text: str) -> list[Any]:
-    """Find the answer in prose and parse it; an empty list if there is none."""
+    """Find the final answer in prose and parse it; an empty list if there is none."""
     from math_verify import parse
 
     return parse(_spaced(text[-TAIL:]), parsing_timeout=None)
@@ -120,14 +120,14 @@ def _parse_whole(text: str) -> list[Any]:
 
 
 def _tidy(text: str) -> str:
-    """One expression without Chinese units and trailing stops. Numbers that only a space parts stay apart.
+    """One expression without Chinese units and trailing stops. Numbers with only a space between them stay apart.
 
-    (math-verify reads `40 2` as a mixed number and adds: without this, it would be the answer 42.)
+    Otherwise math-verify would read `40 2` as a mixed number, and add: it would equal 42.
     """
     text = _spaced(text).strip().strip("$").rstrip(".,").strip() or text.strip()
     return _APART.sub(", ", _THOUSANDS.sub("", _MIXED.sub(r"\\frac{\1}{\2}", text)))
 
 
 def _spaced(text: str) -> str:
-    """Chinese characters and stops become spaces, so that the numbers between them are words of their own."""
+    """Replace Chinese characters and stops by spaces, so that the numbers between them are words of their own."""
     return _CHINESE.sub(" ", text.translate(_FULL_WIDTH).replace("答案", " answer "))

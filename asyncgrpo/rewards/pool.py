@@ -1,8 +1,8 @@
-"""Worker processes that score, and can be killed: the asyncio side.
+"""The pool of reward workers: processes that score completions, and are killed when they are late.
 
-`Pool.call` always comes back with a score. A call that is late has its worker's process group killed; a worker that
-dies is named; the next call starts a new one. Each worker has one call at a time and nothing is queued in between:
-callers wait their turn here, in order, and their deadline begins when their call does.
+`Pool.call` always returns a score. When a call is late, the process group of its worker is killed; when a worker dies,
+the score says so; the next call starts another worker. Each worker has one call at a time. Callers wait for their turn
+here, in order, and their deadline begins with their turn.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 """How long a worker may take to import what it scores with."""
 _GRACE_S = 0.05
-"""A late call gets this much longer, so that a reply which only waited for our own event loop still counts."""
+"""A late call gets this much longer, so that a reply that only waited for this event loop still counts."""
 _PLACE_TIMEOUT_S = 1.0
-"""For a late worker to say where it is. Only one that ignores signals takes it all."""
+"""How long a late worker may take to say where it is. Only a worker that ignores signals takes this long."""
 _KILL_TIMEOUT_S = 5.0
-"""SIGKILL works at once unless the kernel itself is stuck, for example on a dead network disk."""
+"""How long to wait after SIGKILL, which works at once unless the kernel is stuck, as on a dead network disk."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class _WorkerEnded(Exception):
-    """The pipe of a worker closed, or something that is no frame came out of it."""
+    """The pipe of a worker closed, or something other than a frame came out of it."""
 
 
 class _Worker:
-    """One running process."""
+    """One running worker process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -54,7 +54,7 @@ class _Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=os.environ | _ONE_THREAD,
-                start_new_session=True,  # its own process group to kill, and no Ctrl-C from the terminal
+                start_new_session=True,  # a process group of its own to kill, and no Ctrl-C from the terminal
             )
         except OSError as error:
             raise RewardError(f"no process could be started to score with {what}: {error}") from error
@@ -100,7 +100,7 @@ class _Worker:
             raise _WorkerEnded from error
 
     async def place(self) -> str:
-        """`FILE:LINE` where the worker is now, if it can say. After this the worker is good for nothing but killing."""
+        """`FILE:LINE` where the worker is now, if it can say. After this the worker can only be killed."""
         text, place = b"", ""
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             self._process.send_signal(signal.SIGUSR1)
@@ -113,7 +113,7 @@ class _Worker:
         return place
 
     async def kill(self) -> str:
-        """End the process and all it started; says how it had ended, for a person."""
+        """Kill the process and all it started. Returns how it ended, for a person."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._stdin.close()
@@ -126,7 +126,7 @@ class _Worker:
 
 
 class _Slot:
-    """The place of one worker, which may come and go."""
+    """A place for one worker, which may be started and killed many times."""
 
     def __init__(self, target: str, argument: str, start_timeout_s: float) -> None:
         self._start = (target, argument, start_timeout_s)
@@ -134,13 +134,14 @@ class _Slot:
 
     async def ready(self) -> _Worker:
         """The worker, started if there is none. Raises RewardError."""
-        if self._worker is not None and self._worker.has_ended:  # between two calls: nobody's fault
+        if self._worker is not None and self._worker.has_ended:  # between two calls: no call is charged with it
             await self.clear()
         if self._worker is None:
             self._worker = await _Worker.start(*self._start)
         return self._worker
 
     async def score(self, body: bytes, timeout_s: float) -> Score:
+        """Score one framed call, or name what went wrong."""
         try:
             worker = await self.ready()
         except RewardError as error:
@@ -167,16 +168,16 @@ class _Slot:
             raise
 
     async def clear(self) -> str:
-        """Kill the worker if there is one; says how it ended."""
+        """Kill the worker if there is one. Returns how it ended."""
         worker, self._worker = self._worker, None
         return await worker.kill() if worker else "was not running"
 
 
 class Pool:
-    """`workers` processes that score with `factory(argument)`, where `target` is `module:factory`.
+    """Up to `workers` processes that score with `factory(argument)`, where `target` is `module:factory`.
 
-    Workers start when calls need them; their start does not count against a call's deadline. Use a pool from one
-    event loop, in a thread that outlives it: the kernel ends a worker with the thread that started it.
+    Workers start when calls need them, outside the call's deadline. Use a pool from one event loop, in a thread that
+    outlives it: the kernel ends a worker with the thread that started it.
     """
 
     def __init__(
@@ -191,14 +192,14 @@ class Pool:
         self._timeout_s = timeout_s
         self._all = [_Slot(target, argument, start_timeout_s) for _ in range(workers)]
         self._free = list(self._all)
-        """Last in, first out: a warm worker is taken again before a second one is started."""
+        """Used last in, first out: a warm worker is taken again before a second one is started."""
         self._turn = asyncio.Semaphore(workers)
-        """Counts what is in `_free`; callers wait here, first come, first served."""
+        """Counts the slots in `_free`; callers wait here, first come, first served."""
         self._running: set[asyncio.Task[Score]] = set()
         self._closed = False
 
     async def start(self) -> None:
-        """Start one worker now, to learn at once whether it can. Raises RewardError with the reason."""
+        """Start one worker now, to see whether it can. Raises RewardError with the reason."""
         slot = await self._take()
         try:
             await slot.ready()
@@ -208,9 +209,9 @@ class Pool:
             self._give_back(slot)
 
     async def call(self, call: Call) -> Score:
-        """The score of one completion, at most `timeout_s` after its turn came (plus the time to kill or start a worker).
+        """Score one completion, at most `timeout_s` after its turn came (plus the time to kill or start a worker).
 
-        Cancelling loses only this completion: before its turn the call is dropped; after, it runs to its end unheard.
+        Cancelling loses only this score: before its turn the call is dropped, after that it runs to its end.
         """
         try:
             body = frame(call)
@@ -236,7 +237,7 @@ class Pool:
         self._turn.release()
 
     async def close(self) -> None:
-        """End every worker. Calls that run or wait come back as `aborted`."""
+        """End every worker. Calls that run or wait return `aborted`."""
         self._closed = True
         for running in list(self._running):
             await _cancel(running)

@@ -1,9 +1,9 @@
-"""Rules by `data_source`: which rule scores which source, and where it runs.
+"""The rules by `data_source`: which rule scores which source, and where it runs.
 
-Text rules (`qa`, `trivia`, `classification`, `exact_match`) and the caller's extra rules are quick string functions
-that cannot hang: they run in this process. Mathematics can hang, so it runs in worker processes (`maths.py`). A source
-is known by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as `openai/gsm8k`, but
-`mathqa` not as `math`.
+Text rules (`qa`, `trivia`, `classification`, `exact_match`) and the caller's extra rules are quick string functions that
+cannot hang: they run in this process. Mathematics can hang, so it runs in worker processes (`maths.py`). A source is
+matched by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as `openai/gsm8k`, but `mathqa`
+does not count as `math`.
 """
 
 import re
@@ -40,7 +40,7 @@ _NO_CODE = "code is not scored yet, because that needs a sandbox; give a functio
 
 
 class RuleReward:
-    """Scores by the rule of the prompt's source; mathematics in `workers` processes, at most `timeout_s` a call."""
+    """Scores by the rule for the prompt's source. Mathematics has `workers` processes, and `timeout_s` for a call."""
 
     def __init__(self, *, timeout_s: float, workers: int, extra_rules: dict[str, TextRule] | None = None) -> None:
         self._text_rules = TEXT_RULES | (extra_rules or {})
@@ -48,17 +48,17 @@ class RuleReward:
 
     @property
     def known_sources(self) -> list[str]:
-        """The names that `data_source` may begin with."""
+        """The names with which `data_source` may begin."""
         return sorted({*self._text_rules, *MATHS_SOURCES})
 
     def check_sources(self, sources: set[str]) -> None:
-        """Raises RewardError if one of `sources` has no rule; the message lists those that have."""
+        """Raise RewardError if one of `sources` has no rule; the message lists those that have one."""
         unknown = sorted(source for source in sources if self._rule(source) is None)
         if unknown:
             raise RewardError(self._complaint(", ".join(map(repr, unknown)), any_code=any(map(_is_code, unknown))))
 
     async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """The score of one completion, or the name of what went wrong. See `rewards.base.Reward`."""
+        """Score one completion. See `rewards.base.Reward`."""
         rule = self._rule(prompt.source)
         if rule is None:
             complaint = self._complaint(repr(prompt.source), any_code=_is_code(prompt.source))
@@ -97,15 +97,15 @@ def _is_under(source: str, name: str) -> bool:
 
 
 def exact_match(completion_text: str, ground_truth: Any) -> float:
-    """1.0 if the completion is the ground truth, but for blanks around them."""
+    """1.0 if the completion equals the ground truth; white space around them does not count."""
     return float(any(completion_text.strip() == gold.strip() for gold in _golds(ground_truth)))
 
 
 def text_match(completion_text: str, ground_truth: Any) -> float:
-    """1.0 if the completion says the ground truth, or one of a list; upper case, punctuation and articles do not count.
+    """1.0 if the completion gives the ground truth, or one of a list; case, punctuation and articles do not count.
 
-    What stands in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是` must equal it. Without
-    such a mark it must occur as whole words in the last line that is not empty.
+    The text in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是` must equal it. Without such a
+    mark it must occur as whole words in the last line that is not empty.
     """
     golds = [normalise(gold) for gold in _golds(ground_truth)]
     marked = _marked(completion_text)
@@ -116,7 +116,7 @@ def text_match(completion_text: str, ground_truth: Any) -> float:
 
 
 def label_match(completion_text: str, ground_truth: Any) -> float:
-    """1.0 if the label is the ground truth. The label is what is marked as for `text_match`, else the last line."""
+    """1.0 if the label equals the ground truth. The label is marked as for `text_match`, or is the last line."""
     marked = _marked(completion_text)
     label = normalise(_last_line(completion_text) if marked is None else marked)
     return float(label in [normalise(gold) for gold in _golds(ground_truth)])
@@ -138,7 +138,7 @@ _ANNOUNCED = re.compile(
 
 
 def _golds(ground_truth: Any) -> list[str]:
-    """The texts that are right: one, a list of them, or Search-R1's `{"target": [...]}`. Raises RewardError if none."""
+    """The correct texts: one, a list of them, or Search-R1's `{"target": [...]}`. Raises RewardError without any."""
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth.get("target")
     golds = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
@@ -149,7 +149,7 @@ def _golds(ground_truth: Any) -> list[str]:
 
 
 def _marked(text: str) -> str | None:
-    """What the completion marks as its final word, or None."""
+    """The final answer that the completion marks, or None."""
     if tagged := _TAGGED.findall(text):
         return str(tagged[-1])
     if (boxed := last_boxed(text)) is not None:
@@ -163,14 +163,14 @@ def _last_line(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Lower case, width and accents composed, no punctuation, no English articles, single spaces."""
+    """Normalise to lower case, composed characters, no punctuation, no English articles and single spaces."""
     text = unicodedata.normalize("NFKC", text).casefold()
     text = "".join(" " if unicodedata.category(character)[0] in "PC" else character for character in text)
     return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
 
 
 def _occurs(gold: str, line: str) -> bool:
-    """Whether `gold` is in `line` as whole words; Chinese has no spaces, so there any place will do."""
+    """Whether `gold` occurs in `line` as whole words; in Chinese, which has no spaces, at any place."""
     if re.search(r"[\u2e80-\u9fff]", gold):
         return gold in line
     return f" {gold} " in f" {line} "

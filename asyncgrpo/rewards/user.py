@@ -1,9 +1,9 @@
-"""Reward functions that users bring: `my_reward.py` or `my_reward.py:name`.
+"""Reward functions of users: `my_reward.py` or `my_reward.py:name`.
 
-The file is only ever run inside a worker process. What is wrong with it is said at the start in one sentence, before
-any GPU time is spent. A function may take any of the names of verl's `compute_score(data_source, solution_str,
-ground_truth, extra_info=None)` and of `f(prompt, completion, completion, info)`. It gives a number, or a dict with `score`
-and named parts, and may be `async`; one worker awaits one call at a time.
+The file only runs inside worker processes. It is checked at the start of a run, and an error is one sentence, before any
+GPU time is spent. A function may take any of the names of verl's `compute_score(data_source, solution_str,
+ground_truth, extra_info=None)` and of `f(prompt, completion, answer, info)`. It returns a number, or a dict with `score`
+and named parts. It may be `async`; one worker awaits one call at a time.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ _SIGNATURES = f"compute_score({', '.join(_VERL)}) or any of the names {', '.join
 
 
 class UserReward:
-    """Scores with the function that `spec` names, in `workers` processes; a call may take `timeout_s`."""
+    """Scores with the user's function `spec`, in `workers` processes; a call may take `timeout_s`."""
 
     def __init__(self, spec: str, *, timeout_s: float, workers: int) -> None:
         self._pool = Pool(_TARGET, spec, workers=workers, timeout_s=timeout_s)
 
     async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """The score of one completion, or the name of what went wrong. See `rewards.base.Reward`."""
+        """Score one completion. See `rewards.base.Reward`."""
         return await self._pool.call(call_of(prompt, completion_text))
 
     async def close(self) -> None:
@@ -58,7 +58,7 @@ class UserReward:
 
 
 def call_of(prompt: Prompt, completion_text: str) -> Call:
-    """What a worker needs to know of a prompt."""
+    """The call to a worker that scores a completion of this prompt."""
     return Call(
         data_source=prompt.source,
         completion_text=completion_text,
@@ -69,10 +69,10 @@ def call_of(prompt: Prompt, completion_text: str) -> Call:
 
 
 def check_user_function(spec: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Load the function in a worker and end the worker. Blocks as long as the file's imports take.
+    """Check a user's function: load it in a worker, which then ends. Blocks as long as the file's imports take.
 
     Raises:
-        RewardError: there is no such file or function, it cannot be imported, or nobody knows its parameters.
+        RewardError: there is no such file or function, it cannot be imported, or its parameters are unknown.
     """
     problems: list[BaseException] = []
 
@@ -95,7 +95,7 @@ def check_user_function(spec: str, *, timeout_s: float = START_TIMEOUT_S) -> Non
         except BaseException as problem:
             problems.append(problem)
 
-    # A thread of its own, because the caller may stand in a running event loop.
+    # In a thread of its own, because the caller may be inside a running event loop.
     thread = threading.Thread(target=run, name="reward-check")
     thread.start()
     thread.join()
@@ -104,10 +104,10 @@ def check_user_function(spec: str, *, timeout_s: float = START_TIMEOUT_S) -> Non
 
 
 def load_user_function(spec: str) -> Callable[[Call], Any]:
-    """Run the user's file and give its function, called by the names it takes. For worker processes only.
+    """Run the user's file and return its function, called by the names it takes. For worker processes only.
 
     Raises:
-        RewardError: one sentence that names the file and what to mend.
+        RewardError: one sentence that names the file and what to fix.
     """
     path, name = split_spec(spec)
     function = _function(_run_file(path), path, name)
@@ -119,17 +119,17 @@ def load_user_function(spec: str) -> Callable[[Call], Any]:
 
 
 def split_spec(spec: str) -> tuple[Path, str]:
-    """`my_reward.py:name` as an absolute path and a name; the name is `compute_score` if there is none."""
+    """Split `my_reward.py:name` into an absolute path and a name, which is `compute_score` by default."""
     head, colon, tail = spec.rpartition(":")
     path, name = (head, tail) if colon and tail.isidentifier() else (spec, DEFAULT_NAME)
     return Path(path).expanduser().absolute(), name
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Import the file as running it would: its folder comes first on the path, so that it finds its neighbours."""
+    """Import the file as running it would: its folder comes first on the path, so that it finds its own modules."""
     if not path.is_file():
         raise RewardError(f"there is no reward file {path}")
-    # Under its own name if that is free, so that a neighbour which imports it back gets the same module.
+    # Under its own name if that is free, so that a module that imports it back gets the same module.
     taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
     found = importlib.util.spec_from_file_location(f"_reward_{path.stem}" if taken else path.stem, path)
     if found is None or found.loader is None:
@@ -143,7 +143,7 @@ def _run_file(path: Path) -> ModuleType:
         line = (error.text or "").strip()
         raise RewardError(f"{error.filename}, line {error.lineno}: {error.msg}: {line}") from error
     except BaseException as error:
-        traceback.print_exc()  # the sentence has the user's line; the whole way there is on stderr
+        traceback.print_exc()  # the sentence has the user's line; stderr has the whole traceback
         raise RewardError(f"{path} cannot be imported: {describe(error)}") from error
     return module
 
@@ -162,14 +162,14 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
 
 
 def _bind(function: Callable[..., Any], signature: inspect.Signature, what: str) -> Callable[[Call], Any]:
-    """How to call `function`: by the names it takes, or in verl's order if the names are its own."""
+    """How to call `function`: by the names it takes, or by position in verl's order if its names are unknown."""
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p.name for p in named if p.default is p.empty]
     known = [p.name for p in named if p.name in _KNOWN]
     if inspect.Parameter.POSITIONAL_ONLY in kinds or not set(required) <= _KNOWN.keys():
         return _by_position(function, [p.name for p in named if p.kind != p.KEYWORD_ONLY], required, what)
-    if inspect.Parameter.VAR_KEYWORD in kinds:  # gets the rest of the naming that the function speaks
+    if inspect.Parameter.VAR_KEYWORD in kinds:  # it gets the other names of the same naming as well
         speaks_verl = not known or any(name in _VERL for name in known)
         known += [name for name in (_VERL if speaks_verl else _KEYWORD) if name not in known]
     elif inspect.Parameter.VAR_POSITIONAL in kinds and not known:
@@ -182,7 +182,7 @@ def _bind(function: Callable[..., Any], signature: inspect.Signature, what: str)
 def _by_position(
     function: Callable[..., Any], names: list[str], required: list[str], what: str
 ) -> Callable[[Call], Any]:
-    """verl's order for three or four required parameters, unless a name that we know stands elsewhere in it."""
+    """Call by position, in verl's order, with three or four required parameters, none of a known name out of place."""
     order = list(_VERL)
     agrees = all(name == expected or name not in _KNOWN for name, expected in zip(names, order, strict=False))
     if not agrees or not 3 <= len(required) <= 4 or not set(required) <= set(names[:4]):

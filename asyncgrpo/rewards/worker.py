@@ -1,6 +1,7 @@
-"""What the pool and its workers say to each other: msgpack in frames that begin with their length.
+"""A reward worker: the messages between it and the pool, and its process.
 
-The pool sends a `Call` and the worker answers with a `Score`, one at a time. A worker's first frame is a `WorkerReady`.
+Messages are msgpack in frames that begin with their length. The pool sends a `Call` and the worker replies with a
+`Score`, one at a time. A worker's first frame is a `WorkerReady`.
 """
 
 import asyncio
@@ -30,17 +31,17 @@ from asyncgrpo.types import Score
 
 LENGTH = struct.Struct("!I")
 MAX_REPLY = 1 << 20
-"""Bytes. A longer reply means that something else wrote into the pipe."""
+"""Most bytes of a reply. A longer one means that something else wrote into the pipe."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker has loaded what it scores with, or says why it cannot."""
+    """Tells that a worker has loaded its scorer, or why it cannot."""
 
     error: str = ""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion to score, and what a reward may look at."""
+    """One completion to score, and what its reward may read."""
 
     data_source: str
     completion_text: str
@@ -56,7 +57,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def read_frame(file: BinaryIO) -> bytes | None:
-    """The body of the next frame, or None at the end of the file."""
+    """Read the body of the next frame; None at the end of the file."""
     head = file.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -69,7 +70,7 @@ def read_frame(file: BinaryIO) -> bytes | None:
 
 
 Scorer = Callable[[Call], Any]
-"""What a worker runs: gives a number or a dict, or an awaitable of one."""
+"""Scores one call in a worker: returns a number or a dict, or an awaitable of one."""
 
 BOOT = (
     "import json, sys; boot = json.loads(sys.argv[1]); sys.path[:] = boot['path']; "
@@ -81,7 +82,7 @@ _PR_SET_PDEATHSIG = 1
 def command(target: str, argument: str) -> list[str]:
     """The command line of a worker that scores with `factory(argument)`, where `target` is `module:factory`.
 
-    It finds the modules that this process finds; the factory gives a `Scorer`.
+    It finds the modules that this process finds. The factory returns a `Scorer`.
     """
     boot = {"path": sys.path, "parent": os.getpid(), "target": target, "argument": argument}
     return [sys.executable, "-u", "-c", BOOT, json.dumps(boot)]
@@ -136,21 +137,21 @@ def _load(target: str, argument: str) -> Scorer:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, in whatever way."""
+    """Ask the kernel to kill this process when the thread that started it ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before that
         os._exit(1)
 
 
 def _be_expendable() -> None:
-    """When memory runs out, lose a worker and not the trainer; and a crash leaves no core file."""
+    """Let the kernel kill this worker before the trainer when memory runs out, and write no core file in a crash."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the pool's pipes to descriptors that no child inherits; leave an empty stdin and stdout joined to stderr."""
+    """Move the pool's pipes to descriptors that no child inherits. stdin is empty then, and stdout goes to stderr."""
     calls, scores = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,10 +1,10 @@
-"""Low-rank adapters and the base weights below them: one merge for the learner and for every generator, to the last bit.
+"""Merges low-rank adapters into their base weights, with bitwise identical results on the learner and every generator.
 
-The product of an adapter's two matrices is exact in float64 before it is rounded, so it depends neither on the order in
-which a library sums nor on how many threads, which instructions or which device it uses. Whoever merges the same bytes
-holds the same bytes, and the checksums of engines on different machines can be compared.
+The product of an adapter's two matrices is exact in float64 before it is rounded. So it does not depend on the order in
+which a library sums, nor on threads, instructions or device. Processes that merge the same bytes get the same bytes, and
+the checksums of engines on different machines can be compared.
 
-Files are mapped into memory and read tensor by tensor, so a base costs page cache and no copy.
+The files of the base are mapped into memory and read tensor by tensor, so a base costs page cache and no copy.
 """
 
 import json
@@ -23,20 +23,20 @@ from asyncgrpo.errors import WeightsError
 
 
 DOWN, UP = ".lora_A", ".lora_B"
-"""A published adapter of the weight W is W.lora_A, [rank, in], and W.lora_B, [out, rank] with the scale multiplied in."""
+"""A published adapter of the weight W is W.lora_A [rank, in] and W.lora_B [out, rank], the scale multiplied in."""
 SAMPLES = 4096
-"""Values of one tensor that `fingerprint` looks at; all of a smaller one."""
-_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # elements merged at once: on a CPU all of it stays in a core's cache
+"""Values of one tensor that `fingerprint` reads; of a smaller tensor it reads all."""
+_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # elements merged at once: on a CPU they stay in a core's cache
 _EXACT = 53  # bits of a float64: integers up to 2^53 are exact
 
 
 @torch.no_grad()
 def merge(base: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
-    """base + up @ down, added in float32 and rounded once.
+    """Compute base + up @ down, added in float32 and rounded once.
 
-    First every rank-one part gets a `down` of size about 1, by a power of two that `up` takes over. Then `up` and `down`
-    are rounded to 22 to 26 bits relative to the largest value of a row of `up` and of a column of `down`, which is about
-    what float32 itself keeps. Their product is exact until it is rounded to float32.
+    First, a power of two moves from each row of `down` to `up`, so that rows of `down` have size about 1. Then `up` and
+    `down` are rounded to 22 to 26 bits relative to the largest value of a row of `up` and of a column of `down`: about
+    what float32 itself keeps. Their product is then exact until it is rounded to float32.
 
     Args:
         base: [out, in], any floating dtype.
@@ -44,7 +44,7 @@ def merge(base: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
         down: [rank, in] float32.
         dtype: of the result.
     Returns:
-        [out, in] on the device of `up`; of the same bits on every device.
+        [out, in] on the device of `up`; bitwise identical on every device.
     """
     rank = down.shape[0]
     bits = (_EXACT - (rank - 1).bit_length()) // 2
@@ -59,26 +59,26 @@ def merge(base: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _on_grid(matrix: Tensor, bits: int, *, dim: int) -> Tensor:
-    """The nearest multiples of a power of two, at most 2^bits of them, one power for each line along `dim`.
+    """Round to multiples of a power of two, at most 2^bits of them, with one power for each line along `dim`.
 
-    Products of two such numbers are multiples of one power of two for each element of the result, and a sum of `rank` of
-    them stays below 2^53 multiples: every partial sum is exact.
+    For each element of the result, the products of two such numbers are multiples of one power of two, and a sum of
+    `rank` products stays below 2^53 multiples: every partial sum is exact.
     """
     step = _power_of_two(matrix, dim=dim) * 2.0**-bits
     return (matrix / step).round_().mul_(step)
 
 
 def _power_of_two(matrix: Tensor, *, dim: int) -> Tensor:
-    """Float64, the smallest above every absolute value of a line along `dim`; 1 for a line of zeros."""
+    """The smallest power of two above all absolute values of a line along `dim`, float64; 1 for a line of zeros."""
     exponent = torch.frexp(matrix.abs().amax(dim, keepdim=True)).exponent.long()
-    return ((exponent + 1023) << 52).view(torch.float64)  # the bits of it, which `pow` need not hit
+    return ((exponent + 1023) << 52).view(torch.float64)  # made of its bits, as `pow` need not be exact
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Tells one set of base weights from another: 32 hex digits over names, shapes and an even sample of the values.
+    """Identify a set of base weights: 32 hex digits over names, shapes and an even sample of the values.
 
-    Two models that were trained apart differ nearly everywhere, so the sample finds them out; one changed value it may
-    miss. Values are compared as float32, whatever they are kept in.
+    Models that were trained apart differ nearly everywhere, so the sample tells them apart; it may miss one changed
+    value. Values are compared as float32, whatever their dtype is.
     """
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
@@ -89,7 +89,7 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def content_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """32 hex digits over names and all bytes of CPU tensors, in their order."""
+    """Digest names and all bytes of CPU tensors, in their order: 32 hex digits."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
         digest.update(name.encode())
@@ -98,7 +98,7 @@ def content_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def pairs(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name of the weight, `up` and `down` of each published adapter, from its two tensors one after the other."""
+    """For each published adapter the name of its weight, `up` and `down`. Its two tensors follow each other."""
     source = iter(tensors)
     for (down_name, down), (up_name, up) in zip(source, source, strict=True):
         name = down_name.removesuffix(DOWN)
@@ -115,7 +115,7 @@ INSTEAD = "set weights.adapters_only=false"
 
 
 class BaseWeights:
-    """Tensors of a Hugging Face folder by their names on disk."""
+    """The tensors of a Hugging Face folder by their names on disk."""
 
     def __init__(self, path: str) -> None:
         """
@@ -150,30 +150,29 @@ class BaseWeights:
         return self._files[name].get_tensor(name)
 
     def fingerprint(self, names: Iterable[str]) -> str:
-        """Of these tensors, in this order; compare with `merging.fingerprint` of others. Raises WeightsError."""
+        """The `fingerprint` of these tensors, in this order. Raises WeightsError."""
         return fingerprint((name, self.tensor(name)) for name in names)
 
 
 class AdapterMerger:
-    """What a generator has to make whole weights of the adapters that it receives."""
+    """Makes whole weights of the adapters that a generator receives."""
 
     def __init__(self, path: str, dtype: torch.dtype) -> None:
-        """Nothing is read before the first `merge`: then the engine has loaded the same files.
+        """Read nothing yet: at the first `merge` the engine has loaded the same files, and they are in the page cache.
 
         Args:
             path: of the base model.
-            dtype: of the merged weights, the engine's.
+            dtype: of the merged weights, the same as the engine's.
         """
-        self._path = path
-        self._dtype = dtype
+        self._path, self._dtype = path, dtype
         self._base: BaseWeights | None = None
         self._checked: tuple[str, tuple[str, ...]] | None = None
 
     def merge(self, tensors: Sequence[tuple[str, Tensor]], base: str) -> list[tuple[str, Tensor]]:
-        """Whole weights on the CPU by their names on disk, one for each adapter; adapters' device does the work.
+        """Merge adapters on their device. Returns whole weights on the CPU by their names on disk, one for each adapter.
 
         Args:
-            tensors: of `learner.adapters.PublishedAdapters`, in its order.
+            tensors: as `learner.publishing.PublishedAdapters` publishes them, in its order.
             base: fingerprint of the base that the learner trains on.
         Raises:
             WeightsError: the base here is another one, or cannot be read.
@@ -184,7 +183,7 @@ class AdapterMerger:
         return [(name, merge(self._base.tensor(name), up, down, self._dtype).to("cpu")) for name, up, down in adapters]
 
     def _check(self, base: str, names: tuple[str, ...]) -> None:
-        """Once for a base: its files are not expected to change below a running engine."""
+        """Compare the base with the learner's, once: its files are not expected to change below a running engine."""
         assert self._base is not None
         if self._checked == (base, names):
             return
@@ -197,7 +196,7 @@ class AdapterMerger:
 
 
 def _folder(path: str) -> Path:
-    """Where the files are. Raises WeightsError."""
+    """The folder of a model's files. Raises WeightsError."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder

@@ -1,10 +1,10 @@
-"""What publisher and receivers share: the order and packing of published weights, their digest, and the process group.
+"""What publisher and receivers share: the process group, and the order, packing and digest of published weights.
 
-It stands beside torch's default group, which the learner's ranks use among themselves, and holds no global state: when a
-member dies the group is dropped and a new one, of the next epoch, is built from those that are left.
+The process group stands beside torch's default group, which the learner's ranks use among themselves, and holds no
+global state. When a member dies, the group is dropped and the next one is formed of those that are left.
 
-Learner and generators plan the same buckets from the same list of tensors, so no offset ever travels. The digest is a
-sum over elements of a mixed (position, bits) pair: it needs no copy to the host, is the same on CPU and GPU, and adds up
+Learner and generators plan the same buckets from the same list of tensors, so no offset is sent. The digest is a sum
+over elements of a mixed (position, bits) pair: it needs no copy to the host, is the same on CPU and GPU, and adds up
 over buckets.
 """
 
@@ -25,9 +25,9 @@ from asyncgrpo.types import TensorInfo
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The meeting place, owned by the learner; its port is `store.port`.
+    """Open the learner's store, where the members of a group meet; its port is `store.port`.
 
-    It listens at `host` alone: left to itself, torch listens on every interface of the machine, and asks nobody who he is.
+    It listens at `host` alone. By default torch listens on every interface of the machine, without authentication.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, 0), family=family, backlog=1024)
@@ -39,7 +39,7 @@ def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def visit_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The same, as a guest."""
+    """Connect to the store that the learner serves."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -47,20 +47,21 @@ class BroadcastGroup:
     """Broadcasts from rank 0, each with a deadline."""
 
     def __init__(
-        self, store: dist.Store, *, epoch: int, rank: int, world: int, backend: str, host: str, timeout_s: float
+        self, store: dist.Store, *, number: int, rank: int, world: int, backend: str, host: str, timeout_s: float
     ) -> None:
-        """Meet the others. Blocks until all are there.
+        """Form the group. Blocks until all members are there.
 
         Args:
+            number: how often a group was formed; the members of this one have the same.
             host: address of this process's network interface; gloo binds to it.
         Raises:
-            RuntimeError: not everyone came within `timeout_s`.
+            RuntimeError: not all members came within `timeout_s`.
         """
         timeout = timedelta(seconds=timeout_s)
-        prefixed = dist.PrefixStore(f"weights/{epoch}", store)
+        prefixed = dist.PrefixStore(f"weights/{number}", store)
         prefixed.set_timeout(timeout)
         self.device = torch.device("cpu")
-        self._group: Any  # torch's stubs know neither of the two
+        self._group: Any  # torch's stubs know neither backend
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
             options: Any = dist.ProcessGroupNCCL.Options()
@@ -74,20 +75,18 @@ class BroadcastGroup:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
         self._options.rootTensor = 0
-        self._options.timeout = timeout
-        self._timeout = timeout
+        self._options.timeout = self._timeout = timeout
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send (rank 0) or fill (others) `flat`. Raises RuntimeError when a peer is gone or late."""
+        """Send `flat` (rank 0) or receive into it (others). Raises RuntimeError when a member is gone or late."""
         self._group.broadcast([flat], self._options).wait(self._timeout)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Drop the group without waiting for anyone."""
-        abort = getattr(self._group, "abort", None)
-        if abort is not None:
-            abort()
+        """Drop the group without waiting for its members."""
+        if hasattr(self._group, "abort"):
+            self._group.abort()
         del self._group
 
 
@@ -95,7 +94,7 @@ class BroadcastGroup:
 
 
 ALIGNMENT = 16
-"""Bytes. Every tensor starts at a multiple of it, so that a view of any dtype is aligned."""
+"""Every tensor starts at a multiple of so many bytes, so that a view of any dtype is aligned."""
 _MASK = 2**64 - 1
 _CHUNK = 2**22  # elements mixed at once; bounds the int64 scratch at 32 MiB per temporary
 _POSITION, _SPREAD, _FINAL = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -111,7 +110,7 @@ def size_bytes(info: TensorInfo) -> int:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel in one broadcast, each with its byte offset."""
+    """Tensors that one broadcast sends, each with its byte offset."""
 
     items: tuple[tuple[TensorInfo, int], ...]
     num_bytes: int
@@ -120,15 +119,23 @@ class Bucket:
         """[num_bytes] uint8 zeros: the gaps between tensors are part of the digest."""
         return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
 
+    def fill(self, source: Iterator[tuple[TensorInfo, Tensor]], device: torch.device | str) -> Tensor:
+        """[num_bytes] uint8 with the next tensors of `source`, which must be those of this bucket."""
+        flat = self.empty(device)
+        for (name, view), (info, tensor) in zip(self.views(flat), source, strict=False):
+            assert name == info.name, f"{name} expected, {info.name} given"
+            view.copy_(tensor)
+        return flat
+
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor, as views of `flat`."""
+        """Names and tensors, as views of `flat`."""
         for info, offset in self.items:
             raw = flat[offset : offset + size_bytes(info)]
             yield info.name, raw.view(dtype_of(info)).view(info.shape)
 
 
 def plan_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[Bucket]:
-    """Consecutive tensors up to `bucket_bytes` a bucket; a larger tensor has one of its own."""
+    """Buckets of consecutive tensors, up to `bucket_bytes` each; a larger tensor has a bucket of its own."""
     buckets: list[Bucket] = []
     items: list[tuple[TensorInfo, int]] = []
     used = 0
@@ -148,11 +155,11 @@ def _signed(constant: int) -> int:
 
 
 def digest(flat: Tensor, start: int = 0) -> int:
-    """Sum over the int32 words of `flat` of mix(position, bits), modulo 2^64.
+    """The digest of a bucket: the sum over its int32 words of mix(position, bits), modulo 2^64.
 
     Args:
         flat: [n] uint8, n a multiple of 4.
-        start: position of its first word in the whole, so that digests of the parts add up to that of the whole.
+        start: position of its first word in the publication, so that the digests of all buckets add up.
     """
     words = flat.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -166,7 +173,7 @@ def digest(flat: Tensor, start: int = 0) -> int:
 
 
 def add_digests(parts: Sequence[int]) -> str:
-    """The digest of the whole from those of its parts, as 16 hex digits."""
+    """The digest of a publication from those of its buckets, as 16 hex digits."""
     return f"{sum(parts) & _MASK:016x}"
 
 
@@ -175,15 +182,11 @@ def digest_of(layout: Sequence[TensorInfo], tensors: Iterable[tuple[TensorInfo, 
 
     Args:
         layout: of the tensors, in their order.
-        tensors: consumed to the end.
+        tensors: are consumed to the end.
     """
     source, digests, start = iter(tensors), [], 0
     for bucket in plan_buckets(layout, bucket_bytes):
-        flat = bucket.empty("cpu")
-        for (name, view), (info, tensor) in zip(bucket.views(flat), source, strict=False):
-            assert name == info.name, f"{name} expected, {info.name} given"
-            view.copy_(tensor)
-        digests.append(digest(flat, start))
+        digests.append(digest(bucket.fill(source, "cpu"), start))
         start += bucket.num_bytes // 4
     assert next(source, None) is None, "more tensors than the layout has"
     return add_digests(digests)

@@ -1,9 +1,9 @@
-"""A model's weight files: whether they are whole, and its tensors by the names and shapes that they have on disk.
+"""A model's weight files: its tensors by their names and shapes on disk, and whether the files are whole.
 
 Transformers fuses some tensors when it loads a model, above all the experts of a mixture: one `gate_up_proj` in memory
-is two matrices for each expert on disk. Engines and Hugging Face folders want what is on disk. The way back is
-transformers' own; what is added here is that each piece is a view of the tensor it comes from, so that reading pieces
-copies nothing and writing into them loads a model.
+is two matrices for each expert on disk. Engines and Hugging Face folders need the tensors as on disk. Transformers itself
+reverts the conversion. This file makes each piece a view of the tensor it comes from, so that reading pieces copies
+nothing, and writing into them loads a model.
 """
 
 import json
@@ -24,7 +24,7 @@ from asyncgrpo.weights.adapters import INDEX, SINGLE
 
 
 def saved_tensors(model: PreTrainedModel, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that a checkpoint has, by their names in memory, in a fixed order.
+    """The parameters and buffers that a checkpoint has, by their names in memory, in a fixed order.
 
     Args:
         remove_duplicate: a tied tensor appears once, under its first name.
@@ -37,23 +37,23 @@ def saved_tensors(model: PreTrainedModel, *, remove_duplicate: bool = True) -> I
 
 
 def disk_pieces(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What a checkpoint holds of one tensor of the model; the tensor itself, if it is the same on disk.
+    """The pieces of one tensor of the model as a checkpoint holds them; the tensor itself, if it is the same on disk.
 
     Args:
         model: knows how it was loaded; its weights are not read.
         name: of the tensor, in memory.
-        tensor: whole, in its shape in memory, on any device. On `meta` the pieces tell names and shapes for free.
+        tensor: whole, in its shape in memory, on any device. On `meta` the pieces give names and shapes at no cost.
     Returns:
         Pieces by their names on disk, in an order that depends only on the conversion. For every model type that we
-        know they are views of `tensor`, which whoever writes into them must check.
+        know they are views of `tensor`; a caller that writes into them must check that.
     Raises:
         ValueError: transformers cannot revert the conversion of this tensor.
     """
     try:
         with torch.no_grad(), _WithoutCopies():
             return revert_weight_conversion(model, {name: tensor})
-    except Exception as error:  # whatever a conversion trips over: it was written for all tensors at once
-        raise ValueError(f"{name} cannot be turned back into what is on disk: {error}") from error
+    except Exception as error:  # of any kind: conversions are written for all tensors at once
+        raise ValueError(f"{name} cannot be converted back to its form on disk: {error}") from error
 
 
 def disk_tensors(model: PreTrainedModel, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def disk_tensors(model: PreTrainedModel, *, remove_duplicate: bool = True) -> di
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Inside, `contiguous` gives the tensor as it is: the splits of a reverted conversion stay views."""
+    """Makes `contiguous` return the tensor as it is, so that the splits of a reverted conversion stay views."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
@@ -90,7 +90,7 @@ def check_weight_files(folder: Path, *, is_complete: bool = True) -> None:
     """Raise ConfigError if a model cannot be loaded from the files of `folder`; the sentence names the file.
 
     Args:
-        is_complete: false for a folder of the Hugging Face cache: what is not there yet is downloaded.
+        is_complete: false for a folder of the Hugging Face cache, whose missing files are downloaded later.
     """
     for file in _named_by_index(folder, is_complete=is_complete) or sorted(folder.glob("*.safetensors")):
         _check_safetensors(file)
@@ -100,7 +100,7 @@ def check_weight_files(folder: Path, *, is_complete: bool = True) -> None:
 
 
 def _named_by_index(folder: Path, *, is_complete: bool) -> list[Path]:
-    """The shards that transformers would load; none where there is no index, or a single file that it prefers."""
+    """The shards that transformers would load; none without an index, or with a single file, which it prefers."""
     index = folder / INDEX
     if (folder / SINGLE).is_file() or not index.is_file():
         return []

@@ -1,9 +1,9 @@
 """The learner's side of a publication: offer, broadcast, compare digests, swap.
 
-A version counts as published only when every member of the group has received it whole, reports the digest that was
-sent, has swapped its engine to it, and all engines of one kind report the same checksum of what they hold. Every wait
-has a deadline. A member that misses one, or that somebody has given up, is left out, and the group is built again
-without it; it may join again.
+A version counts as published when every member of the weight group has received it whole, has reported the digest that
+was sent, and has swapped its engine to it, and when all engines of one kind report the same checksum of the weights they
+hold. Every wait has a deadline. A member that misses one, or that was given up, is left out, and the group is formed again
+without it. It may join again.
 
     Join* -> Ping -> Pong -> FormGroup -> [ Offer -> broadcasts -> Staged -> Swap -> Swapped ]*
 """
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
@@ -23,25 +22,25 @@ from asyncgrpo.errors import GeneratorsGone, WeightsError, WireError
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.broadcast import BroadcastGroup, Bucket, add_digests, digest, plan_buckets, serve_store
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.codec import Kinds, ToPublisher, decode
+from asyncgrpo.wire.codec import Kinds, decode
 from asyncgrpo.wire.sockets import Keys, Server
-from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed, ToPublisher
 
 log = logging.getLogger(__name__)
 
 READ = Kinds(ToPublisher)
 
 ATTEMPTS = 3
-"""Times that one version is offered before the learner gives up; members that failed are left out in between."""
+"""How often one version is offered before the learner gives up; members that failed are left out in between."""
 LOOK_EVERY_S = 1.0
-"""How soon a wait sees that whoever is awaited was given up."""
+"""A wait looks this often whether the member that it waits for was given up."""
 
 
 Reply = TypeVar("Reply", Staged, Swapped)
 
 
 class _Refused(WeightsError):
-    """A member cannot make whole weights of what was sent; another in its place could not either."""
+    """A member cannot make whole weights of what was sent. A generator started in its place could not either."""
 
 
 @dataclass
@@ -51,13 +50,11 @@ class Member:
     peer: str
     incarnation: str
     in_group: bool = False
-    version: PolicyVersion | None = None
-    """The newest version it swapped to."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Proof that one version landed."""
+    """Proof that one version reached the generators."""
 
     version: PolicyVersion
     generators: tuple[str, ...]
@@ -67,7 +64,7 @@ class Publication:
     checksums: dict[str, str] = field(default_factory=dict)
     attempts: int = 1
     dropped: tuple[str, ...] = ()
-    """Generators that it did not reach: left out of it, or of an earlier one and not back."""
+    """Generators that it did not reach: left out of this publication, or of an earlier one and not back."""
 
 
 class Publisher:
@@ -77,7 +74,7 @@ class Publisher:
         """Bind the control socket and the store.
 
         Args:
-            backend: `nccl` or `gloo`, resolved.
+            backend: `nccl` or `gloo`, not `auto`.
             host: address at which the generators reach this process.
         """
         self._config = config
@@ -90,20 +87,20 @@ class Publisher:
         self._store = serve_store(host, config.timeout_s)
         self._members: dict[str, Member] = {}
         self._group: BroadcastGroup | None = None
-        self._epoch = 0
+        self._group_number = 0
         self._last: tuple[str, dict[str, str]] = "", {}
         self._given_up: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._missing: dict[str, Member] = {}
         self.on_left_out: Callable[[str, str, str], None] = lambda name, incarnation, why: None
-        """Called at once with each member that did not answer: name, incarnation, and what it did not do."""
+        """Called at once with each member that did not reply: name, incarnation, and what it did not do."""
         self.endpoint = self._server.endpoint
 
     def describe(self, layout: list[TensorInfo], base: str = "") -> None:
-        """Say what will be published.
+        """Fix the layout of all publications.
 
         Args:
-            layout: names, shapes and dtypes, in the order in which `publish` gives them.
-            base: fingerprint of the weights that these adapters belong to; empty: they are whole weights.
+            layout: names, shapes and dtypes, in the order in which `publish` sends them.
+            base: fingerprint of the weights to which these adapters belong; empty: they are whole weights.
         """
         self._layout = tuple(layout)
         self._base = base
@@ -115,32 +112,32 @@ class Publisher:
         return sorted(self._members)
 
     def newcomers(self) -> bool:
-        """Read what has arrived; whether someone waits for weights."""
+        """Read what has arrived. Returns whether a generator waits for weights."""
         while self._receive(0.0) is not None:
             pass
         return any(not m.in_group for m in self._members.values())
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Generators that were left out and are not back, by name and incarnation. From any thread."""
+        """Generators that were left out and are not back, by name and incarnation. May be read from any thread."""
         return tuple(f"{name}-{member.incarnation}" for name, member in tuple(self._missing.items()))
 
     def give_up(self, generator_id: str, incarnation: str) -> None:
-        """This generator is gone: it is waited for no more. From any thread."""
+        """Wait for this generator no more: it is gone. May be called from any thread."""
         self._given_up.put((generator_id, incarnation))
 
     def forget(self, generator_id: str) -> None:
-        """This generator is gone. The group is rebuilt without it."""
+        """Forget a generator that is gone; the group is formed again without it."""
         if self._members.pop(generator_id, None) is not None:
             self._drop_group()
 
     def wait_for(self, count: int, timeout_s: float, tell: Callable[[str, float], None]) -> None:
-        """Wait until `count` generators are in touch, or for `timeout_s` and then go on with those there are.
+        """Wait until `count` generators are in touch, at most for `timeout_s`; then go on with those there are.
 
         Args:
-            tell: called about once a second with what is awaited and for how long, seconds; what it raises ends the wait.
+            tell: called about once a second with what is awaited and since how many seconds. What it raises ends the wait.
         Raises:
-            WeightsError: none came.
+            WeightsError: no generator came.
         """
         started = time.monotonic()
         while len(self._members) < count and (waited := time.monotonic() - started) < timeout_s:
@@ -152,12 +149,12 @@ class Publisher:
     def publish(
         self, version: PolicyVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
     ) -> Publication:
-        """Bring `version` to every generator, and prove it.
+        """Publish `version` to every generator, with proof.
 
         Args:
-            tensors: gives every tensor of the layout, in its order; called once an attempt.
+            tensors: gives every tensor of the layout, in its order. It is called once an attempt.
         Raises:
-            GeneratorsGone: they all died or fell silent.
+            GeneratorsGone: all generators died or fell silent.
             WeightsError: no generator holds `version` after all attempts.
         """
         started = time.monotonic()
@@ -171,7 +168,7 @@ class Publisher:
                 first_failure = first_failure or error
                 self._drop_group()
                 if not self._members and not isinstance(first_failure, _Refused):
-                    raise GeneratorsGone(f"weights {version} reached nobody: every generator is gone") from error
+                    raise GeneratorsGone(f"weights {version} reached no generator: all of them are gone") from error
                 continue
             self._check_engines(version, loaded, checksums)
             return Publication(
@@ -197,19 +194,19 @@ class Publisher:
     def _publish_once(
         self, version: PolicyVersion, tensors: Callable[[], Iterable[tuple[TensorInfo, Tensor]]]
     ) -> tuple[str, str, dict[str, str]]:
-        """Digest of what was sent, digest of what the engines were given, and their checksums by generator."""
+        """One attempt: the digest of what was sent, that of what the engines loaded, and their checksums by generator."""
         self.newcomers()
         if self._group is None or any(not m.in_group for m in self._members.values()):
             self._form_group()
         assert self._group is not None
         offer = Offer(
-            epoch=self._epoch,
+            group_number=self._group_number,
             version=version,
             tensors=self._layout,
             bucket_bytes=self._config.bucket_mb * 2**20,
             base=self._base,
         )
-        self._tell_all(offer)
+        self._send_to_group(offer)
         sent = self._broadcast(self._group, tensors())
         staged = self._gather(Staged, "stage", version)
         wrong = sorted(name for name, message in staged.items() if message.digest != sent)
@@ -218,20 +215,18 @@ class Publisher:
         merged = {name: message.merged for name, message in staged.items()}
         if len(set(merged.values())) > 1:
             raise WeightsError(f"the same adapters were merged into different weights: {merged}")
-        self._tell_all(Swap(epoch=self._epoch, version=version))
+        self._send_to_group(Swap(group_number=self._group_number, version=version))
         swapped = self._gather(Swapped, "swap to", version)
-        for name in swapped:
-            self._members[name].version = version
         loaded = next(iter(merged.values())) or sent
         return sent, loaded, {name: message.checksum for name, message in swapped.items()}
 
     def _broadcast(self, group: BroadcastGroup, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> str:
-        """Send all buckets; the digest of what was sent. Consumes `tensors` to the end even on failure."""
+        """Send all buckets. Returns the digest of what was sent. Consumes `tensors` to the end, also on failure."""
         source = iter(tensors)
         digests, start = [], 0
         failure: RuntimeError | None = None
         for bucket in self._buckets:
-            flat = self._fill(bucket, source, group.device)
+            flat = bucket.fill(source, group.device)
             if failure is None:
                 try:
                     group.broadcast(flat)
@@ -243,22 +238,14 @@ class Publisher:
             raise WeightsError(f"broadcast failed: {str(failure).splitlines()[0][:200]}") from failure
         return add_digests(digests)
 
-    @staticmethod
-    def _fill(bucket: Bucket, source: Iterable[tuple[TensorInfo, Tensor]], device: torch.device) -> Tensor:
-        flat = bucket.empty(device)
-        for (name, view), (info, tensor) in zip(bucket.views(flat), source, strict=False):
-            assert name == info.name, f"{name} expected, {info.name} given"
-            view.copy_(tensor)
-        return flat
-
     def _check_engines(self, version: PolicyVersion, loaded: str, checksums: dict[str, str]) -> None:
-        """What the engines report of the weights they hold must agree with each other, and change when the weights do.
+        """Check that the checksums of the engines agree, and that they changed if the weights did.
 
         Raises:
-            WeightsError: an engine holds something else than was published, whatever it said on the way.
+            WeightsError: an engine holds other weights than were published, whatever it reported before.
         """
         if len(set(checksums.values())) > 1:
-            raise WeightsError(f"engines hold different weights after {version} landed: {checksums}")
+            raise WeightsError(f"engines hold different weights after {version} was published: {checksums}")
         last_loaded, last_checksums = self._last
         stuck = sorted(n for n, c in checksums.items() if loaded != last_loaded and last_checksums.get(n) == c)
         if stuck:
@@ -268,16 +255,16 @@ class Publisher:
     # -- members ---------------------------------------------------------------------------------------------------
 
     def _form_group(self) -> None:
-        """Build the group of a new epoch from everyone who is there. Raises WeightsError."""
+        """Form the next weight group of all generators that are there. Raises WeightsError."""
         self._drop_group()
-        self._epoch += 1
+        self._group_number += 1
         self._ping()
         names = sorted(self._members)
         if not names:
             raise WeightsError("no generator is in touch")
         for rank, name in enumerate(names, start=1):
             message = FormGroup(
-                epoch=self._epoch,
+                group_number=self._group_number,
                 rank=rank,
                 world=len(names) + 1,
                 store_host=self._host,
@@ -289,7 +276,7 @@ class Publisher:
         try:
             self._group = BroadcastGroup(
                 self._store,
-                epoch=self._epoch,
+                number=self._group_number,
                 rank=0,
                 world=len(names) + 1,
                 backend=self._backend,
@@ -297,57 +284,63 @@ class Publisher:
                 timeout_s=self._config.timeout_s,
             )
         except RuntimeError as error:
-            raise WeightsError(f"group of epoch {self._epoch} failed: {str(error).splitlines()[0][:200]}") from error
+            raise WeightsError(
+                f"weight group {self._group_number} cannot be formed: {str(error).splitlines()[0][:200]}"
+            ) from error
         for member in self._members.values():
             member.in_group = True
 
     def _ping(self) -> None:
-        """Forget every member that is not there any more."""
+        """Leave out every member that is not there any more."""
         for name, member in list(self._members.items()):
-            if not self._server.send(member.peer, Ping(epoch=self._epoch)):
+            if not self._server.send(member.peer, Ping(group_number=self._group_number)):
                 self._leave_out(name, "it is not connected any more")
         asked = set(self._members)
         missing = set(asked)
         deadline = time.monotonic() + self._config.timeout_s
         while (missing := missing & self._members.keys()) and time.monotonic() < deadline:
             message = self._receive(deadline - time.monotonic())
-            if isinstance(message, Pong) and message.epoch == self._epoch:
+            if isinstance(message, Pong) and message.group_number == self._group_number:
                 missing.discard(message.generator_id)
             elif message is not None and (
                 isinstance(message, Join) or message.generator_id in self._members.keys() - asked
-            ):  # it came, or came back, after the roll call began
+            ):  # it joined, or came back, after the pings were sent
                 name = message.generator_id
-                self._server.send(self._members[name].peer, Ping(epoch=self._epoch))
+                self._server.send(self._members[name].peer, Ping(group_number=self._group_number))
                 asked.add(name)
                 missing.add(name)
         for name in missing:
-            self._leave_out(name, f"it did not answer a publication within {self._config.timeout_s:.0f} s")
+            self._leave_out(name, f"it did not reply to a publication within {self._config.timeout_s:.0f} s")
 
     def _leave_out(self, name: str, why: str) -> None:
-        """It may be alive, and join again."""
+        """Leave a member out of the group. It may be alive, and join again."""
         log.warning("%s is left out: %s", name, why)
         self._missing[name] = member = self._members.pop(name)
         self.on_left_out(name, member.incarnation, why)
 
-    def _tell_all(self, message: Message) -> None:
+    def _send_to_group(self, message: Message) -> None:
         for member in self._members.values():
             if member.in_group:
                 self._server.send(member.peer, message)
 
     def _gather(self, kind: type[Reply], verb: str, version: PolicyVersion) -> dict[str, Reply]:
-        """One message of `kind` of this epoch from every member. Who does not answer in time is dropped.
+        """One message of `kind` for this group from every member. A member that is late is left out.
 
         Raises:
-            WeightsError: someone failed or was late.
+            WeightsError: a member failed or was late.
         """
         deadline = time.monotonic() + self._config.timeout_s
         replies: dict[str, Reply] = {}
         failed: WeightsError | None = None
         while expected := [n for n, m in self._members.items() if m.in_group and n not in replies]:
             message = self._receive(deadline - time.monotonic())
-            if isinstance(message, kind) and message.epoch == self._epoch and message.generator_id in expected:
+            if (
+                isinstance(message, kind)
+                and message.group_number == self._group_number
+                and message.generator_id in expected
+            ):
                 replies[message.generator_id] = message
-            elif isinstance(message, SyncFailed) and message.epoch == self._epoch:
+            elif isinstance(message, SyncFailed) and message.group_number == self._group_number:
                 error = _Refused if kind is Staged else WeightsError
                 failed = error(f"{message.generator_id} could not {verb} {version}: {message.reason}")
                 if message.poisoned:
@@ -369,7 +362,7 @@ class Publisher:
         return replies
 
     def _receive(self, timeout_s: float) -> ToPublisher | None:
-        """The next message, or None after `LOOK_EVERY_S` at most. A Join is noted, and who was given up is forgotten."""
+        """The next message, or None after `LOOK_EVERY_S` at most. Notes a Join, and forgets members that were given up."""
         received = self._server.receive(min(max(0.0, timeout_s), LOOK_EVERY_S))
         self._forget_given_up()
         if received is None:
@@ -387,11 +380,11 @@ class Publisher:
             self._members[message.generator_id] = Member(peer, message.incarnation)
             self._missing.pop(message.generator_id, None)
         elif not isinstance(message, SyncFailed):
-            self._welcome_back(message.generator_id, peer)
+            self._readmit(message.generator_id, peer)
         return message
 
-    def _welcome_back(self, name: str, peer: str) -> None:
-        """It was late, and lives. If it was in no broadcast when the group broke it does not know, and will not join."""
+    def _readmit(self, name: str, peer: str) -> None:
+        """Readmit a member that was late and lives. Outside a broadcast it did not see the group break, and will not join."""
         if (member := self._missing.get(name)) is not None and member.peer == peer:
             self._members[name] = Member(peer, member.incarnation)
             del self._missing[name]

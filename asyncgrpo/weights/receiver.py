@@ -1,14 +1,15 @@
 """The generator's side of a publication, in a thread of its own beside the engine.
 
-Weights are received into host memory while the engine goes on sampling; the engine is paused only for the swap, and
-only for bytes whose digest the learner has confirmed. Where adapters are received, they are merged into their base
-before that pause. A learner that dies mid-broadcast costs this thread a deadline and the engine nothing.
+Weights are received into host memory while the engine goes on sampling. The engine pauses only for the swap, and only
+loads bytes whose digest the learner has confirmed. Adapters are merged into their base before that pause. If the learner
+dies in the middle of a broadcast, this thread waits for a deadline and the engine notices nothing.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -23,11 +24,11 @@ from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, S
 log = logging.getLogger(__name__)
 
 Apply = Callable[[Iterable[tuple[str, Tensor]], PolicyVersion], str]
-"""Swaps the engine to these weights and returns its checksum; called in the receiver's thread."""
+"""Swaps the engine to these weights and returns its checksum. It is called in the receiver's thread."""
 
 
 class Receiver:
-    """Receives, stages, verifies and swaps. `failure` is set when the engine must be replaced."""
+    """Receives weights, stages them and swaps the engine to them. `failure` is set when the engine must be replaced."""
 
     def __init__(
         self,
@@ -42,17 +43,15 @@ class Receiver:
     ) -> None:
         """
         Args:
-            merger: for publications of adapters.
+            merger: makes whole weights of published adapters; None: whole weights are published.
         """
-        self._endpoint = endpoint
-        self._generator_id = generator_id
-        self._incarnation = incarnation
+        self._endpoint, self._keys = endpoint, keys
+        self._generator_id, self._incarnation = generator_id, incarnation
         self._host = host
         self._apply = apply
-        self._keys = keys
         self._merger = merger
         self._group: BroadcastGroup | None = None
-        self._epoch = 0
+        self._group_number = 0
         self._staged: list[tuple[str, Tensor]] = []
         self._staged_version: PolicyVersion | None = None
         self._stop = threading.Event()
@@ -63,7 +62,7 @@ class Receiver:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end. It does so between two messages of the learner."""
+        """Ask the thread to end; it ends between two messages of the learner."""
         self._stop.set()
 
     @property
@@ -71,9 +70,9 @@ class Receiver:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)
+        self._client = client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)
         try:
-            self._join(client, "start")
+            self._join("start")
             while not self._stop.is_set():
                 try:
                     received = client.receive(0.2)
@@ -81,34 +80,35 @@ class Receiver:
                     log.warning("refused a message of the learner: %s", error)
                     continue
                 if received is not None:
-                    self._handle(client, received[0])
+                    self._handle(received[0])
         except BaseException as error:
             self.failure = error
             log.exception("weights receiver ended")
         finally:
-            self._leave()
+            self._drop_group()
             client.close()
 
-    def _handle(self, client: Client, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
+        is_current = getattr(message, "group_number", None) == self._group_number
         if isinstance(message, FormGroup):
-            self._form_group(client, message)
+            self._form_group(message)
         elif isinstance(message, Ping):
-            client.send(Pong(generator_id=self._generator_id, epoch=message.epoch))
-        elif isinstance(message, Offer) and message.epoch == self._epoch and self._group is not None:
-            self._stage(client, self._group, message)
-        elif isinstance(message, Swap) and message.epoch == self._epoch and message.version == self._staged_version:
-            self._swap(client, message)
+            self._reply(Pong, message.group_number)
+        elif isinstance(message, Offer) and is_current and self._group is not None:
+            self._stage(self._group, message)
+        elif isinstance(message, Swap) and is_current and message.version == self._staged_version:
+            self._swap(message)
 
-    def _join(self, client: Client, cause: str) -> None:
-        client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, cause=cause[:200]))
+    def _join(self, cause: str) -> None:
+        self._client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, cause=cause[:200]))
 
-    def _form_group(self, client: Client, message: FormGroup) -> None:
-        self._leave()
+    def _form_group(self, message: FormGroup) -> None:
+        self._drop_group()
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
             self._group = BroadcastGroup(
                 store,
-                epoch=message.epoch,
+                number=message.group_number,
                 rank=message.rank,
                 world=message.world,
                 backend=message.backend,
@@ -116,12 +116,12 @@ class Receiver:
                 timeout_s=message.timeout_s,
             )
         except RuntimeError as error:
-            log.warning("weight group of epoch %d failed: %s", message.epoch, error)
-            self._join(client, f"group failed: {error}")
+            log.warning("weight group %d cannot be formed: %s", message.group_number, error)
+            self._join(f"group failed: {error}")
             return
-        self._epoch = message.epoch
+        self._group_number = message.group_number
 
-    def _stage(self, client: Client, group: BroadcastGroup, message: Offer) -> None:
+    def _stage(self, group: BroadcastGroup, message: Offer) -> None:
         """Receive every bucket, put what is to be loaded into host memory, and report the digest."""
         self._staged, self._staged_version = [], None
         received: list[tuple[str, Tensor]] = []
@@ -135,55 +135,44 @@ class Receiver:
                 received += bucket.views(flat if message.base else flat.to("cpu"))
         except RuntimeError as error:
             log.warning("broadcast of %s failed: %s", message.version, error)
-            self._leave()
-            self._join(client, f"broadcast failed: {error}")
+            self._drop_group()
+            self._join(f"broadcast failed: {error}")
             return
-        self._staged = self._merge(client, message, received) if message.base else received
+        self._staged = self._merge(message, received) if message.base else received
         self._staged_version = message.version
-        client.send(
-            Staged(
-                generator_id=self._generator_id,
-                epoch=message.epoch,
-                version=message.version,
-                digest=add_digests(digests),
-                merged=content_digest(self._staged) if message.base else "",
-            )
-        )
+        merged = content_digest(self._staged) if message.base else ""
+        self._reply(Staged, message.group_number, version=message.version, digest=add_digests(digests), merged=merged)
 
-    def _merge(self, client: Client, message: Offer, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Whole weights; or the end of this generator, which cannot make them of any publication."""
+    def _merge(self, message: Offer, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Make whole weights of adapters. A failure ends this generator: it would fail at every publication."""
         try:
             assert self._merger is not None, "adapters were published, and whole weights expected"
             return self._merger.merge(adapters, message.base)
         except Exception as error:
-            self._give_up(client, message.epoch, error)
+            self._give_up(message.group_number, error)
             raise
 
-    def _swap(self, client: Client, message: Swap) -> None:
+    def _swap(self, message: Swap) -> None:
         started = time.monotonic()
         try:
             checksum = self._apply(self._staged, message.version)
-        except Exception as error:  # perhaps part old, part new: these weights must never sample
-            self._give_up(client, message.epoch, error)
+        except Exception as error:  # the weights may be part old, part new, and must never sample
+            self._give_up(message.group_number, error)
             raise
         self._staged, self._staged_version = [], None
-        client.send(
-            Swapped(
-                generator_id=self._generator_id,
-                epoch=message.epoch,
-                version=message.version,
-                checksum=checksum,
-                seconds=time.monotonic() - started,
-            )
-        )
+        seconds = time.monotonic() - started
+        self._reply(Swapped, message.group_number, version=message.version, checksum=checksum, seconds=seconds)
 
-    def _give_up(self, client: Client, epoch: int, error: Exception) -> None:
-        """Tell the learner to go on without this generator. The service ends on `failure`."""
-        client.send(SyncFailed(generator_id=self._generator_id, epoch=epoch, reason=str(error)[:300], poisoned=True))
+    def _give_up(self, group_number: int, error: Exception) -> None:
+        """Tell the learner to go on without this generator. The service ends when it sees `failure`."""
+        self._reply(SyncFailed, group_number, reason=str(error)[:300], poisoned=True)
 
-    def _leave(self) -> None:
+    def _reply(self, kind: type[Message], group_number: int, **fields: Any) -> None:
+        self._client.send(kind(generator_id=self._generator_id, group_number=group_number, **fields))
+
+    def _drop_group(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-        self._epoch = 0
+        self._group_number = 0
         self._staged, self._staged_version = [], None

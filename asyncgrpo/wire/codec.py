@@ -1,8 +1,8 @@
-"""Messages to frames and back: `[digest and msgspec header][one packed payload]`, nothing else, and never pickle.
+"""Encodes a message as two frames, `[digest and msgspec header][one packed payload]`, and decodes them. Never pickle.
 
-Every pair of frames carries an xxh3 digest over both, so a flipped bit is refused by name instead of trained on. Arrays
-travel as raw little-endian bytes. Whatever arrives is measured before it is decoded, and nothing is allocated from its
-claims; what a group says is checked by `wire/groups.py`.
+The digest (xxh3) covers both frames, so a message with a flipped bit is refused by name and never trained on. Arrays
+travel as raw little-endian bytes. A message is measured before it is decoded, and no memory is allocated by what it
+claims. The contents of a group are checked by `wire/groups.py`.
 """
 
 from collections.abc import Sequence
@@ -14,47 +14,13 @@ import xxhash
 
 from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.rollouts import (
-    Ack,
-    Batch,
-    Cancel,
-    Deliver,
-    Finished,
-    Grant,
-    LastEvals,
-    LeaseFailed,
-    Nack,
-    NoMore,
-    Published,
-    Register,
-    RequestEval,
-    Reregister,
-    RewardFailed,
-    Saved,
-    Serving,
-    Shutdown,
-    Snapshot,
-    Take,
-    TakeSnapshot,
-    Waiting,
-    Welcome,
-)
-from asyncgrpo.wire.supervision import Drain, DumpStacks, EndpointsChanged, GeneratorLost, Heartbeat
-from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.rollouts import OfGenerator, OfLearner, ToGenerator, ToLearner
+from asyncgrpo.wire.supervision import OfDriver, ToDriver, ToEveryone
+from asyncgrpo.wire.weights import ToPublisher, ToReceiver
 
-OfGenerator = Register | Serving | Deliver | LeaseFailed | RewardFailed
-OfLearnerOrDriver = (
-    Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished | Drain | GeneratorLost
-)  # fmt: skip
+OfLearnerOrDriver = OfLearner | OfDriver
 ToBuffer = OfGenerator | OfLearnerOrDriver
-ToPublisher = Join | Pong | Staged | Swapped | SyncFailed
-AnyMessage = (
-    ToBuffer | ToPublisher
-    | Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
-    | Batch | Waiting | NoMore | Snapshot
-    | Ping | FormGroup | Offer | Swap
-    | Heartbeat | DumpStacks | EndpointsChanged
-)  # fmt: skip
+AnyMessage = ToBuffer | ToGenerator | ToLearner | ToPublisher | ToReceiver | ToDriver | ToEveryone
 
 DIGEST_BYTES = 8
 
@@ -65,7 +31,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Kinds:
-    """The messages that a receiver reads, found by the first bytes of a header."""
+    """The kinds of messages that a process reads, found by the first bytes of a header."""
 
     def __init__(self, union: UnionType) -> None:
         self._by_start = {}
@@ -76,7 +42,7 @@ class Kinds:
     def of(self, header: memoryview) -> type[Message] | None:
         """The kind that a header claims to be; None if it is none of these.
 
-        The tag comes first in every header that we write: `encode` puts it there, and so must others.
+        The tag must come first in a header, as `encode` puts it.
         """
         start = bytes(header[:40])
         tag_at = 1 if start[0] & 0xF0 == 0x80 else 3  # a map of up to 15 fields, or of up to 65535
@@ -96,10 +62,10 @@ def _digest(header: Buffer, payload: Buffer) -> bytes:
 
 
 def encode(message: Message, payload: Buffer = b"") -> list[Buffer]:
-    """Two frames: digest + header, and the payload (empty for most messages).
+    """Encode a message as two frames: digest + header, and the payload (empty for most messages).
 
     Raises:
-        WireError: longer than a receiver reads; a prompt of the data is too long.
+        WireError: the message is longer than its receiver reads, because a prompt of the data is too long.
     """
     header = _encoder.encode(message)
     if len(header) > message.max_header_bytes or len(payload) > message.max_payload_bytes:
@@ -108,10 +74,10 @@ def encode(message: Message, payload: Buffer = b"") -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memoryview]:
-    """The inverse of `encode`.
+    """Decode two frames into a message and its payload: the inverse of `encode`.
 
     Args:
-        kinds: that are read; any other is refused undecoded.
+        kinds: messages of any other kind are refused before they are decoded.
     Raises:
         RefusedError: by `decode` (wrong number of frames, or a header that fits no message), `checksum` or `size`.
     """

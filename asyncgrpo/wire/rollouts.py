@@ -1,4 +1,4 @@
-"""Leases out, groups in, batches on: what generators, buffer and learner say to each other."""
+"""Messages between generators, buffer and learner: leases, groups and batches."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,25 +19,25 @@ from asyncgrpo.types import (
 from asyncgrpo.wire import Message
 
 REWARDS_PAUSED = "rewards_paused"
-"""Reason of a lease that ended because no completion could be scored, which costs its prompt nothing."""
+"""The reason of a lease that ended because no completion could be scored. It costs the prompt nothing."""
 PROMPT_BYTES = 2**22
-"""Longest header that holds a prompt: half a million tokens and their text."""
+"""The longest header that holds a prompt: half a million tokens and their text."""
 
 # -- generator -> buffer -----------------------------------------------------------------------------------------------
 
 
 class Register(Message):
-    """The first word of a generator, and again after it lost touch. Ends every lease of its earlier incarnations."""
+    """A generator's first message, sent again after it lost touch. It ends every lease of earlier incarnations."""
 
     protocol: int
     generator_id: Name
     incarnation: Name
     window: int
-    """Training groups it will work on at once."""
+    """Training groups that it works on at once."""
 
 
 class Serving(Message):
-    """These weights sample the generator's next token. Sent after every change, and as the heartbeat."""
+    """Names the weights that sample the generator's next token. Sent after every change, and every second."""
 
     generator_id: Name
     version: PolicyVersion | None
@@ -57,7 +57,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Deliver(Message):
-    """A completed group. Its payload: for each completion the token ids (int32), then the log-probs (float32)."""
+    """A completed group. Its payload holds for each completion the token ids (int32), then the log-probs (float32)."""
 
     max_header_bytes: ClassVar[int] = PROMPT_BYTES
     max_payload_bytes: ClassVar[int] = 2**28
@@ -73,45 +73,58 @@ class Deliver(Message):
     timings: dict[str, float]
     discarded: Discarded = Discarded()
 
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all completions."""
+        return sum(rollout.num_tokens for rollout in self.rollouts)
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """Every version that sampled in this group, each once, oldest first."""
+        return sorted({span.version for rollout in self.rollouts for span in rollout.spans})
+
 
 class LeaseFailed(Message):
-    """The generator could not finish this lease; another may. Or it was told to cancel it, and has."""
+    """A generator could not finish a lease, which another may; or it cancelled the lease as it was told to."""
 
     generator_id: Name
     lease_id: Name
     reason: Name
     detail: str = ""
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Sampled for it, if its group was to be trained."""
+    """Tokens sampled for it, if its group was to be trained."""
 
 
 class RewardFailed(Message):
-    """Reward calls of this kind fail at the generator. Sent for the first one, the tenth, the hundredth, and so on."""
+    """Reports a kind of failed reward call: when it is seen first, and again at ten times, a hundred times and so on."""
 
     generator_id: Name
     failure: Name
-    """Name of the failure; of an exception with its type and place."""
+    """The name of the failure; for an exception, with type and place."""
     detail: str
-    """What the last of them said."""
+    """The text of the last failure."""
     count: Count
-    """Of this kind since the process began."""
+    """Failures of this kind since the process began."""
+
+
+OfGenerator = Register | Serving | Deliver | LeaseFailed | RewardFailed
 
 
 # -- buffer -> generator -----------------------------------------------------------------------------------------------
 
 
 class Welcome(Message):
-    """Reply to Register."""
+    """The buffer's reply to Register."""
 
     protocol: int
 
 
 class Reregister(Message):
-    """The buffer does not know this generator (any more); it is to introduce itself again."""
+    """Asks a generator to register again: the buffer does not know it, or not any more."""
 
 
 class Grant(Message):
-    """Permission to generate one group."""
+    """Grants a lease."""
 
     max_header_bytes: ClassVar[int] = PROMPT_BYTES
 
@@ -119,14 +132,14 @@ class Grant(Message):
 
 
 class Ack(Message):
-    """The group is in the buffer's keeping; the generator may forget it."""
+    """The buffer has kept a group; the generator may forget it."""
 
     group_id: str
     lease_id: str
 
 
 class Nack(Message):
-    """The group is not wanted; the generator may forget it."""
+    """The buffer refuses a group; the generator may forget it."""
 
     group_id: str
     lease_id: str
@@ -134,68 +147,76 @@ class Nack(Message):
 
 
 class Cancel(Message):
-    """These leases are over: stop their completions."""
+    """Asks a generator to stop sampling for these leases: they are over."""
 
     lease_ids: tuple[str, ...]
     reason: str
 
 
 class Shutdown(Message):
-    """The run is over: close the engine and end."""
+    """Asks a generator to close its engine and end: the run is over."""
+
+
+ToGenerator = Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
 
 
 # -- learner -> buffer -------------------------------------------------------------------------------------------------
 
 
 class Take(Message):
-    """Ask for the groups of one optimizer step that starts at `version`, which every generator serves."""
+    """Asks for the groups of one optimizer step that starts at `version`, which every generator serves."""
 
     step: Count
     version: PolicyVersion
 
 
 class Published(Message):
-    """Every generator serves `version`; the groups of the step before it are trained."""
+    """Tells that every generator serves `version`: the groups of the step before it are trained."""
 
     version: PolicyVersion
 
 
 class RequestEval(Message):
-    """Sample the held-out prompts with whatever weights are served."""
+    """Asks for an evaluation: the held-out prompts are sampled with whatever weights are served."""
 
     step: Count
 
 
 class TakeSnapshot(Message):
-    """Ask for what a checkpoint must hold of the buffer."""
+    """Asks for what a checkpoint must hold of the buffer."""
 
     published: PolicyVersion | None = None
-    """The newest version that every generator serves: the snapshot calls the groups of the steps before it trained."""
+    """The newest version that every generator serves; in the snapshot, the groups of the steps before it are trained."""
 
 
 class Saved(Message):
-    """The checkpoint of this step is on the disk."""
+    """Tells that the checkpoint of this step is on the disk."""
 
     step: Count
 
 
 class LastEvals(Message):
-    """No more batches are wanted: grant no training leases, and completion NoMore once no evaluation is under way."""
+    """Asks for no more training leases, and for NoMore once no evaluation is in flight."""
 
 
 class Finished(Message):
-    """The learner is done; the buffer may end."""
+    """Tells that the learner is done; the buffer may end."""
+
+
+OfLearner = Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished
 
 
 # -- buffer -> learner -------------------------------------------------------------------------------------------------
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A finished evaluation, tagged with the versions that answered: none, if every prompt failed."""
+    """A finished evaluation."""
 
     step: int
     oldest: PolicyVersion | None
+    """The oldest version that sampled; None: every prompt failed."""
     newest: PolicyVersion | None
+    """The newest version that sampled; None: every prompt failed."""
     completions: int
     reward_mean: float | None
     """Over scored completions; None when none was scored."""
@@ -205,7 +226,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Batch(Message):
-    """The groups of one step. The payload holds each group's payload, one after the other."""
+    """The groups of one step. The payload holds the payloads of the groups, one after the other."""
 
     max_header_bytes: ClassVar[int] = 2**30
     max_payload_bytes: ClassVar[int] = 2**30
@@ -219,18 +240,19 @@ class Batch(Message):
 
 
 class Waiting(Message):
-    """Nothing to take yet; `what` names what is awaited."""
+    """Tells that there is no batch yet; `what` names what is awaited."""
 
     max_header_bytes: ClassVar[int] = 2**24
 
     what: str
     evals: tuple[EvalResult, ...] = ()
     hopeless: str = ""
-    """Why what is awaited will not come: the run is to end with this sentence. Empty: it may."""
+    """Why what is awaited will never come; the run ends with this sentence. Empty: it may come."""
 
 
 class NoMore(Message):
-    """Every prompt is trained (`exhausted`), or the run is to end: asked to (`draining`), or given up (`failing`)."""
+    """Tells that no batch will come: every prompt is trained (`exhausted`), or the run ends as asked (`draining`) or
+    because it is given up (`failing`)."""
 
     max_header_bytes: ClassVar[int] = 2**24
 
@@ -246,8 +268,11 @@ class Snapshot(Message):
 
     state: dict[str, Any]
     draining: bool = False
-    """The run is to end."""
+    """Whether the run is to end."""
     failing: bool = False
-    """Because it is given up."""
+    """Whether it ends because it is given up."""
     counters: dict[str, float] = msgspec.field(default_factory=dict)
-    """As in a batch, of the same moment as the state."""
+    """The totals that a batch has too, taken at the same moment as the state."""
+
+
+ToLearner = Batch | Waiting | NoMore | Snapshot

@@ -1,7 +1,7 @@
-"""ROUTER and DEALER sockets with bounds on every wait; the only file that imports zmq.
+"""ROUTER and DEALER sockets whose every wait has a bound. No other file imports zmq.
 
-A bound socket is plain TCP on loopback and nothing else: any other address needs CURVE keys, which one driver makes and
-hands to its own processes. Heartbeats find a peer that stopped without closing.
+A socket is bound without encryption to loopback only. Any other address needs CURVE keys, which the driver makes and
+hands to the processes of its run. Heartbeats of ZeroMQ find a peer that stopped without closing.
 """
 
 import atexit
@@ -24,18 +24,18 @@ from asyncgrpo.wire.codec import Buffer, decode, encode
 MAX_MESSAGE_BYTES = 2**30
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 20_000
-"""Generous: an engine that compiles or loads may hold the interpreter for seconds."""
+"""Long, because an engine that compiles or loads may hold the interpreter for seconds."""
 LINGER_MS = 2_000
 SEND_TIMEOUT_MS = 5_000
-"""For a socket without a connection, as after a refused handshake; any other takes a message at once."""
+"""How long a send waits without a connection, as after a refused handshake. With one, it does not wait."""
 
-_open: "set[Server | Client | AsyncClient]" = set()
-"""Kept until closed: collecting a server whose authenticator still runs would wait for it for ever."""
+_open: "set[Server | _Dealer]" = set()
+"""References to open sockets, kept because collecting a server whose authenticator still runs would never return."""
 
 
 @atexit.register
 def _close_all() -> None:
-    """What an error left open."""
+    """Close the sockets that an error left open."""
     for end in list(_open):
         end.close()
 
@@ -68,10 +68,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _common_options(socket: zmq.Socket) -> None:
+def _set_common_options(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    # Unbounded on purpose: leases bound what peers may send, and a ROUTER at its mark drops without a word.
+    # Unbounded on purpose: leases bound what peers may send, and a ROUTER at its limit drops messages silently.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -90,7 +90,7 @@ def check_bind(bind: str) -> None:
 
 
 def _bind(socket: zmq.Socket, bind: str) -> tuple[str, int]:
-    """To a free port. Returns the address, which `bind` may have called by a name, and the port."""
+    """Bind to a free port. Returns the address, also where `bind` is a name, and the port."""
     try:
         socket.bind_to_random_port(f"tcp://{bind}")
     except zmq.ZMQError as error:
@@ -103,22 +103,22 @@ def _bind(socket: zmq.Socket, bind: str) -> tuple[str, int]:
 
 
 class Server:
-    """A bound ROUTER: many named peers, one owner thread."""
+    """A bound ROUTER with many named peers. One thread uses it."""
 
     def __init__(self, bind: str, keys: Keys | None = None, advertise: str | None = None) -> None:
         """Bind to a free port of `bind`.
 
         Args:
-            advertise: host that peers use to reach us where we are bound to every address.
+            advertise: host by which peers reach this process, where it is bound to every address.
         Raises:
-            ConfigError: `bind` is reachable from other machines and there are no keys, or is no address of this one.
+            ConfigError: other machines can reach `bind` and there are no keys, or `bind` is no address of this machine.
         """
         if not is_loopback(bind) and keys is None:
             raise ConfigError(f"cluster.bind is {bind}, which other machines can reach, and there are no CURVE keys")
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        _common_options(self._socket)
+        _set_common_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
@@ -140,7 +140,7 @@ class Server:
         _open.add(self)
 
     def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:
-        """The next message as (peer, frames), or None after `timeout_s`."""
+        """Receive the next message as (peer, frames); None after `timeout_s`."""
         try:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # a poll costs as much as this
         except zmq.Again:
@@ -159,7 +159,7 @@ class Server:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is sent within goes out at the end, to each peer in one piece: a small message costs as much as a large."""
+        """Send what is sent inside at the end, to each peer in one piece: a small message costs as much as a large one."""
         self._held = {}
         try:
             yield
@@ -187,7 +187,7 @@ class Server:
 
 
 class _AllowOnly:
-    """Credentials callback that knows one client key."""
+    """Credentials callback that accepts one client key."""
 
     def __init__(self, client_public: bytes) -> None:
         self._allowed = client_public
@@ -196,21 +196,8 @@ class _AllowOnly:
         return key == self._allowed
 
 
-def _connect(context: zmq.Context, endpoint: str, name: str, keys: Keys | None) -> Any:
-    socket = context.socket(zmq.DEALER)
-    _common_options(socket)
-    socket.setsockopt(zmq.ROUTING_ID, name.encode())
-    socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
-    if keys is not None:
-        socket.curve_serverkey = keys.server_public
-        socket.curve_publickey = keys.client_public
-        socket.curve_secretkey = keys.client_secret
-    socket.connect(endpoint)
-    return socket
-
-
 class _Pieces:
-    """Messages that came in one piece, two frames each."""
+    """Queue of messages that arrived in one piece, two frames each."""
 
     def __init__(self) -> None:
         self._frames: deque[Buffer] = deque()
@@ -222,69 +209,74 @@ class _Pieces:
         return bool(self._frames)
 
     def next(self) -> tuple[Message, memoryview]:
-        """The first of them. Raises WireError if it is broken."""
+        """Decode and remove the first message. Raises WireError if it is malformed."""
         return decode([self._frames.popleft() for _ in range(min(2, len(self._frames)))])
 
 
-def _refused(endpoint: str) -> WireError:
-    return WireError(f"{endpoint} has no connection to us: it refused the keys of this process")
+class _Dealer:
+    """A DEALER: the end of a connection to one server."""
 
-
-class Client:
-    """A DEALER for one thread that waits."""
-
-    def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
-        self._context = zmq.Context()
-        self._socket = _connect(self._context, endpoint, name, keys)
+    def __init__(self, context: zmq.Context, endpoint: str, name: str, keys: Keys | None) -> None:
+        self._context = context
+        self._socket: Any = context.socket(zmq.DEALER)
+        _set_common_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTING_ID, name.encode())
+        self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        if keys is not None:
+            self._socket.curve_serverkey = keys.server_public
+            self._socket.curve_publickey = keys.client_public
+            self._socket.curve_secretkey = keys.client_secret
+        self._socket.connect(endpoint)
         self._arrived = _Pieces()
         self.endpoint = endpoint
         _open.add(self)
 
+    def _refused(self) -> WireError:
+        return WireError(f"{self.endpoint} has no connection to us: it refused the keys of this process")
+
+    def close(self) -> None:
+        _open.discard(self)
+        self._socket.close()
+        self._context.term()
+
+
+class Client(_Dealer):
+    """A DEALER for a thread that waits."""
+
+    def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
+        super().__init__(zmq.Context(), endpoint, name, keys)
+
     def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Queue a message. Raises WireError if the other side refused us, for instance our keys."""
+        """Queue a message. Raises WireError if the server refused this process, for instance its keys."""
         try:
             self._socket.send_multipart(encode(message, payload))
         except zmq.Again:
-            raise _refused(self.endpoint) from None
+            raise self._refused() from None
 
     def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
-        """The next message and its payload, or None after `timeout_s`. Raises WireError on a broken message."""
+        """Receive the next message and its payload; None after `timeout_s`. Raises WireError if it is malformed."""
         if not self._arrived:
             if not self._socket.poll(max(0, int(timeout_s * 1000))):
                 return None
             self._arrived.add(self._socket.recv_multipart(copy=False))
         return self._arrived.next()
 
-    def close(self) -> None:
-        _open.discard(self)
-        self._socket.close()
-        self._context.term()
 
-
-class AsyncClient:
+class AsyncClient(_Dealer):
     """A DEALER for an asyncio loop. `receive` may be cancelled without losing a message."""
 
     def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = _connect(self._context, endpoint, name, keys)
-        self._arrived = _Pieces()
-        self.endpoint = endpoint
-        _open.add(self)
+        super().__init__(zmq.asyncio.Context(), endpoint, name, keys)
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Queue a message. Raises WireError if the other side refused us, for instance our keys."""
+        """Queue a message. Raises WireError if the server refused this process, for instance its keys."""
         try:
             await self._socket.send_multipart(encode(message, payload))
         except zmq.Again:
-            raise _refused(self.endpoint) from None
+            raise self._refused() from None
 
     async def receive(self) -> tuple[Message, memoryview]:
-        """The next message and its payload. Raises WireError on a broken message."""
+        """Receive the next message and its payload. Raises WireError if it is malformed."""
         if not self._arrived:
             self._arrived.add(await self._socket.recv_multipart(copy=False))
         return self._arrived.next()
-
-    def close(self) -> None:
-        _open.discard(self)
-        self._socket.close()
-        self._context.term()

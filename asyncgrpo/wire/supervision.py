@@ -1,4 +1,4 @@
-"""The driver and everyone: heartbeats, who is lost, where others are found now, and when to end."""
+"""Messages between the driver and all other processes: heartbeats, lost generators, new endpoints, the end of a run."""
 
 from asyncgrpo.types import Name
 from asyncgrpo.wire import Message
@@ -7,35 +7,35 @@ from asyncgrpo.wire import Message
 
 
 class Heartbeat(Message):
-    """This process lives. Sent every second by a thread of its own."""
+    """A process says that it lives. A thread of its own sends this every second."""
 
     name: str
     """`buffer`, `learner-<rank>` or `generator-<index>`."""
     incarnation: str
     pid: int
     waits: dict[str, float]
-    """What it waits for, by the names of `metrics.WAITS`: for how long, seconds."""
+    """Seconds that it has waited, by what it waits for (`metrics.WAITS`)."""
     loop_age_s: float | None
-    """Since its main loop last went round; None: it has not begun to."""
+    """Seconds since its main loop last came round; None: the loop has not begun."""
     buffer_endpoint: str = ""
-    """A generator: the buffer that it works for."""
+    """Set by a generator: the buffer that it works for."""
     step: int | None = None
-    """The learner: optimizer steps done."""
+    """Set by the learner: optimizer steps done."""
     missing: tuple[Name, ...] = ()
-    """Generators that it has lost touch with, as `<name>-<incarnation>`: the buffer, and the learner's first rank."""
+    """Set by the buffer and the learner's rank 0: generators they lost touch with, as `<name>-<incarnation>`."""
 
 
 # -- driver -> any process ---------------------------------------------------------------------------------------------
 
 
 class DumpStacks(Message):
-    """Write the stack of every thread to your log."""
+    """Asks a process to write the stack of every thread to its log."""
 
     reason: str
 
 
 class EndpointsChanged(Message):
-    """To a generator: buffer and learner were started again and are found here now."""
+    """Tells a generator that buffer and learner were started again, and where they are."""
 
     buffer_endpoint: str
     weights_endpoint: str
@@ -45,8 +45,10 @@ class EndpointsChanged(Message):
 
 
 class Drain(Message):
-    """Grant no more leases and tell the learner to stop after its current step. The learner says it before its last
-    checkpoint, where it cannot go on."""
+    """Asks the buffer to grant no more leases and to tell the learner to stop after its current step.
+
+    A learner that cannot go on sends it as well, before its last checkpoint.
+    """
 
     reason: str
     is_failure: bool = False
@@ -54,13 +56,18 @@ class Drain(Message):
 
 
 class GeneratorLost(Message):
-    """This generator is of no use any more; its leases are free again.
+    """Tells that a generator is lost: its leases are free again.
 
-    The driver says it of one whose process is gone, to the buffer and to the learner's first rank; that rank says it to the
-    buffer of one that a publication left out, which may live and comes back with another Register.
+    The driver sends it to the buffer and to the learner's rank 0 when a process is gone. Rank 0 sends it to the buffer
+    when a publication left a generator out; that one may live, and comes back with another Register.
     """
 
     generator_id: Name
     incarnation: Name = ""
-    """Of the one that is meant; empty: whoever has the name."""
+    """The incarnation that is meant; empty: whichever has the name."""
     reason: str = "its process ended"
+
+
+ToDriver = Heartbeat
+ToEveryone = DumpStacks | EndpointsChanged
+OfDriver = Drain | GeneratorLost

@@ -1,4 +1,7 @@
-"""A publication: what the publisher (learner, rank 0) and the receivers (generators) say to each other."""
+"""Messages of a publication, between the publisher (learner, rank 0) and the receivers (generators).
+
+`group_number` in them counts how often the weight group was formed. A message of an earlier group counts for nothing.
+"""
 
 from typing import ClassVar, Literal
 
@@ -9,7 +12,7 @@ from asyncgrpo.wire import Message
 
 
 class Join(Message):
-    """A generator asks into the weight group: at its start, and whenever its group broke."""
+    """A generator asks to be in the weight group: at its start, and whenever its group broke."""
 
     generator_id: Name
     incarnation: Name
@@ -17,22 +20,22 @@ class Join(Message):
 
 
 class Ping(Message):
-    """Who is there? Asked before a group is built, so that nobody waits in it for the dead."""
+    """Asks whether a generator is there, before a group is formed: no member then waits in it for a dead one."""
 
-    epoch: int
+    group_number: int
 
 
 class Pong(Message):
-    """Reply to Ping."""
+    """A generator's reply to Ping."""
 
     generator_id: Name
-    epoch: int
+    group_number: int
 
 
 class FormGroup(Message):
-    """Build the process group of this epoch: learner is rank 0."""
+    """Asks a generator to join the process group of this number, in which the learner is rank 0."""
 
-    epoch: int
+    group_number: int
     rank: int
     world: int
     store_host: str
@@ -45,12 +48,12 @@ class FormGroup(Message):
 
 
 class Offer(Message):
-    """Weights of `version` follow as broadcasts of buckets, planned by `weights.layout.plan_buckets`."""
+    """Announces broadcasts of the weights of `version`, in the buckets of `weights.broadcast.plan_buckets`."""
 
     max_header_bytes: ClassVar[int] = 2**24
-    """Tens of thousands of tensors."""
+    """Room for tens of thousands of tensors."""
 
-    epoch: int
+    group_number: int
     version: PolicyVersion
     tensors: tuple[TensorInfo, ...]
     bucket_bytes: int
@@ -59,10 +62,10 @@ class Offer(Message):
 
 
 class Staged(Message):
-    """All of `version` is here; `digest` is of the bytes as received."""
+    """A generator has received all of `version`; `digest` is of the bytes as received."""
 
     generator_id: Name
-    epoch: int
+    group_number: int
     version: PolicyVersion
     digest: str
     merged: str = ""
@@ -70,26 +73,30 @@ class Staged(Message):
 
 
 class Swap(Message):
-    """The digests agree: sample with `version` from now on."""
+    """Asks a generator to sample with `version` from now on: the digests agree."""
 
-    epoch: int
+    group_number: int
     version: PolicyVersion
 
 
 class Swapped(Message):
-    """`version` samples now; `checksum` is of the weights as the engine holds them."""
+    """A generator samples with `version` now; `checksum` is of the weights as its engine holds them."""
 
     generator_id: Name
-    epoch: int
+    group_number: int
     version: PolicyVersion
     checksum: str
     seconds: float
 
 
 class SyncFailed(Message):
-    """The generator could not stage or apply `version`. `poisoned`: its engine must be replaced."""
+    """A generator could not stage or load a version. `poisoned`: its engine must be replaced."""
 
     generator_id: Name
-    epoch: int
+    group_number: int
     reason: str
     poisoned: bool
+
+
+ToPublisher = Join | Pong | Staged | Swapped | SyncFailed
+ToReceiver = Ping | FormGroup | Offer | Swap

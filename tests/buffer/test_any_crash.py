@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import Entry, State
+from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
@@ -105,7 +105,7 @@ class AnyCrash(RuleBasedStateMachine):
             "what is done has nothing behind it"
         )
         self.steps = list(self.saved)
-        self.batch: list[Entry] | None = None
+        self.batch: list[GroupEntry] | None = None
         self.unacknowledged: dict[str, tuple[int, Kept]] = {}  # by lease, with the place in the journal
         self.buffer.published(self.version)
 
@@ -199,12 +199,12 @@ class AnyCrash(RuleBasedStateMachine):
     def crash(self, with_machine, max_lag):
         self.ledger = Ledger(self.totals, self.ledger.tokens(counters(self.buffer))["generated"])
         if self.config["durability"] != "memory":
-            self.buffer.journal._let_go()
+            self.buffer.journal._close_file()
         if with_machine:
             self.promises.power_was_cut(has_holes=self.disk.power_cut())
         self.start(self.max_lag if max_lag is None else max_lag)
 
-    # -- what holds ----------------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
     def what_is_durable_is_promised(self):

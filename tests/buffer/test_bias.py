@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.group_health import BIAS_WINDOW, LEAST, BiasMonitor, ks_distance, total_variation
+from asyncgrpo.buffer.group_health import BIAS_WINDOW, MIN_SETTLED, BiasMonitor, ks_distance, total_variation
 from asyncgrpo.types import Lease, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import deliver, v
@@ -45,7 +45,7 @@ def test_the_distances_are_those_of_their_definitions():
 
 def test_all_that_is_trained_is_at_no_distance_and_little_says_nothing():
     monitor = BiasMonitor(0.1)
-    for length in range(LEAST - 1):
+    for length in range(MIN_SETTLED - 1):
         monitor.settle("s", group(length + 1), age=length % 3, masked=0)
     assert monitor.distances() == {}
     monitor.settle("s", group(5), age=0, masked=0)
@@ -81,7 +81,7 @@ def test_length_is_of_a_completion_however_many_a_group_has():
 
 def test_masked_tokens_make_what_is_trained_shorter():
     monitor = BiasMonitor(0.1)
-    for _ in range(LEAST):
+    for _ in range(MIN_SETTLED):
         monitor.settle("s", group(10), age=5, masked=8)
     assert monitor.distances() == {"length": 1.0, "reward": 0.0, "source": 0.0, "age": 0.0}
 
@@ -103,7 +103,7 @@ def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
 
 def test_the_age_of_what_is_given_up_for_its_age_is_no_news():
     monitor = BiasMonitor(0.1)
-    for number in itertools.islice(itertools.cycle(range(2)), 2 * LEAST):
+    for number in itertools.islice(itertools.cycle(range(2)), 2 * MIN_SETTLED):
         monitor.settle("s", group(5), age=5 * number, masked=None if number else 0)
     assert monitor.distances()["age"] == 0.5 and monitor.news() == []
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.group_health import KNOWN_AFTER
+from asyncgrpo.buffer.group_health import MIN_GROUPS
 from asyncgrpo.buffer.groups import State, group_seed, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
@@ -323,7 +323,7 @@ def test_completions_left_out_of_a_group_are_counted_and_their_tokens_are_aborte
 def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt():
     buffer = make_buffer(count=40, per_step=20, max_attempts=2, lease_timeout_s=1000.0, straggler_factor=3.0)
     buffer.published(v(0))
-    for _ in range(KNOWN_AFTER):
+    for _ in range(MIN_GROUPS):
         lease = buffer.lease("g", 0.0)
         assert lease.cut_after_s == 900.0, "nothing is known yet"
         timings = {"generate": 15.0, "reward": 5.0}
@@ -341,13 +341,13 @@ def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt(
 def test_leases_that_run_out_count_in_the_median():
     buffer = make_buffer(count=60, per_step=40, max_attempts=9, lease_timeout_s=1000.0, straggler_factor=3.0)
     buffer.published(v(0))
-    for _ in range(KNOWN_AFTER):
+    for _ in range(MIN_GROUPS):
         message = deliver(buffer.lease("g", 0.0), 0)
         buffer.accept(msgspec.structs.replace(message, timings={"generate": 20.0}), b"")
     assert buffer.deadline_s == 60.0
-    for _ in range(KNOWN_AFTER + 1):
+    for _ in range(MIN_GROUPS + 1):
         assert buffer.lease("g", 0.0) is not None
-    assert len(buffer.expire(61.0)) == KNOWN_AFTER + 1
+    assert len(buffer.expire(61.0)) == MIN_GROUPS + 1
     assert buffer.deadline_s == 180.0, "most of what is known took 60 s or more"
 
 

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from asyncgrpo.buffer.group_health import DEADLINE_WINDOW, FLOOR_S, KNOWN_AFTER, Deadlines
+from asyncgrpo.buffer.group_health import DEADLINE_WINDOW, MIN_GROUPS, SHORTEST_S, Deadlines
 
 
 def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
@@ -21,9 +21,9 @@ def test_it_is_a_multiple_of_the_median_of_the_newest_groups():
 
 
 def test_it_has_a_floor_and_a_ceiling_and_is_the_ceiling_while_little_is_known_or_nobody_asked():
-    assert after([0.1] * 20).seconds(is_last=False) == FLOOR_S
+    assert after([0.1] * 20).seconds(is_last=False) == SHORTEST_S
     assert after([1000.0] * 20).seconds(is_last=False) == 1800.0
-    assert after([50.0] * (KNOWN_AFTER - 1)).seconds(is_last=False) == 1800.0
+    assert after([50.0] * (MIN_GROUPS - 1)).seconds(is_last=False) == 1800.0
     assert after([50.0] * 20, factor=0.0).seconds(is_last=False) == 1800.0
 
 
@@ -46,7 +46,7 @@ def test_leases_end_in_order_of_their_deadlines_and_are_told_once():
 
 @pytest.mark.parametrize("counts_cut", [True, False])
 def test_a_deadline_that_cuts_does_not_feed_on_itself(counts_cut: bool):
-    """Exponential durations: if only those that came in time counted, the deadline would shrink to its floor."""
+    """Exponential durations: if only those that came in time counted, the deadline would shrink to the shortest."""
     rng = random.Random(0)
     deadlines = Deadlines(2.0, 1e6)
     given = []

@@ -1,4 +1,4 @@
-"""An evaluation ends with every prompt answered or counted as failed, and names the versions that answered."""
+"""An evaluation ends with every prompt scored or counted as failed, and names the versions that sampled."""
 
 from asyncgrpo.buffer.evaluation import FREE_LOSSES, MAX_ATTEMPTS, Evaluations
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
@@ -11,7 +11,7 @@ def make() -> Evaluations:
     return Evaluations(PROMPTS, Sampling(temperature=0.0), seed=0, lease_timeout_s=10.0)
 
 
-def answered(lease: Lease, value: float | None, version: int = 4) -> Deliver:
+def delivery_of(lease: Lease, value: float | None, version: int = 4) -> Deliver:
     header = RolloutHeader(
         index=0,
         num_tokens=2,
@@ -37,10 +37,10 @@ def test_the_result_counts_every_prompt_and_names_the_versions():
     evaluations.request(5, 0.0)
     leases = [evaluations.lease("g", 0.0) for _ in PROMPTS]
     assert [lease.prompt for lease in leases] == list(PROMPTS) and evaluations.lease("g", 0.0) is None
-    assert evaluations.accept(answered(leases[0], 1.0, 4), 1.0) is None
-    assert evaluations.accept(answered(leases[2], None, 5), 2.0) is None
-    result = evaluations.accept(answered(leases[1], 0.0, 6), 3.0)
-    assert result is not None and not evaluations.under_way
+    assert evaluations.accept(delivery_of(leases[0], 1.0, 4), 1.0) is None
+    assert evaluations.accept(delivery_of(leases[2], None, 5), 2.0) is None
+    result = evaluations.accept(delivery_of(leases[1], 0.0, 6), 3.0)
+    assert result is not None and not evaluations.in_flight
     assert (result.step, result.completions, result.reward_mean) == (5, 3, 0.5)
     assert (result.oldest, result.newest) == (PolicyVersion(1, 4), PolicyVersion(1, 6))
     assert result.failures == {"timeout": 1} and result.seconds == 3.0
@@ -50,8 +50,8 @@ def test_the_same_completion_twice_counts_once():
     evaluations = make()
     evaluations.request(0, 0.0)
     lease = evaluations.lease("g", 0.0)
-    assert evaluations.accept(answered(lease, 1.0), 1.0) is None
-    assert evaluations.accept(answered(lease, 1.0), 1.0) is None
+    assert evaluations.accept(delivery_of(lease, 1.0), 1.0) is None
+    assert evaluations.accept(delivery_of(lease, 1.0), 1.0) is None
     assert evaluations.held_by("g") == 0
 
 
@@ -68,7 +68,7 @@ def test_a_prompt_that_ends_every_generator_is_counted_as_failed_and_the_evaluat
     evaluations.request(0, 0.0)
     others = [evaluations.lease("g", 0.0) for _ in PROMPTS][1:]
     for lease in others:
-        evaluations.accept(answered(lease, 1.0), 0.0)
+        evaluations.accept(delivery_of(lease, 1.0), 0.0)
     for ends in range(1, 20):
         results = evaluations.release("g", float(ends))
         if results:
@@ -76,7 +76,7 @@ def test_a_prompt_that_ends_every_generator_is_counted_as_failed_and_the_evaluat
         assert evaluations.lease("g", float(ends)).prompt_index == 0
     assert ends == FREE_LOSSES + MAX_ATTEMPTS
     assert results[0].failures == {"generator_lost": 1} and results[0].completions == 2
-    assert not evaluations.under_way
+    assert not evaluations.in_flight
 
 
 def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_ends():
@@ -86,7 +86,7 @@ def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_end
     for _ in range(len(PROMPTS)):
         lease = evaluations.lease("g", now)
         if lease.prompt_index:
-            evaluations.accept(answered(lease, 1.0), now)
+            evaluations.accept(delivery_of(lease, 1.0), now)
     for _ in range(MAX_ATTEMPTS - 1):
         now += 11.0
         late, results = evaluations.expire(now)
@@ -105,7 +105,7 @@ def test_an_evaluation_of_which_nothing_was_answered_is_a_result_too():
         results += filter(None, [evaluations.fail(lease.lease_id, "failed", 5.0)])
     (result,) = results
     assert (result.completions, result.failures, result.seconds) == (0, {"failed": len(PROMPTS)}, 5.0)
-    assert result.reward_mean is result.newest is result.completion_length_mean is None and not evaluations.under_way
+    assert result.reward_mean is result.newest is result.completion_length_mean is None and not evaluations.in_flight
 
 
 def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():
@@ -114,5 +114,5 @@ def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():
         each.request(5, 0.0)
     late, ours = before.lease("g", 0.0), evaluations.lease("g", 0.0)
     assert late is not None and ours is not None
-    assert evaluations.accept(answered(late, 1.0), 1.0) is None and evaluations.held_by("g") == 1
-    assert evaluations.accept(answered(ours, 1.0), 1.0) is None and evaluations.held_by("g") == 0
+    assert evaluations.accept(delivery_of(late, 1.0), 1.0) is None and evaluations.held_by("g") == 1
+    assert evaluations.accept(delivery_of(ours, 1.0), 1.0) is None and evaluations.held_by("g") == 0

@@ -67,7 +67,7 @@ class Served:
         return entry.lease
 
 
-def hello(peer: str, window: int = 2) -> Register:
+def register(peer: str, window: int = 2) -> Register:
     return Register(protocol=PROTOCOL, generator_id="g", incarnation=peer, window=window)
 
 
@@ -78,8 +78,8 @@ def serving(version: int | None) -> Serving:
 def test_a_late_word_of_an_incarnation_that_was_replaced_earns_its_successor_no_lease():
     served = Served()
     served.hear("learner", Published(version=v(0)))
-    served.hear("g-old", hello("g-old"))
-    served.hear("g-new", hello("g-new"))
+    served.hear("g-old", register("g-old"))
+    served.hear("g-new", register("g-new"))
     assert served.hear("g-old", serving(0)) == [("g-old", Shutdown.__name__)]
     assert served.buffer.held_by("g") == 0
     assert served.hear("g-new", serving(0)) == [("g-new", Grant.__name__)] * 2
@@ -87,16 +87,16 @@ def test_a_late_word_of_an_incarnation_that_was_replaced_earns_its_successor_no_
 
 def test_a_replaced_incarnation_cannot_come_back():
     served = Served()
-    served.hear("g-old", hello("g-old"))
-    served.hear("g-new", hello("g-new"))
-    assert served.hear("g-old", hello("g-old")) == [("g-old", Shutdown.__name__)]
+    served.hear("g-old", register("g-old"))
+    served.hear("g-new", register("g-new"))
+    assert served.hear("g-old", register("g-old")) == [("g-old", Shutdown.__name__)]
     assert served.hear("g-new", serving(None)) == []
 
 
 def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one_other():
     served = Served(per_step=1, max_lag=0, policy="drop")
     served.hear("learner", Published(version=v(0)))
-    served.hear("g-a", hello("g-a"))
+    served.hear("g-a", register("g-a"))
     served.hear("g-a", serving(0))
     lease = served.oldest_lease()
     served.hear("g-a", serving(1))
@@ -110,9 +110,9 @@ def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one
 
 def test_a_generator_whose_first_word_was_lost_is_asked_for_it():
     served = Served()
-    served.hear("g-old", hello("g-old"))
+    served.hear("g-old", register("g-old"))
     assert served.hear("g-new", serving(None)) == [("g-new", Reregister.__name__)]
-    assert served.hear("g-new", hello("g-new")) == [("g-new", Welcome.__name__)]
+    assert served.hear("g-new", register("g-new")) == [("g-new", Welcome.__name__)]
 
 
 def test_what_one_generator_was_too_slow_for_goes_to_another():
@@ -147,7 +147,7 @@ def test_a_long_last_evaluation_is_no_silence():
 def test_a_lost_word_of_a_publication_is_made_good_by_the_next_one_of_the_learner():
     served = Served(per_step=1, max_lag=0)
     served.hear("learner", Published(version=v(0)))
-    served.hear("g-1", hello("g-1"))
+    served.hear("g-1", register("g-1"))
     served.hear("g-1", serving(0))
     served.hear("learner", Take(step=0, version=v(0)))
     served.hear("g-1", deliver(served.oldest_lease(), 0), PAYLOAD)

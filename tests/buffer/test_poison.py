@@ -9,9 +9,9 @@ import pytest
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.group_health import FILE, ISOLATE_AFTER, Case, IsolatedPrompts, Quarantine
+from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.groups import State
-from asyncgrpo.buffer.recovery import past_of
+from asyncgrpo.buffer.recovery import earlier_failures
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
@@ -119,7 +119,7 @@ def test_the_end_of_a_generator_costs_a_prompt_nothing_until_it_is_a_suspect_and
     assert buffer.accept(deliver(again[0], 0), b"") is None
     buffer.release("a")
     assert not buffer._isolated.is_isolated(0) and all(map(buffer._isolated.is_isolated, (1, 2, 3)))
-    assert [lease.prompt_index for lease in lease_all(buffer, "a")] == [1], "a suspect, alone"
+    assert [lease.prompt_index for lease in lease_all(buffer, "a")] == [1], "an isolated prompt, alone"
     assert [lease.prompt_index for lease in lease_all(buffer, "b")] == [4, 5], "the others go on"
 
 
@@ -142,14 +142,14 @@ def test_one_generator_is_emptied_before_it_gets_a_suspect():
     assert isolated.may_lease("a", 0, is_waiting=True) == (False, True)
     isolated.leased(3)
     assert isolated.may_lease("a", 0, is_waiting=True) == (False, False)
-    isolated.ended(3)
+    isolated.lease_ended(3)
     assert isolated.may_lease("a", 0, is_waiting=False) == (True, False)
 
 
 def test_a_suspect_waits_for_no_generator_that_is_gone():
     isolated = IsolatedPrompts()
     assert isolated.may_lease("a", 1, is_waiting=True) == (False, False)
-    isolated.gone("a")
+    isolated.generator_lost("a")
     assert isolated.may_lease("b", 0, is_waiting=True) == (False, True)
 
 
@@ -168,7 +168,7 @@ def test_a_suspect_that_went_into_quarantine_meanwhile_is_dropped_and_its_genera
 
 
 def test_the_file_says_which_prompt_and_why_and_the_next_start_reads_it(tmp_path: Path):
-    path = tmp_path / FILE
+    path = tmp_path / QUARANTINE_FILE
     run(make_buffer(max_attempts=2, quarantine=Quarantine(path)), "train/2")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"prompt_id": "train/2", "reason": "poison", "prompt_index": 2, "attempts": 2}
@@ -181,7 +181,7 @@ def test_the_file_says_which_prompt_and_why_and_the_next_start_reads_it(tmp_path
 
 
 def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path):
-    path = tmp_path / FILE
+    path = tmp_path / QUARANTINE_FILE
     path.write_bytes(b'{"prompt_id":"train/1","reason":"poi')
     quarantine = Quarantine(path)
     assert "train/1" not in quarantine
@@ -190,7 +190,7 @@ def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path):
 
 
 def test_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
-    quarantine = Quarantine(tmp_path / "nowhere" / FILE)
+    quarantine = Quarantine(tmp_path / "nowhere" / QUARANTINE_FILE)
     quarantine.add(Case(prompt_id="train/5", reason="failed", prompt_index=5, attempts=3))
     assert "train/5" in quarantine
 
@@ -215,7 +215,7 @@ def test_failed_attempts_and_ends_of_generators_survive_a_restart(tmp_path: Path
 
     buffer, _ = start(tmp_path, 2, **config)
     buffer.published(PolicyVersion(2, 0))
-    assert buffer.lease("a", 0.0).prompt_index == 4, "0, 1 and 2 are suspects, and 3 is answered"
+    assert buffer.lease("a", 0.0).prompt_index == 4, "0, 1 and 2 are isolated, and 3 is completed"
     alone = buffer.lease("b", 0.0)
     assert (alone.prompt_index, alone.attempt) == (0, 2)
     assert buffer.lease("b", 0.0) is None
@@ -250,7 +250,7 @@ def said(service: BufferService, peer: str, now_s: float, *messages: Message) ->
         service.turn((peer, encode(message, b"")), now_s)
 
 
-def hello(name: str, window: int = 2) -> tuple[Message, Message]:
+def register(name: str, window: int = 2) -> tuple[Message, Message]:
     return (
         Register(protocol=PROTOCOL, generator_id=name, incarnation="i", window=window),
         Serving(generator_id=name, version=v(0)),
@@ -261,15 +261,15 @@ def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
     line, buffer = Line(), make_buffer(per_step=8)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
     for end in range(ISOLATE_AFTER):
-        said(service, f"a-{end}", 1.0, *hello("a"))
+        said(service, f"a-{end}", 1.0, *register("a"))
         assert line.grants() == {f"a-{end}": [0, 1]}
         said(service, "driver", 1.0, GeneratorLost(generator_id="a"))
     for peer in "ab":
-        said(service, peer, 2.0, *hello(peer))
+        said(service, peer, 2.0, *register(peer))
     assert line.grants() == {"a": [0], "b": [2, 3]}
     assert buffer.accept(deliver(buffer._entries["1.0"].lease, 0), b"") is None
     service.turn(None, 3.0)
-    assert line.grants() == {"a": [1]}, "the next suspect"
+    assert line.grants() == {"a": [1]}, "the next isolated prompt"
     buffer.accept(deliver(buffer._entries["1.1"].lease, 0), b"")
     service.turn(None, 4.0)
     assert line.grants() == {"a": [4, 5]}, "and then it is a generator like any other"
@@ -278,16 +278,16 @@ def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
 def test_the_leases_of_a_generator_that_a_publication_left_out_are_free_at_once_and_answered_in_vain():
     line, buffer = Line(), make_buffer(per_step=1, max_lag=0)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
-    said(service, "a-i", 1.0, *hello("a"))
+    said(service, "a-i", 1.0, *register("a"))
     lease = buffer._entries["1.0"].lease
-    said(service, "b-i", 1.0, *hello("b"))
+    said(service, "b-i", 1.0, *register("b"))
     assert line.grants() == {"a-i": [0]} and service.missing == ()
     said(service, "learner", 2.0, GeneratorLost(generator_id="a", incarnation="an earlier one", reason="left out"))
     assert line.grants() == {} and service.missing == ()
     said(service, "learner", 2.0, GeneratorLost(generator_id="a", incarnation="i", reason="left out"))
     assert line.grants() == {"b-i": [0]} and service.missing == ("a-i",)
     assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease", "the rule of lag counts on the other one"
-    said(service, "a-i", 3.0, *hello("a"))
+    said(service, "a-i", 3.0, *register("a"))
     assert service.missing == ()
 
 
@@ -295,19 +295,19 @@ def test_a_generator_with_more_room_that_may_get_nothing_does_not_keep_others_fr
     line, buffer = Line(), make_buffer(per_step=8)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
     for end in range(ISOLATE_AFTER):
-        said(service, f"a-{end}", 1.0, *hello("a", window=1))
+        said(service, f"a-{end}", 1.0, *register("a", window=1))
         said(service, "driver", 1.0, GeneratorLost(generator_id="a"))
     line.sent.clear()
-    said(service, "large", 2.0, *hello("large", window=6))
-    assert line.grants() == {"large": [0]}, "a suspect"
-    said(service, "small", 2.0, *hello("small", window=2))
+    said(service, "large", 2.0, *register("large", window=6))
+    assert line.grants() == {"large": [0]}, "an isolated prompt"
+    said(service, "small", 2.0, *register("small", window=2))
     assert line.grants() == {"small": [1, 2]}
 
 
 def test_a_lease_that_was_cut_with_too_few_completions_counts_as_late():
     line, buffer = Line(), make_buffer(max_attempts=1)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
-    said(service, "a", 1.0, *hello("a"))
+    said(service, "a", 1.0, *register("a"))
     for prompt_index, reason in ((0, "lease_timeout"), (1, "failed")):
         said(service, "a", 2.0, LeaseFailed(generator_id="a", lease_id=f"1.{prompt_index}.0", reason=reason))
     assert buffer.outcomes["dropped_lease_timeout"] == buffer.outcomes["dropped_failed"] == 1
@@ -326,7 +326,7 @@ def test_what_is_read_of_a_prompt_s_past_ends_with_its_last_completion(tmp_path:
     written.append(Dropped(lease_id="1.2.0", prompt_index=2, reason="lease_timeout", is_final=False))
     written.append(Dropped(lease_id="1.3.0", prompt_index=3, reason="failed", is_final=False))
     written.append(Dropped(lease_id="1.4.0", prompt_index=4, reason="ahead", is_final=False))
-    past = past_of(read_history(tmp_path), PromptSource(prompts(12), seed=0, shuffle=False, epochs=1))
+    past = earlier_failures(read_history(tmp_path), PromptSource(prompts(12), seed=0, shuffle=False, epochs=1))
     assert past.interruptions == {1: 1, 2: 1, 3: 1}
     assert past.attempts == Counter({2: 1, 3: 1}) and past.blamed == Counter({3: 1})
 
@@ -346,7 +346,7 @@ def test_the_learner_is_told_to_save_before_a_buffer_without_a_prompt_to_lease_e
     for index in range(3):
         buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=index, attempts=3))
     said(service, "learner", 1.0, Published(version=v(0)), Take(step=0, version=v(0)))
-    said(service, "a", 2.0, *hello("a"))
+    said(service, "a", 2.0, *register("a"))
     service.turn(None, 3.0)
     assert [message.why for _, message in line.sent if isinstance(message, NoMore)] == ["failing"]
     said(service, "learner", 4.0, TakeSnapshot(published=v(0)))

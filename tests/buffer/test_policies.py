@@ -200,11 +200,11 @@ def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_o
     buffer.release("a")
     assert buffer.lease("a", 0.0).prompt_index == isolated.prompt_index
     buffer.release("a")
-    assert buffer.lease("b", 0.0) is None, "it is emptied for the suspect"
+    assert buffer.lease("b", 0.0) is None, "it is emptied for the isolated prompt"
     behind = buffer.lease("c", 0.0)
     buffer.accept(spanning(other, 0), b"")
     if policy != "window":
-        assert behind.prompt_index == 2, "nobody waits for the suspect"
+        assert behind.prompt_index == 2, "nobody waits for the isolated prompt"
         return
     assert behind is None
     alone = buffer.lease("b", 0.0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncgrpo.buffer.groups import LEAST
-from asyncgrpo.buffer.reward_health import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, Scoring
+from asyncgrpo.buffer.groups import REPORTED_STREAK
+from asyncgrpo.buffer.reward_health import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, RewardMonitor
 from asyncgrpo.types import Prompt, RewardHealth
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import (
@@ -104,12 +104,12 @@ def test_an_outage_costs_an_evaluation_no_attempt():
         say(served, "g", PAUSED)
         give_back(served, "g", lease_id)
         say(served, "g", WELL)
-    assert served.service._evaluations.under_way
+    assert served.service._evaluations.in_flight
 
 
 def waiting(served: Served) -> Waiting:
     served.now_s += 2.0
-    served.hear("g", Serving(generator_id="g", version=v(0), rewards=served.service._scoring._health["g"]))
+    served.hear("g", Serving(generator_id="g", version=v(0), rewards=served.service._rewards._health["g"]))
     (message,) = [message for _, message in served.lines.sent if isinstance(message, Waiting)]
     return message
 
@@ -137,20 +137,20 @@ def test_the_learner_hears_why_it_waits_and_when_the_next_probe_is():
     ],
 )
 def test_a_reward_that_never_worked_is_said_to_be_hopeless(health: RewardHealth, has_worked: bool, is_hopeless: bool):
-    scoring = Scoring("reward function f.py", has_worked=has_worked, tell=lambda event, **fields: None)
-    scoring.hear("g", health, 0.0)
+    monitor = RewardMonitor("reward function f.py", has_worked=has_worked, tell=lambda event, **fields: None)
+    monitor.update("g", health, 0.0)
     sentence = (
         f"reward function f.py never worked: {health.failed} of {health.failed} calls failed, the last with timeout: no"
     )
-    assert scoring.verdict == (sentence if is_hopeless else "")
+    assert monitor.hopeless_reason == (sentence if is_hopeless else "")
 
 
 def test_one_generator_whose_calls_work_keeps_the_run_going():
-    scoring = Scoring("f", has_worked=False, tell=lambda event, **fields: None)
-    scoring.hear("a", RewardHealth(failed=100, failing_s=100.0, probe_in_s=1.0), 0.0)
-    assert scoring.verdict
-    scoring.hear("b", RewardHealth(worked=1), 0.0)
-    assert not scoring.verdict
+    monitor = RewardMonitor("f", has_worked=False, tell=lambda event, **fields: None)
+    monitor.update("a", RewardHealth(failed=100, failing_s=100.0, probe_in_s=1.0), 0.0)
+    assert monitor.hopeless_reason
+    monitor.update("b", RewardHealth(worked=1), 0.0)
+    assert not monitor.hopeless_reason
 
 
 def test_the_learner_is_told_that_it_waits_in_vain():
@@ -163,14 +163,14 @@ def test_the_learner_is_told_that_it_waits_in_vain():
 
 def test_pauses_and_ends_of_pauses_are_events():
     told: list[tuple] = []
-    scoring = Scoring("f", has_worked=True, tell=lambda event, **fields: told.append((event, *fields.values())))
+    monitor = RewardMonitor("f", has_worked=True, tell=lambda event, **fields: told.append((event, *fields.values())))
     for now_s, probe_in_s in ((0.0, 1.0), (0.5, 0.5), (1.5, 2.0), (2.5, 1.0)):
-        scoring.hear("g", RewardHealth(failing_s=1.0, probe_in_s=probe_in_s, last="no"), now_s)
-    assert scoring.is_paused("g") and not scoring.is_paused("h")
-    scoring.hear("g", WELL, 12.0)
-    scoring.hear("g", PAUSED, 20.0)
-    scoring.forget("g", 21.0)
-    assert not scoring.is_paused("g") and scoring.in_words() is None
+        monitor.update("g", RewardHealth(failing_s=1.0, probe_in_s=probe_in_s, last="no"), now_s)
+    assert monitor.is_paused("g") and not monitor.is_paused("h")
+    monitor.update("g", WELL, 12.0)
+    monitor.update("g", PAUSED, 20.0)
+    monitor.forget("g", 21.0)
+    assert not monitor.is_paused("g") and monitor.describe_pause() is None
     assert told == [
         ("rewards_paused", "g", "no", 1.0),
         ("rewards_paused", "g", "no", 2.0),
@@ -182,9 +182,9 @@ def test_pauses_and_ends_of_pauses_are_events():
 
 def test_a_kind_of_failure_is_told_once_for_all_generators_and_again_at_tenfold():
     told: list[int] = []
-    scoring = Scoring("f", has_worked=True, tell=lambda event, **fields: told.append(fields["count"]))
+    monitor = RewardMonitor("f", has_worked=True, tell=lambda event, **fields: told.append(fields["count"]))
     for generator, count in (("a", 1), ("b", 1), ("a", 10), ("b", 10), ("a", 100), ("a", 1)):
-        scoring.failed(RewardFailed(generator_id=generator, failure="timeout", detail="", count=count))
+        monitor.failed(RewardFailed(generator_id=generator, failure="timeout", detail="", count=count))
     assert told == [1, 11, 110]
 
 
@@ -207,7 +207,7 @@ def test_leases_that_run_out_of_time_are_told_of_the_first_time_and_the_tenth():
         ("lease_failed", "lease_timeout", 1),
         ("lease_failed", "lease_timeout", 10),
     ]
-    assert "was not answered in time" in served.told[0][1]["detail"]
+    assert "was not completed in time" in served.told[0][1]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -226,22 +226,24 @@ def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: 
         served.now_s += 1.0
         served.hear("g", deliver(served.oldest_lease(), 0, scores=scores), PAYLOAD)
 
-    for _ in range(10 * LEAST):
+    for _ in range(10 * REPORTED_STREAK):
         completion(scores)
     sentence = "all of the last {} groups were filtered as without signal: " + words
-    assert served.told == [("warning", {"about": "filter", "text": sentence.format(n)}) for n in (LEAST, 10 * LEAST)]
+    assert served.told == [
+        ("warning", {"about": "filter", "text": sentence.format(n)}) for n in (REPORTED_STREAK, 10 * REPORTED_STREAK)
+    ]
     completion((0.0, 1.0))
-    for _ in range(LEAST - 1):
+    for _ in range(REPORTED_STREAK - 1):
         completion(scores)
     assert len(served.told) == 2
 
 
 def test_whatever_a_generator_says_of_its_failures_the_buffer_does_not_grow():
     told: list[int] = []
-    scoring = Scoring("f", has_worked=True, tell=lambda event, **fields: told.append(len(fields["detail"])))
+    monitor = RewardMonitor("f", has_worked=True, tell=lambda event, **fields: told.append(len(fields["detail"])))
     for number in range(3 * MAX_COUNTED):
-        scoring.failed(RewardFailed(generator_id="g", failure=f"kind {number}", detail="x" * 60_000, count=1))
-    assert len(scoring._counted) == MAX_COUNTED and len(told) < 40 and max(told) == 500
+        monitor.failed(RewardFailed(generator_id="g", failure=f"kind {number}", detail="x" * 60_000, count=1))
+    assert len(monitor._counted) == MAX_COUNTED and len(told) < 40 and max(told) == 500
     served = at_work()
     served.hear("learner", Take(step=0, version=v(0)))
     served.hear("stranger", RewardFailed(generator_id="stranger", failure="timeout", detail="", count=1))

@@ -55,7 +55,7 @@ class Plane:
 
     def deliver(self, lease: Lease, *rewards: float) -> None:
         """The completions to a lease, and the buffer's acknowledgement."""
-        self.generator.send(*pack_group(answered(lease, rewards)))
+        self.generator.send(*pack_group(delivery_of(lease, rewards)))
         said = self.hear(self.generator)
         assert isinstance(said, Ack) and said.lease_id == lease.lease_id
 
@@ -68,7 +68,7 @@ class Plane:
                 return received[0]
 
 
-def answered(lease: Lease, rewards: tuple[float, ...]) -> Group:
+def delivery_of(lease: Lease, rewards: tuple[float, ...]) -> Group:
     spans = (VersionSpan(V0, 0, 2),)
     rollouts = tuple(
         Rollout(Completion(i, np.array([3, 4], np.int32), np.zeros(2, np.float32), spans, "stop"), Score(value=reward))

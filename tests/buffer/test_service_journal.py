@@ -78,7 +78,7 @@ def payload() -> bytes:
 def test_an_acknowledgement_waits_for_the_disk_and_a_second_delivery_changes_nothing(tmp_path: Path):
     process = Process(tmp_path / "j")
     grant = process.line.of(Grant)[0]
-    for _ in range(2):  # the second time it was sent again, for want of an answer
+    for _ in range(2):  # the second time it was sent again, for want of a reply
         process.hear(deliver(grant.lease, 0), payload())
         process.turn()
         assert process.line.of(Ack) == [] and process.line.of(Nack) == []

@@ -90,7 +90,7 @@ class Rig:
     def expected_logprobs(
         self, prompt: tuple[int, ...], completion: Completion, temperature: float = 1.0
     ) -> np.ndarray:
-        """[L] what `answer.logprobs` must be if each span saw keys and values of its own version only."""
+        """[L] what `completion.logprobs` must be if each span saw keys and values of its own version only."""
         tokens = list(prompt) + completion.token_ids.tolist()
         logits = torch.cat(
             [
@@ -101,7 +101,7 @@ class Rig:
         return _chosen(logits / temperature, completion)
 
     def expected_logprobs_kept(self, prompt: tuple[int, ...], completion: Completion) -> np.ndarray:
-        """[L] what `answer.logprobs` must be if each span kept the keys and values of earlier versions.
+        """[L] what `completion.logprobs` must be if each span kept the keys and values of earlier versions.
 
         The token at place t is sampled by feeding the one before it, so the span [a, b) feeds places a - 1 .. b - 2.
         """

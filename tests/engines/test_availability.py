@@ -1,4 +1,4 @@
-"""A machine that cannot run SGLang says what is missing and how to mend it, without importing SGLang."""
+"""A machine that cannot run SGLang says what is missing and how to fix it, without importing SGLang."""
 
 import importlib.util
 import subprocess

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.rollout import SEED_STRIDE, GroupUnderWay, Redundancy
+from asyncgrpo.generators.rollout import SEED_STRIDE, GroupInFlight, Redundancy
 from asyncgrpo.types import Completion, Lease, PolicyVersion, Prompt, Sampling, Score
 from tests.engines.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
 
@@ -171,7 +171,7 @@ def test_abort_returns_what_was_generated(rig: Rig) -> None:
 
 
 class Unrewarded:
-    """Every answer is as good as another, but for the first of all."""
+    """Every completion is as good as another, except the first of all."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -197,7 +197,7 @@ def test_a_group_with_a_reserve_and_a_retry_is_whole_and_leaves_the_engine_free(
         sampling=Sampling(max_tokens=LONG, stop_token_ids=OFTEN),
         seed=40,
     )
-    group = rig.run(GroupUnderWay(lease, rig.engine, Unrewarded(), str, Redundancy(retries=1, extra=4)).generate("g"))
+    group = rig.run(GroupInFlight(lease, rig.engine, Unrewarded(), str, Redundancy(retries=1, extra=4)).generate("g"))
     assert [rollout.completion.index for rollout in group.rollouts] == [0, 1]
     assert [(rollout.seed - 40) % SEED_STRIDE for rollout in group.rollouts] == [0, 1], "in order of launch"
     assert [rollout.score.value for rollout in group.rollouts] == [1.0, 1.0]

@@ -41,7 +41,11 @@ async def start_sample_and_load(engine: SGLangEngine, folder: str, change: float
     tensors = {name: tensor * change for name, tensor in load_file(f"{folder}/model.safetensors").items()}
     await engine.load_weights(tensors.items(), PolicyVersion(3, 1))
     sums.append(await engine.checksum())
-    return {"sums": sums, "answers": [*short, *await long], "pids": [os.getpid(), *engine._engine.get_all_child_pids()]}
+    return {
+        "sums": sums,
+        "completions": [*short, *await long],
+        "pids": [os.getpid(), *engine._engine.get_all_child_pids()],
+    }
 
 
 async def sample(engine: SGLangEngine, request_id: str, max_tokens: int) -> list[Completion]:
@@ -74,9 +78,9 @@ def test_two_engines_in_two_actors_sample_change_weights_and_end_with_them(clust
     assert first["sums"] == second["sums"]
     assert first["sums"][0] != first["sums"][1]
     for result in (first, second):
-        versions = {span.version for completion in result["answers"] for span in completion.spans}
+        versions = {span.version for completion in result["completions"] for span in completion.spans}
         assert versions == {PolicyVersion(3, 0), PolicyVersion(3, 1)}
-        assert sorted(len(completion.token_ids) for completion in result["answers"]) == [3] * 4 + [40] * 4
+        assert sorted(len(completion.token_ids) for completion in result["completions"]) == [3] * 4 + [40] * 4
     pids = first["pids"] + second["pids"]
     assert len(set(pids)) == 4 and all(map(is_running, pids))
     ray.shutdown()

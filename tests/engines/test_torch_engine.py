@@ -178,7 +178,7 @@ NORM = "model.layers.1.input_layernorm.weight"
     ("change", "message"),
     [
         (lambda tensors: tensors.pop(NORM), rf"lack 1 of the model's tensors, the first is {NORM}"),
-        (lambda tensors: tensors.update(more=torch.ones(1)), "tensor more that the model has not"),
+        (lambda tensors: tensors.update(more=torch.ones(1)), "tensor more that the model does not have"),
         (lambda tensors: tensors.update({NORM: torch.ones(3)}), rf"give {NORM} as \[3\], the model has \[64\]"),
     ],
 )

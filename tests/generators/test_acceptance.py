@@ -13,8 +13,8 @@ from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators import rollout
 from asyncgrpo.generators.rollout import (
-    NONE,
-    GroupUnderWay,
+    NO_REDUNDANCY,
+    GroupInFlight,
     Launched,
     Redundancy,
     TooFewCompletions,
@@ -52,7 +52,7 @@ class Rewards:
 def generated(
     lease: Lease,
     reward: Rewards | None = None,
-    redundancy: Redundancy = NONE,
+    redundancy: Redundancy = NO_REDUNDANCY,
     **engine,
 ) -> Group:
     """The group of a lease, on a virtual clock, by the fake engine at a token a second."""
@@ -61,7 +61,7 @@ def generated(
 
     async def work() -> Group:
         await fake.start(PolicyVersion(1, 0))
-        group = await GroupUnderWay(lease, fake, reward or Rewards(), str, redundancy).generate("g")
+        group = await GroupInFlight(lease, fake, reward or Rewards(), str, redundancy).generate("g")
         assert not fake._requests, "a request is left behind"
         return group
 
@@ -154,7 +154,7 @@ def mean_length(num_groups: int, size: int, extra: int, cut_after_s: float | Non
     for number in range(num_groups):
         loop, lease = VirtualLoop(), make_lease(size, seed=1000 * number, cut_after_s=cut_after_s, min_completions=2)  # type: ignore[abstract]
         engine = LongTail()
-        task = loop.create_task(GroupUnderWay(lease, engine, Rewards(), str, Redundancy(0, extra)).generate("g"))  # type: ignore[arg-type]
+        task = loop.create_task(GroupInFlight(lease, engine, Rewards(), str, Redundancy(0, extra)).generate("g"))  # type: ignore[arg-type]
         loop.run_until(1e6)
         group = task.result()
         kept = [len(r.completion.token_ids) for r in group.rollouts]

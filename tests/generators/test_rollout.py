@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asyncgrpo.engines.fake import FakeEngine
-from asyncgrpo.generators.rollout import GivenUp, GroupUnderWay
+from asyncgrpo.generators.rollout import GivenUp, GroupInFlight
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
 
 
@@ -41,7 +41,7 @@ async def started() -> FakeEngine:
 
 async def completions(lease: Lease) -> dict[int, list[int]]:
     engine = await started()
-    group = await GroupUnderWay(lease, engine, LengthReward(), str).generate("g")
+    group = await GroupInFlight(lease, engine, LengthReward(), str).generate("g")
     await engine.close()
     return {r.completion.index: r.completion.token_ids.tolist() for r in group.rollouts}
 
@@ -60,7 +60,7 @@ async def test_the_greedy_completion_does_not_depend_on_the_seed_and_the_others_
 async def test_a_lease_whose_task_is_cancelled_leaves_no_request_behind():
     engine = await started()
     engine.seconds_per_token = 0.01
-    task = asyncio.create_task(GroupUnderWay(make_lease(), engine, LengthReward(), str).generate("g"))
+    task = asyncio.create_task(GroupInFlight(make_lease(), engine, LengthReward(), str).generate("g"))
     await asyncio.sleep(0.02)
     task.cancel()
     await asyncio.wait([task])
@@ -71,16 +71,16 @@ async def test_a_lease_whose_task_is_cancelled_leaves_no_request_behind():
 async def test_a_lease_that_is_given_up_leaves_no_request_behind():
     engine = await started()
     engine.seconds_per_token = 0.01
-    under_way = GroupUnderWay(make_lease(), engine, LengthReward(), str)
-    task = asyncio.create_task(under_way.generate("g"))
+    group = GroupInFlight(make_lease(), engine, LengthReward(), str)
+    task = asyncio.create_task(group.generate("g"))
     await asyncio.sleep(0.025)
-    under_way.give_up()
+    group.give_up()
     await asyncio.wait([task], timeout=1.0)
     with pytest.raises(GivenUp):
         task.result()
-    assert not engine._requests and not under_way._requests, "no request is left behind"
-    assert under_way.num_tokens >= 4, "two of each completion were sampled, and are counted"
-    never = GroupUnderWay(make_lease(), engine, LengthReward(), str)
+    assert not engine._requests and not group._requests, "no request is left behind"
+    assert group.num_tokens >= 4, "two of each completion were sampled, and are counted"
+    never = GroupInFlight(make_lease(), engine, LengthReward(), str)
     never.give_up()
     with pytest.raises(GivenUp):
         await never.generate("g")

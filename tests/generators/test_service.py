@@ -9,8 +9,8 @@ import pytest
 from asyncgrpo.buffer.groups import group_seed
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.rollout import NONE, Redundancy
-from asyncgrpo.generators.service import SICK_AFTER, GeneratorService
+from asyncgrpo.generators.rollout import NO_REDUNDANCY, Redundancy
+from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import HOLD_S, Breaker
 from asyncgrpo.types import Lease, Prompt, Sampling, Score
@@ -56,7 +56,7 @@ class FixedReward:
 class Generator(GeneratorService):
     """The product's, whose lines end here."""
 
-    def __init__(self, redundancy: Redundancy = NONE, reward: Reward | None = None, **engine: Any) -> None:
+    def __init__(self, redundancy: Redundancy = NO_REDUNDANCY, reward: Reward | None = None, **engine: Any) -> None:
         self.sent: list[Message] = []
         settings: dict[str, Any] = dict.fromkeys(("buffer_endpoint", "weights_endpoint", "host"), "")
         super().__init__(
@@ -158,7 +158,7 @@ def test_an_engine_that_hangs_ends_its_generator():
     assert task.done()
     with pytest.raises(ExceptionGroup) as raised:
         task.result()
-    assert raised.group_contains(EngineError, match="has not answered for 10 s")
+    assert raised.group_contains(EngineError, match="has not replied for 10 s")
 
 
 def failures(generator: Generator) -> list[LeaseFailed]:
@@ -171,7 +171,7 @@ def test_a_cancelled_lease_ends_at_once_and_says_what_was_sampled_for_it(purpose
     task = loop.create_task(generator.run())
     loop.run_until(0.5)
     generator.hear(Grant(lease=msgspec.structs.replace(LEASE, purpose=purpose)))
-    loop.run_until(2.8)  # two tokens of both answers
+    loop.run_until(2.8)  # two tokens of both completions
     generator.hear(Cancel(lease_ids=("1.0.0", "another"), reason="stale"))
     loop.run_until(3.0)
     assert [(f.lease_id, f.reason, f.tokens) for f in failures(generator)] == [("1.0.0", "cancelled", tokens)]
@@ -200,7 +200,7 @@ def test_a_prompt_that_the_engine_refuses_is_given_back_and_the_generator_lives(
     loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
     task = loop.create_task(generator.run())
     loop.run_until(0.5)
-    for number in range(0, 2 * SICK_AFTER, 2):
+    for number in range(0, 2 * MAX_FAILED_LEASES, 2):
         hear_leases(loop, generator, numbered(number, prompt=REFUSED), numbered(number + 1))
     assert [(m.lease_id, m.reason) for m in failures(generator)] == [(f"1.{n}.0", "failed") for n in range(0, 10, 2)]
     assert {m.lease_id for m in generator.delivered} == {f"1.{n}.0" for n in range(1, 10, 2)} and not task.done()
@@ -212,8 +212,8 @@ def test_an_engine_that_answers_nothing_any_more_ends_the_generator():
     loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
     task = loop.create_task(generator.run())
     loop.run_until(0.5)
-    hear_leases(loop, generator, *(numbered(number, prompt=REFUSED) for number in range(SICK_AFTER)))
-    assert len(failures(generator)) == SICK_AFTER - 1 and task.done()
+    hear_leases(loop, generator, *(numbered(number, prompt=REFUSED) for number in range(MAX_FAILED_LEASES)))
+    assert len(failures(generator)) == MAX_FAILED_LEASES - 1 and task.done()
     (cause,) = task.exception().exceptions
     assert isinstance(cause, EngineError) and "requests of 5 leases in a row" in str(cause)
 

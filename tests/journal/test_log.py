@@ -171,7 +171,7 @@ def test_a_new_start_syncs_the_segment_that_a_killed_one_left(tmp_path: Path):
 
     first = journal(tmp_path / "j", durability="written")
     first.append(*delivered(*group(0)))
-    first._let_go()
+    first._close_file()
     journal(tmp_path / "j", lineage=2, durability="written", disk=Recording())
     assert tmp_path / "j" / "00000001.journal" in Recording.synced
 

@@ -1,4 +1,4 @@
-"""A reward file whose behaviour the answer names: what users' functions do, on good days and bad."""
+"""A reward file whose behaviour the completion names: what users' functions do, on good days and bad."""
 
 import asyncio
 import contextlib

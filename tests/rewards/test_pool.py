@@ -1,4 +1,4 @@
-"""The pool answers every call, outlives its workers, and leaves nothing behind."""
+"""The pool replies to every call, outlives its workers, and leaves nothing behind."""
 
 import asyncio
 import os

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncgrpo.journal.format import Record, Whole, scan
+from asyncgrpo.journal.format import JournalRecord, Whole, scan
 from asyncgrpo.journal.history import SUFFIX
 from asyncgrpo.journal.log import Disk
 from asyncgrpo.wire.codec import Buffer
@@ -121,7 +121,7 @@ class SimulatedDisk(Disk):
         self._safe.clear()
         return has_holes
 
-    def flip(self) -> Record | None:
+    def flip(self) -> JournalRecord | None:
         """One bit somewhere in the journal is another. Returns the record that it was in."""
         paths = sorted(path for path in self.folder.glob(f"*{SUFFIX}") if path.stat().st_size)
         if not paths:

@@ -9,7 +9,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.journal import log as journal_module
-from asyncgrpo.journal.format import BatchIssued, Committed, Record
+from asyncgrpo.journal.format import BatchIssued, Committed, JournalRecord
 from asyncgrpo.journal.history import History
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.types import Lease
@@ -47,7 +47,7 @@ def manifest_after_step() -> list[Change]:
     """The manifest of a batch is written down once its step is in a checkpoint."""
     append = Journal.append
 
-    def late(self: Journal, record: Record, body: Any = ()) -> None:
+    def late(self: Journal, record: JournalRecord, body: Any = ()) -> None:
         held = self.__dict__.setdefault("held", [])
         if isinstance(record, BatchIssued):
             held.append(record)
@@ -81,7 +81,7 @@ def retired_too_early() -> list[Change]:
 @mutant
 def retired_without_sync() -> list[Change]:
     """The old segment is replaced by one that is not on the disk yet."""
-    take_out = journal_module._take_bodies_out
+    take_out = journal_module._remove_bodies
 
     def careless(path: Path, disk: Any) -> None:
         sync = disk.sync
@@ -91,7 +91,7 @@ def retired_without_sync() -> list[Change]:
         finally:
             disk.sync = sync
 
-    return [(journal_module, "_take_bodies_out", careless)]
+    return [(journal_module, "_remove_bodies", careless)]
 
 
 @mutant

@@ -14,7 +14,7 @@ from asyncgrpo.buffer import admission
 from asyncgrpo.buffer.admission import Mask, Policy, Wait, Window
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
-from asyncgrpo.buffer.groups import Entry, State
+from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
@@ -87,7 +87,7 @@ def forget_dedup() -> list[Change]:
             seed=0,
         )
         oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
-        entry = Entry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest)
+        entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest)
         self._enter(entry)
         self._turn(entry, State.READY)
         entry.message, entry.payload = message, payload
@@ -189,7 +189,7 @@ def stale_dropped_in_silence() -> list[Change]:
     """What is too old disappears without a count."""
     give_up = Buffer._give_up
 
-    def silent(self: Buffer, entry: Entry, version: int, reason: str) -> None:
+    def silent(self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
         before = self.outcomes[f"dropped_{reason}"]
         give_up(self, entry, version, reason)
         self.outcomes[f"dropped_{reason}"] = before
@@ -202,7 +202,7 @@ def evicted_without_refill() -> list[Change]:
     """What is too old is dropped and counted, and its prompt is never issued again."""
     give_up = Buffer._give_up
 
-    def wasteful(self: Buffer, entry: Entry, version: int, reason: str) -> None:
+    def wasteful(self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
         give_back, self._prompts.give_back = self._prompts.give_back, lambda prompt_index: None  # type: ignore[method-assign]
         try:
             give_up(self, entry, version, reason)
@@ -217,7 +217,7 @@ def stale_for_ever() -> list[Change]:
     """A prompt whose groups are always too old is generated again and again."""
     give_up = Buffer._give_up
 
-    def patient(self: Buffer, entry: Entry, version: int, reason: str) -> None:
+    def patient(self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
         config = self._config
         self._config = msgspec.structs.replace(config, max_attempts=10**6)
         try:
@@ -254,7 +254,7 @@ def batch_by_age() -> list[Change]:
 @mutant
 def window_forgets_isolated() -> list[Change]:
     """The slots of a window go to prompts behind one that waits for a generator of its own."""
-    return [(Window, "admit", Policy.admit)]
+    return [(Window, "admit", lambda self, held, isolated=0: held < self._slots)]
 
 
 @mutant
@@ -313,7 +313,7 @@ def no_fencing() -> list[Change]:
 @mutant
 def endless_poison() -> list[Change]:
     """The end of a generator costs the prompts in flight nothing, however often."""
-    return [(IsolatedPrompts, "in_flight_at_an_end", lambda self, prompt_indices: None)]
+    return [(IsolatedPrompts, "interrupted", lambda self, prompt_indices: None)]
 
 
 @mutant

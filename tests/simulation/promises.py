@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import BatchIssued, Delivered, Record, RunStarted
+from asyncgrpo.journal.format import BatchIssued, Delivered, JournalRecord, RunStarted
 from asyncgrpo.journal.history import History
 from asyncgrpo.types import PolicyVersion
 
@@ -82,7 +82,7 @@ class Promises:
 
     # -- what the disk is excused from ---------------------------------------------------------------------------------
 
-    def flipped(self, record: Record | None, lineage: int) -> None:
+    def flipped(self, record: JournalRecord | None, lineage: int) -> None:
         """A bit in `record` is another; `lineage` is the newest start."""
         self.may_be_damaged = True
         match record:

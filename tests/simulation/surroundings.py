@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SCALED = ((generator_service, "HEARTBEAT_S", 2.0), (generator_service, "RESEND_AFTER_S", 6.0),
           (buffer_service, "SILENT_AFTER_S", 15.0), (buffer_service, "WAITING_EVERY_S", 5.0),
           (breaker, "HOLD_S", 10.0), (breaker, "LAST_PROBE_S", 10.0),
-          (group_health, "FLOOR_S", 2.0), (group_health, "KNOWN_AFTER", 3))  # fmt: skip
+          (group_health, "SHORTEST_S", 2.0), (group_health, "MIN_GROUPS", 3))  # fmt: skip
 """The product's waits, shorter, so that a short run meets each of them many times."""
 LOGS = tuple(
     module.__name__

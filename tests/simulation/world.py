@@ -387,7 +387,7 @@ class World:
         """The buffer's process is gone, without a word to its journal."""
         self._service = None
         if isinstance(self._buffer.journal, Journal):
-            self._buffer.journal._let_go()
+            self._buffer.journal._close_file()
 
     def _kill_buffer(self, why: str, *, with_machine: bool = False) -> None:
         """It ends, its machine perhaps too; after a while somebody notices, and the run ends."""

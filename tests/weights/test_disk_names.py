@@ -106,5 +106,5 @@ def test_a_file_that_needs_several_tensors_of_memory_is_refused_by_name() -> Non
 def test_a_conversion_that_fails_names_the_tensor(tmp_path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_tiny_qwen3_moe(tmp_path))
     name = "model.layers.0.mlp.experts.down_proj"
-    with pytest.raises(ValueError, match=f"{name} cannot be turned back"):
+    with pytest.raises(ValueError, match=f"{name} cannot be converted back"):
         disk_pieces(model, name, torch.tensor(1.0))

@@ -183,7 +183,7 @@ def test_when_all_are_gone_the_next_that_comes_gets_the_version(plane):
     publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
     for receiver in gone:
         receiver.stop()
-    with pytest.raises(GeneratorsGone, match=r"1\.1 reached nobody"):
+    with pytest.raises(GeneratorsGone, match=r"1\.1 reached no generator"):
         publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
     assert not publisher.generators
     replacement = Engine()

@@ -1,4 +1,4 @@
-"""Spoilt frames into everything that reads frames: nobody falls over, nothing grows, nothing is run, nothing false is kept.
+"""Malformed frames into everything that reads frames: nobody falls over, nothing grows, nothing is run, nothing false is kept.
 
     python -m tests.wire.fuzz --frames 1000000 --seed 0
 
@@ -100,7 +100,7 @@ class Plane:
         self.net = Net()
         prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1, 7), answer=[1]) for i in range(50))
         self.buffer = Buffer(
-            # Spoilt completions count against their prompts, which would all be in quarantine after some 100,000 frames.
+            # Malformed completions count against their prompts, which would all be in quarantine after some 100,000 frames.
             BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=4.0, max_attempts=10**6),
             AlgorithmConfig(group_size=GROUP_SIZE),
             PromptSource(prompts, seed=seed, shuffle=True, epochs=None),
@@ -132,7 +132,7 @@ class Plane:
         self._register("bad")
         self._register("good")
         for lease in self.leases("good-0"):
-            self.hear("good-0", *answered(lease, version))
+            self.hear("good-0", *delivery_of(lease, version))
         self.net.sent["good-0"].clear()
         if self.buffer.count(State.READY) >= PER_STEP:
             self.hear("learner", Take(step=self.step, version=version))
@@ -185,7 +185,7 @@ class Plane:
     # -- the bad ones --------------------------------------------------------------------------------------------------
 
     def attack(self) -> None:
-        """One spoilt message."""
+        """One malformed message."""
         kind = self.rng.random()
         if kind < 0.05:
             self._register("bad")
@@ -211,7 +211,7 @@ class Plane:
     def _of_generator(self) -> tuple[Message, bytes]:
         leases = self.leases("bad-0") or self.leases("good-0")
         if leases and self.rng.random() < 0.6:
-            return answered(self.rng.choice(leases), PolicyVersion(1, self.step))
+            return delivery_of(self.rng.choice(leases), PolicyVersion(1, self.step))
         lease_id = leases[0].lease_id if leases else "1.0.0"
         health = RewardHealth(failed=5, failing_s=1.0, probe_in_s=self.rng.choice((None, 3.0)), last="no")
         return self.rng.choice((
@@ -230,7 +230,7 @@ class Plane:
         ]  # fmt: skip
 
 
-def answered(lease: Lease, version: PolicyVersion) -> tuple[Deliver, bytes]:
+def delivery_of(lease: Lease, version: PolicyVersion) -> tuple[Deliver, bytes]:
     """A true group."""
     rng = np.random.default_rng(lease.seed)
     rollouts = []
@@ -265,7 +265,7 @@ class Readers:
         self.generator = Generator()
         self.generator._client = self.generator._connect()
         self.generator._loop = self._loop  # type: ignore[assignment]
-        version, name = PolicyVersion(1, 3), {"generator_id": "g", "epoch": 1}
+        version, name = PolicyVersion(1, 3), {"generator_id": "g", "group_number": 1}
         self._to_publisher: list[Message] = [
             Join(generator_id="g", incarnation="a"), Pong(**name), Staged(**name, version=version, digest="d"),
             Swapped(**name, version=version, checksum="c", seconds=1.0),
@@ -276,16 +276,16 @@ class Readers:
             Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), Welcome(protocol=1),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
-            Ping(epoch=1), Offer(epoch=1, version=version, tensors=(), bucket_bytes=64),
-            Swap(epoch=1, version=version),
+            Ping(group_number=1), Offer(group_number=1, version=version, tensors=(), bucket_bytes=64),
+            Swap(group_number=1, version=version),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             Grant(lease=msgspec.convert(_LEASE, Lease)),
-            FormGroup(epoch=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0),
+            FormGroup(group_number=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0),
         ]
 
     def attack(self) -> None:
-        """One spoilt message to one of the three."""
+        """One malformed message to one of the three."""
         which = self._rng.randrange(3)
         if which == 0:
             self._frames = self._malformed(which, self._to_publisher)
@@ -373,7 +373,7 @@ def fuzz(frames: int, seed: int) -> dict[str, Any]:
         assert not canary.exists(), "something was run"
         readers.close()
         return {
-            "what": "spoilt frames",
+            "what": "malformed frames",
             "frames": frames,
             "seed": seed,
             "frames_per_cpu_s": round(frames / seconds),

@@ -131,11 +131,11 @@ def test_another_answer_than_was_asked_for_is_refused(fields):
     assert error.value.reason == "lease"
 
 
-def test_weights_that_are_to_come_are_refused():
+def test_weights_that_are_not_published_yet_are_refused():
     """The version after the last published one may sample before the buffer hears of it."""
     message, _ = pack_group(make_group())  # of versions 4 and 5
     check_lease(message, LEASE, PolicyVersion(1, 4))
-    with pytest.raises(RefusedError, match=r"1\.5 after 1\.3") as error:
+    with pytest.raises(RefusedError, match=r"1\.5 are not published yet, the newest are 1\.3") as error:
         check_lease(message, LEASE, PolicyVersion(1, 3))
     assert error.value.reason == "version"
 
@@ -174,12 +174,12 @@ def test_a_header_is_measured_before_it_is_decoded(monkeypatch):
 
 
 def test_a_message_that_nobody_would_read_is_not_sent():
-    for message, payload in ((Saved(step=1), b"x"), (Published(version=v(1)), b"x"), (long_hello(), b"")):
+    for message, payload in ((Saved(step=1), b"x"), (Published(version=v(1)), b"x"), (long_register(), b"")):
         with pytest.raises(WireError, match="are read"):
             encode(message, payload)
 
 
-def long_hello() -> Register:
+def long_register() -> Register:
     return Register(protocol=PROTOCOL, generator_id="g" * 2**16, incarnation="", window=1)
 
 
@@ -265,7 +265,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     sent = hear_raw(served, "a", encode(message, bytes(8)))
     assert sent[0][1].reason == "version"
     assert served.service._evaluations.lease_of("eval.1.0.0.1") is not None
-    assert served.service._evaluations.under_way
+    assert served.service._evaluations.in_flight
 
 
 @pytest.mark.parametrize(

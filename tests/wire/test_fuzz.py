@@ -1,4 +1,4 @@
-"""A share of the spoilt frames of `fuzz.py`, and proof that it would notice."""
+"""A share of the malformed frames of `fuzz.py`, and proof that it would notice."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from asyncgrpo.wire import PROTOCOL, codec
 from asyncgrpo.wire.rollouts import Ack, Grant, Nack, Published, Register, Serving
 from asyncgrpo.wire.sockets import Client
 from tests.buffer.test_service import Plane, plane  # noqa: F401
-from tests.wire.fuzz import answered, fuzz
+from tests.wire.fuzz import delivery_of, fuzz
 from tests.wire.mutations import Mutator
 
 
@@ -22,7 +22,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def test_spoilt_frames_change_nothing():
+def test_malformed_frames_change_nothing():
     """It raises what a reader raises, and where what the learner is given cannot be believed."""
     found = fuzz(20_000, seed=1)
     assert found["growth_mb"] <= 64
@@ -56,7 +56,7 @@ def test_the_canary_sings(tmp_path):
     assert (tmp_path / "canary").exists()
 
 
-def test_spoilt_frames_over_a_real_socket(plane: Plane):  # noqa: F811
+def test_malformed_frames_over_a_real_socket(plane: Plane):  # noqa: F811
     """The connection of whoever sends them is kept, and a good group on it is taken in."""
     version = PolicyVersion(1, 0)
     plane.start()
@@ -65,7 +65,7 @@ def test_spoilt_frames_over_a_real_socket(plane: Plane):  # noqa: F811
     bad = Client(plane.generator.endpoint, "generator-1-a")
     bad.send(Register(protocol=PROTOCOL, generator_id="generator-1", incarnation="a", window=1))
     for number in range(400):
-        message, payload = answered(lease, version)
+        message, payload = delivery_of(lease, version)
         malformed = (
             mutator.of_bytes(message, payload) if number % 2 else mutator.of_bytes(Published(version=version), b"")
         )
@@ -77,7 +77,7 @@ def test_spoilt_frames_over_a_real_socket(plane: Plane):  # noqa: F811
         received = bad.receive(0.5)
         refused += received is not None and isinstance(received[0], Nack)
     assert refused >= 300
-    plane.generator.send(*answered(lease, version))
+    plane.generator.send(*delivery_of(lease, version))
     said = plane.hear(plane.generator)
     assert isinstance(said, Ack | Grant)
     bad.close()

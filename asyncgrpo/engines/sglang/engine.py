@@ -1,8 +1,8 @@
-"""The `sglang` engine: token ids in, token ids, log-probs and the version of each token out, weights in place.
+"""The `sglang` engine: SGLang samples completions of token ids, names the version of each token, and loads weights in place.
 
 SGLang runs the model in processes of its own; this class lives on the caller's event loop and talks to them. It must be
 started from the main thread (SGLang's processes end with the thread that started them), and the main module needs an
-`if __name__ == "__main__"` guard (they are spawned). One engine for each process.
+`if __name__ == "__main__"` guard (they are spawned). A process can have one engine.
 
     generate ──▶ one message, n SGLang requests ══▶ scheduler ══▶ completions, one by one
     load_weights ──▶ hold new requests │ pause │ write │ label │ go on ──▶ let them start, under the new label
@@ -24,95 +24,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncgrpo.engines.base import Request, check_request
+from asyncgrpo.engines.base import EngineBase, Request
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, PolicyVersion, Sampling, VersionSpan
-
-# -- keeping the host process as it was --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Restores the event loop policy, the start method of multiprocessing and the root logger; silences warnings, also
-    those of processes that are started meanwhile.
-    """
-    policy = asyncio.get_event_loop_policy()
-    start_method = multiprocessing.get_start_method(allow_none=True)
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    root.handlers = []  # a guest that configures logging anew would close those that it finds
-    python_warnings = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = "ignore"
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        del os.environ["PYTHONWARNINGS"]
-        if python_warnings is not None:
-            os.environ["PYTHONWARNINGS"] = python_warnings
-        root.handlers, root.level = handlers, level
-        multiprocessing.set_start_method(start_method, force=True)
-        asyncio.set_event_loop_policy(policy)
-
-
-# -- our words and SGLang's --------------------------------------------------------------------------------------------
-
-
-LOG_OF_ZERO = -1e30
-"""SGLang writes the smallest float where a log-prob is minus infinity; anything below this is one."""
-
-
-def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
-    """SGLang's parameters of a request; `room` is what the context leaves for a completion, tokens."""
-    return {
-        "temperature": sampling.temperature,  # at 0 SGLang takes the likeliest token
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": min(sampling.max_tokens, room),
-        "stop_token_ids": list(sampling.stop_token_ids),
-    }
-
-
-def completion_of(output: dict[str, Any], index: int) -> Completion:
-    """What SGLang returned for one completion. A stop token is its last token. Raises EngineError if a number is broken."""
-    meta = output["meta_info"]
-    token_ids = np.array(output["output_ids"], dtype=np.int32)
-    # A completion that was aborted before its first token may have the log-prob of a token that was not kept.
-    logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
-    if len(logprobs) != len(token_ids):
-        raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
-    reason = meta["finish_reason"]
-    is_finite = np.isfinite(logprobs) & (logprobs > LOG_OF_ZERO)
-    if not is_finite.all() or reason.get("matched") == "NaN happened":
-        raise EngineError(f"a log-prob is not finite under weights {meta['weight_version']}, which are probably broken")
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
-    return Completion(
-        index=index,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        spans=tuple(
-            VersionSpan(PolicyVersion.parse(span["version"]), span["start"], span["end"])
-            for span in spans
-            if span["start"] < span["end"]
-        ),
-        finish_reason=reason["type"],
-    )
-
-
-# -- the engine --------------------------------------------------------------------------------------------------------
-
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class SGLangEngine:
-    """See `engine.Engine` for the methods.
+class SGLangRequest(Request):
+    """A request, its tasks, and SGLang's ids of its completions."""
 
-    A failure reaches every request in flight, and from then on `generate` refuses until `load_weights` succeeds. If one
-    of SGLang's processes dies the failure is final: close this engine and start another. SGLang's seeds are its own:
-    the `seed` of a request changes nothing.
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.rids: list[str] = []
+        self.is_aborted = False
+
+
+class SGLangEngine(EngineBase[SGLangRequest]):
+    """A model in SGLang's processes, see `base.Engine` for the methods.
+
+    If one of SGLang's processes dies the failure is final: close this engine and start another. SGLang's seeds are its
+    own: the `seed` of a request changes nothing.
     """
+
+    request_type = SGLangRequest
 
     def __init__(
         self,
@@ -128,7 +65,7 @@ class SGLangEngine:
         random_seed: int = 0,
         extra: dict[str, Any] | None = None,
     ):
-        """Nothing is started before `start`.
+        """Start nothing before `start`.
 
         Args:
             model_path: folder in Hugging Face's format, or its hub id.
@@ -142,24 +79,16 @@ class SGLangEngine:
             random_seed: of SGLang's sampling; the same seed and the same requests in the same batches repeat.
             extra: further arguments of `sglang.Engine`; they override all others.
         """
-        self.model_path = model_path
-        self.dtype = dtype
-        self.max_context = max_context
+        super().__init__()
+        self.model_path, self.dtype, self.max_context = model_path, dtype, max_context
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         self.tensor_parallel = tensor_parallel
         self.max_completions = max_completions
-        self.memory_fraction = memory_fraction
-        self.prefix_cache = prefix_cache
+        self.memory_fraction, self.prefix_cache = memory_fraction, prefix_cache
         self.random_seed = random_seed
         self.extra = extra or {}
-        self._requests: dict[str, _Running] = {}
-        self._failure: EngineError | None = EngineError("the engine was not started")
         self._serial = itertools.count()
         self._engine: Any = None
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
 
     async def start(self, version: PolicyVersion) -> None:
         """Blocks the event loop until the model is loaded: SGLang's processes must be children of the main thread."""
@@ -187,54 +116,10 @@ class SGLangEngine:
         except Exception as error:
             raise EngineError(f"SGLang cannot start with the model {self.model_path}: {error}") from error
         self._connect()
-        self._version = version
-        self._failure = None
-        # What was imported lives for ever; without this every full garbage collection walks all of it.
+        self.vocab_size = self._manager.model_config.vocab_size
+        self._started(version)
+        # What was imported stays; without this every full garbage collection would walk all of it.
         await self._manager.freeze_gc()
-
-    async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
-    ) -> AsyncIterator[Completion]:
-        self._require_running()
-        if self._failure:
-            raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
-        if request_id in self._requests:
-            raise EngineError(f"request {request_id} is already in flight")
-        request = Request(request_id, prompt, num_completions, sampling, seed)
-        check_request(request, vocab_size=self._manager.model_config.vocab_size, max_context=self.max_context)
-        running = self._requests[request_id] = _Running(request)
-        self._spawn(running, self._submit(running))
-        try:
-            async for completion in request.completions():
-                yield completion
-        finally:  # whoever stops listening early ends what runs
-            del self._requests[request_id]
-            self._end(running)
-
-    async def abort(self, request_id: str) -> None:
-        if running := self._requests.get(request_id):
-            running.is_aborted = True
-            self._abort(running)
-
-    async def load_weights(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        version: PolicyVersion,
-        *,
-        keep_kv: bool = True,
-        partial: bool = False,
-    ) -> None:
-        self._require_running()
-        try:
-            await self._reply(self._replace_weights(tensors, version, keep_kv))
-        except BaseException as error:
-            failure = EngineError(f"weights {version} cannot be loaded: {error or type(error).__name__}")
-            self._fail(failure)
-            if not isinstance(error, Exception):
-                raise
-            raise failure from error
-        self._version = version
-        self._failure = None
 
     async def checksum(self) -> str:
         self._require_running()
@@ -247,12 +132,12 @@ class SGLangEngine:
         return str(digest)
 
     async def probe(self) -> None:
-        """Every scheduler completions between two batches; a long prefill is cut into several."""
+        """Return once every scheduler has replied, between two batches; a long prefill is cut into several."""
         self._require_running()
         await self._reply(self._manager.get_internal_state())
 
     async def close(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._is_running = self._engine, None, False
         if engine is None:
             return
         self._fail(EngineError("the engine was closed"))
@@ -266,7 +151,7 @@ class SGLangEngine:
         engine.shutdown()
 
     def _connect(self) -> None:
-        """Tie SGLang's end in this process to the running event loop."""
+        """Connect SGLang's part of this process to the running event loop."""
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[None] = loop.create_future()
         self._may_submit = asyncio.Event()
@@ -279,18 +164,23 @@ class SGLangEngine:
         self._receiving.add_done_callback(lambda task: self._die("its replies cannot be read"))
         loop.add_signal_handler(signal.SIGQUIT, self._die, "one of its processes died")
 
-    async def _submit(self, running: "_Running") -> None:
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: SGLangRequest) -> None:
+        self._spawn(request, self._submit(request))
+
+    async def _submit(self, request: SGLangRequest) -> None:
         """Send all completions of a request to the scheduler in one message, which costs much less than one for each."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        request, manager = running.request, self._manager
+        manager = self._manager
         await self._may_submit.wait()
-        if running.is_aborted:
+        if request.is_aborted:
             for completion in request.pending:
                 completion.complete([], [], "abort")
             return
-        # Nothing waits from here until the message is sent, so the version is still right when it is. Told to abort an
-        # id, SGLang ends every request whose id starts with it; a number of fixed width in front keeps them apart.
+        # Nothing waits from here until the message is sent, so the version is still right then. When SGLang aborts an
+        # id, it ends every request whose id starts with it; a number of fixed width in front keeps ids apart.
         num_completions = len(request.pending)
         call = GenerateReqInput(
             rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_completions)],
@@ -301,25 +191,45 @@ class SGLangEngine:
         )
         call.normalize_batch_and_arguments()
         manager._init_req_state(call)
-        running.rids = call.rid
+        request.rids = call.rid
         await manager._send_batch_request(await manager._batch_tokenize_and_process(num_completions, call))
         for index in range(num_completions):
-            self._spawn(running, self._receive(request, index, manager._wait_one_response(call[index])))
+            self._spawn(request, self._receive(request, index, manager._wait_one_response(call[index])))
 
     async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
-        async for output in outputs:  # one, as we do not ask for a stream
+        async for output in outputs:  # there is one, as no stream is asked for
             request.deliver(completion_of(output, index))
 
-    def _spawn(self, running: "_Running", work: Coroutine[Any, Any, None]) -> None:
-        """Work for a request; if it fails, so does the request."""
+    def _spawn(self, request: SGLangRequest, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task for a request. If the task fails, so does the request."""
 
         async def guarded() -> None:
             try:
                 await work
             except Exception as error:
-                running.request.fail(RequestError(f"request {running.request.request_id}: {error}"))
+                request.fail(RequestError(f"request {request.request_id}: {error}"))
 
-        running.tasks.append(asyncio.create_task(guarded()))
+        request.tasks.append(asyncio.create_task(guarded()))
+
+    def _abort(self, request: SGLangRequest) -> None:
+        request.is_aborted = True
+        for rid in request.rids:
+            self._manager.abort_request(rid)  # ignored for those that are complete
+
+    async def _end(self, request: SGLangRequest) -> None:
+        self._cancel(request)
+
+    def _cancel(self, request: SGLangRequest) -> None:
+        for task in request.tasks:
+            task.cancel()
+        self._abort(request)
+
+    # -- weights and failures ------------------------------------------------------------------------------------------
+
+    async def _load(
+        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
+    ) -> None:
+        await self._reply(self._replace_weights(tensors, version, keep_kv))
 
     async def _replace_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, keep_kv: bool
@@ -337,8 +247,10 @@ class SGLangEngine:
                 self._may_submit.set()
 
     async def _reply(self, call: Coroutine[Any, Any, T]) -> T:
-        """What SGLang answers, or EngineError if it dies first. Cancelling the caller leaves the call under way: SGLang
-        would take its late completion for that of the next call."""
+        """Wait for SGLang's reply to a call. Raises EngineError if SGLang dies first.
+
+        Cancelling the caller does not cancel the call: SGLang would take its late reply for that of the next call.
+        """
         task = asyncio.create_task(call)
         awaited: list[asyncio.Future[Any]] = [task, self._death]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -348,38 +260,85 @@ class SGLangEngine:
         return task.result()
 
     def _die(self, what: str) -> None:
-        """SGLang is gone: nothing that is awaited will come."""
+        """Fail everything that is awaited: SGLang is gone."""
         if not self._death.done() and self._engine is not None:
             log.error("SGLang ended: %s", what)
             self._fail(EngineError(f"SGLang ended: {what}"))
             self._death.set_result(None)
 
     def _fail(self, failure: EngineError) -> None:
-        self._failure = failure
-        for running in self._requests.values():
-            running.request.fail(failure)
-            self._end(running)
-
-    def _end(self, running: "_Running") -> None:
-        """Nobody waits for its completions any more."""
-        for task in running.tasks:
-            task.cancel()
-        self._abort(running)
-
-    def _abort(self, running: "_Running") -> None:
-        for rid in running.rids:
-            self._manager.abort_request(rid)  # no-op for those that are complete
-
-    def _require_running(self) -> None:
-        if self._engine is None:
-            raise EngineError(str(self._failure))
+        super()._fail(failure)
+        for request in self._requests.values():
+            self._cancel(request)
 
 
-class _Running:
-    """A request, and what goes on for its sake."""
+# -- translation to and from SGLang ------------------------------------------------------------------------------------
 
-    def __init__(self, request: Request):
-        self.request = request
-        self.tasks: list[asyncio.Task[None]] = []
-        self.rids: list[str] = []
-        self.is_aborted = False
+
+LOG_OF_ZERO = -1e30
+"""SGLang writes the smallest float where a log-prob is minus infinity; anything below this is one."""
+
+
+def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
+    """SGLang's sampling parameters; `room` is how many tokens the context leaves for a completion."""
+    return {
+        "temperature": sampling.temperature,  # at 0 SGLang takes the likeliest token
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": min(sampling.max_tokens, room),
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+
+
+def completion_of(output: dict[str, Any], index: int) -> Completion:
+    """The completion that SGLang returned. A stop token is its last token. Raises EngineError if a log-prob is not finite."""
+    meta = output["meta_info"]
+    token_ids = np.array(output["output_ids"], dtype=np.int32)
+    # A completion that was aborted before its first token may have the log-prob of a token that was not kept.
+    logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    reason = meta["finish_reason"]
+    is_finite = np.isfinite(logprobs) & (logprobs > LOG_OF_ZERO)
+    if not is_finite.all() or reason.get("matched") == "NaN happened":
+        raise EngineError(f"a log-prob is not finite under weights {meta['weight_version']}, which are probably broken")
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
+    return Completion(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        spans=tuple(
+            VersionSpan(PolicyVersion.parse(span["version"]), span["start"], span["end"])
+            for span in spans
+            if span["start"] < span["end"]
+        ),
+        finish_reason=reason["type"],
+    )
+
+
+# -- keeping the host process as it was --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Restore the event loop policy, the start method of multiprocessing and the root logger at the end.
+
+    Inside, warnings are silenced, also those of processes that are started there.
+    """
+    policy = asyncio.get_event_loop_policy()
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    root.handlers = []  # SGLang configures logging anew, and would close the handlers that it finds
+    python_warnings = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if python_warnings is not None:
+            os.environ["PYTHONWARNINGS"] = python_warnings
+        root.handlers, root.level = handlers, level
+        multiprocessing.set_start_method(start_method, force=True)
+        asyncio.set_event_loop_policy(policy)

@@ -1,14 +1,10 @@
-"""The processes of one SGLang engine: how they are launched, what we change in them, and how they end.
+"""The processes of one SGLang engine: how they are launched, what is changed in them, and how they end.
 
-SGLang's `torch_native` backend calls attention once for every sequence and layer. With the short sequences of a CPU run
-that loop is most of the scheduler's time. Here keys are gathered into one padded tensor and attention is called once a
-layer: the same numbers up to rounding. Where padding would cost more than the loop, the loop runs.
+    this process                                    one process for each GPU (one on a CPU)
+        SGLangEngine ── TokenizerManager ══ zmq ipc ══▶ Scheduler: queue, batches, the model
 
-this process                                    one process for each GPU (one on a CPU)
-    SGLangEngine ── TokenizerManager ══ zmq ipc ══▶ Scheduler: queue, batches, the model
-
-Importing this module imports SGLang, which takes seconds: only an engine that starts does. SGLang's usual third
-process, the detokenizer, is not launched, because we exchange token ids only.
+Importing this module imports SGLang, which takes seconds: only an engine that starts does it. SGLang's usual third
+process, the detokenizer, is not launched, because only token ids are exchanged.
 """
 
 import atexit
@@ -38,108 +34,18 @@ from transformers import AutoConfig, PretrainedConfig
 from asyncgrpo import scratch
 from asyncgrpo.errors import EngineError
 
-# -- attention on a CPU ------------------------------------------------------------------------------------------------
-
-
-LARGEST_PADDING = 4
-"""Padded keys for each real one, above which sequences are taken one by one."""
-LARGEST_MASK = 1 << 22
-"""Entries (sequences x queries x keys) of a prefill's mask, above which sequences are taken one by one."""
-
-
-class BatchedTorchAttention(TorchNativeAttnBackend):
-    """`torch_native` with one call of attention for a layer, for causal self-attention without a window."""
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """What all layers of this forward share: which places of the cache hold the keys, and who may look at what."""
-        super().init_forward_metadata(forward_batch)
-        self._is_padded = False
-        mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
-        if forward_batch.encoder_lens is not None or not len(lengths) or not (mode.is_decode() or mode.is_extend()):
-            return
-        longest, total = int(lengths.max()), int(lengths.sum())
-        if longest * len(lengths) > LARGEST_PADDING * total:
-            return
-        key_places = torch.arange(longest)
-        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
-        # Behind its end a sequence repeats its first key. What else lies there may not be finite, and 0 x NaN is NaN.
-        self._key_rows = torch.where(key_places < lengths[:, None], rows, rows[:, :1])
-        if mode.is_decode():
-            self._mask = (key_places < lengths[:, None])[:, None, None, :]
-        else:
-            prefix, new = forward_batch.extend_prefix_lens.long(), forward_batch.extend_seq_lens.long()
-            most_new = int(new.max())
-            if longest * len(lengths) * most_new > LARGEST_MASK:
-                return
-            query_places = torch.arange(most_new)
-            self._is_query = query_places < new[:, None]
-            first = torch.cumsum(new, 0) - new
-            self._query_rows = (first[:, None] + query_places).clamp_(max=int(new.sum()) - 1)
-            # A padded query sees at least the first key, so no row of the softmax is empty.
-            self._mask = (key_places <= (prefix[:, None] + query_places)[..., None])[:, None]
-        self._is_padded = True
-
-    def _run_sdpa_forward_decode(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """One query for each sequence. Shapes: query and output [sequences, heads, head_dim], caches [places, kv_heads,
-        head_dim]."""
-        if not self._can_batch(query, k_cache, kwargs):
-            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
-        keys, values = self._gather(k_cache), self._gather(v_cache)
-        # The heads that share a key head ask as if they were several queries: keys need not be repeated.
-        shape = (len(query), k_cache.shape[1], -1)
-        attended = scaled_dot_product_attention(
-            query.view(*shape, query.shape[-1]), keys, values, attn_mask=self._mask, scale=kwargs["scaling"]
-        )
-        output.view(*shape, output.shape[-1])[:] = attended
-        return output
-
-    def _run_sdpa_forward_extend(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Several queries for each sequence, one sequence after the other in `query`. Shapes as above."""
-        if not self._can_batch(query, k_cache, kwargs) or not kwargs["causal"]:
-            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *args, **kwargs)
-        attended = scaled_dot_product_attention(
-            query[self._query_rows].transpose(1, 2),
-            self._gather(k_cache),
-            self._gather(v_cache),
-            attn_mask=self._mask,
-            scale=kwargs["scaling"],
-            enable_gqa=kwargs["enable_gqa"],
-        )
-        output[:] = attended.transpose(1, 2)[self._is_query]
-        return output
-
-    def _can_batch(self, query: Tensor, k_cache: Tensor, kwargs: dict[str, Any]) -> bool:
-        return (
-            self._is_padded
-            and not kwargs["is_cross_attn"]
-            and kwargs["sliding_window_size"] is None
-            and query.dtype == k_cache.dtype
-        )
-
-    def _gather(self, cache: Tensor) -> Tensor:
-        """[sequences, kv_heads, longest, head_dim]; what lies behind a sequence's end counts for nothing."""
-        return cache[self._key_rows].transpose(1, 2)
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
 CONTEXT_RESERVE = 7
-"""Tokens by which SGLang's context must exceed the longest prompt plus completion: it keeps that many to itself."""
+"""Tokens by which SGLang's context must exceed the longest prompt plus completion: SGLang reserves them."""
 CACHE_BYTES_ON_CPU = 1 << 30
 """Largest cache of keys and values without a GPU."""
 
 
 class OurScheduler(scheduler.Scheduler):
-    """SGLang's scheduler, with two promises more.
+    """SGLang's scheduler with two changes.
 
-    A request that still waits for its first token when the weights change starts under the new ones, so its prefix is
-    looked up among theirs: otherwise it would find keys that the old weights computed. And a completion ends at the stop
-    tokens of its request only; SGLang adds the model's own end tokens, and with `ignore_eos` heeds neither.
+    A request that waits for its first token when the weights change starts under the new ones, so its prefix is looked up
+    among theirs; otherwise it would find keys that the old weights computed. And a completion ends at the stop tokens of
+    its request only; SGLang adds the model's own end tokens, and with `ignore_eos` it ignores both.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -155,21 +61,20 @@ class OurScheduler(scheduler.Scheduler):
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Main function of a scheduler process."""
-
+    """Run a scheduler process: this is its main function."""
     register_attention_backend("torch_native")(BatchedTorchAttention)
     scheduler.Scheduler = OurScheduler
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
 def raise_launch_failure(signum: int, frame: object) -> None:
-    """SIGQUIT is how a child says that it cannot start; SGLang's own completion is to kill this process."""
+    """Handle SIGQUIT, by which a child tells that it cannot start. SGLang's own handler kills this process."""
     signal.signal(signum, signal.SIG_IGN)
     raise EngineError("one of its processes could not start; the reason is in its output above")
 
 
 class OurPortArgs:
-    """SGLang's choice of names, so that what a killed engine leaves is known to be ours, and is removed."""
+    """SGLang's names of sockets, marked as this project's, so that what a killed engine leaves can be removed."""
 
     @staticmethod
     def init_new(*args: Any, **kwargs: Any) -> PortArgs:
@@ -183,7 +88,7 @@ class OurPortArgs:
 
 
 class OurEngine(Engine):
-    """SGLang's engine, without a detokenizer, and ending only the processes that it started."""
+    """SGLang's engine without a detokenizer. It ends only the processes that it started."""
 
     tokenizer_manager: Any
     run_scheduler_process_func = staticmethod(run_scheduler)
@@ -205,7 +110,7 @@ class OurEngine(Engine):
         self._remove_files()
 
     def _remove_files(self) -> None:
-        """Sockets and shared memory that SGLang leaves behind."""
+        """Remove the sockets and the shared memory that SGLang leaves."""
         addresses = [value for value in vars(self.port_args).values() if isinstance(value, str)]
         files = [address.removeprefix("ipc://") for address in addresses if address.startswith("ipc://")]
         for file in [*files, shm_path_for(self.port_args.instance_id)]:
@@ -214,29 +119,29 @@ class OurEngine(Engine):
 
 
 def launch(**arguments: Any) -> OurEngine:
-    """Start one engine; blocks until its model is loaded. Raises whatever stops it, and leaves nothing."""
+    """Start one engine; blocks until its model is loaded. If that fails, no process is left, and the error is raised."""
     before = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGQUIT)
     engine.PortArgs = OurPortArgs
     multiprocessing.current_process()._config["semprefix"] = f"/{scratch.mark()}"  # type: ignore[attr-defined]
-    logging.getLogger(Engine.__module__).setLevel(logging.CRITICAL)  # it logs our handler of SIGQUIT as an error
+    logging.getLogger(Engine.__module__).setLevel(logging.CRITICAL)  # it logs the handler of SIGQUIT as an error
     try:
         return OurEngine(**arguments, custom_sigquit_handler=raise_launch_failure)
     except BaseException:
-        signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # it may come once more, anywhere in what follows
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # it may come once more, at any time
         kill([child.pid for child in set(multiprocessing.active_children()) - before])
         signal.signal(signal.SIGQUIT, handler)
         raise
 
 
 def kill(pids: Collection[int | None]) -> None:
-    """End these children and theirs at once, and wait until they are gone."""
+    """Kill these children and their children, and wait until they are gone."""
     handles = [child for child in multiprocessing.active_children() if child.pid in pids]
     processes = [process for pid in pids for process in _tree(pid)]
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    for handle in handles:  # first, as a handle never learns of an end that another has waited for
+    for handle in handles:  # first: a handle does not see an end for which another has waited
         handle.join(60)
     psutil.wait_procs(processes, timeout=60)
 
@@ -251,7 +156,11 @@ def arguments(
     max_completions: int,
     memory_fraction: float,
 ) -> dict[str, Any]:
-    """Of SGLang's engine, for what `SGLangEngine` was asked. Raises EngineError if the model cannot attend that far."""
+    """The arguments of SGLang's engine for those of `SGLangEngine`.
+
+    Raises:
+        EngineError: the model cannot attend to `max_context` tokens.
+    """
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     context = max_context + CONTEXT_RESERVE
     limit = get_context_length(config)
@@ -282,7 +191,7 @@ def arguments(
 
 
 def _cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """A key and a value for every layer and key head."""
+    """Bytes of a token's keys and values, in every layer and key head."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize)
@@ -294,3 +203,98 @@ def _tree(pid: int | None) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+# -- attention on a CPU ------------------------------------------------------------------------------------------------
+
+
+LARGEST_PADDING = 4
+"""With more padded keys for each real one, sequences are attended to one by one."""
+LARGEST_MASK = 1 << 22
+"""With more entries (sequences x queries x keys) in a prefill's mask, sequences are attended to one by one."""
+
+
+class BatchedTorchAttention(TorchNativeAttnBackend):
+    """SGLang's `torch_native` backend with one call of attention for each layer.
+
+    `torch_native` calls attention once for every sequence and layer. With the short sequences of a CPU run that loop is
+    most of the scheduler's time. Here keys are gathered into one padded tensor and attention is called once a layer: the
+    same numbers up to rounding. Where padding would cost more than the loop, and for anything but causal self-attention
+    without a window, the loop runs.
+    """
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare what all layers of a forward share: the rows of the cache that hold the keys, and the mask."""
+        super().init_forward_metadata(forward_batch)
+        self._is_padded = False
+        mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
+        if forward_batch.encoder_lens is not None or not len(lengths) or not (mode.is_decode() or mode.is_extend()):
+            return
+        longest, total = int(lengths.max()), int(lengths.sum())
+        if longest * len(lengths) > LARGEST_PADDING * total:
+            return
+        key_places = torch.arange(longest)
+        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
+        # Behind its end a sequence repeats its first key: other rows may not be finite, and 0 x NaN is NaN.
+        self._key_rows = torch.where(key_places < lengths[:, None], rows, rows[:, :1])
+        if mode.is_decode():
+            self._mask = (key_places < lengths[:, None])[:, None, None, :]
+        else:
+            prefix, new = forward_batch.extend_prefix_lens.long(), forward_batch.extend_seq_lens.long()
+            most_new = int(new.max())
+            if longest * len(lengths) * most_new > LARGEST_MASK:
+                return
+            query_places = torch.arange(most_new)
+            self._is_query = query_places < new[:, None]
+            first = torch.cumsum(new, 0) - new
+            self._query_rows = (first[:, None] + query_places).clamp_(max=int(new.sum()) - 1)
+            # A padded query sees at least the first key, so no row of the softmax is empty.
+            self._mask = (key_places <= (prefix[:, None] + query_places)[..., None])[:, None]
+        self._is_padded = True
+
+    def _run_sdpa_forward_decode(
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Attend with one query for each sequence.
+
+        Shapes: query and output [sequences, heads, head_dim], caches [places, kv_heads, head_dim].
+        """
+        if not self._can_batch(query, k_cache, kwargs):
+            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
+        keys, values = self._gather(k_cache), self._gather(v_cache)
+        # The heads that share a key head are passed as several queries, so that keys need not be repeated.
+        shape = (len(query), k_cache.shape[1], -1)
+        attended = scaled_dot_product_attention(
+            query.view(*shape, query.shape[-1]), keys, values, attn_mask=self._mask, scale=kwargs["scaling"]
+        )
+        output.view(*shape, output.shape[-1])[:] = attended
+        return output
+
+    def _run_sdpa_forward_extend(
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Attend with several queries for each sequence, one sequence after the other in `query`. Shapes as above."""
+        if not self._can_batch(query, k_cache, kwargs) or not kwargs["causal"]:
+            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *args, **kwargs)
+        attended = scaled_dot_product_attention(
+            query[self._query_rows].transpose(1, 2),
+            self._gather(k_cache),
+            self._gather(v_cache),
+            attn_mask=self._mask,
+            scale=kwargs["scaling"],
+            enable_gqa=kwargs["enable_gqa"],
+        )
+        output[:] = attended.transpose(1, 2)[self._is_query]
+        return output
+
+    def _can_batch(self, query: Tensor, k_cache: Tensor, kwargs: dict[str, Any]) -> bool:
+        return (
+            self._is_padded
+            and not kwargs["is_cross_attn"]
+            and kwargs["sliding_window_size"] is None
+            and query.dtype == k_cache.dtype
+        )
+
+    def _gather(self, cache: Tensor) -> Tensor:
+        """[sequences, kv_heads, longest, head_dim]; the mask hides what lies behind a sequence's end."""
+        return cache[self._key_rows].transpose(1, 2)

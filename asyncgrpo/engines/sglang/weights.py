@@ -1,6 +1,6 @@
-"""How new weights travel from this process into SGLang's schedulers, and the order of calls that replaces them.
+"""Sends new weights from this process into SGLang's schedulers, by the calls that replace them in place.
 
-Tensors are packed into buckets, one byte tensor each: a small one goes inside the message, a larger one in shared
+Tensors are packed into buckets, one byte tensor each. A small bucket goes inside the message, a larger one into shared
 memory, of which all schedulers map the same pages. With a GPU they copy to it from there.
 """
 
@@ -27,18 +27,18 @@ from torch import Tensor
 from asyncgrpo.errors import EngineError
 
 BUCKET_BYTES = 64 << 20
-"""Size of a bucket, unless one tensor is larger. Packing one holds up the event loop for some 20 ms."""
+"""Size of a bucket, unless one tensor is larger. Packing one blocks the event loop for some 20 ms."""
 INLINE_BYTES = 4 << 20
 """Buckets up to this size travel inside the message: 2 ms against 10 ms for a handle of shared memory (measured)."""
 SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Some tensors of the model, ready to send."""
+class PackedBucket:
+    """Packed tensors of the model, ready to send."""
 
     payloads: list[bytes]
-    """One for each scheduler process."""
+    """One payload for each scheduler process."""
     is_last: bool
 
 
@@ -47,9 +47,9 @@ async def replace_weights(
 ) -> None:
     """Pause between two tokens, write all tensors, go on.
 
-    SGLang acts on messages in the order they were sent, so those of the last bucket are all sent before the first reply
-    is awaited: the pause of a small model takes no round trip. If one in the middle is refused the engine goes on with
-    what it has, and the caller must let nobody see it.
+    SGLang handles messages in the order in which they were sent, so those of the last bucket are all sent before the
+    first reply is awaited: the pause of a small model takes no round trip. If SGLang refuses one in the middle, it goes
+    on with the weights it has, and the caller must not let it sample.
 
     Args:
         manager: SGLang's TokenizerManager. No request may be submitted meanwhile.
@@ -77,14 +77,14 @@ async def replace_weights(
                 weight_version=label if bucket.is_last else None,
             )
             replies.append(send("update_weights_from_tensor", update))
-            if not bucket.is_last:  # its memory is needed for the next one
+            if not bucket.is_last:  # the next bucket needs its memory
                 await asyncio.gather(*replies)
                 replies = []
     except Exception as error:
         failure = error
-    # In any case: a session left open would refuse the next load, which may mend what went wrong.
+    # In any case: a session left open would refuse the next load, which may repair what went wrong.
     replies.append(send("end_weight_update", EndWeightUpdateReqInput()))
-    await asyncio.sleep(0)  # the tasks above send when they get their turn, which is now
+    await asyncio.sleep(0)  # lets the tasks above send
     await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
     results = await asyncio.gather(*replies, return_exceptions=True)
     for problem in [failure, *results]:
@@ -98,10 +98,10 @@ async def _ask(call: str, communicator: Any, message: Any) -> None:
         raise EngineError(f"{call}: {refusals[0]}")
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator[Bucket]:
-    """Buckets of about BUCKET_BYTES, at least one. Their memory is reused: take the next one when this one is read.
+def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator[PackedBucket]:
+    """Buckets of about BUCKET_BYTES, at least one. Their memory is reused, so each must be read before the next is taken.
 
-    Beyond the bucket only one tensor is held, the next one: it tells whether the bucket is the last.
+    Besides the bucket only the next tensor is held, which shows whether the bucket is the last.
     """
     rest = iter(tensors)
     ahead = next(rest, None)
@@ -116,36 +116,36 @@ def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator
             size += _aligned(ahead[1].nbytes)
             ahead = next(rest, None)
         if size <= INLINE_BYTES:
-            room = torch.empty(size, dtype=torch.uint8)
+            target = torch.empty(size, dtype=torch.uint8)
         else:
             if shared is None or len(shared) < size:
                 shared = _share(max(size, BUCKET_BYTES if ahead is not None else 0))
-            room = shared[:size]
-        content = {"flattened_tensor": room, "metadata": _copy_into(room, taken)}
+            target = shared[:size]
+        content = {"flattened_tensor": target, "metadata": _copy_into(target, taken)}
         serialize = pickle.dumps if size <= INLINE_BYTES else MultiprocessingSerializer.serialize
-        yield Bucket([serialize(content) for _ in range(num_schedulers)], is_last=ahead is None)
+        yield PackedBucket([serialize(content) for _ in range(num_schedulers)], is_last=ahead is None)
 
 
-def _copy_into(room: Tensor, tensors: list[tuple[str, Tensor]]) -> list[FlattenedTensorMetadata]:
-    """Write the bytes of all tensors one after the other into `room`, [bytes] uint8; where each one lies."""
+def _copy_into(target: Tensor, tensors: list[tuple[str, Tensor]]) -> list[FlattenedTensorMetadata]:
+    """Write the bytes of all tensors one after the other into `target`, [bytes] uint8. Returns where each one lies."""
     layout, start = [], 0
     for name, tensor in tensors:
         end = start + tensor.nbytes
-        room[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        target[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         layout.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
         start += _aligned(tensor.nbytes)
     return layout
 
 
 def _aligned(size: int) -> int:
-    """A tensor must start at a multiple of its element's size, whatever lies before it."""
+    """Round up to 16 bytes: a tensor must start at a multiple of its element's size, whatever lies before it."""
     return (size + 15) // 16 * 16
 
 
 def _share(size: int) -> Tensor:
     free = shutil.disk_usage(SHARED_MEMORY).free
     if size > free:
-        # Writing to shared memory that is not there kills the process (SIGBUS), so ask before.
+        # Writing to shared memory that is full kills the process (SIGBUS), so check before.
         raise EngineError(
             f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} ({free / 2**20:.0f} MiB free); "
             "give the container more, for example docker run --shm-size=2g"

@@ -1,18 +1,14 @@
-"""One batch that answers join and leave between any two tokens: the synchronous heart of the `torch` engine.
+"""The synchronous core of the `torch` engine: one batch of completions, which join and leave between any two tokens.
 
-Where several query heads share one head of keys and values, transformers repeats those before PyTorch's attention when
-there is a mask, which on a CPU is most of a decode step. Here the query heads of a group are the "query tokens" of one
-attention instead: the same sum without the copy. Everything else is left to transformers' own `sdpa`.
-
-Slot r belongs to row r of the running batch. Rows are kept dense (0 .. R-1), so that one decode step reads a view of
-the block and copies nothing; the price is one copy of a slot when a completion in the middle ends.
-
-admit ──▶ prefill each prompt once, copy its keys and values to the rows of its completions
+    admit ──▶ prefill each prompt once, copy its keys and values to the rows of its completions
     step  ──▶ one forward over one token per running row ──▶ sample ──▶ completions that ended leave
 
-A row holds one running completion: its tokens here, its keys and values in the slot of the same number. The cache of a row
-of n tokens holds n - 1 of them; the last one is what the next step feeds. So a prompt is prefilled without its last
-token, and the first sampled token comes out of an ordinary step.
+A row holds one running completion: its tokens in the decoder, its keys and values in the slot of the same number. The
+cache of a row of n tokens holds n - 1 of them; the last one is the input of the next step. So a prompt is prefilled
+without its last token, and the first sampled token comes out of an ordinary step.
+
+Rows are kept dense (0 .. R-1), so that one step reads a view of the cache and copies nothing. The price is one copy of a
+slot when a completion in the middle ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,120 +25,10 @@ from asyncgrpo.engines.torch.sampling import Knobs, sample, uniforms
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
 
-# -- attention of one new token a row ----------------------------------------------------------------------------------
-
-
-NAME = "asyncgrpo_sdpa"
-"""What a model is told as `attn_implementation`, after `register`."""
-
-
-def register() -> None:
-    """Make the implementation known to transformers, in this process. Again does nothing."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
-
-
-def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """In transformers' own form.
-
-    Args:
-        query: [R, heads, Q, head_dim].
-        key, value: [R, kv_heads, L, head_dim].
-        attention_mask: [R, 1, Q, L] bool, true where a query may look.
-        options: `scaling`, and others that only transformers' implementation knows.
-    Returns:
-        [R, Q, heads, head_dim], and no attention weights.
-    """
-    num_rows, num_heads, num_queries, head_dim = query.shape
-    has_more = any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
-    if num_queries != 1 or attention_mask is None or has_more:
-        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **options)
-    grouped = query.reshape(num_rows, key.shape[1], num_heads // key.shape[1], head_dim)
-    attended = scaled_dot_product_attention(grouped, key, value, attention_mask, scale=options.get("scaling"))
-    return attended.reshape(num_rows, 1, num_heads, attended.shape[-1]), None
-
-
-# -- keys and values ---------------------------------------------------------------------------------------------------
-
-
-class SlotCache(Cache):
-    """A transformers cache for batches of one new token per row, each row at its own position.
-
-    Memory is taken at the first `fill`: layers * num_slots * max_length * (key + value) numbers, zeroed, because a NaN
-    in an unused place would survive the attention mask (0 * NaN).
-    """
-
-    def __init__(self, num_slots: int, max_length: int):
-        super().__init__(layers=[])
-        self.num_slots = num_slots
-        self.max_length = max_length
-        self._keys: list[Tensor] = []  # one [num_slots, kv_heads, max_length, head_dim] per layer
-        self._values: list[Tensor] = []
-        self._rows = torch.empty(0, dtype=torch.long)
-        self._positions = torch.empty(0, dtype=torch.long)
-        self._length = 0
-
-    def fill(self, prefilled: DynamicCache, sources: Tensor, slots: Tensor) -> None:
-        """Copy the keys and values of whole sequences into slots, from position 0.
-
-        Args:
-            prefilled: what a forward over B sequences, padded on the right to T tokens, left behind. Keys of padding
-                are copied too; they are overwritten before a mask lets anyone see them.
-            sources: [S] int64, which of the B sequences goes to each slot.
-            slots: [S] int64.
-        """
-        for index, layer in enumerate(prefilled.layers):
-            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-            if keys is None or values is None:
-                raise EngineError(f"layer {index} of the model keeps no keys and values: {type(layer).__name__}")
-            if index == len(self._keys):
-                self._keys.append(keys.new_zeros(self._shape(keys)))
-                self._values.append(values.new_zeros(self._shape(values)))
-            self._keys[index][slots, :, : keys.shape[2]] = keys[sources]
-            self._values[index][slots, :, : values.shape[2]] = values[sources]
-
-    def move(self, sources: Tensor, slots: Tensor, length: int) -> None:
-        """Copy the first `length` positions of `sources` over those of `slots` ([S] int64 each, disjoint)."""
-        for block in (*self._keys, *self._values):
-            block[slots, :, :length] = block[sources, :, :length]
-
-    def wipe(self) -> None:
-        """Zero everything, NaNs of a failed forward included."""
-        for block in (*self._keys, *self._values):
-            block.zero_()
-
-    def begin_step(self, positions: Tensor, length: int) -> None:
-        """The next forward has one token per row, row r at `positions[r]` ([R] int64), and attends to [0, length)."""
-        self._rows = torch.arange(len(positions), device=positions.device)
-        self._positions = positions
-        self._length = length
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Each attention layer stores the new token's [R, kv_heads, 1, head_dim] and gets all up to `length`."""
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[self._rows, :, self._positions] = key_states[:, :, 0]
-        values[self._rows, :, self._positions] = value_states[:, :, 0]
-        num_rows = len(self._rows)
-        return keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length - 1
-
-    def _shape(self, states: Tensor) -> tuple[int, int, int, int]:
-        return self.num_slots, states.shape[1], self.max_length, states.shape[3]
-
-
-# -- the decoder -------------------------------------------------------------------------------------------------------
-
-
 PREFILL_TOKENS = 16384
 """Padded tokens of one prefill forward, unless one sequence alone has more: bounds its memory."""
 LENGTH_STEP = 32
-"""A step attends to a multiple of this, so that shapes, and what allocators cache by shape, stay few."""
+"""A step attends to a multiple of this, so that there are few shapes, for which allocators cache memory."""
 
 _ROW = np.dtype(
     [
@@ -159,7 +45,7 @@ _ROW = np.dtype(
 
 
 class Decoder:
-    """Owns the rows and the cache. Every method leaves a batch that can go on, unless it raises: then `clear`."""
+    """Owns the rows and the cache. After an exception of any method, call `clear`."""
 
     def __init__(self, model: PreTrainedModel, *, max_context: int, max_completions: int):
         self.max_context = max_context
@@ -197,7 +83,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Sample one token in every row; the completions that ended are handed over and leave."""
+        """Sample one token in every row. Completions that ended are delivered and leave the batch."""
         num_rows = self.num_running
         all_rows, row = np.arange(num_rows), self._rows[:num_rows]
         lengths = row["length"]
@@ -216,12 +102,12 @@ class Decoder:
             self._remove(np.flatnonzero(ended), ["stop" if stop else "length" for stop in stopped[ended]])
 
     def end(self, request: Request) -> None:
-        """Every running completion of the request leaves with what it has."""
+        """Deliver every running completion of the request with what it has; they leave the batch."""
         rows = [row for row, completion in enumerate(self._running) if completion.request is request]
         self._remove(np.array(rows, np.int64), ["abort"] * len(rows))
 
     def change_version(self, version: PolicyVersion) -> None:
-        """From now on tokens are sampled by `version`."""
+        """Note that `version` samples from now on."""
         for completion, row in zip(self._running, self._rows, strict=False):
             completion.sampled_by(version, int(row["length"] - row["prompt_length"]))
 
@@ -263,7 +149,7 @@ class Decoder:
         self._running.extend(completions)
 
     def _remove(self, rows: np.ndarray, reasons: Iterable[FinishReason]) -> None:
-        """Complete the completions of `rows` (ascending) and move the last rows into the holes they leave."""
+        """Complete the completions of `rows` (ascending), and move the last rows into the rows that become free."""
         for row, reason in zip(rows, reasons, strict=True):
             sampled = slice(self._rows["prompt_length"][row], self._rows["length"][row])
             self._running[row].complete(self._tokens[row, sampled], self._logprobs[row, sampled], reason)
@@ -325,3 +211,114 @@ class Decoder:
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+# -- keys and values ---------------------------------------------------------------------------------------------------
+
+
+class SlotCache(Cache):
+    """A transformers cache for batches of one new token per row, each row at its own position.
+
+    Memory is taken at the first `fill`: layers * num_slots * max_length * (key + value) numbers, zeroed, because a NaN
+    in an unused place would survive the attention mask (0 * NaN).
+    """
+
+    def __init__(self, num_slots: int, max_length: int):
+        super().__init__(layers=[])
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self._keys: list[Tensor] = []  # one [num_slots, kv_heads, max_length, head_dim] per layer
+        self._values: list[Tensor] = []
+        self._rows = torch.empty(0, dtype=torch.long)
+        self._positions = torch.empty(0, dtype=torch.long)
+        self._length = 0
+
+    def fill(self, prefilled: DynamicCache, sources: Tensor, slots: Tensor) -> None:
+        """Copy the keys and values of whole sequences into slots, from position 0.
+
+        Args:
+            prefilled: of a forward over B sequences, padded on the right to T tokens. Keys of padding are copied too;
+                they are overwritten before a mask shows them.
+            sources: [S] int64, which of the B sequences goes to each slot.
+            slots: [S] int64.
+        """
+        for index, layer in enumerate(prefilled.layers):
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if keys is None or values is None:
+                raise EngineError(f"layer {index} of the model keeps no keys and values: {type(layer).__name__}")
+            if index == len(self._keys):
+                self._keys.append(keys.new_zeros(self._shape(keys)))
+                self._values.append(values.new_zeros(self._shape(values)))
+            self._keys[index][slots, :, : keys.shape[2]] = keys[sources]
+            self._values[index][slots, :, : values.shape[2]] = values[sources]
+
+    def move(self, sources: Tensor, slots: Tensor, length: int) -> None:
+        """Copy the first `length` positions of `sources` over those of `slots` ([S] int64 each, disjoint)."""
+        for block in (*self._keys, *self._values):
+            block[slots, :, :length] = block[sources, :, :length]
+
+    def wipe(self) -> None:
+        """Zero everything, NaNs of a failed forward included."""
+        for block in (*self._keys, *self._values):
+            block.zero_()
+
+    def begin_step(self, positions: Tensor, length: int) -> None:
+        """The next forward has one token per row, row r at `positions[r]` ([R] int64), and attends to [0, length)."""
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._positions = positions
+        self._length = length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new token's keys and values, [R, kv_heads, 1, head_dim], and return all up to `length`."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._rows, :, self._positions] = key_states[:, :, 0]
+        values[self._rows, :, self._positions] = value_states[:, :, 0]
+        num_rows = len(self._rows)
+        return keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length - 1
+
+    def _shape(self, states: Tensor) -> tuple[int, int, int, int]:
+        return self.num_slots, states.shape[1], self.max_length, states.shape[3]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+NAME = "asyncgrpo_sdpa"
+"""The `attn_implementation` of a model, after `register`."""
+
+
+def register() -> None:
+    """Register the implementation with transformers, in this process. It may be called again."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with one new token a row, in the form of transformers' attention functions.
+
+    Where several query heads share one head of keys and values, transformers repeats those before PyTorch's attention if
+    there is a mask, which on a CPU is most of a decode step. Here the query heads of a group are the "query tokens" of
+    one attention instead: the same sum without the copy. Everything else is left to transformers' own `sdpa`.
+
+    Args:
+        query: [R, heads, Q, head_dim].
+        key, value: [R, kv_heads, L, head_dim].
+        attention_mask: [R, 1, Q, L] bool, true where a query may attend.
+        options: `scaling`, and others that only transformers' implementation knows.
+    Returns:
+        [R, Q, heads, head_dim], and no attention weights.
+    """
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    has_more = any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
+    if num_queries != 1 or attention_mask is None or has_more:
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **options)
+    grouped = query.reshape(num_rows, key.shape[1], num_heads // key.shape[1], head_dim)
+    attended = scaled_dot_product_attention(grouped, key, value, attention_mask, scale=options.get("scaling"))
+    return attended.reshape(num_rows, 1, num_heads, attended.shape[-1]), None

@@ -1,8 +1,8 @@
-"""How the `torch` engine turns logits into tokens: a whole batch at once, each row with its own knobs and noise.
+"""Samples tokens from logits for the `torch` engine: a whole batch at once, each row with its own parameters and noise.
 
-Noise is counted, not stateful: the number that decides token t of a completion is a hash of the completion's seed and t, so an
-completion does not depend on what else is in its batch. Which token the number picks is the inverse of the distribution
-function, in the order of the vocabulary.
+Noise has no state: the number that decides token t of a completion is a hash of the completion's seed and t, so a
+completion does not depend on the others in its batch. The token is the inverse of the distribution function at that
+number, in the order of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ class Knobs:
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each pair of seed ([R] uint64) and position in the completion ([R] int64): [R] float64.
 
-    A stream of SplitMix64 per seed, started at a mixed seed so that neighbouring seeds share nothing.
-    52 bits, so that u * total stays below total in float64.
+    Each seed has a stream of SplitMix64, started at a mixed seed so that neighbouring seeds share nothing. The numbers
+    have 52 bits, so that u * total stays below total in float64.
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators".
     """
     mixed = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -89,7 +89,7 @@ def _invert(probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def _invert_filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """As `_invert`, among the `top_k` most probable tokens and of those the fewest whose share reaches `top_p`."""
+    """Do as `_invert`, among the `top_k` most probable tokens and of those the fewest whose share reaches `top_p`."""
     ordered, tokens = probs.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(probs.shape[1], device=probs.device)
     ordered = ordered.where(ranks < top_k[:, None], 0.0)
