@@ -129,6 +129,19 @@ MUTANTS: dict[str, Mutant] = {
         "~has_signal &",
         "algorithms/test_groups.py",
     ),
+    # -- the bound of staleness ----------------------------------------------------------------------------------------
+    "one group more may remain than can be trained in time": Mutant(
+        "buffer.admission:lag_is_kept",
+        "position < max",
+        "position <= max",
+        "buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still",
+    ),
+    "a take waits although all that remains can be trained in time": Mutant(
+        "buffer.admission:lag_is_kept",
+        "position < max(0, k)",
+        "position < max(0, k - 1)",
+        "buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still",
+    ),
     # -- publisher and receiver ----------------------------------------------------------------------------------------
     "nobody compares the digests": Mutant(
         "weights.publisher:Publisher._publish_once",
