@@ -18,7 +18,11 @@ MODELS = {
 }
 """Head size is 64 and the embedding is tied in all of them."""
 
-BATCHES = {"tail": {"groups": 8, "vocab": 512}, "tail-v32k": {"groups": 4, "vocab": 32768}}
+BATCHES = {
+    "tail": {"groups": 8, "vocab": 512},
+    "tail-v32k": {"groups": 4, "vocab": 32768},
+    "one group": {"groups": 1, "vocab": 512},
+}
 GROUP_SIZE = 8
 
 

@@ -16,6 +16,7 @@ from asyncgrpo.recording.events import KINDS
 
 REPOSITORY = Path(__file__).parent.parent
 MARK = "ASYNCGRPO_TEST_RUN"
+_STARTED: list[subprocess.Popen[str]] = []
 
 
 def command(*arguments: str) -> list[str]:
@@ -23,12 +24,16 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(mark: Path | str = "") -> dict[str, str]:
-    """Of a run: our checkout, one thread, and a mark by which all its processes can be found."""
+    """Of a run: our checkout, one thread, and a mark by which all its processes can be found.
+
+    Ray's workers are as important as any process: at Ray's own niceness of 15 the tests of another worker starve them.
+    """
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: str(mark)}
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "RAY_worker_niceness": "0"}
+    return os.environ | settings | {MARK: str(mark)}
 
 
-def asyncgrpo(*arguments: str, cwd: Path, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
+def asyncgrpo(*arguments: str, cwd: Path, timeout_s: float = 500.0) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end. All its processes are marked with `cwd`."""
     return subprocess.run(
         command(*arguments), cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=timeout_s
@@ -38,9 +43,20 @@ def asyncgrpo(*arguments: str, cwd: Path, timeout_s: float = 280.0) -> subproces
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     """Start the command line and go on. All its processes are marked with `cwd`."""
     with open(cwd / "output.txt", "a") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command(*arguments), cwd=cwd, env=environment(cwd), stdout=output, stderr=subprocess.STDOUT, text=True
         )
+    _STARTED.append(process)
+    return process
+
+
+def kill_started() -> None:
+    """Whatever `start` started and nobody waited for: a test that failed must not slow down those after it."""
+    for process in _STARTED:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    _STARTED.clear()
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -84,6 +100,14 @@ def left_behind(mark: Path) -> list[str]:
         with contextlib.suppress(psutil.Error):
             lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
     return lines
+
+
+def replay(folder: Path, *arguments: str) -> tuple[int, dict]:
+    """Train the run in `folder` again: the exit code, and what `--json` says."""
+    result = asyncgrpo("replay", "run", *arguments, "--json", cwd=folder)
+    assert result.stdout.startswith("{"), result.stdout + result.stderr
+    assert_nothing_left(folder)
+    return result.returncode, json.loads(result.stdout)
 
 
 def assert_nothing_left(mark: Path) -> None:

@@ -197,7 +197,8 @@ def test_presets():
 
 @pytest.mark.slow
 def test_a_learner_step_and_its_floor(capsys):
-    learner_step.main(["--rounds", "1", "--steps", "1", "--cells", "asyncgrpo", "floor", "supervised"])
+    smallest = ["--rounds", "1", "--steps", "1", "--batch", "one group"]
+    learner_step.main([*smallest, "--cells", "asyncgrpo", "floor", "supervised"])
     found = lines(capsys.readouterr().out)
     assert [one["cell"] for one in found[:3]] == ["asyncgrpo", "floor", "supervised"]
     assert [(one["of"], one["to"]) for one in found[3:]] == [("floor", "asyncgrpo"), ("supervised", "asyncgrpo")]

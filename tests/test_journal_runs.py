@@ -1,22 +1,66 @@
-"""A whole run with everything real, killed and resumed, and then audited: nothing lost, nothing twice, nothing skipped."""
+"""A whole run with everything real, killed twice and resumed: nothing lost, nothing twice, nothing skipped."""
 
 import json
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import NamedTuple
 
+import pyarrow.parquet as pq
 import pytest
 
-from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+from asyncgrpo.journal.format import BatchIssued
+from asyncgrpo.journal.history import read_history
+from tests.runs import assert_nothing_left, asyncgrpo, events, replay, start, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS, PROMPTS = 40, 12
+# Small steps, so that the run is far from its end when it is killed, and one epoch lasts for all of them.
+ARGUMENTS = ["demo", "--engine", "torch", "--max-lag", "2", "--out", "run", "--steps", str(STEPS)]
+ARGUMENTS += ["run.checkpoint_every=4", "run.eval_every=100", f"buffer.prompts_per_step={PROMPTS}"]
+ARGUMENTS += ["algorithm.group_size=64"]
+# What the guard skips depends on the gradients before the kill, which the run and the replay read from a checkpoint.
+ARGUMENTS += ["learner.spike_factor=1.02", "learner.grad_clip=0.001", "learner.max_skips=1000"]
 
 
-def kill_after_checkpoint(arguments: list[str], folder: Path, checkpoints: int, rng: random.Random) -> None:
-    """Start, wait for so many checkpoints in all, and kill the driver a little later."""
+class Killed(NamedTuple):
+    """A run that was killed twice and then ran to its end; for reading only."""
+
+    folder: Path
+    audit: subprocess.CompletedProcess[str]
+    """After the first kill."""
+    replayed: int
+    """Exit code of the replay after the first kill."""
+    checkpoints: tuple[int, int]
+    """The step of the newest one at each kill."""
+    said: str
+    """By the start that ran to the end."""
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    folder, rng = tmp_path_factory.mktemp("killed"), random.Random(1)
+    first = kill_after_checkpoint(folder, 1, rng)
+    audit = asyncgrpo("audit", "run", cwd=folder)
+    replayed, _ = replay(folder)
+    second = kill_after_checkpoint(folder, 3, rng)
+    result = asyncgrpo(*ARGUMENTS, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_nothing_left(folder)
+    return Killed(folder, audit, replayed, (first, second), result.stdout)
+
+
+def kill_after_checkpoint(folder: Path, checkpoints: int, rng: random.Random) -> int:
+    """Start, wait for so many checkpoints in all, and kill the driver a little later. The step of the newest one."""
     run = folder / "run"
-    process = start(*arguments, cwd=folder)
+    process = start(*ARGUMENTS, cwd=folder)
     wait_until(lambda: len(events(run, "checkpoint")) >= checkpoints, f"checkpoint {checkpoints}", 200.0)
     at = len(events(run, "step"))
     wait_until(lambda: len(events(run, "step")) != at, "another step", 60.0)
@@ -25,31 +69,51 @@ def kill_after_checkpoint(arguments: list[str], folder: Path, checkpoints: int, 
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert_nothing_left(folder)
+    return events(run, "checkpoint")[-1]["step"]
 
 
-def test_a_run_killed_twice_passes_its_audit_and_trains_what_was_waiting(tmp_path: Path):
-    arguments = ["demo", "--engine", "torch", "--max-lag", "2", "--out", "run", "--steps", "40"]
-    arguments += ["run.checkpoint_every=4", "run.eval_every=100", "buffer.prompts_per_step=12"]
-    arguments += ["algorithm.group_size=64"]
-    rng, run = random.Random(1), tmp_path / "run"
-    kill_after_checkpoint(arguments, tmp_path, 1, rng)
-    killed = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert killed.returncode == 0, killed.stdout + killed.stderr
-    kill_after_checkpoint(arguments, tmp_path, 3, rng)
-    result = asyncgrpo(*arguments, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_each_start_goes_on_from_the_newest_checkpoint(killed: Killed):
+    assert f"going on from step {killed.checkpoints[1]}" in killed.said
+    starts = events(killed.run, "start")
+    assert [event["lineage"] for event in starts] == [1, 2, 3]
+    assert [event["step"] for event in starts] == [0, *killed.checkpoints]
+    assert [event["version"] for event in starts[1:]] == [f"{n}.{step}" for n, step in enumerate(killed.checkpoints, 2)]
+    assert [event["step"] for event in events(killed.run, "step")] == list(range(1, STEPS + 1))
 
-    audited = asyncgrpo("audit", "run", "--json", cwd=tmp_path)
+
+def test_no_prompt_is_trained_twice(killed: Killed):
+    """Of the first epoch, among those that count, in whichever process they were trained."""
+    seen: list[str] = []
+    for path in sorted((killed.run / "samples").glob("*.parquet")):
+        seen += sorted(set(pq.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist()))
+    assert len(seen) == len(set(seen)) == STEPS * PROMPTS
+
+
+def test_it_passes_its_audit_and_trains_what_was_waiting(killed: Killed):
+    assert killed.audit.returncode == 0, killed.audit.stdout + killed.audit.stderr
+    audited = asyncgrpo("audit", "run", "--json", cwd=killed.folder)
     assert audited.returncode == 0, audited.stdout + audited.stderr
     found = json.loads(audited.stdout)
-    assert found["starts"] == 3 and found["step"] == 40 and found["differences"] == []
-    assert found["groups"]["trained"] == 40 * 12
+    assert found["starts"] == 3 and found["step"] == STEPS and found["differences"] == []
+    assert found["groups"]["trained"] == STEPS * PROMPTS
     assert max(map(int, found["lags"])) <= 2
-    tokens = events(run, "end")[-1]["tokens"]
+    tokens = events(killed.run, "end")[-1]["tokens"]
     assert tokens["generated"] == sum(tokens.values()) - tokens["generated"], tokens
     assert tokens["trained"] == found["tokens"]["trained"] and min(tokens.values()) >= 0
-    assert f"{tokens['generated']:,} generated = {tokens['trained']:,} trained + " in result.stdout
-    starts = events(run, "start")
-    assert [event["lineage"] for event in starts] == [1, 2, 3]
+    assert f"{tokens['generated']:,} generated = {tokens['trained']:,} trained + " in killed.said
+    starts = events(killed.run, "start")
     assert sum(event["undone_steps"] for event in starts) > 0
     assert any(event["recovered"].get("ready", 0) > 0 for event in starts[1:]), starts
+
+
+def test_it_is_replayed_along_the_path_that_stands(killed: Killed):
+    assert killed.replayed == 0, "a run that was killed can be replayed up to its end"
+    issued = [f.record for f in read_history(killed.run / "journal").found if isinstance(f.record, BatchIssued)]
+    assert len(issued) > STEPS, "no step was undone: the test shows nothing"
+    code, found = replay(killed.folder)
+    assert code == 0 and found["equal"]
+    assert [step["step"] for step in found["steps"]] == list(range(1, STEPS + 1))
+    assert all(step["recorded"]["loss"] is not None for step in found["steps"])
+    first, second = killed.checkpoints
+    path = ["1.0", f"1.{first}", f"2.{first}", f"2.{second}", f"3.{second}", f"3.{STEPS}"]
+    assert found["weights"]["equal"] == path

@@ -7,7 +7,7 @@ import pytest
 
 from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEMO = ["demo", "--engine", "fake", "--max-lag", "1", "--out", "run", "reward.function=my_reward.py"]
 JUDGE = """\

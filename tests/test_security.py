@@ -21,10 +21,10 @@ from asyncgrpo.wire.weights import Join
 PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
 
 REVIEWED = {
-    ("generators/sglang_weights.py", "pickle"): "writes only, to the schedulers of its own engine: SGLang's interface",
-    ("generators/sglang_weights.py", "MultiprocessingSerializer"): "the same",
-    ("learner/exporting.py", "broadcast_object_list"): "between the ranks of one learner, in a group of their own",
-    ("learner/checkpoint.py", "dcp.load"): "torch reads the index of a checkpoint by pickle: checkpoints are trusted",
+    ("engines/sglang/weights.py", "pickle"): "writes only, to the schedulers of its own engine: SGLang's interface",
+    ("engines/sglang/weights.py", "MultiprocessingSerializer"): "the same",
+    ("learner/saving.py", "broadcast_object_list"): "between the ranks of one learner, in a group of their own",
+    ("learner/saving.py", "dcp.load"): "torch reads the index of a checkpoint by pickle: checkpoints are trusted",
 }
 """Places that may run what they read, and why they may stay. docs/security.md says what that asks of a user."""
 
@@ -120,7 +120,7 @@ def calls_of(name: str) -> Iterator[tuple[str, str]]:
 def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
     ends = [call for name in ("Server", "Client", "AsyncClient") for call in calls_of(name)]
     assert {file for file, _ in ends} == {
-        "cluster/actors.py", "cluster/core.py", "cluster/pulse.py",
+        "cluster/core.py", "cluster/heartbeat.py", "cluster/wiring.py",
         "generators/service.py", "weights/publisher.py", "weights/receiver.py",
     }  # fmt: skip
     assert [call for _, call in ends if "keys" not in call] == []
@@ -135,8 +135,8 @@ def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
 
 def test_no_meeting_place_listens_everywhere():
     """The doctor's is there for a second."""
-    stores = [(file, call) for file, call in calls_of("dist.TCPStore") if file != "cli/checks.py"]
-    assert {file for file, _ in stores} == {"weights/group.py", "cluster/actors.py"}
+    stores = [(file, call) for file, call in calls_of("dist.TCPStore") if file != "cli/doctor.py"]
+    assert {file for file, _ in stores} == {"weights/broadcast.py", "cluster/wiring.py"}
     assert [call for _, call in stores if "is_master=True" in call and "master_listen_fd" not in call] == []
 
 

@@ -1,5 +1,7 @@
 """The lag bound holds for any arrival order, without dropping a group and without waiting for nothing."""
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,13 +24,13 @@ def test_at_lag_zero_nothing_may_remain():
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 4), st.integers(1, 5), st.floats(0, 0.9), st.randoms(use_true_random=False))
-def test_any_order_of_arrival_keeps_the_bound_and_never_stands_still(max_lag, per_step, filtered, rng):
+@given(st.integers(0, 4), st.integers(1, 5), st.floats(0, 0.9), st.integers(0, 2**32))
+def test_any_order_of_arrival_keeps_the_bound_and_never_stands_still(max_lag, per_step, filtered, seed):
     """A model of the whole loop: slots are filled at once, groups finish at random, the oldest ready are taken.
 
     A share of `filtered` groups is replaced, as it finishes, by one that begins now.
     """
-    under_way, ready = [], []
+    under_way, ready, rng = [], [], random.Random(seed)  # Hypothesis's own draws each number of it, which takes long
     for version in range(40):
         under_way += [version] * ((max_lag + 1) * per_step - len(under_way) - len(ready))
         while True:

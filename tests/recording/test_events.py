@@ -47,6 +47,8 @@ def test_an_unknown_event_or_a_missing_field_is_our_mistake(path):
         log.write("stepp")
     with pytest.raises(AssertionError, match=r"lacks \['lags'"):
         log.write("step", **{key: value for key, value in step(1).items() if key not in ("lags", "seconds")})
+    with pytest.raises(AssertionError, match=r"undeclared \['losss'\]"):
+        log.write("step", **step(1), losss=0.5)
 
 
 def test_a_torn_last_line_is_no_event(path):

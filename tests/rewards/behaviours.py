@@ -139,6 +139,11 @@ async def slow_but_sure():
     return 0.75
 
 
+async def half_a_second():
+    await asyncio.sleep(0.5)
+    return 0.25
+
+
 async def slow():
     await asyncio.sleep(10_000)
 

@@ -33,6 +33,7 @@ class Judge:
     def __init__(self, seconds: float = 0.1) -> None:
         self.is_down = False
         self.bad: set[str] = set()
+        self.failure = "exception"
         self.seconds = seconds
         self.calls: list[tuple[float, str]] = []
 
@@ -41,7 +42,7 @@ class Judge:
         self.calls.append((loop.time(), prompt.prompt_id))
         await asyncio.sleep(self.seconds)
         if self.is_down or prompt.prompt_id in self.bad:
-            return Score(failure="exception", detail=f"my_reward.py:12: OSError: {loop.time()}")
+            return Score(failure=self.failure, detail=f"my_reward.py:12: OSError: {loop.time()}")
         return Score(value=1.0)
 
     async def close(self) -> None:
@@ -126,6 +127,30 @@ def test_a_reward_that_fails_for_some_prompts_is_not_paused():
     rig.wait(5.0)
     failed = [task.result().failure for task in asked]
     assert failed == ["exception" if n % 10 in (3, 4, 5) else None for n in range(100) for _ in range(8)]
+
+
+@pytest.mark.parametrize("failure", ["unknown_source", "aborted"])
+def test_a_failure_that_says_nothing_of_the_reward_is_no_outage(failure: str):
+    rig = Rig()
+    rig.judge.is_down, rig.judge.failure = True, failure
+    asked = rig.ask(*range(50))
+    rig.wait(30.0)
+    assert [task.result().failure for task in asked] == [failure] * 50
+    assert not rig.is_paused and len(rig.judge.calls) == 50, "a probe would be one more"
+
+
+def test_probes_try_other_prompts_than_the_one_that_worked_last():
+    """Which may be the only one that does not work any more."""
+    rig = Rig()
+    rig.ask(0)
+    rig.wait(1.0)
+    rig.judge.is_down = True
+    asked = rig.ask(*range(20))
+    rig.wait(10.0)
+    assert rig.is_paused
+    rig.judge.is_down, rig.judge.bad = False, {"train/0"}
+    rig.wait(30.0)
+    assert not rig.is_paused and sum(task.result().failure is None for task in asked) > 5
 
 
 def test_one_bad_prompt_alone_in_flight_is_found_to_be_the_one():

@@ -72,13 +72,14 @@ async def test_a_worker_that_dies_between_calls_costs_no_score():
     await reward.close()
 
 
-async def test_a_cancelled_caller_leaves_the_pool_usable():
+@pytest.mark.parametrize("began_s", [0, 0.2], ids=["not begun", "begun"])
+async def test_a_cancelled_caller_leaves_the_pool_usable(began_s):
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     worker = await pid_of_worker(reward)
-    running = asyncio.create_task(reward.score(prompt(), "slow_but_sure"))
+    running = asyncio.create_task(reward.score(prompt(), "half_a_second"))
     waiting = asyncio.create_task(reward.score(prompt(), "exits"))
     last = asyncio.create_task(reward.score(prompt(), "pid"))
-    await asyncio.sleep(0)
+    await asyncio.sleep(began_s)
     running.cancel()
     waiting.cancel()
     results = await asyncio.gather(running, waiting, return_exceptions=True)

@@ -13,9 +13,11 @@ import torch
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import GeneratorsGone, WeightsError
 from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights import receiver as receiving
 from asyncgrpo.weights.broadcast import add_digests, digest, digest_of, plan_buckets
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
+from asyncgrpo.wire.weights import Swap
 
 LAYOUT = [
     TensorInfo(name="embed", shape=(7, 5), dtype="float32"),
@@ -37,8 +39,10 @@ class Engine:
         self.held: dict[str, torch.Tensor] = {}
         self.version: PolicyVersion | None = None
         self.corrupt = corrupt
+        self.num_swaps = 0
 
     def apply(self, tensors, version: PolicyVersion) -> str:
+        self.num_swaps += 1
         self.held = {name: tensor.clone() for name, tensor in tensors}
         if self.corrupt:
             self.held["norm"][0] += 1
@@ -212,6 +216,25 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
     engine.apply = lambda tensors, version: checksum  # says yes, does nothing
     with pytest.raises(WeightsError, match="still holds the weights before"):
         publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
+
+
+def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, monkeypatch):
+    publisher, add = plane
+    came = iter(["0" * 16])
+    monkeypatch.setattr(receiving, "add_digests", lambda parts: next(came, None) or add_digests(parts))
+    add("generator-0", engine := Engine())
+    publisher.wait_for(1, 10.0, lambda what, seconds: None)
+    publication = publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
+    assert publication.attempts == 2 and next(came, None) is None
+    assert engine.num_swaps == 1
+    assert_holds(engine, weights(0))
+
+
+def test_a_swap_to_weights_that_were_not_staged_is_not_made(plane):
+    _, add = plane
+    receiver = add("generator-0", engine := Engine())
+    receiver._handle(None, Swap(epoch=0, version=PolicyVersion(1, 7)))
+    assert engine.num_swaps == 0
 
 
 def test_without_generators_the_wait_ends_with_a_sentence(plane):

@@ -1,0 +1,299 @@
+"""Mistakes planted in the product's own text, each with the few tests that must notice it.
+
+`tests/simulation/mutants.py` does so for the rollout plane. Here is the code outside: what learns, what publishes, what
+reads and writes, what scores. A mistake is a line of a function that reads otherwise. The function stays the object
+that it is and only its code changes, so whoever imported it by name has the mistake too.
+"""
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from types import FunctionType
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake."""
+
+    place: str
+    """`module:function`, below `asyncgrpo`."""
+    right: str
+    """As it is there, once."""
+    wrong: str
+    tests: str
+    """A file of tests, and perhaps `::` and the name of one of them, below `tests`."""
+
+
+MUTANTS: dict[str, Mutant] = {
+    # -- what a batch is made of ---------------------------------------------------------------------------------------
+    "a completion has the version of its first token": Mutant(
+        "learner.batch:_versions",
+        "span.version.number)",
+        "completion.spans[0].version.number)",
+        "learner/test_batching.py::test_each_token_knows_whose_weights_sampled_it",
+    ),
+    "a completion that began under other weights is current": Mutant(
+        "learner.batch:_is_current",
+        "all(",
+        "any(",
+        "learner/test_batching.py::test_each_token_knows_whose_weights_sampled_it",
+    ),
+    "the first token after a shared prompt is read from itself": Mutant(
+        "learner.batch:_Layout.add",
+        "prefix[1] - 1",
+        "prefix[1]",
+        "learner/test_batching.py::test_every_token_is_trained_once_after_its_history_and_ranks_run_equally_often",
+    ),
+    "completions that are only compared with count in the denominators": Mutant(
+        "learner.batch:pack",
+        "rollouts.lengths * rollouts.is_trained)",
+        "rollouts.lengths)",
+        "learner/test_batching.py::test_completions_that_were_cut_can_be_compared_with_and_not_trained",
+    ),
+    "an aborted completion is trained": Mutant(
+        "learner.batch:_reward",
+        'completion.finish_reason == "abort"',
+        "False",
+        "learner/test_batching.py::test_completions_without_score_or_aborted_or_without_logprobs_are_left_out_and_counted",
+    ),
+    "a rank without a row runs no micro-batch": Mutant(
+        "learner.batch:rows_for_ranks",
+        "rows += [[] for _ in range(wanted - len(rows))]",
+        "pass",
+        "learner/test_packing.py::test_every_answer_is_in_one_row_within_the_budget_and_ranks_run_equally_often",
+    ),
+    "a divided group loses what did not fit": Mutant(
+        "learner.batch:_divide",
+        "insort(left, (size - taken, group, kept))",
+        "pass",
+        "learner/test_packing.py::test_every_answer_is_in_one_row_within_the_budget_and_ranks_run_equally_often",
+    ),
+    # -- objective and head --------------------------------------------------------------------------------------------
+    "the correction looks at the policy of now, not at the anchor": Mutant(
+        "learner.objective:MicrobatchObjective._terms",
+        '(policy if settings.anchor == "behaviour" else anchor)',
+        "policy",
+        "learner/test_objective.py::test_updates_of_one_step_share_its_anchor",
+    ),
+    "the bound of stale tokens is itself too old": Mutant(
+        "learner.objective:MicrobatchObjective.__init__",
+        "batch.versions < (",
+        "batch.versions <= (",
+        "learner/test_stale_tokens.py",
+    ),
+    "a KL in the reward comes after the advantages": Mutant(
+        "learner.objective:precompute",
+        "rollouts.advantages(settings.advantage, rewards)",
+        "rollouts.advantages(settings.advantage)",
+        "learner/test_objective.py::test_loss_and_gradient_are_those_of_one_answer_at_a_time[kl k1 in the reward]",
+    ),
+    "the gradient of the entropy forgets the entropy": Mutant(
+        "learner.head:_grad_logits",
+        "log_p.add_(scores.entropy[:, None])",
+        "log_p",
+        "learner/test_head.py::test_values_and_gradients_are_those_of_the_plain_formula",
+    ),
+    "the gradient forgets the temperature": Mutant(
+        "learner.head:_grad_logits",
+        "(gradients.logprobs / temperature)",
+        "gradients.logprobs",
+        "learner/test_head.py::test_values_and_gradients_are_those_of_the_plain_formula",
+    ),
+    # -- advantages ----------------------------------------------------------------------------------------------------
+    "the standard deviation of a group has n in its denominator": Mutant(
+        "algorithms.advantages:_group_std",
+        "(scores.num_scored - 1)",
+        "scores.num_scored",
+        "algorithms/test_advantages.py::test_every_estimator_follows_its_formula",
+    ),
+    "whitening pushes groups without signal": Mutant(
+        "algorithms.advantages:reinforce_plus_plus_baseline",
+        "torch.where(scores.trains, standardised(centred, weights, eps=eps), 0.0)",
+        "standardised(centred, weights, eps=eps)",
+        "algorithms/test_advantages.py::test_whitening_is_over_tokens_and_leaves_groups_without_signal_at_zero",
+    ),
+    "two that share the best reward are both trained": Mutant(
+        "algorithms.advantages:pass_at_k",
+        "scores.trains & is_only_best",
+        "scores.trains & is_best",
+        "algorithms/test_advantages.py::test_pass_at_k_gives_nothing_where_two_share_the_best",
+    ),
+    "a group is solved whatever its reward": Mutant(
+        "algorithms.advantages:signal_share",
+        "~has_signal & is_good &",
+        "~has_signal &",
+        "algorithms/test_groups.py",
+    ),
+    # -- the bound of staleness ----------------------------------------------------------------------------------------
+    "one group more may remain than can be trained in time": Mutant(
+        "buffer.admission:lag_is_kept",
+        "position < max",
+        "position <= max",
+        "buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still",
+    ),
+    "a take waits although all that remains can be trained in time": Mutant(
+        "buffer.admission:lag_is_kept",
+        "position < max(0, k)",
+        "position < max(0, k - 1)",
+        "buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still",
+    ),
+    # -- publisher and receiver ----------------------------------------------------------------------------------------
+    "nobody compares the digests": Mutant(
+        "weights.publisher:Publisher._publish_once",
+        "message.digest != sent",
+        "False",
+        "weights/test_publication.py::test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to",
+    ),
+    "an engine may keep its old weights": Mutant(
+        "weights.publisher:Publisher._check_engines",
+        "loaded != last_loaded and",
+        "False and",
+        "weights/test_publication.py::test_an_engine_that_keeps_its_old_weights_is_found_out",
+    ),
+    "whoever is left out is not named": Mutant(
+        "weights.publisher:Publisher._leave_out",
+        "self.on_left_out(name, member.incarnation, why)",
+        "pass",
+        "weights/test_publication.py::test_whoever_does_not_completion_is_named_at_once_and_comes_back_by_itself",
+    ),
+    "the digest does not see where a word is": Mutant(
+        "weights.broadcast:digest",
+        "(position * _signed(_POSITION))",
+        "0",
+        "weights/test_publication.py::test_the_digest_adds_up_over_buckets_and_sees_one_flipped_bit",
+    ),
+    "a swap is made to weights that were not staged": Mutant(
+        "weights.receiver:Receiver._handle",
+        "and message.version == self._staged_version",
+        "",
+        "weights/test_publication.py::test_a_swap_to_weights_that_were_not_staged_is_not_made",
+    ),
+    # -- the wire ------------------------------------------------------------------------------------------------------
+    "a payload is not under the digest": Mutant(
+        "wire.codec:_digest",
+        "hasher.update(payload)",
+        "pass",
+        "wire/test_codec.py::test_every_flipped_bit_is_refused",
+    ),
+    "version spans may leave a gap": Mutant(
+        "wire.groups:check_group",
+        "span.start != end or",
+        "",
+        "wire/test_codec.py::test_a_group_that_cannot_be_is_refused_and_named",
+    ),
+    "a group by weights that are two versions ahead is believed": Mutant(
+        "wire.groups:check_lease",
+        "newest.number + 1",
+        "newest.number + 2",
+        "wire/test_checks.py::test_weights_that_are_to_come_are_refused",
+    ),
+    # -- rewards -------------------------------------------------------------------------------------------------------
+    "a prompt that no rule knows counts as an outage": Mutant(
+        "rewards.breaker:Breaker._note_failure",
+        "score.failure in OF_THE_PROMPT",
+        "False",
+        "rewards/test_breaker.py::test_a_failure_that_says_nothing_of_the_reward_is_no_outage",
+    ),
+    "probes try what worked last and nothing else": Mutant(
+        "rewards.breaker:Breaker._next_probe",
+        "(self._tries_good or not self._isolated)",
+        "True",
+        "rewards/test_breaker.py::test_probes_try_other_prompts_than_the_one_that_worked_last",
+    ),
+    "a cancelled caller cancels its call": Mutant(
+        "rewards.pool:Pool.call",
+        "await asyncio.wait({running})",
+        "await running",
+        "rewards/test_pool.py::test_a_cancelled_caller_leaves_the_pool_usable",
+    ),
+    # -- the journal ---------------------------------------------------------------------------------------------------
+    "a damaged record hides those behind it": Mutant(
+        "journal.format:scan",
+        "_next_whole(data, view, offset + 1)",
+        "len(view)",
+        "journal/test_log.py::test_with_any_byte_flipped_the_damaged_record_is_named_and_every_other_one_is_there",
+    ),
+    "damage in the middle passes for a torn end": Mutant(
+        "journal.history:_read_segment",
+        "is_last and item.end == segment.num_bytes",
+        "item.end == segment.num_bytes",
+        "journal/test_log.py::test_a_torn_end_in_a_segment_that_is_not_the_last_is_damage",
+    ),
+    "a record that the disk refused is not written again": Mutant(
+        "journal.log:Journal._attempt",
+        "self._num_written = 0",
+        "pass",
+        "journal/test_log.py::test_after_a_failed_sync_everything_since_the_last_good_one_is_written_again",
+    ),
+    "bodies are given up of groups that may yet be trained": Mutant(
+        "journal.log:Journal._retire",
+        "- set(self._unsettled.values())",
+        "",
+        "journal/test_log.py::test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays",
+    ),
+    # -- resume and events ---------------------------------------------------------------------------------------------
+    "a model that is nowhere else the same may be another": Mutant(
+        "config.resume:_effect",
+        "_is_same(then, here) is True",
+        "_is_same(then, here) is not False",
+        "config/test_resume.py",
+    ),
+    "a setting that an older release did not know has changed": Mutant(
+        "config.resume:_other",
+        "_plain(knobs()[key].default)",
+        "None",
+        "config/test_resume.py::test_a_knob_that_an_older_release_did_not_know_had_its_default",
+    ),
+    "an event may have fields that nobody declared": Mutant(
+        "recording.events:EventLog.write",
+        "extra := fields.keys() - kind.fields.keys()",
+        "extra := set()",
+        "recording/test_events.py::test_an_unknown_event_or_a_missing_field_is_our_mistake",
+    ),
+    "a resume forgets the step that it goes on from": Mutant(
+        "recording.events:EventLog.resume_at",
+        'event.get("step", 0) > step',
+        'event.get("step", 0) >= step',
+        "recording/test_events.py::test_a_resume_drops_the_steps_that_will_be_trained_again",
+    ),
+    "what a full disk refused is lost": Mutant(
+        "recording.events:EventLog.write",
+        "self._unwritten += ",
+        "self._unwritten = ",
+        "recording/test_events.py::test_what_a_full_disk_refuses_is_written_once_there_is_room",
+    ),
+}
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The product with this mistake in it."""
+    function = _function(mutant.place)
+    before = function.__code__
+    function.__code__ = _mutated(function, mutant)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def _function(place: str) -> FunctionType:
+    module, names = place.split(":")
+    found = reduce(getattr, names.split("."), importlib.import_module(f"asyncgrpo.{module}"))
+    return inspect.unwrap(found)
+
+
+def _mutated(function: FunctionType, mutant: Mutant) -> object:
+    text = textwrap.dedent(inspect.getsource(function))
+    assert text.count(mutant.right) == 1, f"{mutant.place} has {mutant.right!r} {text.count(mutant.right)} times"
+    (definition,) = (tree := ast.parse(text.replace(mutant.right, mutant.wrong))).body
+    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
+    definition.decorator_list = []
+    made: dict[str, FunctionType] = {}
+    exec(compile(tree, inspect.getfile(function), "exec"), function.__globals__, made)
+    return made[definition.name].__code__
