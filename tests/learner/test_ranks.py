@@ -36,7 +36,7 @@ SCENARIOS = {
     "less work than ranks, with foresight": ({"algorithm": {"advantage": "gae", "kl_coef": 0.1}}, FEW),
     "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
     "tied": ({}, GROUPS),
-    "minibatches": ({"learner": {"minibatches": 3, "tokens_per_microbatch": 60}}, GROUPS),
+    "minibatches": ({"learner": {"minibatches": 3, "ppo_epochs": 2, "tokens_per_microbatch": 60}}, GROUPS),
     "no shared prompts": ({"learner": {"share_prompts": False, "tokens_per_microbatch": 60}}, GROUPS),
 } | {
     case: ({"algorithm": objectives.CASES[case], "learner": {"tokens_per_microbatch": 50}}, objectives.groups())
