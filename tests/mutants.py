@@ -190,7 +190,7 @@ MUTANTS: dict[str, Mutant] = {
         "wire.groups:check_lease",
         "newest.number + 1",
         "newest.number + 2",
-        "wire/test_checks.py::test_weights_that_are_to_come_are_refused",
+        "wire/test_checks.py::test_weights_that_are_not_published_yet_are_refused",
     ),
     # -- rewards -------------------------------------------------------------------------------------------------------
     "a prompt that no rule knows counts as an outage": Mutant(
@@ -201,7 +201,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "probes try what worked last and nothing else": Mutant(
         "rewards.breaker:Breaker._next_probe",
-        "(self._tries_good or not self._isolated)",
+        "(self._tries_good or not self._probes)",
         "True",
         "rewards/test_breaker.py::test_probes_try_other_prompts_than_the_one_that_worked_last",
     ),

@@ -233,7 +233,7 @@ def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, m
 def test_a_swap_to_weights_that_were_not_staged_is_not_made(plane):
     _, add = plane
     receiver = add("generator-0", engine := Engine())
-    receiver._handle(None, Swap(epoch=0, version=PolicyVersion(1, 7)))
+    receiver._handle(Swap(group_number=0, version=PolicyVersion(1, 7)))
     assert engine.num_swaps == 0
 
 

@@ -299,7 +299,7 @@ class Readers:
         else:
             message = self._read(self._malformed(which, self._to_receiver))
             if message is not None:
-                self.receiver._handle(self, message)  # type: ignore[arg-type]
+                self.receiver._handle(message)  # type: ignore[arg-type]
         self._read(self._mutators[3].of_bytes(self._rng.choice(self._sealed_only_by_us), b""))
 
     def _malformed(self, which: int, messages: list[Message]) -> Frames:
