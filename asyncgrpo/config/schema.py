@@ -301,7 +301,7 @@ class GeneratorConfig(Section, frozen=True):
         Meta(description="a weight change keeps the keys and values of completions in flight; false recomputes them"),
     ] = True
     prefix_cache: Annotated[
-        bool, Meta(description="share prompt prefixes between completions (never across weight versions)")
+        bool, Meta(description="share prompt prefixes between completions (never across policy versions)")
     ] = True
     extra_completions: Annotated[
         int, Meta(ge=0, description="completions launched beyond group_size, in reserve for some that fail or are late")

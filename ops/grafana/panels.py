@@ -239,13 +239,13 @@ ROWS: dict[str, list[Panel]] = {
             width=12,
         ),
         Panel(
-            "Weight versions",
+            "Policy versions",
             "Published by the learner and held by each generator. A generator that stays behind is out of sync: see "
             "its log.",
             "none",
             {
-                "learner": "asyncgrpo_learner_weight_version",
-                "generator {{rank}}": "asyncgrpo_generator_weight_version",
+                "learner": "asyncgrpo_learner_policy_version",
+                "generator {{rank}}": "asyncgrpo_generator_policy_version",
             },
             width=12,
         ),
