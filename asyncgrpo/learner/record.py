@@ -238,7 +238,7 @@ class Recorder:
         fields: dict[str, Any] = {
             "step": result.step,
             "version": None if result.newest is None else str(result.newest),
-            "versions_answered": sorted({str(v) for v in (result.oldest, result.newest) if v is not None}),
+            "versions_sampled": sorted({str(v) for v in (result.oldest, result.newest) if v is not None}),
             "reward_mean": result.reward_mean,
             "completions": result.completions,
             "failures": result.failures,

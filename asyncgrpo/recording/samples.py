@@ -1,7 +1,7 @@
-"""Trained completions as Parquet, one file a step, so that a person can read what the reward saw.
+"""Trained completions as Parquet, one file for each step, so that a person can read what the reward saw.
 
-`samples/step_000017.parquet` appears whole or not at all. One row is one completion; the columns are the fields of
-`Sample`.
+Each file, such as `samples/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
+fields of `Sample`.
 """
 
 import json
@@ -23,8 +23,9 @@ class Sample:
     step: int
     """Optimizer step that trained it, from 1."""
     version_oldest: str
-    """Weights that sampled its oldest token, `lineage.version`; empty for a completion without a token."""
+    """Policy version that sampled its oldest token, as `lineage.version`; empty for a completion without a token."""
     version_newest: str
+    """Policy version that sampled its newest token."""
     lag: int
     """Optimizer steps between its group's oldest token and its training."""
     group_id: str
@@ -33,17 +34,17 @@ class Sample:
     prompt: str
     completion: str
     ground_truth: str
-    """JSON."""
+    """The task's ground-truth answer as JSON."""
     reward: float | None
-    """None exactly when `failure` is given."""
+    """The score; None exactly where `failure` is given."""
     advantage: float | None
-    """None when the completion took no part in the loss."""
+    """None where the completion took no part in the loss."""
     failure: str | None
     finish_reason: str
     num_tokens: int
     """Sampled tokens."""
     parts: str
-    """JSON: named parts of the reward."""
+    """The named parts of the reward as JSON."""
 
 
 SCHEMA = pa.schema(
@@ -76,7 +77,7 @@ def samples_of(
 
     Args:
         step: optimizer step that trained it.
-        lag: of the group, in optimizer steps.
+        lag: the group's, in optimizer steps.
         advantages: one for each rollout, in order; None where it took no part in the loss.
         decode: token ids to text, special tokens kept.
     """
@@ -110,17 +111,17 @@ def samples_of(
 
 
 class SampleWriter:
-    """Writes the samples of a step into a folder, replacing what an earlier attempt at the same step left."""
+    """Writes the samples of a step into a folder, and replaces those of an earlier attempt at the same step."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder is made; what a crash left half written in it is removed."""
+        """Make the folder, and remove half-written files that a crash left in it."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(".step_*.tmp"):
             left_over.unlink()
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Write `step_<step>.parquet` (zstd) and return its path. Raises OSError when the disk does."""
+        """Write `step_<step>.parquet` (zstd) and return its path. Raises OSError."""
         table = pa.Table.from_pylist([asdict(sample) for sample in samples], schema=SCHEMA)
         path = self.folder / f"step_{step:06d}.parquet"
         temporary = self.folder / f".{path.name}.tmp"
