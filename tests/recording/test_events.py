@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.recording.events import EventLog, read_events
+from asyncgrpo.recording.events import EventLog, Follower, read_events
 
 
 def step(n: int, **more):
