@@ -121,7 +121,7 @@ def test_from_verl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypat
     found = json.loads(asyncgrpo("config", "from-verl", "-", "--json").out)
     assert found["ours"] == {"run.seed": 3}
     assert [left["key"] for left in found["without_counterpart"]] == ["data.truncation"]
-    assert found["not_understood"] == ["no.such_key: this is no key of verl's that is known here"]
+    assert found["not_understood"] == ["no.such_key: this is no key of verl's that asyncgrpo knows"]
     assert "model.path is missing" in found["problem"]
 
 
@@ -133,4 +133,4 @@ def test_from_verl_says_what_a_run_would_refuse(asyncgrpo):
 def test_from_verl_without_a_key_is_refused(asyncgrpo, tmp_path):
     (tmp_path / "run.sh").write_text("echo hello\n")
     ended = asyncgrpo("config", "from-verl", tmp_path / "run.sh")
-    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: there is no key of verl's in it\n")
+    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: it has no key of verl's\n")
