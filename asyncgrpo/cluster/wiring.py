@@ -172,7 +172,7 @@ class BufferActor:
         )
         self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
         tokenizer = load_tokenizer(config.model.path)
-        stops = tuple(stop_token_ids(tokenizer, config.model.path, config.sampling.stop))
+        stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
         train = load_prompts(config.data.train, "train", tokenizer, config.data)
         held_out: tuple[Prompt, ...] = ()
         if config.data.eval:
