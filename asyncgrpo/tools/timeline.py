@@ -100,9 +100,7 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     path = surviving_path(starts, PolicyVersion(last, newest) if newest else starts[last].parent)
     standing = sorted((m for m in manifests if is_on(path, PolicyVersion(m.version.lineage, m.step))), key=_step)
     if not standing:
-        raise JournalError(
-            f"the journal of {run} holds no step of its last start or before, so nothing can be replayed"
-        )
+        raise JournalError(f"the journal of {run} holds no step that could be trained again")
     wanted = [m for m in standing if m.step > from_step and (to_step is None or m.step <= to_step)]
     if not wanted:
         raise JournalError(
