@@ -1,4 +1,4 @@
-"""`asyncgrpo config`."""
+"""`asyncgrpo config` explains, shows, lists and translates settings."""
 
 import io
 import json
@@ -15,8 +15,8 @@ def test_explain_prints_one_key_or_all(asyncgrpo):
 
 
 def test_explain_gives_json_to_scripts(asyncgrpo):
-    knob = json.loads(asyncgrpo("config", "explain", "buffer.max_lag", "--json").out)[0]
-    assert (knob["key"], knob["default"], knob["required"]) == ("buffer.max_lag", 4, False)
+    found = json.loads(asyncgrpo("config", "explain", "buffer.max_lag", "--json").out)[0]
+    assert (found["key"], found["default"], found["required"]) == ("buffer.max_lag", 4, False)
     assert len(json.loads(asyncgrpo("config", "explain", "--json").out)) == len(knobs())
 
 
@@ -77,8 +77,8 @@ def test_an_unknown_algorithm_is_answered_with_all_of_them(asyncgrpo, tmp_path, 
 
 
 def test_explain_tells_the_fields_of_a_list_of_mappings(asyncgrpo):
-    knob = json.loads(asyncgrpo("config", "explain", "algorithm.corrections", "--json").out)[0]
-    assert list(knob["fields"]) == [
+    found = json.loads(asyncgrpo("config", "explain", "algorithm.corrections", "--json").out)[0]
+    assert list(found["fields"]) == [
         "kind",
         "level",
         "action",
@@ -88,7 +88,7 @@ def test_explain_tells_the_fields_of_a_list_of_mappings(asyncgrpo):
         "max_mean_square",
         "estimator",
     ]
-    assert knob["default"][0]["high_ratio"] == 2.0
+    assert found["default"][0]["high_ratio"] == 2.0
 
 
 VERL = [

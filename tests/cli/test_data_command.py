@@ -1,4 +1,4 @@
-"""`asyncgrpo data check`."""
+"""`asyncgrpo data check` shows what a run would read."""
 
 import json
 from pathlib import Path

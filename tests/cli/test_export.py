@@ -1,4 +1,4 @@
-"""`asyncgrpo export`."""
+"""`asyncgrpo export` copies a model out of a run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Configuration: what is written is what runs, and what cannot run is said in one sentence."""
+"""Configurations are loaded as written, or refused with one sentence."""
 
 import json
 import re

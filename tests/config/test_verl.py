@@ -1,4 +1,4 @@
-"""verl's keys in ours: the map, the translation of values, and what is said about keys that do not exist."""
+"""verl's keys in ours: the map, the translation of values, and the message about unknown keys."""
 
 import random
 from pathlib import Path

@@ -93,7 +93,7 @@ def test_an_answer_after_its_lease_had_ended_still_counts():
     assert source.next() == (1, source.prompt(1))
 
 
-def test_a_source_is_exhausted_only_when_nothing_is_under_way():
+def test_a_source_is_exhausted_only_when_nothing_is_outstanding():
     source = PromptSource(some_prompts(1), seed=0, shuffle=True, epochs=1)
     source.next()
     assert source.next() is None and not source.is_exhausted
@@ -206,7 +206,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """From the newest checkpoint: what was done after it was undone with the weights."""
+        """Restart from the newest checkpoint, which undoes what was done after it."""
         state, self.done = self.saved[0], list(self.saved[1])
         self.source = self.make()
         self.source.restore(state)

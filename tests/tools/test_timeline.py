@@ -1,4 +1,4 @@
-"""What of a journal can be trained again: the steps that stand, in order, or one sentence that says why not."""
+"""The timeline of a journal: the steps that can be trained again, in order, or one sentence that says why not."""
 
 import sys
 from pathlib import Path
@@ -70,7 +70,7 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 def steps_of(run: FakeRun, **arguments) -> dict[int, list[int]]:
-    """Steps by lineage."""
+    """The steps of the timeline, by lineage."""
     return {leg.lineage: [s.number for s in leg.steps] for leg in read_timeline(run.folder, **arguments).legs}
 
 
