@@ -40,37 +40,31 @@ LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
-def _declare(metric: Any, roles: tuple[Role, ...], labels: Mapping[str, tuple[str, ...]]) -> None:
+def _declare(metric: Any, roles: tuple[Role, ...], **labels: tuple[str, ...]) -> Any:
+    """Note whose metric it is, and start each combination of its label values at 0."""
     for role in roles:
         _metrics_by_role[role].append(metric)
     if labels:
         for values in itertools.product(*labels.values()):
             metric.labels(*values)
+    return metric
 
 
 def _counter(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> prometheus.Counter:
-    metric = prometheus.Counter(PREFIX + name, text, tuple(labels), registry=None)
-    _declare(metric, roles, labels)
-    return metric
+    return _declare(prometheus.Counter(PREFIX + name, text, tuple(labels), registry=None), roles, **labels)
 
 
 def _gauge(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> prometheus.Gauge:
-    metric = prometheus.Gauge(PREFIX + name, text, tuple(labels), registry=None)
-    _declare(metric, roles, labels)
-    return metric
+    return _declare(prometheus.Gauge(PREFIX + name, text, tuple(labels), registry=None), roles, **labels)
 
 
 def _histogram(name: str, text: str, *roles: Role, buckets: tuple[float, ...]) -> prometheus.Histogram:
-    metric = prometheus.Histogram(PREFIX + name, text, buckets=buckets, registry=None)
-    _declare(metric, roles, {})
-    return metric
+    return _declare(prometheus.Histogram(PREFIX + name, text, buckets=buckets, registry=None), roles)
 
 
 def _info(name: str, text: str, *roles: Role) -> prometheus.Info:
     """Declare an info metric. The client exports it with the suffix `_info`."""
-    metric = prometheus.Info(PREFIX + name, text, registry=None)
-    _declare(metric, roles, {})
-    return metric
+    return _declare(prometheus.Info(PREFIX + name, text, registry=None), roles)
 
 
 # fmt: off

@@ -289,11 +289,6 @@ class PromptSource:
         return self._frontier + len(self._done_beyond)
 
     @property
-    def remaining(self) -> int | None:
-        """Prompts not done yet, issued or not; None for a run without an end."""
-        return None if self._end is None else max(0, self._end - self.num_done)
-
-    @property
     def epoch(self) -> int:
         """Epochs that are complete."""
         return self._frontier // len(self._prompts)

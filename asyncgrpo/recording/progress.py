@@ -71,7 +71,10 @@ class Progress:
         if "time" in event:
             self.started = event["time"] if self.started is None else self.started
             self.updated = event["time"]
-        if handle := getattr(self, f"_on_{kind}", None):
+        kept = {"eval": self.evals, "checkpoint": self.checkpoints, "recovered": self.recoveries}
+        if kind in kept:
+            kept[kind].append(event)
+        elif handle := getattr(self, f"_on_{kind}", None):
             handle(event)
 
     def _on_start(self, event: Event) -> None:
@@ -103,12 +106,6 @@ class Progress:
         if event.get("checksum") != "ok" or event.get("left_out"):
             self.warnings.append(sync_line(event))
 
-    def _on_eval(self, event: Event) -> None:
-        self.evals.append(event)
-
-    def _on_checkpoint(self, event: Event) -> None:
-        self.checkpoints.append(event)
-
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.warnings.append(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
@@ -116,9 +113,6 @@ class Progress:
     def _on_fault(self, event: Event) -> None:
         self.faults.append(event)
         self.warnings.append(f"chaos: {event.get('fault', '?')} {event.get('actor', '')}")
-
-    def _on_recovered(self, event: Event) -> None:
-        self.recoveries.append(event)
 
     def _on_drain(self, event: Event) -> None:
         self.warnings.append(f"draining: {event.get('reason', '')}")

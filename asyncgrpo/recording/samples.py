@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,27 +48,14 @@ class Sample:
     """The named parts of the reward as JSON."""
 
 
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("version_oldest", pa.string()),
-        ("version_newest", pa.string()),
-        ("lag", pa.int32()),
-        ("group_id", pa.string()),
-        ("prompt_id", pa.string()),
-        ("source", pa.string()),
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("ground_truth", pa.string()),
-        ("reward", pa.float64()),
-        ("advantage", pa.float64()),
-        ("failure", pa.string()),
-        ("finish_reason", pa.string()),
-        ("num_tokens", pa.int32()),
-        ("parts", pa.string()),
-    ]
-)
-assert SCHEMA.names == [field.name for field in fields(Sample)]
+_INT32 = ("lag", "num_tokens")
+_ARROW_TYPES: dict[Any, pa.DataType] = {
+    int: pa.int64(),
+    str: pa.string(),
+    float | None: pa.float64(),
+    str | None: pa.string(),
+}
+SCHEMA = pa.schema([(f.name, pa.int32() if f.name in _INT32 else _ARROW_TYPES[f.type]) for f in fields(Sample)])
 
 
 def samples_of(

@@ -73,7 +73,7 @@ def test_without_an_end_there_is_always_another_epoch():
     for prompt_index in range(30):
         assert source.next() == (prompt_index, source.prompt(prompt_index))
         source.done(prompt_index)
-    assert (source.epoch, source.num_done, source.remaining, source.is_exhausted) == (10, 30, None, False)
+    assert (source.epoch, source.num_done, source.is_exhausted) == (10, 30, False)
 
 
 def test_what_is_given_back_comes_before_anything_new_oldest_first():
@@ -101,7 +101,7 @@ def test_a_source_is_exhausted_only_when_nothing_is_outstanding():
     assert not source.is_exhausted
     source.next()
     source.done(0)
-    assert source.is_exhausted and source.remaining == 0
+    assert source.is_exhausted and source.num_done == 1
 
 
 def test_what_is_set_aside_is_issued_only_to_who_asks_for_it():
@@ -217,7 +217,6 @@ class AnyRun(RuleBasedStateMachine):
         if not hasattr(self, "source"):
             return
         assert self.source.num_done == len(self.done)
-        assert self.source.remaining == len(self.plan) - len(self.done)
         assert self.source.is_exhausted == (len(self.done) == len(self.plan))
         frontier = next((i for i in range(len(self.plan)) if i not in self.done), len(self.plan))
         state = self.source.state()
