@@ -412,7 +412,7 @@ class LearnerActor:
             backend=_weights_backend(config),
             bind=config.cluster.bind,
             host=host,
-            keys=setup.keys,
+            keys=self._setup.keys,
         )
         return LearnerReady(host, metrics_address, self._store.port, self._publisher.endpoint)
 
