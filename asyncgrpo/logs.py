@@ -1,10 +1,10 @@
-"""Logging setup: one line an event, with time, role and rank.
+"""Logging setup: one line for each event, with time, role and rank.
 
-Everything goes to `<folder>/logs/<role>-<rank>.log`; warnings and worse also to stderr, where a person may be looking.
-Lines look like `2026-11-20T17:15:03.250Z INFO learner-0 asyncgrpo.learner.learner: step 17 done`.
+Every record goes to `<folder>/logs/<role>-<rank>.log`, warnings and worse also to stderr. A line looks like
+`2026-11-20T17:15:03.250Z INFO learner-0 asyncgrpo.learner.learner: step 17 done`.
 
-What a line quotes may come from anywhere, a model's completion or a stranger's name: it is made visible, so that a log stays
-text and moves no cursor.
+A line may quote text from outside, such as a completion or a file name. Its control characters are escaped, so that a log
+cannot move the terminal's cursor.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 _OURS = "asyncgrpo setup"
-# All but tabs, line ends and what is printed: control characters, halves of surrogate pairs, and what turns text around.
+# Every character but tabs, line ends and printable ones: control characters, lone surrogates, text direction marks.
 _INVISIBLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 
 
@@ -29,7 +29,7 @@ def _escaped(code: int) -> str:
 
 
 class _Format(logging.Formatter):
-    """UTC with milliseconds. Further lines of a message or traceback are indented, so that only events start a line."""
+    """Times are in UTC with milliseconds. Further lines of a record are indented, so that only records start a line."""
 
     converter = staticmethod(time.gmtime)
 
@@ -43,13 +43,13 @@ class _Format(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """Says once that the disk takes no more, where logging would print a traceback for each record."""
+    """Reports a full disk once, where logging would print a traceback for each record."""
 
     _has_said_so = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # a mistake in the call
+        if not isinstance(error, OSError):  # a wrong logging call
             super().handleError(record)
         elif not self._has_said_so:
             self._has_said_so = True
@@ -57,22 +57,22 @@ class _File(logging.FileHandler):
                 print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it writes once more what could not be written
+        with contextlib.suppress(OSError):  # it tries once more to write what could not be written
             super().close()
 
 
 def setup(
     role: str, rank: int | str | None = None, folder: Path | None = None, level: int = logging.INFO
 ) -> Path | None:
-    """Send this process's log records where they belong. Calling it again replaces what the last call set up.
+    """Set up the logging of this process. A second call replaces the first.
 
     Args:
         role: `driver`, `buffer`, `generator` or `learner`.
-        rank: which of several; none: the only one.
-        folder: run folder; none: no file, and stderr has everything from `level` up.
-        level: of our own loggers; other packages are heard from WARNING up.
+        rank: number of this process in its role; None: it is the only one.
+        folder: run folder. None: no file, and stderr gets everything from `level` up.
+        level: of our own loggers. Other packages log from WARNING up.
     Returns:
-        The log file, appended to, or None.
+        The log file, to which records are appended, or None.
     """
     who = role if rank is None else f"{role}-{rank}"
     handlers: list[logging.Handler] = [stderr := logging.StreamHandler(sys.stderr)]

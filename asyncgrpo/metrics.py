@@ -1,9 +1,12 @@
-"""Every Prometheus metric of asyncgrpo: its name, its unit, its help text. Nothing else imports prometheus_client.
+"""Every Prometheus metric of asyncgrpo: its name, its unit and its help text. Nothing else imports prometheus_client.
 
-A metric is a module attribute with the exported name less the prefix: `metrics.groups_total` is exported as
-`asyncgrpo_groups_total`. Each belongs to the role that moves it, and `serve("buffer")` exports that role's metrics and
-no others, so that a gauge is never zero only because it was born in the wrong process. Label values are few and known:
-they are written here and start at 0, which lets a board tell "none so far" from "not measured".
+A metric is a module attribute, named as it is exported but without the prefix: `metrics.groups_total` is exported as
+`asyncgrpo_groups_total`. Each metric belongs to the roles that set it. `serve("buffer")` exports the metrics of that role
+only, so that no process exports a zero for what another one measures. All label values are listed here and start at 0, so
+that a board can tell "none so far" from "not measured".
+
+The end of the file has what belongs to metrics: `waiting` (what a process waits for), `LoopProgress` (when a loop last
+went round) and `write_targets` (where Prometheus finds the processes of a run).
 
 Import this module before an SGLang engine with metrics is started: SGLang sets PROMETHEUS_MULTIPROC_DIR, and
 prometheus_client reads it once, when it is imported.
@@ -25,10 +28,6 @@ from asyncgrpo import __version__
 
 # -- the metrics -------------------------------------------------------------------------------------------------------
 
-
-# -- the metrics -------------------------------------------------------------------------------------------------------
-
-
 Role = Literal["buffer", "generator", "learner", "driver"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -41,37 +40,31 @@ LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
-def _declare(metric: Any, roles: tuple[Role, ...], labels: Mapping[str, tuple[str, ...]]) -> None:
+def _declare(metric: Any, roles: tuple[Role, ...], **labels: tuple[str, ...]) -> Any:
+    """Note whose metric it is, and start each combination of its label values at 0."""
     for role in roles:
         _metrics_by_role[role].append(metric)
     if labels:
         for values in itertools.product(*labels.values()):
             metric.labels(*values)
+    return metric
 
 
 def _counter(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> prometheus.Counter:
-    metric = prometheus.Counter(PREFIX + name, text, tuple(labels), registry=None)
-    _declare(metric, roles, labels)
-    return metric
+    return _declare(prometheus.Counter(PREFIX + name, text, tuple(labels), registry=None), roles, **labels)
 
 
 def _gauge(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> prometheus.Gauge:
-    metric = prometheus.Gauge(PREFIX + name, text, tuple(labels), registry=None)
-    _declare(metric, roles, labels)
-    return metric
+    return _declare(prometheus.Gauge(PREFIX + name, text, tuple(labels), registry=None), roles, **labels)
 
 
 def _histogram(name: str, text: str, *roles: Role, buckets: tuple[float, ...]) -> prometheus.Histogram:
-    metric = prometheus.Histogram(PREFIX + name, text, buckets=buckets, registry=None)
-    _declare(metric, roles, {})
-    return metric
+    return _declare(prometheus.Histogram(PREFIX + name, text, buckets=buckets, registry=None), roles)
 
 
 def _info(name: str, text: str, *roles: Role) -> prometheus.Info:
-    """Exported with the suffix `_info`, which the client adds."""
-    metric = prometheus.Info(PREFIX + name, text, registry=None)
-    _declare(metric, roles, {})
-    return metric
+    """Declare an info metric. The client exports it with the suffix `_info`."""
+    return _declare(prometheus.Info(PREFIX + name, text, registry=None), roles)
 
 
 # fmt: off
@@ -112,7 +105,7 @@ bias_distance = _gauge(
     "buffer", of=("length", "reward", "source", "age"))
 bias_threshold = _gauge("bias_threshold", "The distance above which is warned, as configured.", "buffer")
 rejected_frames_total = _counter(
-    "rejected_frames_total", "Messages that the buffer did not read or did not believe, by reason.", "buffer",
+    "rejected_frames_total", "Messages that the buffer refused, by reason.", "buffer",
     reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum", "sender"))
 tokens_total = _counter(
     "tokens_total", "Sampled tokens by what became of them: generated + recovered = the other fates + those in flight.",
@@ -130,16 +123,15 @@ completions_discarded_total = _counter(
 lease_deadline_seconds = _gauge(
     "lease_deadline_seconds", "Time that a lease granted now is given, if it is not its prompt's last.", "buffer")
 quarantined_prompts = _gauge(
-    "quarantined_prompts", "Prompts that are leased no more, because generators ended with them or could not answer them.",
-    "buffer")
+    "quarantined_prompts", "Prompts that are leased no more, because generators ended or failed with them.", "buffer")
 prompts_done = _gauge("prompts_done", "Prompts that are trained, filtered or dropped for good, over all epochs.", "buffer")
 epoch = _gauge("epoch", "Passes over the training file that are complete.", "buffer")
 
 # ----------------------------------------------------------------------------------------------------------- generator
 
 generator_info = _info("generator", "Inference engine of this generator.", "generator")
-generator_weight_version = _gauge(
-    "generator_weight_version", "Weight version (optimizer steps) that samples the next token here.", "generator")
+generator_policy_version = _gauge(
+    "generator_policy_version", "Policy version (optimizer steps) that samples the next token here.", "generator")
 generator_seconds_total = _counter(
     "generator_seconds_total", "Wall time of this generator by what it was doing.", "generator",
     activity=("generate", "reward", "weights", "idle"))
@@ -155,15 +147,15 @@ rewards_paused = _gauge(
     "rewards_paused", "Whether every reward call fails (1), so that only probes are made and no lease is granted.",
     "generator")
 reward_failures_total = _counter(
-    "reward_failures_total", "Reward calls that gave no score, and answers that were aborted, by what went wrong.",
+    "reward_failures_total", "Reward calls that gave no score, and completions that were aborted, by what went wrong.",
     "generator",
     failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source", "aborted"))
 
 # ------------------------------------------------------------------------------------------------------------- learner
 
 learner_step = _gauge("learner_step", "Optimizer steps taken in this run, those before a resume included.", "learner")
-learner_weight_version = _gauge(
-    "learner_weight_version", "Weight version (optimizer steps) that the learner published last.", "learner")
+learner_policy_version = _gauge(
+    "learner_policy_version", "Policy version (optimizer steps) that the learner published last.", "learner")
 last_step_timestamp_seconds = _gauge(
     "last_step_timestamp_seconds", "Unix time of the end of the last step; before the first, of the learner's start.",
     "learner")
@@ -206,7 +198,7 @@ weight_sync_total = _counter(
     "weight_sync_total", "Publications of weights, by outcome.", "learner",
     outcome=("ok", "checksum_mismatch", "timeout", "failed"))
 weight_sync_seconds = _histogram(
-    "weight_sync_seconds", "Time of one publication, until every generator has answered.", "learner", buckets=SECONDS)
+    "weight_sync_seconds", "Time of one publication, until every generator has replied.", "learner", buckets=SECONDS)
 weight_sync_bytes_total = _counter("weight_sync_bytes_total", "Weights sent, bytes, each generator counted.", "learner")
 generators_in_sync = _gauge(
     "generators_in_sync", "Generators that proved, by checksum, to hold the version published last.", "learner")
@@ -224,11 +216,14 @@ actor_restarts_total = _counter(
 # fmt: on
 
 
+# -- the export of a process -------------------------------------------------------------------------------------------
+
+
 def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1") -> int:
     """Export the metrics of `roles` at http://host:port/metrics from a daemon thread. Call it once in a process.
 
     Args:
-        roles: what this process is; usually one.
+        roles: the roles of this process, usually one.
         port: 0 takes a free one.
         host: loopback unless a Prometheus on another machine scrapes us; the endpoint has no authentication.
     Returns:
@@ -245,7 +240,7 @@ def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1") -> int:
 
 
 def registry(*roles: Role) -> prometheus.CollectorRegistry:
-    """A registry of the metrics of `roles`. The series that say when a counter was created are turned off."""
+    """A registry of the metrics of `roles`, without the `_created` series of counters."""
     prometheus.disable_created_metrics()
     build_info.info({"version": __version__})
     collected = prometheus.CollectorRegistry()
@@ -255,7 +250,7 @@ def registry(*roles: Role) -> prometheus.CollectorRegistry:
 
 
 def exposition(*roles: Role) -> str:
-    """What `serve` would answer now, in Prometheus' text format."""
+    """What `serve` would export now, in Prometheus' text format."""
     return prometheus.generate_latest(registry(*roles)).decode()
 
 
@@ -264,6 +259,8 @@ def names() -> set[str]:
     collected = registry(*ROLES).collect()
     return {sample.name for metric in collected for sample in metric.samples}
 
+
+# -- the learner's metrics of a step -----------------------------------------------------------------------------------
 
 _STEP_GAUGES: dict[str, prometheus.Gauge] = {
     "step": learner_step,
@@ -291,9 +288,9 @@ _DIAGNOSTIC_GAUGES: dict[str, prometheus.Gauge] = {
 
 
 def observe_step(step: Mapping[str, Any]) -> None:
-    """Move the learner's metrics by one `step` event (fields: `recording/event_kinds.py`), so that both say the same.
+    """Set the learner's metrics from a `step` event (its fields are in `recording/events.py`), so that both agree.
 
-    Absent and None fields leave their gauge alone. `seconds` feeds `learner_seconds_total` and `step_seconds`.
+    A field that is absent or None leaves its gauge unchanged. `seconds` feeds `learner_seconds_total` and `step_seconds`.
     """
     for field, gauge in _STEP_GAUGES.items():
         if step.get(field) is not None:
@@ -310,8 +307,11 @@ def observe_step(step: Mapping[str, Any]) -> None:
     last_step_timestamp_seconds.set_to_current_time()
 
 
+# -- what this process waits for ---------------------------------------------------------------------------------------
+
+
 class _Waits:
-    """Who waits for what since when; read by the scrape thread, so that a hang shows while it lasts."""
+    """What this process waits for, and since when. The scrape thread reads it, so that a hang shows while it lasts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -331,12 +331,12 @@ class _Waits:
             self._started[what].remove(started)
 
     def longest(self, what: str) -> float:
-        """Seconds of the longest wait for `what` that goes on now; 0 if there is none."""
+        """Seconds of the longest current wait for `what`; 0 if there is none."""
         with self._lock:
             return self._clock() - min(self._started[what]) if self._started.get(what) else 0.0
 
     def all(self) -> dict[str, float]:
-        """Seconds of the longest wait that goes on now, by what is awaited."""
+        """Seconds of the longest current wait, by what is awaited."""
         with self._lock:
             now = self._clock()
             return {what: now - min(started) for what, started in self._started.items() if started}
@@ -360,36 +360,36 @@ def waiting(what: str) -> Iterator[None]:
         _waits.end(what, started)
 
 
-# -- whether a loop still turns ----------------------------------------------------------------------------------------
+# -- whether a loop still goes round -----------------------------------------------------------------------------------
 
 
 class LoopProgress:
-    """Of one loop: it says when it came round, and whoever watches, from any thread, sees how long ago that was."""
+    """When the loop of a service last went round. Any thread may read it."""
 
     def __init__(self) -> None:
-        self._turned_s: float | None = None
+        self._ticked_s: float | None = None
 
     def tick(self) -> None:
-        """Now."""
-        self._turned_s = time.monotonic()
+        """The loop calls this each time it goes round."""
+        self._ticked_s = time.monotonic()
 
     @property
     def age_s(self) -> float | None:
-        """Since the last time, seconds; None before the first."""
-        return None if self._turned_s is None else time.monotonic() - self._turned_s
+        """Seconds since the last tick; None before the first."""
+        return None if self._ticked_s is None else time.monotonic() - self._ticked_s
 
 
-# -- where Prometheus finds them ---------------------------------------------------------------------------------------
+# -- where Prometheus finds the processes ------------------------------------------------------------------------------
 
 
 def targets_path(run_dir: Path) -> Path:
-    """Where the targets of this run are written."""
+    """The file with the targets of this run."""
     run_dir = Path(run_dir).absolute()
     return run_dir.parent / "prometheus" / f"{run_dir.name}.json"
 
 
 def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path:
-    """Replace the run's targets in one move.
+    """Replace the file of the run's targets atomically.
 
     Args:
         run_dir: run folder; its name becomes the label `run`.
@@ -417,7 +417,7 @@ def remove_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> Non
     """Remove the targets of other runs in the same parent folder.
 
     Args:
-        is_over: of a run folder, whether that is certain.
+        is_over: tells of a run folder whether its run is certainly over.
     """
     own = targets_path(run_dir)
     for path in own.parent.glob("*.json"):

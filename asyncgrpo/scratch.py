@@ -1,8 +1,8 @@
-"""What a process needs outside the run folder: a folder below the temporary one, and a mark for names elsewhere.
+"""Temporary files of a process outside the run folder, which are removed even if the process is killed.
 
-A process that is killed removes nothing. So each holds a lock on its folder for as long as it lives, which the kernel
-ends with it, whatever its process id is called in another container; and the next process of ours that needs a folder
-removes those whose lock is free, with the shared memory whose name bears their mark. Nothing else is ever removed.
+Each process holds a lock on its folder, which the kernel releases when the process ends. The next process that needs a
+folder removes those whose lock is free, and the shared memory whose names contain their mark. Nothing else is removed.
+Locks work between containers, where process ids do not.
 
     <tmp>/asyncgrpo-<uid>/              only ours to read
         .lock                           held while folders are made and removed
@@ -28,14 +28,14 @@ _LOCK = ".lock"
 _KEEP = "keep"
 
 _own: tuple[int, Path] | None = None
-"""Process id and folder: a child that was forked has none yet."""
+"""Process id and folder of this process. In a forked child it is still the parent's."""
 
 
 def folder() -> Path:
-    """This process's folder. The first call makes it, after it removed what dead processes left.
+    """The folder of this process. The first call removes those of dead processes and makes this one.
 
     Raises:
-        ConfigError: somebody else has put something in its place.
+        ConfigError: its parent belongs to somebody else, or others can write to it.
     """
     global _own
     if _own is None or _own[0] != os.getpid():
@@ -50,17 +50,17 @@ def folder() -> Path:
 
 
 def mark() -> str:
-    """Names in shared memory that contain it are removed when this process is dead."""
+    """The mark of this process. Shared memory whose name contains it is removed once the process is dead."""
     return f"asyncgrpo-{folder().name}"
 
 
 def keep() -> None:
-    """Leave this process's folder for a person to look into: nobody removes it."""
+    """Keep this process's folder for a person to look into: nothing removes it."""
     (folder() / _KEEP).touch()
 
 
 def is_unheld(lock: Path) -> bool:
-    """Whether no process holds the lock of this file. Raises OSError where it cannot be opened."""
+    """Whether no process locks this file. Raises OSError where it cannot be opened."""
     descriptor = os.open(lock, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,10 +99,10 @@ def _remove_dead(root: Path) -> None:
 
 
 def _is_dead(there: Path) -> bool:
-    """Whether nobody holds its lock. Folders are made and locked under the root's lock, which the caller has."""
+    """Whether no process holds this folder's lock. Folders are made and locked under the root's lock: the caller's."""
     try:
         return is_unheld(there / _LOCK)
-    except FileNotFoundError:  # killed between the two
+    except FileNotFoundError:  # its process was killed before it made the lock
         return True
     except OSError:
         return False

@@ -1,7 +1,7 @@
-"""What people get wrong: more than a hundred bad inputs of every command, as data for `bad_inputs`.
+"""The cases of `bad_inputs`: more than a hundred bad inputs, of every command.
 
-A case begins in a folder with a small `model`, `train.json`, `eval.json`, `reward.py`, and, for those that ask, a
-finished `run` of four steps with its journal.
+A case begins in a folder with a small `model`, `train.json`, `eval.json` and `reward.py`. Cases with `needs_run` also have
+a finished `run` of four steps with its journal.
 """
 
 import fcntl
@@ -34,28 +34,28 @@ Make = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One bad input."""
+    """One bad input of a command."""
 
     name: str
     arguments: tuple[str, ...]
     make: Make = lambda folder: None
-    """Puts it into the folder."""
+    """Prepares the folder."""
     needs_run: bool = False
     is_table: bool = False
-    """Several things are wrong, and each may have a line."""
+    """Whether several things are wrong, so that the message may have several lines."""
     is_report: bool = False
-    """The completion is what the command is there to find: on stdout."""
+    """Whether finding the mistake is the purpose of the command, so that its message is on stdout."""
     may_work: bool = False
-    """Taking it is as good as refusing it."""
+    """Whether the command may also accept the input."""
 
 
 def train(name: str, *arguments: str, make: Make = lambda folder: None, **more: bool) -> Case:
-    """`train` with all that it needs, and this; a later flag wins over an earlier one."""
+    """A case of `train` with all that it needs and these arguments. Later flags win over earlier ones."""
     return Case(f"train: {name}", ("train", *GOOD, *arguments), make, **more)
 
 
 def other(name: str, text: str, make: Make = lambda folder: None, **more: bool) -> Case:
-    """Another command, as it is typed."""
+    """A case of another command, as it is typed."""
     return Case(f"{text.split()[0] if text else 'asyncgrpo'}: {name}", tuple(text.split()), make, **more)
 
 
@@ -70,7 +70,7 @@ def write(name: str, content: str | bytes) -> Make:
 
 
 def rows(*some: object, name: str = "train.json", count: int = 8) -> Make:
-    """A data file of these rows and good ones after them."""
+    """Write a data file of these rows and good ones after them."""
     return write(name, json.dumps([*some, *ROWS[:count]]))
 
 
@@ -88,7 +88,7 @@ def remove(*names: str) -> Make:
 
 
 def cut(name: str, to: float) -> Make:
-    """The file ends after this share of it."""
+    """Cut a file off after this share of it."""
 
     def make(folder: Path) -> None:
         path = next(folder.glob(name))
@@ -121,27 +121,27 @@ _held: list[int] = []
 
 
 def live_run(folder: Path) -> None:
-    """The folder of a run that lives: its lock is ours."""
+    """Make the folder of a run that lives, by holding its lock."""
     (folder / "new").mkdir()
     _held.append(os.open(folder / "new" / ".lock", os.O_RDWR | os.O_CREAT))
     fcntl.flock(_held[-1], fcntl.LOCK_EX)
 
 
 def let_go() -> None:
-    """Of all live runs."""
+    """Release the locks of all live runs."""
     while _held:
         os.close(_held.pop())
 
 
 def missing_shard(folder: Path) -> None:
-    """An index that names a file that is not there."""
+    """Write an index that names a missing file."""
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model" / "model.safetensors").unlink()
 
 
 def wild_header(folder: Path) -> None:
-    """Safetensors whose header is longer than the file."""
+    """Write safetensors whose header is longer than the file."""
     (folder / "model" / "model.safetensors").write_bytes(struct.pack("<Q", 2**40) + b"{}")
 
 
@@ -155,7 +155,7 @@ def without_template(folder: Path) -> None:
 
 
 def damage_line(folder: Path) -> None:
-    """In the middle of the events: the first step."""
+    """Damage the line of the first step, in the middle of the events."""
     path = folder / "run" / "metrics.jsonl"
     first = re.compile(rb'^{"event":"step".*$', re.MULTILINE)
     path.write_bytes(first.sub(b'{"event": "step", "st\x00\xff', path.read_bytes(), count=1))
@@ -339,7 +339,7 @@ RUNS = [
     other("no model", "replay run", remove("model"), needs_run=True),
     other("a step that is not there", "samples run --step 99", needs_run=True),
     other("a broken file", "samples run", cut("run/samples/*4.parquet", 0.5), needs_run=True),
-    other("two orders", "samples run --best --worst", needs_run=True),
+    other("two ways to sort", "samples run --best --worst", needs_run=True),
     other("a step that is not there", "export run out --step 99", needs_run=True),
     other("a folder that is not empty", "export run model", needs_run=True),
     other("a target that is a file", "export run train.json", needs_run=True),

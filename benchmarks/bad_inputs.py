@@ -1,12 +1,12 @@
-"""Bad inputs of every command: what each is answered with, how soon, and what it leaves behind.
+"""Bad inputs of every command: how the command reports each, how soon, and what it leaves behind.
 
     python -m benchmarks.bad_inputs                    all, a JSON line each and a summary
     python -m benchmarks.bad_inputs --only "reward"    those with this in their name
     python -m benchmarks.bad_inputs --part 1/4         the first quarter, for a machine that is shared
 
-A completion is good if it is one sentence on stderr (`error: ...`; a line for each mistake where there are several), with an
-exit code other than 0, without a traceback, within ten seconds (`--soon-s`, for a machine that is busy), and nothing is
-left.
+A report is good if it is one sentence on stderr (`error: ...`, or a line for each of several mistakes), without a traceback,
+with an exit code other than 0, within ten seconds (`--soon-s` for a busy machine), and if the command leaves nothing
+behind.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def make(folder: Path) -> None:
-    """All that is right."""
+    """Make the files that are right."""
     folder.mkdir()
     make_demo_model(folder / "model", seed=0)
     rows(count=40)(folder)
@@ -56,7 +56,7 @@ def make(folder: Path) -> None:
 
 
 def trial(fence: Fence, good: Path, case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """One case in a folder of its own."""
+    """Try one case in a folder of its own."""
     folder = fence.work / "case"
     shutil.copytree(good, folder, ignore=None if case.needs_run else shutil.ignore_patterns("run"))
     case.make(folder)

@@ -1,4 +1,4 @@
-"""Models and batches that learners are measured on, as files which any of them can read. No import of asyncgrpo.
+"""Models and batches for measuring learners, as files that any learner can read. It does not import asyncgrpo.
 
 Models are random and Qwen3-shaped; batches are seeded rollouts whose lengths have a long tail: groups of 8 completions to a
 prompt of 16 to 64 tokens, completions lognormal (median 96, sigma 0.9) cut to 8 to 1,024 tokens.
@@ -16,7 +16,7 @@ MODELS = {
     "s25m": {"hidden": 512, "layers": 8, "heads": 8, "kv": 4, "inter": 1408, "vocab": 512},
     "tiny-v32k": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 32768},
 }
-"""Head size is 64 and the embedding is tied in all of them."""
+"""All have a head size of 64 and a tied embedding."""
 
 BATCHES = {
     "tail": {"groups": 8, "vocab": 512},
@@ -28,7 +28,7 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """N completions in flat arrays with offsets; those of a group have the same prompt and lie together."""
+    """N completions in flat arrays with offsets. Completions of a group are neighbours and have the same prompt."""
 
     prompts: list[np.ndarray]
     """[N] of int64 token ids."""
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Prompts and answers, each prompt counted for each of its completions."""
+        """Tokens of prompts and completions, each prompt counted for each of its completions."""
         return sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
 
@@ -67,7 +67,7 @@ def make_batch(name: str) -> Batch:
 
 
 def make_model(folder: Path, name: str) -> Path:
-    """Write the random model of that name, with a tokenizer of bytes, and give its folder; once."""
+    """The folder of the random model of that name, with a tokenizer of bytes. The first call writes it."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -95,7 +95,7 @@ def make_model(folder: Path, name: str) -> Path:
 
 
 def _write_tokenizer(path: Path) -> None:
-    """One id a byte; nothing is ever tokenised with it, but trainers want to load one."""
+    """Write a tokenizer with one id for each byte. It is never used, but trainers load one."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

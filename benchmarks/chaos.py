@@ -1,10 +1,10 @@
-"""Whole runs of the demo under faults, beside runs without: goodput, times to recovery, and what the audit finds.
+"""Runs of the demo with and without faults: goodput, times to recovery, and what the audit finds.
 
     python -m benchmarks.chaos --engine torch --max-lag 1 --per-hour 0 60 --minutes 10   without faults and with
-    python -m benchmarks.chaos --engine fake --kills 20                                  the whole run killed and resumed
+    python -m benchmarks.chaos --engine fake --kills 20                                  the run killed and resumed
 
-One JSON line each. A run is ended with SIGTERM after so many minutes from its first step; its goodput is the prompts that
-its newest checkpoint has done, for each second from the first step to the end.
+One JSON line for each run. A run is ended with SIGTERM `--minutes` after its first step. Its goodput is the number of
+prompts done in its newest checkpoint, for each second from the first step to the end.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def under_faults(options: argparse.Namespace, per_hour: float, seed: int, run: Path) -> dict[str, Any]:
-    """One run, with so many faults an hour."""
+    """Measure one run with so many faults an hour."""
     process = start(options, run, seed, *(["--chaos", str(per_hour)] if per_hour else []))
     wait_for_step(process, run, 1)
     time.sleep(60.0 * options.minutes)
@@ -87,7 +87,7 @@ def under_faults(options: argparse.Namespace, per_hour: float, seed: int, run: P
 
 
 def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One run, killed whole and resumed again and again."""
+    """Measure one run that is killed and resumed again and again."""
     rng, run, differences, steps = random.Random(options.seed), folder / "run", [], []
     for _ in range(options.kills):
         process = start(options, run, options.seed)
@@ -122,7 +122,7 @@ def start(options: argparse.Namespace, run: Path, seed: int, *more: str) -> subp
 
 
 def last_step(run: Path) -> int:
-    """The newest in its events; 0 before the first."""
+    """The newest step in the events of the run; 0 before the first."""
     path = run / "metrics.jsonl"
     events = list(read_events(path)) if path.exists() else []
     return max((e["step"] for e in events if e["event"] == "step"), default=0)

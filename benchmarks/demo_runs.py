@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def measure(engine: str, lag: int, seed: int, steps: int | None, overrides: list[str]) -> dict:
-    """One run, and what its events say."""
+    """Run the demo once, and return what its events say."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "asyncgrpo", "demo", "--engine", engine, "--max-lag", str(lag)]

@@ -30,9 +30,9 @@ from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths
 from benchmarks.shapes import SHAPES, Shape, Work, train_flops
 
 VENDOR_TFLOPS = 989.0
-"""Dense bfloat16 of an H100 or H200 (SXM), by the vendor."""
+"""The vendor's figure for dense bfloat16 of an H100 or H200 (SXM)."""
 LONGEST = 7936
-"""Tokens of a completion: with its prompt it fits the smallest budget."""
+"""Tokens of a completion, which fits into the smallest budget with its prompt."""
 TILES = {"cuda": [(24, 24), (25, 25), (26, 26), (27, 27), (28, 28), (27, 25)], "cpu": [(13, 13), (15, 13)]}
 """Logits of a tile and of a block, as powers of two."""
 
@@ -40,7 +40,7 @@ Cell = dict[str, Any]
 
 
 def run_cell(cell: Cell) -> None:
-    """Print its lines. Says on stderr, last, if it was out of memory."""
+    """Print the lines of a cell. The last line on stderr says if it ran out of memory."""
     if cell["device"] == "cpu":
         torch.set_num_threads(1)
     try:
@@ -50,14 +50,14 @@ def run_cell(cell: Cell) -> None:
 
 
 def run_steps(cell: Cell) -> None:
-    """Both steps in turns, and their ratio."""
+    """Measure both steps in turns, and their ratio."""
     about = _about(cell)
     shape = SHAPES[cell["shape"]]._replace(layers=cell["layers"])
     lengths = _lengths(cell)
     groups = make_groups(lengths, vocabulary=shape.vocabulary, seed=cell["seed"])
     learner = make_learner(cell, shape, group_size=len(lengths.completions[0]))
     batch = learner._pack(groups, VERSION)
-    assert not batch.forward_only, "every answer is to be trained"
+    assert not batch.forward_only, "every completion is to be trained"
     clocks = {"rl": Stopwatch(cell["device"]), "supervised": Stopwatch(cell["device"])}
     phases: dict[str, list[dict[str, float]]] = {"rl": [], "supervised": []}
     for _ in range(cell["runs"] + 1):
@@ -93,7 +93,7 @@ def run_steps(cell: Cell) -> None:
 
 
 def run_head(cell: Cell) -> None:
-    """`fused_loss`, forward and backward, by size of tile and block."""
+    """Measure `fused_loss`, forward and backward, by size of tile and block."""
     about, shape, device, tokens = _about(cell), SHAPES[cell["shape"]], cell["device"], cell["tokens"]
     generator = torch.Generator(device).manual_seed(cell["seed"])
     draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.bfloat16}
@@ -114,13 +114,13 @@ def run_head(cell: Cell) -> None:
 
 @contextmanager
 def _tiles(device: str, tile: int, block: int) -> Iterator[None]:
-    """Of other sizes, inside."""
+    """Use other sizes of tiles and blocks inside the block."""
     with mock.patch.dict(head.TILE_LOGITS, {device: tile}), mock.patch.dict(head.BLOCK_LOGITS, {device: block}):
         yield
 
 
 def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
-    """The learner as the cell wants it, with random weights."""
+    """The learner of a cell, with random weights."""
     settings = Qwen3Config(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -222,7 +222,7 @@ def _lengths(cell: Cell) -> Lengths:
 
 
 def _about(cell: Cell) -> dict[str, Any]:
-    """The cell, the card, and what to compare with."""
+    """Fields about the cell, the card, and what to compare with."""
     measured, is_cuda = _matmul_tflops(cell["device"]), cell["device"] == "cuda"
     return {
         "card": torch.cuda.get_device_name() if is_cuda else "no card",
@@ -233,7 +233,7 @@ def _about(cell: Cell) -> dict[str, Any]:
 
 
 def _matmul_tflops(device: str) -> float:
-    """What a large bfloat16 product of random matrices reaches, median of five."""
+    """Teraflops of a large bfloat16 product of random matrices, median of five."""
     size, repeats = (8192, 10) if device == "cuda" else (1024, 2)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     clock = Stopwatch(device)

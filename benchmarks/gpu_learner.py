@@ -10,11 +10,12 @@ Models have random weights of Qwen3's shapes, drawn on the device: bfloat16 over
 the lengths of `benchmarks.rollouts`. Each cell is a fresh process in which both steps take turns, on the same rows:
 
     rl step           `Learner.step`: packing, forward, backward, report, optimizer
-    supervised step   the floor: rows packed before, the same model, attention, head and optimizer; constant slopes, no
+    supervised step   the baseline: rows packed before, the same model, attention, head and optimizer; constant loss
+                      gradients, no
                       report
     head              `fused_loss` alone, forward and backward, with tiles and blocks of other sizes
 
-`mfu` charges every answer with a prompt of its own, `mfu_computed` a shared prompt once (`benchmarks.shapes`). Both are
+`mfu` charges every completion with a prompt of its own, `mfu_computed` a shared prompt once (`benchmarks.shapes`). Both are
 shares of `--peak`, the vendor's figure for dense bfloat16 on an H100 or H200; `matmul_tflops` is what a large product
 reached in the same process; phases are wall time. A cell that runs out of memory is tried again with activations computed twice
 (`recompute`), which no MFU is charged for.
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 PARTS = ["steps", "variants", "head"]
 RECOMPUTE = "8b"
-"""Whose activations are computed twice at once, and whose moments are on the CPU."""
+"""Shapes that start with recomputed activations, and with the moments on the CPU."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> "list[Cell]":
-    """Cells, most wanted first; variants at the second budget."""
+    """The cells, most wanted first. Variants are measured at the second budget."""
     is_cuda = arguments.device == "cuda"
     common = {"device": arguments.device, "runs": arguments.runs, "seed": arguments.seed, "peak": arguments.peak}
     middle = arguments.budgets[min(1, len(arguments.budgets) - 1)]
@@ -106,7 +107,7 @@ def plan(arguments: argparse.Namespace) -> "list[Cell]":
 
 
 def attempt(cell: "Cell", deadline: float, *, retry: bool) -> list[dict]:
-    """Lines of one cell; of one that failed, why."""
+    """The lines of one cell, or why it failed."""
     left = deadline - time.monotonic()
     if left <= 0:
         return [failed(cell, "left out: no time")]
@@ -130,7 +131,7 @@ def failed(cell: "Cell", error: str) -> dict:
 
 
 def table(lines: list[dict]) -> str:
-    """What a reader wants of the lines, as Markdown."""
+    """The lines as a Markdown table."""
     steps = [one for one in lines if one["what"] == "rl step"]
     heads = [one for one in lines if one["what"] == "head"]
     cards = sorted({one["card"] for one in steps + heads})

@@ -1,4 +1,4 @@
-"""What the journal costs a run: the records of a finished one, written again, against the time of its steps.
+"""What the journal costs a run: the records of a finished run are written again and compared with the time of its steps.
 
     asyncgrpo demo --engine torch --out runs/measured
     python -m benchmarks.journal_cost runs/measured --runs 9
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def records(run: Path) -> tuple[RunStarted, Written]:
-    """The first record, and the others with their bodies."""
+    """The first record of the journal, and the others with their bodies."""
     written: Written = []
     began: RunStarted | None = None
     for segment in read_history(run / "journal").segments:
@@ -62,13 +62,13 @@ def records(run: Path) -> tuple[RunStarted, Written]:
 
 
 def step_seconds(run: Path) -> list[float]:
-    """Of the steps after the first, which pays for what is done once."""
+    """Seconds of the steps after the first, which includes work that is done once."""
     events = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
     return [sum(event["seconds"].values()) for event in events if event["event"] == "step"][1:]
 
 
 def write_again(folder: Path, began: RunStarted, written: Written, steps: int) -> tuple[float, float]:
-    """Seconds of the appends of one step, and of one sync of what a step appends."""
+    """Seconds of the appends of one step, and of one sync after them."""
     journal = Journal(History(folder, []), began, "fsync_interval", clock=lambda: 0.0)  # syncs only when told
     appending, syncing = 0.0, []
     for record, body in written:

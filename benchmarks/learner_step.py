@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> None:
-    """All cells, round by round, and their ratios."""
+    """Measure all cells, round by round, and their ratios."""
     model, tokens = make_model(folder, arguments.model), make_batch(arguments.batch).num_tokens
     cells = arguments.cells or [*OURS, *(["trl async", "trl grpo"] if arguments.trl_python else [])]
     seconds: dict[str, list[float]] = {cell: [] for cell in cells}
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace, cell: str, model: Path, folder: Path) ->
 
 
 def run_cell(arguments: argparse.Namespace) -> None:
-    """One of our cells, in this process."""
+    """Measure one of our cells, in this process."""
     import msgspec
     import torch
 
@@ -139,21 +139,21 @@ def run_cell(arguments: argparse.Namespace) -> None:
 
 
 def _without_rl(learner: Any, groups: list[Any], version: Any) -> None:
-    """The rows of a step, packed anew like those, trained to repeat the completions."""
+    """A step on the same rows that trains the model to repeat the completions."""
     from benchmarks.gpu_cells import supervised_step
 
     supervised_step(learner, learner._pack(groups, version))
 
 
 def _cross_entropy(hidden: Any, weight: Any, targets: Any, *_: Any, **__: Any) -> tuple[Any, None]:
-    """Instead of `head.fused_loss`: the mean over a row, because the scale of a gradient costs nothing."""
+    """Replaces `head.fused_loss`. It takes the mean over a row, because the scale of a gradient costs nothing."""
     import torch.nn.functional as F
 
     return F.cross_entropy((hidden @ weight.t()).float(), targets), None
 
 
 def _groups(name: str) -> list[Any]:
-    """The batch as groups that one version of weights sampled."""
+    """The batch as groups that one policy version sampled."""
     from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
     batch, groups = make_batch(name), []

@@ -1,14 +1,14 @@
-"""Memory and time of the loss part alone: from hidden states and a head to their gradients, at growing sizes.
+"""Memory and time of the loss alone, from hidden states and a head to their gradients, at growing sizes.
 
 python -m benchmarks.loss_memory --vocabularies 32768 151936 --tokens 1024 4096 16384 --dtypes bfloat16 float32
 
     fused   `learner.head.fused_loss`: logits exist for a tile of tokens at a time, and are made once
     full    all logits, a float32 log-softmax, the same loss, torch's autograd; where it fits `--limit-gb`
 
-Each cell is a fresh process of one thread. The loss is the clipped surrogate's slope, of hidden states [N, 256] and
-a head [V, 256]. `value` is the peak of resident memory beyond what there was with these two and after a small warm-up;
-`gradients_mb`, which both must have, is part of it: [N, 256] and [V, 256], and the head's in float32 while it is summed,
-which in float32 is the same one. What is left of `fused` does not grow with tokens x vocabulary; that of `full` does.
+Each cell is a fresh process of one thread. The loss is the clipped surrogate, of hidden states [N, 256] and a head [V, 256].
+`value` is how much the peak of resident memory grows beyond these two, after a small warm-up. `gradients_mb` is a part of
+it that both must have: [N, 256] and [V, 256], and the head's in float32 while it is summed, which in float32 is the same
+tensor. The rest of `fused` does not grow with tokens x vocabulary; that of `full` does.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.measuring import ROOT, PeakMemory, line, rounded, show
 
 HIDDEN = 256
 FULL_BYTES = 16
-"""Of a logit: bfloat16, float32, its log-softmax, and gradients of two of them, as they come and go."""
+"""Bytes for a logit: bfloat16, float32, its log-softmax, and the gradients of two of these."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(way: str, dtype: str, tokens: int, vocabulary: int, *, runs: int, seed: int) -> dict:
-    """One cell, in processes of its own."""
+    """Measure one cell, in processes of its own."""
     command = [sys.executable, "-m", "benchmarks.loss_memory", "--seed", str(seed)]
     command += ["--cell", way, dtype, str(tokens), str(vocabulary)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

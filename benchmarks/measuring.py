@@ -1,4 +1,4 @@
-"""What every measurement says beside its figures: where, of what commit, with which versions, and how it was repeated.
+"""The JSON line of a measurement: its figures, the machine, the commit, the versions, and how often it was repeated.
 
 A benchmark prints one JSON line for each measurement, warms up, repeats, and asserts nothing. Its figures are medians,
 with the least and the largest beside them: one figure alone cannot be told from an accident.
@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 
 
 def line(what: str, values: Sequence[float], unit: str, *, seed: int, digits: int = 4, **fields: object) -> dict:
-    """One measurement, as it is printed.
+    """The JSON line of one measurement.
 
     Args:
-        what: is measured.
-        values: of the repetitions, in `unit`; `value` is their median.
-        seed: of weights and data.
-        digits: significant ones.
+        what: what is measured.
+        values: the values of the repetitions, in `unit`; `value` is their median.
+        seed: seed of weights and data.
+        digits: significant digits.
         fields: sizes, settings, and other figures of the same repetitions.
     """
     return {
@@ -45,12 +45,12 @@ def show(measured: dict) -> None:
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To that many significant digits."""
+    """`value` with that many significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 def cpu_seconds(work: Callable[[], object], runs: int) -> list[float]:
-    """CPU seconds of each run of `work`, all threads of this process, after one that is not counted."""
+    """CPU seconds of each run of `work`, over all threads of this process, after one run that is not counted."""
     work()
     seconds = []
     for _ in range(runs):
@@ -61,14 +61,14 @@ def cpu_seconds(work: Callable[[], object], runs: int) -> list[float]:
 
 
 class PeakMemory:
-    """The largest resident memory of this process since this was made, beyond what there was then. Linux."""
+    """How much the resident memory of this process has grown at most since this was made. Linux only."""
 
     def __init__(self) -> None:
         self._base = _kibibytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # 5: VmHWM begins anew
 
     def mb(self) -> float:
-        """10⁶ bytes."""
+        """Bytes as 10⁶ bytes."""
         return (_kibibytes("VmHWM") - self._base) * 1024 / 1e6
 
 

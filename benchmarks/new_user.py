@@ -1,11 +1,11 @@
-"""Nine runs of a new user: three tasks in three formats of files, each killed, and gone on with after one change.
+"""Nine runs of a new user: three tasks in three file formats, each killed and resumed after one change.
 
     python -m benchmarks.new_user                 all nine, a JSON line each and a summary
-    python -m benchmarks.new_user --only evens    those of one task, or of one format or change
+    python -m benchmarks.new_user --only evens    the runs of one task, format or change
 
-The tasks are told by files alone: prompts, and a reward function as a person would write it. Each run is `asyncgrpo
+A task consists of files alone: prompts, and a reward function as a person would write it. Each run is `asyncgrpo
 train` with a small random model on the CPU; its driver is killed at a random step, as a full memory would; then the
-command is typed again with one thing changed. A change that is refused is taken back, and the run is gone on with.
+same command runs again with one change. A change that is refused is taken back, and the run goes on.
 """
 
 import argparse
@@ -43,15 +43,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked for, and how it is scored."""
+    """A task, and how its completions are scored."""
 
     name: str
     answer: Callable[[str], str]
     reward: str
-    """Text of the file."""
+    """The text of the reward file."""
 
     def rows(self, seed: int, count: int) -> list[tuple[str, str]]:
-        """Prompts of three digits with their completions."""
+        """Prompts of three digits with their right answers."""
         prompts = random.Random(f"{self.name} {seed}").sample(range(1000), count)
         return [(f"{prompt:03d}", self.answer(f"{prompt:03d}")) for prompt in prompts]
 
@@ -64,21 +64,21 @@ TASKS = [
 
 
 def write_seeds(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
-    """The plain list of objects."""
+    """Write the data as a plain list of objects."""
     found = [{"prompt": prompt, "ground_truth": answer, "data_source": task.name} for prompt, answer in rows]
     path.with_suffix(".json").write_text(json.dumps(found, indent=1))
     return path.with_suffix(".json")
 
 
 def write_trl(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
-    """A conversation, and the completion in a column of its own."""
+    """Write the data as TRL does: conversations, with the ground truth in a column of its own."""
     found = [{"prompt": [{"role": "user", "content": prompt}], "solution": answer} for prompt, answer in rows]
     path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     return path.with_suffix(".jsonl")
 
 
 def write_verl(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
-    """As verl's examples of data preprocessing write it."""
+    """Write the data as verl's examples of data preprocessing do."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -101,12 +101,12 @@ FORMATS = {"seeds": write_seeds, "trl": write_trl, "verl": write_verl}
 
 @dataclass(frozen=True)
 class Change:
-    """What is other when the command is typed again."""
+    """What changes before the command runs again."""
 
     name: str
     flags: dict[str, str]
     do: Callable[[Path], object] = lambda folder: None
-    """To the files, and `undo` takes it back."""
+    """Changes the files; `undo` takes it back."""
     undo: Callable[[Path], object] = lambda folder: None
 
 
@@ -116,7 +116,7 @@ def _edit_reward(folder: Path) -> None:
 
 
 def _swap_data(folder: Path) -> None:
-    """Other rows in the same file."""
+    """Put other rows into the same file."""
     for path in folder.glob("train.*"):
         other = folder / f"other{path.suffix}"
         kept = path.read_bytes()
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def trial(fence: Fence, task: Task, kind: str, change: Change, seed: int) -> dict[str, Any]:
-    """One run: started, killed, gone on with after the change, without it where that is refused."""
+    """Make one run: start it, kill it, and resume it with the change, or without where the change is refused."""
     began = time.monotonic()
     folder = fence.work / f"{task.name}-{kind}"
     make(folder, task, kind, seed)
@@ -204,7 +204,7 @@ def trial(fence: Fence, task: Task, kind: str, change: Change, seed: int) -> dic
 
 
 def make(folder: Path, task: Task, kind: str, seed: int) -> None:
-    """The files of a new user."""
+    """Write the files of a new user."""
     folder.mkdir()
     make_demo_model(folder / "model", seed=seed)
     make_demo_model(folder / "other_model", seed=seed + 1)
@@ -215,7 +215,7 @@ def make(folder: Path, task: Task, kind: str, seed: int) -> None:
 
 
 def command(folder: Path, flags: dict[str, str] | None = None) -> list[str]:
-    """As it is typed, with some flags or keys otherwise."""
+    """The command as it is typed, with some flags or keys changed."""
     train, held_out = (next(folder.glob(f"{name}.*")).name for name in ("train", "eval"))
     typed = {"--model": "./model", "--data": train, "--eval-data": held_out, "--reward-func": "reward.py"}
     typed |= {"--n-gpus": "0", "--engine": "torch", "--steps": str(STEPS), "--out": "run", "--rollout-n": "16"}
@@ -241,7 +241,7 @@ def kill(fence: Fence, folder: Path, arguments: list[str], step: int) -> int | s
 
 
 def told(ended: Ended) -> list[str]:
-    """What a resume says of itself and of its changes."""
+    """The lines that a resume prints about itself and its changes."""
     return [line[:300] for line in ended.text.splitlines() if line.lower().startswith(TOLD)]
 
 

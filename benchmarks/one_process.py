@@ -1,7 +1,7 @@
 """Training in one process: the model, task, torch engine, rewards and learner of a run, without buffer, wire and Ray.
 
-Step k trains exactly the groups that the weights of step k - lag sampled. So every group has the largest lag that is
-allowed, nothing depends on who is faster, and a training is the same for the same seed.
+Step k trains the groups that the weights of step k - `buffer.max_lag` sampled. So every group has the largest lag that is
+allowed, and the same seed gives the same training. `tests/test_synchronous.py` compares it with a whole run.
 """
 
 import asyncio
@@ -30,27 +30,27 @@ class Step(NamedTuple):
     number: int
     """From 0."""
     evaluation: list[float] | None
-    """Reward of each held-out prompt under the weights before the step, where they were asked for."""
+    """Reward of each held-out prompt under the weights before the step; None where no evaluation was due."""
     reward_mean: float
     report: StepReport
 
 
 def mean_reward(groups: Sequence[Group]) -> float:
-    """Over all completions that have one."""
+    """The mean reward of all completions that have one."""
     return statistics.fmean(r.score.value for g in groups for r in g.rollouts if r.score.value is not None)
 
 
 async def train(config: Config, *, eval_every: int | None = None, adam_eps: float | None = None) -> AsyncIterator[Step]:
-    """Yields each of `run.steps` steps.
+    """Train, and yield each of the `run.steps` steps. At most `generators.groups_in_flight` groups are sampled at once.
 
     Args:
         eval_every: steps between evaluations of `data.eval`; None: never.
-        adam_eps: instead of AdamW's own epsilon.
+        adam_eps: replaces AdamW's epsilon.
     Raises:
-        TrainingError: as `Learner.step`.
+        TrainingError: where `Learner.step` raises it.
     """
     tokenizer = load_tokenizer(config.model.path)
-    stops = tuple(stop_token_ids(tokenizer, config.model.path, ()))
+    stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
     prompts = load_prompts(config.data.train, "train", tokenizer, config.data).prompts
     held_out = load_prompts(config.data.eval, "eval", tokenizer, config.data).prompts if config.data.eval else ()
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None)
@@ -60,6 +60,8 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
         group["eps"] = group["eps"] if adam_eps is None else adam_eps
     decode = decoder(tokenizer, keep_special=False)
     sampling, greedy = (sampling_of(config, stops, evaluation=evaluation) for evaluation in (False, True))
+
+    slots = asyncio.Semaphore(config.generators.groups_in_flight)
 
     async def sample(purpose: str, number: int, prompt: Prompt, completions: int, how: Sampling) -> Group:
         lease = Lease(
@@ -74,7 +76,8 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
             sampling=how,
             seed=group_seed(config.run.seed, number, 0),
         )
-        return await GroupInFlight(lease, engine, reward, decode).generate("bench")
+        async with slots:
+            return await GroupInFlight(lease, engine, reward, decode).generate("bench")
 
     async def sample_step() -> list[Group]:
         wanted = [source.next() or (0, prompts[0]) for _ in range(config.buffer.prompts_per_step)]

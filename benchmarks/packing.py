@@ -2,10 +2,10 @@
 
 python -m benchmarks.packing --groups 128 --budgets 16384 32768
 
-    rows of lengths     `packing.rows_for_ranks`: lengths in, which answers lie in which row out; no tensor is made
-    pack                `batching.pack` of whole groups: advantages, rows, and one rank's tensors
+    rows of lengths     `batch.rows_for_ranks`: lengths in, which completions are in which row out; no tensor is made
+    pack                `batch.pack` of whole groups: advantages, rows, and one rank's tensors
 
-Of rows, `fill` is tokens / (rows * tokens of the largest row), which says how long ranks wait for one another, and
+For rows, `fill` is tokens / (rows * tokens of the largest row), which says how long ranks wait for one another, and
 `fill_of_budget` is tokens / (rows * budget). `forwarded` tokens are computed; `tokens` would be with every prompt
 computed for each of its completions.
 """
@@ -68,7 +68,7 @@ def fills(rows: list[PackedRow], lengths: Lengths, budget: int, share: bool) -> 
 
 
 def _computed(row: PackedRow, lengths: Lengths, share: bool) -> int:
-    """Tokens of a row. Without sharing each piece is one completion, with its own prompt, so they are counted alike."""
+    """Tokens of a row. Without shared prompts each piece is one completion with its own prompt."""
     assert share or all(len(piece.rollouts) == 1 for piece in row)
     return row_tokens(row, lengths.prompts, lengths.completions)
 

@@ -1,7 +1,7 @@
-"""The staleness policies side by side: who waits, what is thrown away, and what the learner gets to see.
+"""The staleness policies side by side: who waits, what is dropped, and which groups the learner trains.
 
 python -m benchmarks.policies                          on a virtual clock: policy x max_lag x tail of the lengths
-python -m benchmarks.policies --real --out runs/tails  whole runs of `asyncgrpo demo` with the `fake` engine
+python -m benchmarks.policies --real --out runs/tails  runs of `asyncgrpo demo` with the `fake` engine
 
 On the virtual clock run the product's `BufferService`, `Buffer`, `GeneratorService` and `LearnerService` (as in
 `benchmarks/scheduler.py`), with engines of continuous batching. Lengths are log-normal with median 600 tokens and the
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--real", action="store_true", help="whole runs, on the clock of the wall")
-    parser.add_argument("--out", type=Path, default=Path("runs/policies"), help="folder of the whole runs")
+    parser.add_argument("--real", action="store_true", help="real runs instead of the virtual clock")
+    parser.add_argument("--out", type=Path, default=Path("runs/policies"), help="folder of the real runs")
     arguments = parser.parse_args(argv)
     logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
     for sigma in arguments.sigmas:
@@ -80,7 +80,7 @@ def report(where: str, found: list[dict[str, float]], seed: int, policy: str, ma
 
 @dataclass(frozen=True)
 class LongTail(Case):
-    """A case whose prompts differ: in how long their completions are, and how often these are right."""
+    """A case whose prompts differ in the length of their completions, and in how often these are right."""
 
     sigma: float = 1.0
 
@@ -105,7 +105,7 @@ class LongTail(Case):
 
 
 def virtual_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int) -> dict[str, float]:
-    """The figures of one run."""
+    """The figures of one run on the virtual clock."""
     case = LongTail(max_lag, steps, seed, policy=policy, sigma=sigma)
     product = Product(case).run()
     elapsed_s = product.trained_at[-1][0]
@@ -156,7 +156,7 @@ DEMO = (
 
 
 def whole_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int, out: Path) -> dict[str, float]:
-    """Real processes: Ray, ZeroMQ, the journal, the learner on a tiny model, weights broadcast; only tokens are made up.
+    """The figures of a run with real processes: Ray, ZeroMQ, journal, a learner with a tiny model. Only tokens are random.
 
     Raises:
         subprocess.CalledProcessError: the run failed, or its audit found a difference.

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(algorithm: str, lag: int, seed: int, steps: int, overrides: list[str]) -> dict:
-    """One run."""
+    """Measure one run."""
     with tempfile.TemporaryDirectory() as folder:
         make_demo_model(Path(folder) / "model", seed=seed)
         write_demo_task(Path(folder) / "train.jsonl", Path(folder) / "eval.jsonl", seed=seed)
@@ -84,7 +84,7 @@ def measure(algorithm: str, lag: int, seed: int, steps: int, overrides: list[str
 
 
 async def train(config: Config) -> tuple[list[float], str]:
-    """Mean reward of the groups that each step trained, and how it ended; over as soon as the goal is held."""
+    """The mean reward of each step, and how training ended. It ends once the goal is held."""
     rewards: list[float] = []
     try:
         async with aclosing(one_process.train(config)) as steps:

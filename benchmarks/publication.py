@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def shape(layers: int, hidden: int, vocab: int) -> Qwen3Config:
-    """Qwen3's proportions."""
+    """A model with the proportions of Qwen3."""
     return Qwen3Config(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -60,7 +60,7 @@ def shape(layers: int, hidden: int, vocab: int) -> Qwen3Config:
 
 
 def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[str, Any]:
-    """Publish `TIMES` versions after a first one, which pays for what is done once."""
+    """Publish `TIMES` versions after a first one, which includes work that is done once."""
     from asyncgrpo.config.schema import WeightsConfig
     from asyncgrpo.learner.learner import Learner
     from asyncgrpo.types import PolicyVersion
@@ -102,7 +102,7 @@ def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[st
 
 
 def receive(endpoint: str, path: str, adapters_only: bool, threads: int) -> None:
-    """The generator: for ever, until it is ended."""
+    """Receive as a generator, until the process is ended."""
     from asyncgrpo.weights.adapters import AdapterMerger, content_digest
     from asyncgrpo.weights.receiver import Receiver
 

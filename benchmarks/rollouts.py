@@ -1,7 +1,7 @@
 """Groups of rollouts with lengths of a long tail, for benchmarks of what happens to them after sampling.
 
 Nothing generates them: tokens are random, log-probs those of a random model, rewards such that no group is without a
-signal. So every answer is trained, and what is measured does not depend on luck.
+signal. So every completion is trained, and the measurement does not depend on luck.
 """
 
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ import numpy as np
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
 VERSION = PolicyVersion(1, 0)
-"""Sampled all of them."""
+"""The policy version that sampled all of them."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of some groups, in tokens."""
+    """Lengths of some groups, in tokens."""
 
     prompts: list[int]
     completions: list[list[int]]
 
     @property
     def num_tokens(self) -> int:
-        """Prompts and answers, a prompt counted for each of its completions."""
+        """Tokens of prompts and completions, a prompt counted for each of its completions."""
         return sum(p * len(a) + sum(a) for p, a in zip(self.prompts, self.completions, strict=True))
 
 

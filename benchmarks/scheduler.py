@@ -60,7 +60,7 @@ TICK_S = 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One setting, of both programs."""
+    """One setting of both programs."""
 
     max_lag: int
     steps: int
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def num_prompts(self) -> int:
-        """Of the run; with more than it trains, it ends after `steps` and not with its last completions."""
+        """Prompts of the run. There are more than it trains, so that it ends after `steps`."""
         return self.num_groups
 
     def lengths(self) -> np.ndarray:
@@ -95,7 +95,7 @@ class Case:
         return self.lengths()
 
     def reward(self, prompt_index: int, completion: int) -> float:
-        """Of one completion; `answer` counts those to the prompt."""
+        """The reward of one completion; `answer` counts the completions of the prompt."""
         return 1.0
 
 
@@ -143,7 +143,7 @@ class BatchingEngine:
     def __init__(self, lengths_of: Callable[[int, int], np.ndarray]) -> None:
         """
         Args:
-            lengths_of: [completions] tokens of the group of this order and attempt.
+            lengths_of: [completions] tokens of the group of this prompt index and attempt.
         """
         self._lengths_of = lengths_of
         self.aborted_tokens = 0.0
@@ -249,7 +249,7 @@ class _Generator(GeneratorService):
 
 @dataclass
 class Product:
-    """The product's run of a case."""
+    """Runs the product on a case."""
 
     case: Case
     rollouts: int = 0
@@ -258,7 +258,7 @@ class Product:
     buffer_s: float = 0.0
     largest_lag: int = 0
     trained_at: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    """When which orders were trained."""
+    """When which prompt indices were trained."""
     groups: list[tuple[Group, PolicyVersion]] = field(default_factory=list)
     """What was trained, and the version at which its step started."""
     engines: list[BatchingEngine] = field(default_factory=list)
@@ -415,7 +415,7 @@ class _Engine:
 
 
 def model(case: Case) -> float:
-    """Rollouts/s of the same rule with nothing around it."""
+    """Rollouts a second of the same rule with nothing around it."""
     lengths, goal = case.lengths(), case.num_groups
     engines = [_Engine() for _ in range(case.generators)]
     where: dict[int, int] = {}

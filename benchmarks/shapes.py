@@ -1,7 +1,7 @@
-"""Shapes of the Qwen3 models that a learner is measured on, and how many operations a step of one needs.
+"""Shapes of the Qwen3 models that a learner is measured with, and how many operations a step of each needs.
 
-The count is what the mathematics asks for: nothing is charged for padding, for computing activations again, or for a
-head where nothing is read. So whatever a learner does beyond it shows as a lower share of the card's peak.
+The count has only what the mathematics needs: no padding, no recomputed activations, and no head where nothing is read. So
+whatever a learner does beyond that lowers its share of the card's peak.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Shape(NamedTuple):
-    """Of a Qwen3 model, whose weights are drawn."""
+    """The shape of a Qwen3 model with random weights."""
 
     hidden: int
     layers: int
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     intermediate: int
     vocabulary: int
     is_tied: bool
-    """The head is the embedding."""
+    """Whether the head is the embedding."""
 
     @property
     def body(self) -> int:
@@ -42,29 +42,29 @@ SHAPES = {
     "1.7b": Shape(2048, 28, 16, 8, 128, 6144, 151_936, True),
     "8b": Shape(4096, 36, 32, 8, 128, 12_288, 151_936, False),
 }
-"""Three that are published, and one that a test can train."""
+"""Three published shapes, and one that a test can train."""
 
 
 class Work(NamedTuple):
     """What a step has to compute."""
 
     tokens: int
-    """Forwarded through the layers."""
+    """Tokens that go through the layers."""
     scored: int
-    """Read by the head."""
+    """Positions that the head reads."""
     pairs: int
-    """Of a query and a key that it sees, in each head of each layer."""
+    """Pairs of a query and a key that it sees, in each head of each layer."""
 
     @classmethod
     def of_sequences(cls, prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> "Work":
-        """Every answer after a prompt of its own; its last token is not run, because nothing follows it."""
+        """The work where every completion has a prompt of its own. Its last token is not run, because nothing follows it."""
         lengths = [p + length - 1 for p, group in zip(prompts, completions, strict=True) for length in group]
         scored = sum(map(sum, completions))
         return cls(sum(lengths), scored, sum(length * (length + 1) // 2 for length in lengths))
 
     @classmethod
     def of_rows(cls, rows: Iterable["PackedBatch"]) -> "Work":
-        """What these rows run: a prompt that answers share counts once."""
+        """The work of these rows, where a shared prompt counts once."""
         tokens = scored = pairs = 0
         for row in rows:
             queries, keys = (x.diff().long() for x in (row.segments.queries, row.segments.keys))

@@ -1,9 +1,9 @@
-"""A soak: the demo for M minutes under kills, freezes, partitions, full disks and outages of the reward.
+"""A soak test: the demo for many minutes under kills, freezes, partitions, full disks and outages of the reward.
 
     python -m benchmarks.soak --minutes 20 --engine torch --per-hour 120 --outages-per-hour 30
 
-`asyncgrpo demo --chaos` does the faults to the run's processes. The outages are ours: a reward function that raises while
-a file exists, as a remote judge that is down. The run is ended with SIGTERM. One JSON line at the end.
+`asyncgrpo demo --chaos` injects the faults. For the outages the reward function raises while a file exists, like a remote
+judge that is down. The run is ended with SIGTERM. One JSON line at the end.
 """
 
 import argparse
@@ -31,9 +31,9 @@ START_WITHIN_S = 300.0
 END_WITHIN_S = 180.0
 LOOK_EVERY_S = 0.1
 SUMMED = ("tokens", "dropped", "undone", "lag ", "restarts", "weight syncs")
-"""Rows of the summary that are kept."""
+"""Rows of the summary that the JSON line has."""
 AFTER_A_FAULT_S = 5.0
-"""A fault is over so long after the run has recovered from it."""
+"""How long after the run has recovered a fault counts as over."""
 
 JUDGE = """import os
 
@@ -49,12 +49,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass
 class Seen:
-    """From outside, while the run went on."""
+    """What was seen of the run from outside while it went on."""
 
     journal: list[tuple[float, int]] = field(default_factory=list)
-    """Unix time and bytes, whenever they changed."""
+    """Unix time and bytes of the journal, whenever they changed."""
     outages: list[tuple[float, float]] = field(default_factory=list)
-    """Unix times."""
+    """Unix times of the outages."""
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def soak(fence: Fence, options: argparse.Namespace) -> dict[str, Any]:
-    """One run from start to end, and what its files say."""
+    """Run the demo from start to end, and return what its files say."""
     run, down = fence.work / "run", fence.work / "down"
     (fence.work / "judge.py").write_text(JUDGE.format(path=str(down)))
     command = ["demo", "--engine", options.engine, "--max-lag", str(options.max_lag), "--seed", str(options.seed)]
@@ -103,7 +103,7 @@ def soak(fence: Fence, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def watch(process: subprocess.Popen[bytes], run: Path, down: Path, options: argparse.Namespace) -> Seen:
-    """Look at the journal until the time is over, and let the judge be down now and then."""
+    """Watch the journal until the time is over, and make outages now and then."""
     seen, rng = Seen(), random.Random(options.seed)
     until = time.time() + 60.0 * options.minutes
 
@@ -129,7 +129,7 @@ def watch(process: subprocess.Popen[bytes], run: Path, down: Path, options: argp
 
 
 def journal_bytes(run: Path) -> int:
-    """On the disk now."""
+    """Bytes of the journal on the disk now."""
     sizes = []
     for path in (run / "journal").glob("*"):
         try:
@@ -186,7 +186,7 @@ def stops_of(journal: list[tuple[float, int]]) -> list[tuple[float, float]]:
 
 
 def times_of_trouble(told: list[dict], seen: Seen) -> list[tuple[float, float]]:
-    """From a fault until the run had recovered from it, and the outages."""
+    """The times from a fault until the run had recovered, and the outages."""
     spans, open_ = list(seen.outages), {}
     for event in told:
         key = (event.get("fault"), event.get("actor"))
@@ -215,7 +215,7 @@ def tenths(journal: list[tuple[float, int]]) -> list[float]:
 
 
 def balance(said: str) -> str:
-    """Whether the tokens of the summary add up: the first figure is all others together but those in parentheses."""
+    """Whether the tokens of the summary add up: the first figure is the sum of the others, without those in parentheses."""
     row = next((row for row in reversed(said.splitlines()) if row.startswith("tokens")), "")
     figures = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]*", re.sub(r"\(.*?\)", "", row))]
     if len(figures) < 2:

@@ -1,4 +1,4 @@
-"""Does a model that has learnt the task keep it? Evaluations from a step on, for a few ways to make a step.
+"""Whether a model that has learnt the task keeps it: evaluations over many steps, for several ways to make a step.
 
 python -m benchmarks.stability --steps 500 --seeds 0 1 --ways root whole whole-no-entropy
 python -m benchmarks.stability --task mixture --steps 300 --ways root whole
@@ -38,7 +38,7 @@ WAYS: dict[str, tuple[list[str], float | None]] = {
 EVAL_EVERY = 5
 GOOD = 0.98
 EASY, LONG = 90, 10
-"""Of 100 prompts of the mixture; and of both kinds 50 are held out."""
+"""Long prompts among 100 of the mixture. Of both kinds 50 are held out."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(way: str, task: str, seed: int, steps: int, after: int) -> dict:
-    """One training."""
+    """Measure one training."""
     settings, adam_eps = WAYS[way]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,7 +106,7 @@ async def _all(steps) -> list[one_process.Step]:
 
 
 def _write_mixture(folder: Path, seed: int) -> None:
-    """Add one to each of three digits, or, for one prompt in ten, of five."""
+    """Write the mixture: add one to each of three digits, or of five for one prompt in ten."""
     numbers = [f"{number:03d}" for number in random.Random(seed).sample(range(1000), 900)]
     is_long = [(n % 100) >= EASY if n < 800 else n >= 850 for n in range(900)]
     prompts = [number + number[: 2 * long] for number, long in zip(numbers, is_long, strict=True)]

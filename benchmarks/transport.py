@@ -52,7 +52,7 @@ PER_STEP, MAX_LAG = 32, 3
 WINDOW = 2 * PER_STEP
 WAYS = ("raw", "wire", "wire_written", "memory", "written", "fsync_interval")
 Done = tuple[float, float]
-"""Groups a second, and microseconds of CPU of the receiver a group."""
+"""Groups a second, and the receiver's CPU microseconds for each group."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -85,13 +85,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make_group(tokens: int, seed: int) -> Group:
-    """Rollouts of `tokens` tokens, each sampled by two versions in turn."""
+    """A group of completions of `tokens` tokens, each sampled by two versions in turn."""
     (group,) = make_groups(Lengths([200], [[tokens] * COMPLETIONS]), vocabulary=VOCABULARY, seed=seed)
     return of_lease(group, 0, group)
 
 
 def of_lease(group: Group, version: int, lease: Lease | Group) -> Group:
-    """The same completions, to another lease, sampled half by `version`."""
+    """The same completions for another lease, half sampled by `version`."""
     half = len(group.rollouts[0].completion.token_ids) // 2
     spans = VersionSpan(PolicyVersion(1, version), 0, half), VersionSpan(PolicyVersion(1, version + 1), half, 2 * half)
     rollouts = tuple(
@@ -166,7 +166,7 @@ def receive_raw(pipe: Connection, way: str, count: int, folder: Path) -> None:
 
 
 def send_frames(endpoint: str, group: Group, count: int) -> None:
-    """At most `WINDOW` of them without an acknowledgement."""
+    """Send frames, at most `WINDOW` of them without an acknowledgement."""
     client = Client(endpoint, "generator-0-a")
     frames = encode(*pack_group(group))
     sent = acknowledged = 0
@@ -181,7 +181,7 @@ def send_frames(endpoint: str, group: Group, count: int) -> None:
 
 
 def receive_frames(pipe: Connection, way: str, count: int, folder: Path) -> None:
-    """As the buffer's process reads and answers, without a buffer behind it."""
+    """Receive and acknowledge like the buffer's process, without a buffer."""
     server, kept = Server("127.0.0.1"), deque[memoryview](maxlen=PER_STEP * (MAX_LAG + 1))
     journal = ledger(way.removeprefix("wire_"), prompts(1), folder)
     pipe.send(server.endpoint)
@@ -208,7 +208,7 @@ def receive_frames(pipe: Connection, way: str, count: int, folder: Path) -> None
 
 
 def send_groups(endpoint: str, group: Group, count: int) -> None:
-    """A generator whose groups are ready as soon as they are leased."""
+    """Send as a generator whose groups are ready as soon as they are leased."""
     client = Client(endpoint, "generator-0-a")
     client.send(Register(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=WINDOW))
     client.send(Serving(generator_id="generator-0", version=PolicyVersion(1, 10**6)))
@@ -228,7 +228,7 @@ def send_groups(endpoint: str, group: Group, count: int) -> None:
 
 
 def receive_groups(pipe: Connection, way: str, count: int, folder: Path) -> None:
-    """The buffer's process, and batches taken by hand."""
+    """Receive as the buffer's process; batches are taken by a call."""
     source = prompts(count)
     buffer = Buffer(
         BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=1e9),
@@ -279,7 +279,7 @@ ENDS = {
 
 
 class Watch:
-    """From now on."""
+    """Measure from now on."""
 
     def __init__(self) -> None:
         self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()

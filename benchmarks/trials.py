@@ -1,4 +1,4 @@
-"""What the trials of the whole command line share: a fenced place to run it in, and what a command leaves behind there.
+"""What trials of the command line share: a fenced place for the commands, and a look at what they leave behind there.
 
 A fence has a HOME and a TMPDIR of its own, so that whatever a command writes beside its run folder is found, Ray's
 sessions included; and a mark in the environment that every process inherits, so that those that stay are found even when
@@ -29,20 +29,20 @@ from benchmarks.measuring import ROOT
 MARK = "ASYNCGRPO_TRIAL"
 SHM = Path("/dev/shm")
 EXPECTED = ("session_", "ray", ".ray", ".cache", ".config", "torchinductor_")
-"""How folders begin that Ray, torch and matplotlib keep for every run of a user, and Ray's sessions, which are counted apart."""
+"""How the names of folders begin that Ray, torch and matplotlib keep for every run, and of Ray's sessions (counted apart)."""
 ENDS = 5
 """Steps averaged for the first and the last reward."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that is over."""
+    """A command that has ended."""
 
     exit: int | None
-    """None: it was still going at its deadline, and was killed with all its processes."""
+    """The exit code. None: it was killed at its deadline, with all its processes."""
     seconds: float
     cpu_s: float
-    """CPU seconds of the command, and of those of its children that it waited for."""
+    """CPU seconds of the command and of the children that it waited for."""
     out: str
     err: str
 
@@ -56,7 +56,7 @@ class Ended:
 
 
 class Fence:
-    """A place to run commands in, for the length of a `with`."""
+    """A place for commands, for the length of a `with` block."""
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
@@ -86,16 +86,16 @@ class Fence:
         return os.environ | fenced | quiet | {"PYTHONPATH": path}
 
     def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
-        """Start a command and go on; `said` is what it says, errors among the rest."""
+        """Start a command. `said` returns what it prints, errors included."""
         with open(self.root / "said", "wb") as output:
             return self._popen(arguments, cwd, output, subprocess.STDOUT)
 
     def said(self) -> str:
-        """By the command that was started last."""
+        """What the command that was started last has printed."""
         return (self.root / "said").read_text(encoding="utf-8", errors="replace")
 
     def run(self, *arguments: str, cwd: Path | None = None, limit_s: float = 600.0) -> Ended:
-        """A command to its end, or to its deadline."""
+        """Run a command to its end, or to its deadline."""
         out, err = self.root / "run.out", self.root / "run.err"
         before, began = os.times(), time.monotonic()
         with open(out, "wb") as to_out, open(err, "wb") as to_err:
@@ -118,7 +118,7 @@ class Fence:
         return subprocess.Popen(command, cwd=cwd or self.work, env=self.environment(), stdout=out, stderr=err)
 
     def processes(self) -> list[psutil.Process]:
-        """Those of commands in this fence that live."""
+        """The living processes of commands in this fence."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -127,7 +127,7 @@ class Fence:
         return found
 
     def kill_all(self) -> None:
-        """Whatever still lives in the fence."""
+        """Kill every process that still lives in the fence."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -183,7 +183,7 @@ def _command_lines(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def audited(fence: Fence, run: Path) -> dict[str, object]:
-    """What `audit` finds in a run's folder."""
+    """The result of `asyncgrpo audit` on a run's folder."""
     ended = fence.run("audit", str(run), "--json")
     try:
         found = json.loads(ended.out)
@@ -193,7 +193,7 @@ def audited(fence: Fence, run: Path) -> dict[str, object]:
 
 
 def rewards(run: Path) -> list[float]:
-    """Mean rewards of the first and of the last steps."""
+    """The mean rewards of the first and of the last steps."""
     found = [e["reward_mean"] for e in events(run) if e["event"] == "step" and e["reward_mean"] is not None]
     return [round(fmean(found[:ENDS]), 3), round(fmean(found[-ENDS:]), 3)] if found else []
 
@@ -204,5 +204,5 @@ def events(run: Path) -> list[dict]:
 
 
 def last_step(run: Path) -> int:
-    """The newest in its events; 0 before the first."""
+    """The newest step in the events of the run; 0 before the first."""
     return max((event["step"] for event in events(run) if event["event"] == "step"), default=0)

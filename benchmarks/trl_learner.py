@@ -1,4 +1,4 @@
-"""TRL's two learners on our cells, for `benchmarks.learner_step`. Runs in a Python of its own; needs trl, torch, numpy.
+"""Measures TRL's two learners on our cells, for `benchmarks.learner_step`. It needs a Python with trl, torch and numpy.
 
 python -m benchmarks.trl_learner async|grpo --model FOLDER --batch tail --steps 4
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 class Timer(TrainerCallback):
-    """CPU seconds at the ends of steps."""
+    """Notes the CPU seconds at the end of each step."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -112,7 +112,7 @@ def grpo_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> A
 
 
 def padded(rows: list[np.ndarray], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as a rectangle, and its mask."""
+    """The rows as a padded rectangle, and its mask."""
     width = max(map(len, rows))
     values = torch.zeros(len(rows), width, dtype=torch.float32 if rows[0].dtype == np.float32 else torch.int64)
     mask = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -159,7 +159,7 @@ def async_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> 
 
 
 class SdpaSegments:
-    """Stands for the variable-length flash attention: causal, the last query sees the last key."""
+    """Replaces the variable-length flash attention. It is causal: the last query sees the last key."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -192,7 +192,7 @@ class SdpaSegments:
 
 
 class Worker:
-    """A rollout worker, and its buffer, that has the same batch again and again."""
+    """A rollout worker with its buffer, which returns the same batch again and again."""
 
     def __init__(self, samples: list[Any]) -> None:
         self._samples, self._version, self._next = samples, 0, 0

@@ -261,7 +261,7 @@ def unknown_settings(text: str) -> list[str]:
 
 def is_setting(key: str) -> bool:
     """A key of ours, a section, a key below a mapping (`generators.extra.x`), or a name of verl's."""
-    free = any(knob.is_mapping and key.startswith(f"{knob.key}.") for knob in knobs().values())
+    free = any(isinstance(knob.type, inspect.DictType) and key.startswith(f"{knob.key}.") for knob in knobs().values())
     return key in knobs() or key in sections() or free or key in verl_keys()
 
 

@@ -1,4 +1,4 @@
-"""What a killed process left is removed by the next, and nothing of a process that lives, whoever's it is."""
+"""The next process removes what a killed one left, and nothing of a process that lives."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def temporary(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts another process with a folder; gives both."""
+    """A function that starts another process with a folder and returns both."""
     processes = []
 
     def run(*arguments: str) -> tuple[subprocess.Popen, Path]:

@@ -1,4 +1,4 @@
-"""At `max_lag: 0` the asynchronous system is a synchronous trainer, to the last bit."""
+"""At `max_lag: 0` a whole run is bitwise identical to a synchronous loop in one process."""
 
 import asyncio
 from pathlib import Path
@@ -7,21 +7,13 @@ import msgspec
 import pytest
 import torch
 
-from asyncgrpo.buffer.groups import group_seed
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.run import Run
-from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.files import shipped
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config, LoraConfig
-from asyncgrpo.data.demo import demo_rules, make_demo_model, write_demo_task
-from asyncgrpo.data.prompts import PromptSource, load_prompts
-from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
-from asyncgrpo.engines.build import build_engine
-from asyncgrpo.generators.rollout import GroupInFlight
-from asyncgrpo.learner.learner import Learner
-from asyncgrpo.rewards import build_reward
-from asyncgrpo.types import Group, Lease, PolicyVersion
+from asyncgrpo.data.demo import make_demo_model, write_demo_task
+from benchmarks import one_process
 from tests.runs import events
 
 STEPS = 4
@@ -50,52 +42,8 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-async def plain_loop(config: Config) -> list[dict[str, float]]:
-    """Generate, score, step, load: GRPO in one process, without buffer, wire, Ray or leases."""
-    tokenizer = load_tokenizer(config.model.path)
-    sampling = sampling_of(config, tuple(stop_token_ids(tokenizer, config.model.path, ())), evaluation=False)
-    prompts = load_prompts(config.data.train, "train", tokenizer, config.data).prompts
-    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs)
-    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
-    learner = Learner(config, rank=0, world=1, device="cpu")
-    await engine.start(PolicyVersion(1, 0))
-    steps = []
-    for step in range(STEPS):
-        version, groups = PolicyVersion(1, step), []
-        await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
-        for _ in range(config.buffer.prompts_per_step):
-            groups.append(await one_group(config, source, sampling, engine, reward, tokenizer))
-        report = learner.step(groups, version)
-        rewards = [r.score.value for g in groups for r in g.rollouts]
-        steps.append(
-            {
-                "loss": report.loss,
-                "grad_norm": report.grad_norm,
-                "entropy": report.entropy,
-                "reward_mean": sum(rewards) / len(rewards),
-                "tokens_trained": report.tokens_trained,
-            }
-        )
-    await engine.close()
-    await reward.close()
-    return steps
-
-
-async def one_group(config, source, sampling, engine, reward, tokenizer) -> Group:
-    prompt_index, prompt = source.next()
-    lease = Lease(
-        lease_id=f"1.{prompt_index}.0",
-        group_id=f"1.{prompt_index}",
-        attempt=0,
-        prompt_index=prompt_index,
-        purpose="train",
-        prompt=prompt,
-        num_completions=config.algorithm.group_size,
-        sampling=sampling,
-        seed=group_seed(config.run.seed, prompt_index, 0),
-    )
-    decode = decoder(tokenizer, keep_special=False)
-    return await GroupInFlight(lease, engine, reward, decode).generate("plain")
+async def train_in_one_process(config: Config) -> list[one_process.Step]:
+    return [step async for step in one_process.train(config)]
 
 
 def run(config: Config) -> Path:
@@ -107,7 +55,7 @@ def run(config: Config) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_that_publishes_adapters_is_the_run_that_publishes_whole_weights_to_the_last_bit(config: Config):
+def test_publishing_adapters_is_bitwise_identical_to_publishing_whole_weights(config: Config):
     pytest.importorskip("peft")
     adapted = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, lora=LoraConfig(rank=8)))
     runs = {}
@@ -130,17 +78,18 @@ def test_a_run_that_publishes_adapters_is_the_run_that_publishes_whole_weights_t
 
 
 @pytest.mark.slow
-def test_lag_zero_is_a_plain_synchronous_loop_to_the_last_bit(config: Config):
+def test_a_run_at_lag_zero_is_bitwise_identical_to_a_synchronous_loop(config: Config):
     ours = events(run(config), "step")
 
     torch.set_num_threads(1)
-    plain = asyncio.run(plain_loop(config))
+    plain = asyncio.run(train_in_one_process(config))
 
     assert len(ours) == len(plain) == STEPS
     for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True), start=1):
         for name in ("loss", "grad_norm", "entropy", "tokens_trained"):
-            assert mine[name] == theirs[name], f"step {step}: {name} {mine[name]!r} != {theirs[name]!r}"
-        assert mine["reward_mean"] == pytest.approx(theirs["reward_mean"], abs=1e-12)
+            expected = getattr(theirs.report, name)
+            assert mine[name] == expected, f"step {step}: {name} {mine[name]!r} != {expected!r}"
+        assert mine["reward_mean"] == pytest.approx(theirs.reward_mean, abs=1e-12)
         assert mine["lags"] == {"0": config.buffer.prompts_per_step}
         # Every token was sampled by the weights that train on it: engine and learner agree to float32 rounding.
         assert mine["logprob_gap_max"] < 2e-5

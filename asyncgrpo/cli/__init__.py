@@ -1,7 +1,7 @@
-"""The command line: one module for each family of commands, each with `register(app)`.
+"""The command line: one module for each family of commands, each with a function `register(app)`.
 
-What a person got wrong (`AsyncGRPOError`) ends in `error: <one sentence>` and exit code 1; anything else keeps its
-traceback. Nothing heavy is imported before a command runs, so that `asyncgrpo --help` answers at once.
+An `AsyncGRPOError` ends the command with `error: <one sentence>` and exit code 1; any other exception keeps its traceback.
+Commands import heavy packages when they run, so that `asyncgrpo --help` is quick.
 """
 
 import sys
@@ -51,7 +51,7 @@ for family in (doctor, demo, train, data, samples, audit, replay, checkpoints, c
 
 
 def _keep_examples_whole(group: typer.Typer) -> None:
-    """Help breaks lines at spaces and hyphens, and an example is there to be copied: `\\b` says not to."""
+    """Keep the examples in the help on one line, so that they can be copied: `\\b` stops the wrapping."""
     for command in group.registered_commands:
         command.epilog = f"\b\n{command.epilog}"
     for child in group.registered_groups:
@@ -63,7 +63,7 @@ _keep_examples_whole(app)
 
 
 def main() -> None:
-    """Entry point of the `asyncgrpo` script. Exits with 0 only for success, 130 after Ctrl-C."""
+    """Entry point of the `asyncgrpo` script. The exit code is 0 only for success, and 130 after Ctrl-C."""
     try:
         app(prog_name="asyncgrpo")
     except AsyncGRPOError as error:

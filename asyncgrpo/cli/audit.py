@@ -1,4 +1,4 @@
-"""`asyncgrpo audit`: whether journal, checkpoints and events of a run agree; exits with 1 if they do not."""
+"""`asyncgrpo audit`: checks that journal, checkpoints and events of a run agree, and exits with 1 if they do not."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ def audit(
 ) -> None:
     """Check that no group of a run was lost or trained twice.
 
-    And that no prompt was skipped and no group was trained too late. Exits with 1 if there is a difference.
+    It also checks that no prompt was skipped and no group was trained too late. Exits with 1 if there is a difference.
     """
     report(run, as_json)
 

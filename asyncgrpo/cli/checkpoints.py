@@ -1,4 +1,4 @@
-"""`asyncgrpo eval` and `asyncgrpo export`: what is done with the model of a run or a checkpoint."""
+"""`asyncgrpo eval` and `asyncgrpo export`: evaluate the model of a run or a checkpoint, or copy it out of the run."""
 
 import asyncio
 import json
@@ -6,15 +6,21 @@ import os
 import shutil
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import RewardFuncOption, SettingsArgument
 from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import CheckpointError
+from asyncgrpo.types import Lease, Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def register(app: typer.Typer) -> None:
@@ -39,12 +45,11 @@ def export(
 ) -> None:
     """Copy a trained model out of a run.
 
-    The folder is one that transformers and SGLang load. Of a run it is the final model, or the newest checkpoint while
-    there is none.
+    transformers and SGLang can load the folder. A run gives its final model, or its newest checkpoint while it has none.
     """
     model = find_model(source, step)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is there already and not an empty folder; give a new one")
+        raise CheckpointError(f"{folder} exists and is not an empty folder; give a new one")
     if model.resolve() in folder.resolve().parents:
         raise CheckpointError(f"{folder} is inside {model}, which is to be copied; give a folder elsewhere")
     sizes = _copy(model, folder)
@@ -55,7 +60,7 @@ def export(
 
 
 def find_model(source: Path, step: int | None = None) -> Path:
-    """The folder with `config.json` and weights that `source` stands for. Raises CheckpointError."""
+    """The folder in `source` with the model's `config.json` and weights. Raises CheckpointError."""
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}; give a run such as runs/demo, or a checkpoint in it")
     steps = {int(found.parent.name[5:]): found for found in source.glob("checkpoints/step_[0-9]*/hf")}
@@ -81,7 +86,7 @@ def find_model(source: Path, step: int | None = None) -> Path:
 
 
 def _copy(model: Path, folder: Path) -> list[int]:
-    """Copy beside `folder`, then rename: whoever sees `folder` sees all of it. Returns the size of each file."""
+    """Copy beside `folder`, then rename, so that `folder` is never half copied. Returns the size of each file."""
     half = folder.with_name(f".{folder.name}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +151,7 @@ def evaluate(
 
 
 def _fit_to_machine(folder: Path, max_tokens: int) -> list[str]:
-    """Without a GPU: the CPU and float32. And prompts no longer than the model's context leaves room for."""
+    """Settings for a machine without a GPU, and for prompts that fit into the model's context with a completion."""
     import torch
 
     from asyncgrpo.config.schema import DataConfig
@@ -159,54 +164,16 @@ def _fit_to_machine(folder: Path, max_tokens: int) -> list[str]:
     return settings
 
 
-async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
-    """Every prompt answered `rollout_n` times, at most `groups_in_flight` prompts at once."""
-    from asyncgrpo.data.demo import demo_rules
+async def _evaluate(config: Config, rollout_n: int) -> dict[str, Any]:
+    """The report of an evaluation: `rollout_n` completions to each prompt, all scored."""
     from asyncgrpo.data.prompts import load_prompts
-    from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
-    from asyncgrpo.engines.build import build_engine
-    from asyncgrpo.generators.rollout import GroupInFlight
-    from asyncgrpo.generators.service import UNPUBLISHED
-    from asyncgrpo.rewards import build_reward
-    from asyncgrpo.types import Lease, Rollout, Sampling
+    from asyncgrpo.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model.path)
-    decode = decoder(tokenizer, keep_special=False)
-    sampling = Sampling(
-        temperature=config.sampling.eval_temperature,
-        max_tokens=config.sampling.max_tokens,
-        stop_token_ids=tuple(stop_token_ids(tokenizer, config.model.path, config.sampling.stop)),
-    )
     prompts = load_prompts(config.data.train, "eval", tokenizer, config.data, limit=config.data.eval_rows).prompts
-    engine = build_engine(config, seed=config.run.seed)
-    reward = build_reward(config.reward, extra_rules=demo_rules())
-    await engine.start(UNPUBLISHED)
-    room = asyncio.Semaphore(config.generators.groups_in_flight)
-
-    async def completion(index: int) -> tuple[Rollout, ...]:
-        async with room:
-            lease = Lease(
-                lease_id=f"eval.{index}",
-                group_id=f"eval.{index}",
-                attempt=0,
-                prompt_index=index,
-                purpose="eval",
-                prompt=prompts[index],
-                num_completions=rollout_n,
-                sampling=sampling,
-                seed=config.run.seed + index * rollout_n,
-            )
-            group = await GroupInFlight(lease, engine, reward, decode).generate("eval")
-            return group.rollouts
-
-    try:
-        answered = await asyncio.gather(*(completion(index) for index in range(len(prompts))))
-    finally:
-        await reward.close()
-        await engine.close()
     by_source: dict[str, list[float]] = defaultdict(list)
     failures: Counter[str] = Counter()
-    for prompt, rollouts in zip(prompts, answered, strict=True):
+    for prompt, rollouts in zip(prompts, await _rollouts(config, tokenizer, prompts, rollout_n), strict=True):
         for rollout in rollouts:
             if rollout.score.value is None:
                 failures[rollout.score.failure or "unknown"] += 1
@@ -220,3 +187,47 @@ async def _evaluate(config: Any, rollout_n: int) -> dict[str, Any]:
         "by_source": {source: statistics.fmean(scores) for source, scores in sorted(by_source.items())},
         "failures": dict(failures),
     }
+
+
+async def _rollouts(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt], rollout_n: int
+) -> list[tuple[Rollout, ...]]:
+    """The rollouts of each prompt. At most `generators.groups_in_flight` prompts are sampled at once."""
+    from asyncgrpo.data.demo import demo_rules
+    from asyncgrpo.data.tokenizer import decoder, stop_token_ids
+    from asyncgrpo.engines.build import build_engine
+    from asyncgrpo.generators.rollout import GroupInFlight
+    from asyncgrpo.generators.service import UNPUBLISHED
+    from asyncgrpo.rewards import build_reward
+
+    decode = decoder(tokenizer, keep_special=False)
+    sampling = Sampling(
+        temperature=config.sampling.eval_temperature,
+        max_tokens=config.sampling.max_tokens,
+        stop_token_ids=stop_token_ids(tokenizer, config.model.path, config.sampling.stop),
+    )
+    engine = build_engine(config, seed=config.run.seed)
+    reward = build_reward(config.reward, extra_rules=demo_rules())
+    await engine.start(UNPUBLISHED)
+    slots = asyncio.Semaphore(config.generators.groups_in_flight)
+
+    async def rollouts(index: int) -> tuple[Rollout, ...]:
+        lease = Lease(
+            lease_id=f"eval.{index}",
+            group_id=f"eval.{index}",
+            attempt=0,
+            prompt_index=index,
+            purpose="eval",
+            prompt=prompts[index],
+            num_completions=rollout_n,
+            sampling=sampling,
+            seed=config.run.seed + index * rollout_n,
+        )
+        async with slots:
+            return (await GroupInFlight(lease, engine, reward, decode).generate("eval")).rollouts
+
+    try:
+        return await asyncio.gather(*map(rollouts, range(len(prompts))))
+    finally:
+        await reward.close()
+        await engine.close()

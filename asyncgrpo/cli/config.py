@@ -1,4 +1,4 @@
-"""`asyncgrpo config`: what a knob means, what a file comes to, which algorithms there are, and verl's keys in ours."""
+"""`asyncgrpo config`: explain a setting, show a whole configuration, list the algorithms, translate verl's keys."""
 
 import sys
 from functools import partial
@@ -36,7 +36,7 @@ def explain(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a configuration key means and takes, and its default."""
+    """Print what a key means and takes, and its default."""
     import msgspec
 
     from asyncgrpo.config import explain
@@ -68,9 +68,10 @@ def show(
     algorithm: AlgorithmOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The whole configuration that a file comes to, checked.
+    """Check a configuration and print all of it.
 
-    With what a step, the objective, a run and the machines come to in words, and a preset and settings over the file.
+    It is that of the file, with the preset of --algorithm and the settings over it. Comments say the sizes of a step, the
+    objective, the processes and the end of the run in words.
     """
     import msgspec
 
@@ -89,7 +90,7 @@ def show(
 
 
 def algorithms(as_json: JsonOption = False) -> None:
-    """The presets that `--algorithm` takes, and what each is."""
+    """List the presets that `--algorithm` takes, and what each is."""
     from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
 
     found = {name: headline(algorithm_file(name)) for name in algorithm_names()}
@@ -111,10 +112,10 @@ def from_verl(
     as_yaml: Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """A verl configuration in the keys of asyncgrpo.
+    """Translate a verl configuration to the keys of asyncgrpo.
 
-    Prints a command, or with --yaml a file. What has no counterpart follows as comments, so that the output can be used
-    as it is. A script is read and not run; what stands in its branches and loops is left out and named.
+    Prints a command, or with --yaml a file. Keys without a counterpart follow as comments, so that the output can be used
+    as it is. A script is read and not run; keys in its branches and loops are left out and named.
     """
     from asyncgrpo.config.from_verl import read, report, to_json
 
@@ -127,7 +128,7 @@ def from_verl(
 
 
 def _problem(ours: dict[str, Any]) -> str:
-    """Why a run with these keys alone would be refused; empty where it would not."""
+    """Why a run with only these keys would be refused; empty if it would not."""
     from asyncgrpo.config.load import load_config
     from asyncgrpo.config.rules import check_algorithm
     from asyncgrpo.config.unknown_keys import assignments

@@ -1,31 +1,32 @@
-"""`asyncgrpo data check`: what a data file looks like to a run, before a run is started on it.
+"""`asyncgrpo data check`: checks a data file before a run is started on it.
 
 Every row goes through the same code as in a run, so a file that passes here loads there.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
 import typer
 
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption
 from asyncgrpo.cli.output import JsonOption, print_json, shorten
-from asyncgrpo.config.schema import DataConfig
+from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.data.rows import Record, read_rows, recognise
 from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
 from asyncgrpo.types import Frozen, Prompt, Score
 
-# -- what the file looks like ------------------------------------------------------------------------------------------
+# -- the report on a file ----------------------------------------------------------------------------------------------
 
 
 class Lengths(Frozen):
-    """How long the prompts are, in `CheckReport.unit`. One far over the limit may count with its first tokens only."""
+    """How long the prompts are, in `CheckReport.unit`. A prompt far over the limit may count only its first tokens."""
 
     p50: int
     p90: int
@@ -40,7 +41,7 @@ class CheckReport(Frozen):
     rows: int
     schema_name: str
     unit: Literal["tokens", "characters"]
-    """Of the lengths: characters where no model was given."""
+    """Unit of the lengths. It is characters where no model was given."""
     lengths: Lengths
     max_prompt_tokens: int
     over_long: int | None
@@ -56,9 +57,9 @@ class CheckReport(Frozen):
     answer: str
     """Ground truth of row 0."""
     scored_answer: str | None
-    """What `score` was asked about; None where no reward was given."""
+    """The text that the reward scored; None where no reward was given."""
     score: Score | None
-    """What it said."""
+    """Its score."""
 
 
 def check_file(
@@ -70,9 +71,9 @@ def check_file(
     """Read a whole file as a run would.
 
     Args:
-        model_path: whose tokenizer and chat template to use; None: lengths in characters.
+        model_path: model whose tokenizer and chat template are used. None: lengths are in characters.
         config: `columns`, `max_prompt_tokens` and `system_prompt` are used.
-        score: a reward to try on row 0, with the ground truth itself as the answer.
+        score: a reward to try on row 0, with the ground truth as the completion.
     Raises:
         DataError: the file or one of its rows cannot be used.
         ConfigError: the model's tokenizer cannot be loaded.
@@ -80,25 +81,9 @@ def check_file(
     rows = read_rows(path)
     schema = recognise(rows, config.columns, str(path))
     records = [schema.to_record(row, index) for index, row in enumerate(rows)]
-    first = records[0]
-    if model_path is None:
-        rendered = [_without_template(record, config.system_prompt) for record in records]
-        lengths = [len(text) for text, _ in rendered]
-    else:
-        tokenizer = load_tokenizer(model_path)
-        rendered = [
-            render(
-                tokenizer,
-                record.messages,
-                config.system_prompt,
-                where=f"{path}, row {index}",
-                longest=config.max_prompt_tokens,
-            )
-            for index, record in enumerate(records)
-        ]
-        lengths = [len(token_ids) for _, token_ids in rendered]
-
-    scored_answer = str(first.answer) if score is not None else None
+    rendered = _rendered(path, records, model_path, config)
+    lengths = [len(text) if model_path is None else len(token_ids) for text, token_ids in rendered]
+    first, answer = records[0], "" if records[0].answer is None else str(records[0].answer)
     prompt = Prompt(
         prompt_id="check/0",
         token_ids=rendered[0].token_ids,
@@ -107,6 +92,7 @@ def check_file(
         info=first.info,
     )
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="higher")
+    scored_answer = str(first.answer) if score is not None else None
     return CheckReport(
         file=str(path),
         rows=len(rows),
@@ -116,13 +102,26 @@ def check_file(
         max_prompt_tokens=config.max_prompt_tokens,
         over_long=None if model_path is None else sum(length > config.max_prompt_tokens for length in lengths),
         sources=dict(Counter(record.source for record in records).most_common()),
-        answers_missing=sum(record.answer is None or record.answer == "" for record in records),
+        answers_missing=sum(record.answer in (None, "") for record in records),
         prompt_text=rendered[0].text,
         prompt_tokens=None if model_path is None else lengths[0],
-        answer="" if first.answer is None else str(first.answer),
+        answer=answer,
         scored_answer=scored_answer,
         score=score(prompt, scored_answer) if score is not None and scored_answer is not None else None,
     )
+
+
+def _rendered(
+    path: str | Path, records: Sequence[Record], model_path: str | None, config: DataConfig
+) -> list[Rendered]:
+    """The prompts as the model would see them; without a model, the contents of their turns."""
+    if model_path is None:
+        return [_without_template(record, config.system_prompt) for record in records]
+    tokenizer, longest = load_tokenizer(model_path), config.max_prompt_tokens
+    return [
+        render(tokenizer, record.messages, config.system_prompt, where=f"{path}, row {index}", longest=longest)
+        for index, record in enumerate(records)
+    ]
 
 
 def _without_template(record: Record, system_prompt: str | None) -> Rendered:
@@ -133,11 +132,6 @@ def _without_template(record: Record, system_prompt: str | None) -> Rendered:
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-if TYPE_CHECKING:
-    from asyncgrpo.config.schema import Config
-    from asyncgrpo.types import Score
 
 
 def register(app: typer.Typer) -> None:
@@ -159,11 +153,10 @@ def check(
 ) -> None:
     """Check that a file can be read and scored, and show a prompt of it.
 
-    It tells the schema, one prompt as the model will see it, the lengths of prompts, and what a right answer scores.
-    Without a model, lengths are in characters. Exits with 1 when rows have no schema or the reward cannot score.
+    It shows the schema, one prompt as the model will see it, the lengths of prompts, and the score of the ground truth as
+    a completion. Without a model, lengths are in characters. Exits with 1 when rows have no schema or the reward cannot
+    score.
     """
-    import msgspec
-
     from asyncgrpo.config.load import load_config
 
     base = {"model": {"path": model or ""}, "data": {"train": file}, "reward": {"function": reward_func}}
@@ -174,15 +167,14 @@ def check(
         _print(report)
     if report.score is not None and report.score.failure is not None:
         raise AsyncGRPOError(
-            f"{file}: the ground truth of row 0, as an answer, could not be scored{_why(report.score)}"
+            f"{file}: the ground truth of row 0, as a completion, could not be scored{_why(report.score)}"
         )
 
 
-def _check(file: str, model: str | None, config: "Config") -> "CheckReport":
+def _check(file: str, model: str | None, config: Config) -> CheckReport:
     from asyncgrpo.cli.running import REWARD_IMPORT_S
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.rewards import build_reward
-    from asyncgrpo.types import Prompt, Score
 
     reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
     with asyncio.Runner() as runner:  # one loop for all calls: the workers of a reward belong to it
@@ -196,7 +188,7 @@ def _check(file: str, model: str | None, config: "Config") -> "CheckReport":
             runner.run(reward.close())
 
 
-def _print(report: "CheckReport") -> None:
+def _print(report: CheckReport) -> None:
     lengths, limit = report.lengths, report.max_prompt_tokens
     sources = ", ".join(f"{source or '(none)'} {count:,}" for source, count in report.sources.items())
     dropped = f"; {report.over_long:,} longer than {limit}, which a run drops" if report.over_long is not None else ""
@@ -213,11 +205,11 @@ def _print(report: "CheckReport") -> None:
     }
     if report.score is not None:
         value = f"{report.score.value:g}" if report.score.value is not None else f"no score{_why(report.score)}"
-        facts["row 0, reward"] = f"{value} for `{shorten(report.scored_answer or '', 60)}` as the answer"
+        facts["row 0, reward"] = f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion"
     for name, value in facts.items():
         first, *rest = visible(value).splitlines() or [""]
         typer.echo("\n".join([f"{name:16} {first}", *(f"{'':16} {line}" for line in rest)]))
 
 
-def _why(score: "Score") -> str:
+def _why(score: Score) -> str:
     return f" ({score.failure}{f': {score.detail}' if score.detail else ''})"

@@ -1,4 +1,4 @@
-"""`asyncgrpo demo`: the whole system on this machine, with a model and a task that it makes itself."""
+"""`asyncgrpo demo`: the whole system on this machine, with a small model and a task that it makes itself."""
 
 import os
 import tempfile
@@ -15,9 +15,9 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 
 UNDER_CHAOS = [
-    "cluster.silent_timeout_s=6",  # a toy is up again in seconds; a large model loads for minutes
-    "weights.timeout_s=10",  # a publication waits for a member that hangs, and it takes a moment here
-    "cluster.restarts=1000000",  # many faults an hour are the point
+    "cluster.silent_timeout_s=6",  # the small model is up again in seconds; a large one loads for minutes
+    "weights.timeout_s=10",  # a publication waits so long for a member that hangs
+    "cluster.restarts=1000000",  # --chaos asks for many restarts an hour
     "generators.restarts=1000000",
     "run.checkpoint_every=5",
     "run.eval_every=50",
@@ -41,7 +41,7 @@ def demo(
         typer.Option(
             "--chaos",
             metavar="PER_HOUR",
-            help="Kill, freeze and cut off processes on purpose, so often; then audit that no group was lost.",
+            help="Kill, freeze and cut off processes on purpose, this often; then audit that no group was lost.",
             show_default=False,
         ),
     ] = None,
@@ -60,24 +60,9 @@ def demo(
     from asyncgrpo.tools.chaos import Plan
 
     if algorithm is not None:
-        algorithm_file(algorithm)  # a name that there is not is said before a model is made
+        algorithm_file(algorithm)  # refuse an unknown name before a model is made
     folder = choose_folder("runs/demo", out)
-    chosen = _choose_engine(engine)
-    settings = [
-        f"run.out={folder}",
-        f"run.seed={seed}",
-        f"generators.engine={chosen}",
-        f"learner.ranks={2 if (os.cpu_count() or 1) >= 4 else 1}",
-        "buffer.keep_journal=true",  # a demo is small, and can be replayed
-    ]
-    if max_lag is not None:
-        settings.append(f"buffer.max_lag={max_lag}")
-    if steps is not None:
-        settings.append(f"run.steps={steps}")
-    if chaos is not None:
-        if chaos <= 0:
-            raise ConfigError(f"--chaos {chaos:g}: faults per hour must be above 0")
-        settings += UNDER_CHAOS
+    settings = _settings(folder, seed, engine, max_lag=max_lag, steps=steps, chaos=chaos)
 
     def configured(files: Path, tell: Callable[[str], None] | None = None) -> Config:
         return load_config(
@@ -105,8 +90,26 @@ def demo(
         typer.echo(f"to go on: {same_command(None if out else folder)}")
 
 
+def _settings(
+    folder: Path, seed: int, engine: str | None, *, max_lag: int | None, steps: int | None, chaos: float | None
+) -> list[str]:
+    """The settings of the demo that its flags decide."""
+    if chaos is not None and chaos <= 0:
+        raise ConfigError(f"--chaos {chaos:g}: faults per hour must be above 0")
+    settings = [
+        f"run.out={folder}",
+        f"run.seed={seed}",
+        f"generators.engine={_choose_engine(engine)}",
+        f"learner.ranks={2 if (os.cpu_count() or 1) >= 4 else 1}",
+        "buffer.keep_journal=true",  # a demo is small, and can be replayed
+    ]
+    settings += [f"buffer.max_lag={max_lag}"] if max_lag is not None else []
+    settings += [f"run.steps={steps}"] if steps is not None else []
+    return settings + (UNDER_CHAOS if chaos is not None else [])
+
+
 def _choose_engine(asked: str | None) -> str:
-    """The engine asked for, or the best that can run here, with a word when that is not SGLang."""
+    """The engine asked for, or the best that can run here. Prints why if that is not SGLang."""
     from asyncgrpo.engines.build import why_sglang_cannot_run
 
     if asked is not None:
@@ -119,7 +122,7 @@ def _choose_engine(asked: str | None) -> str:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Settings that name what `_make` makes."""
+    """Settings that name the files of `_make`."""
     return [
         f"model.path={(folder / 'model').absolute()}",
         f"data.train={folder / 'data' / 'train.jsonl'}",

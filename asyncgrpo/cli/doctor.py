@@ -1,4 +1,4 @@
-"""`asyncgrpo doctor`: what this machine can run, tried for real, and how to fix what it cannot."""
+"""`asyncgrpo doctor`: tries what this machine can run, and says how to fix what it cannot."""
 
 import importlib
 import importlib.metadata
@@ -20,7 +20,6 @@ from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 
-
 GIB = 1024**3
 
 
@@ -30,19 +29,19 @@ class Finding:
 
     name: str
     status: Literal["ok", "note", "warning", "failed"]
-    """`note`: a fact without a verdict. `warning`: training is possible, but less well."""
+    """A `note` is a fact without a verdict. With a `warning`, training is possible but slower or less safe."""
     detail: str
     fix: str = ""
-    """A command, for a warning or a failure."""
+    """The command that fixes a warning or a failure."""
     needed: bool = True
-    """False for a failure that leaves another way to train."""
+    """Whether training is impossible after a failure. False: there is another way to train."""
 
 
 def all_findings(out: Path) -> Iterator[Finding]:
-    """Every check, cheap ones first; each finding comes as soon as it is known.
+    """The findings of all checks, cheap ones first, each as soon as it is known.
 
     Args:
-        out: folder that is to hold runs.
+        out: folder in which runs will be.
     """
     yield check_python()
     yield from check_machine()
@@ -61,17 +60,17 @@ def all_findings(out: Path) -> Iterator[Finding]:
 
 
 def engines(findings: list[Finding]) -> list[str]:
-    """Names of the engines that can run."""
+    """The names of the engines that can run."""
     return [f.name.removesuffix(" engine") for f in findings if f.name.endswith(" engine") and f.status == "ok"]
 
 
 def can_train(findings: list[Finding]) -> bool:
-    """Nothing that is needed failed, and at least one engine runs."""
+    """Whether no needed check failed and at least one engine can run."""
     return bool(engines(findings)) and not any(f.needed and f.status == "failed" for f in findings)
 
 
 def version_of(package: str) -> str | None:
-    """Installed version, without importing; none where it is not installed."""
+    """The installed version of a package, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -79,7 +78,7 @@ def version_of(package: str) -> str | None:
 
 
 def check_python() -> Finding:
-    # Below 3.11 this module does not even import, so there is nothing to judge.
+    # Below 3.11 this module does not import, so there is nothing to check.
     return Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
 
 
@@ -93,7 +92,7 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("cores", "warning", "1: generators and learner take turns")
     free = psutil.virtual_memory().available
     limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():  # a container's own bound, `max` without one
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():  # a container's limit, or `max`
         free = min(free, int(text))
     if free >= 4 * GIB:
         yield Finding("memory", "ok", f"{size_in_words(free)} free")
@@ -155,7 +154,7 @@ def check_torch() -> Finding:
 
 
 def _check_package(package: str, requirement: str, more: Callable[[Any], str] = lambda module: "") -> Finding:
-    """Imports it: an installed package that does not import is of no use."""
+    """Check that a package is installed and can be imported."""
     if version_of(package) is None:
         return Finding(package, "failed", "not installed", f"pip install '{requirement}'")
     try:
@@ -183,7 +182,7 @@ def check_cuda() -> Finding:
 
 
 def check_gloo() -> Finding:
-    """Two ranks, in threads of this process, really meet over loopback and add a number."""
+    """Let two ranks, in threads of this process, meet over loopback and add a number."""
     try:
         import torch
         import torch.distributed as dist
@@ -218,7 +217,7 @@ def check_gloo() -> Finding:
 
 
 def check_nccl() -> Finding:
-    """One rank on the first GPU reduces a number; more ranks than that would have to be processes."""
+    """Let one rank reduce a number on the first GPU. More ranks would need a process each."""
     try:
         import torch
         import torch.distributed as dist
@@ -254,7 +253,7 @@ def check_sglang() -> Finding:
     except Exception as error:  # without torch it cannot even look
         why = f"{_one_line(error)}: pip install 'torch>=2.11'"
     if why is not None:
-        detail, _, fix = why.rpartition(": ")  # the sentence ends with the command that mends it
+        detail, _, fix = why.rpartition(": ")  # the sentence ends with the command that fixes it
         return Finding("sglang engine", "failed", detail, fix, needed=False)
     return Finding("sglang engine", "ok", f"sglang {version_of('sglang')}")
 
@@ -271,7 +270,6 @@ def _one_line(error: Exception) -> str:
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
 
 _SIGNS = {"ok": "✓", "note": "·", "warning": "!", "failed": "✗"}
 _COLOURS = {"ok": "green", "note": "white", "warning": "yellow", "failed": "red"}

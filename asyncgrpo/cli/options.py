@@ -1,6 +1,6 @@
-"""Flags of `train`, and what the shell offers after Tab.
+"""The flags of `train` as settings, and the completions that the shell offers after Tab.
 
-A flag wins over the file, and an explicit `key=value` wins over a flag. A flag that is not given says nothing.
+A flag wins over the file, and an explicit `key=value` wins over a flag. A flag that is not given sets nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,44 +10,42 @@ import typer
 
 from asyncgrpo.config.verl import split_gpus
 
-# -- after Tab ---------------------------------------------------------------------------------------------------------
-
+# -- completions after Tab ---------------------------------------------------------------------------------------------
 
 Offer = tuple[str, str]
-"""What is put in, and what it is, for shells that show it."""
+"""A text to insert, and its meaning for shells that show it."""
 
 
 def algorithms(incomplete: str) -> list[Offer]:
-    """Presets of `--algorithm`."""
+    """The presets of `--algorithm`."""
     from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
 
     return _fitting(((name, headline(algorithm_file(name))) for name in algorithm_names()), incomplete)
 
 
 def configurations(incomplete: str) -> list[Offer]:
-    """Files that come with the package; the shell itself adds those of the folder."""
+    """The files that come with the package. The shell adds those of the working directory."""
     from asyncgrpo.config.files import headline, shipped, shipped_names
 
     return _fitting(((name, headline(shipped(name))) for name in shipped_names()), incomplete)
 
 
 def engines(incomplete: str) -> list[Offer]:
-    """Values of `--engine`."""
+    """The values of `--engine`."""
     return _fitting(_values("generators.engine"), incomplete)
 
 
 def keys(incomplete: str) -> list[Offer]:
-    """Keys and sections of the configuration."""
+    """The keys of the configuration."""
     from asyncgrpo.config.explain import knobs
 
     return _fitting(((knob.key, knob.description) for knob in knobs().values()), incomplete)
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """`key=value` of the argument `overrides`: the key with its `=`, then the values of one that has few.
+    """The completions of `key=value`: first the key with its `=`, then the values of a key that has few.
 
-    Bash takes `=` for a word of its own, so that there the key is among the words before; click leaves out an `=` that
-    comes last.
+    Bash makes `=` a word of its own, so that the key is then among the words before. click leaves out a last `=`.
     """
     from asyncgrpo.config.explain import knobs
 
@@ -63,7 +61,7 @@ def settings(ctx: typer.Context, incomplete: str) -> list[Offer]:
 
 
 def _values(key: str) -> list[Offer]:
-    """The values of a key that names them, or is true or false."""
+    """The values of a key that has few."""
     from asyncgrpo.config.explain import choices
 
     return [(value, "") for value in choices(key)]
@@ -73,9 +71,7 @@ def _fitting(offers: Iterable[Offer], incomplete: str) -> list[Offer]:
     return [(name, what) for name, what in offers if name.startswith(incomplete)]
 
 
-# -- flags in, `key=value` out -----------------------------------------------------------------------------------------
-
-
+# -- flags as settings -------------------------------------------------------------------------------------------------
 ModelOption = Annotated[str | None, typer.Option("--model", help="Folder of a Hugging Face model, or its hub id.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Training prompts: Parquet, JSONL or JSON.")]
 EvalDataOption = Annotated[str | None, typer.Option("--eval-data", help="Held-out prompts, evaluated while training.")]
@@ -161,11 +157,11 @@ def train_overrides(
 ) -> list[str]:
     """The overrides for `load_config`: those of the flags, then the explicit ones.
 
-    Of `steps` and `epochs`, one that is given alone is the only end of the run, whatever the file says.
+    If only one of `steps` and `epochs` is given, it is the only end of the run, whatever the file says.
 
     Args:
-        n_gpus: see `split_gpus`; 0 puts one generator and one learner on the CPU, in float32.
-        explicit: `key=value` as the person wrote them. The split of the GPUs respects those about it.
+        n_gpus: GPUs to split (`split_gpus`). 0 puts one generator and one learner on the CPU, in float32.
+        explicit: `key=value` as the person wrote them. The split respects those about GPUs.
     Raises:
         ConfigError: the GPUs cannot be split.
     """
@@ -213,6 +209,6 @@ def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
 
 
 def _explicit_int(key: str, explicit: Sequence[str]) -> int | None:
-    """The last value given for `key`, if it is a whole number; `load_config` complains about any other."""
+    """The last value given for `key`, if it is a whole number. `load_config` refuses any other."""
     texts = [override.partition("=")[2].strip() for override in explicit if override.partition("=")[0].strip() == key]
     return int(texts[-1]) if texts and texts[-1].isdigit() else None

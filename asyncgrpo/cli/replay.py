@@ -1,5 +1,6 @@
-"""`asyncgrpo replay`: train a run again from its journal, to the bit, or with another correction."""
+"""`asyncgrpo replay`: trains a run again from its journal, bitwise identical or with another correction."""
 
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,7 @@ def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, of a run with buffer.keep_journal=true.")],
     with_: Annotated[
         list[str] | None,
-        typer.Option("--with", metavar="KEY=VALUE", help="Train otherwise: a key of algorithm or learner; repeatable."),
+        typer.Option("--with", metavar="KEY=VALUE", help="Change a key of algorithm or learner; repeatable."),
     ] = None,
     algorithm: AlgorithmOption = None,
     from_step: Annotated[
@@ -36,8 +37,8 @@ def replay(
 ) -> None:
     """Train a run again from its journal, and compare every step.
 
-    Nothing changed, every number must be equal to the bit (on a CPU), and the command ends with 1 if one is not. With
-    --with or --algorithm both trainings are shown side by side: the same groups in the same order, another objective.
+    Without a change every number must be bitwise identical (on a CPU); the command exits with 1 if one is not. With --with
+    or --algorithm both trainings are shown side by side: the same groups in the same order, and another objective.
     """
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events
@@ -74,14 +75,11 @@ def _folder(run: Path, name: str | None) -> Path:
 
     below = run / "replays"
     if name is None:
-        number = 1
-        while (below / str(number)).exists():
-            number += 1
-        return below / str(number)
+        return next(folder for number in count(1) if not (folder := below / str(number)).exists())
     if Path(name).name != name:
         raise ConfigError(f"--name {name} is not the name of a folder")
     if (below / name).exists():
-        raise ConfigError(f"--name {name}: {below / name} is there already; give another name")
+        raise ConfigError(f"--name {name}: {below / name} exists; give another name")
     return below / name
 
 
@@ -95,7 +93,7 @@ def _what(timeline: "Timeline", changes: list[str]) -> str:
 
 
 class _Equality:
-    """Nothing was changed: is it equal?"""
+    """The table of a replay without changes: whether each step is bitwise identical."""
 
     head = f"{'step':>6}  {'loss, recorded':<24}{'loss, replayed':<24}every field"
 
@@ -125,11 +123,11 @@ class _Equality:
         if result.other_weights:
             return f"all {compared} steps are equal, but the weights {', '.join(result.other_weights)} differ"
         weights = f"; so are the weights {', '.join(result.same_weights)}" if result.same_weights else ""
-        return f"all {compared} steps are equal to the bit{weights}"
+        return f"all {compared} steps are bitwise identical{weights}"
 
 
 class _SideBySide:
-    """Two objectives on one stream."""
+    """The table of a replay with changes: two objectives on the same groups."""
 
     def __init__(self) -> None:
         from asyncgrpo.tools.replay import QUANTITIES

@@ -1,7 +1,7 @@
-"""What `demo`, `train` and `serve` share: check the run, preview it, claim its folder, show it while it goes on, sum it up.
+"""What `demo`, `train` and `serve` share: they check a run, preview it, run it with the screen, and sum it up.
 
-Reading the files once more costs seconds; finding out after the engines are up costs minutes of many GPUs. What is
-checked here is checked by the same functions again where it is used.
+The checks read the same files as the run and call the same functions, so that a mistake shows within seconds and not after
+the engines of many GPUs have started.
 """
 
 import shutil
@@ -20,25 +20,25 @@ from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 
-# -- before anything is started ----------------------------------------------------------------------------------------
-
-
-# -- before anything is started ----------------------------------------------------------------------------------------
-
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing the cluster imports ray
+    from asyncgrpo.cluster.folder import RunFolder
+    from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.rewards.base import Reward
+    from asyncgrpo.tools.chaos import Plan
+
+# -- the checks before a run is started --------------------------------------------------------------------------------
 
 REWARD_IMPORT_S = 10.0
-"""For a user's reward file to be imported, while nothing else runs here."""
-_ROOM_BESIDE = 2**26
-"""Bytes of a run folder for what is no checkpoint."""
+"""How long the import of a user's reward file may take, while nothing else runs here."""
+_OTHER_FILES_BYTES = 2**26
+"""Space in a run folder for everything but checkpoints."""
 
 
 def check_run(config: Config) -> None:
-    """Everything about a run that can be known before it is started.
+    """Check everything about a run that can be known before it is started.
 
-    Raises ConfigError, DataError or RewardError, in one sentence.
+    Raises:
+        ConfigError, DataError, RewardError: one sentence each.
     """
     from asyncgrpo.cluster.wiring import uses_cuda
     from asyncgrpo.config.rules import check_algorithm
@@ -54,9 +54,10 @@ def check_run(config: Config) -> None:
 
 
 def check_inputs(config: Config) -> None:
-    """The part of it that answering prompts needs too: engine, model, tokenizer, reward and prompts.
+    """Check what an evaluation needs too: engine, model, tokenizer, reward and prompts.
 
-    Raises ConfigError, DataError or RewardError, in one sentence.
+    Raises:
+        ConfigError, DataError, RewardError: one sentence each.
     """
     from asyncgrpo.config.rules import check_model, local_model
     from asyncgrpo.data.demo import demo_rules
@@ -90,7 +91,7 @@ def _check_prompts(config: Config, reward: "Reward") -> None:
 
 
 def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
-    """Of this machine; those of a cluster are counted when it is reached."""
+    """Check the GPUs of this machine. Those of a Ray cluster are counted once the run has connected to it."""
     if config.cluster.ray_address is not None:
         return
     import torch
@@ -101,7 +102,7 @@ def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
 
 
 def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
-    """The model as the learner sees it, and room for a checkpoint of it. One that is still to be downloaded passes."""
+    """Check the model as the learner loads it, and the disk for a checkpoint. A model to be downloaded passes."""
     import torch
 
     from asyncgrpo.config.rules import local_model
@@ -112,18 +113,18 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
     model = check_language_model(str(folder), config, torch.device("cuda" if learner_on_gpu else "cpu"))
     exported = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize
     resumed = 3 * sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # weights and AdamW's two moments
-    _check_room(config.run.out, exported + resumed)
+    _check_disk(config.run.out, exported + resumed)
 
 
-def _check_room(out: str, checkpoint_bytes: int) -> None:
+def _check_disk(out: str, checkpoint_bytes: int) -> None:
     there = Path(out).absolute()
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    if free < checkpoint_bytes + _ROOM_BESIDE:
+    if free < checkpoint_bytes + _OTHER_FILES_BYTES:
         raise ConfigError(
             f"run.out {out}: a checkpoint takes about {size_in_words(checkpoint_bytes)}, and the disk has "
-            f"{size_in_words(free)} left; make room, or choose a folder on another disk"
+            f"{size_in_words(free)} left; free some space, or choose a folder on another disk"
         )
 
 
@@ -131,16 +132,15 @@ def _check_room(out: str, checkpoint_bytes: int) -> None:
 
 
 def preview(config: Config, algorithm: str | None = None, *, shown: Config | None = None) -> None:
-    """Look at everything that `execute` looks at before it starts, and print it.
+    """Check and print everything that `execute` checks before it starts.
 
     Args:
         algorithm: name of the preset that `config` was made with.
-        shown: where the files of `config` only stand for those of the run: the configuration that names these.
+        shown: the configuration whose file names are printed, where `config` names stand-ins for files to be made.
     Raises:
-        AsyncGRPOError: what the run would end with, in one sentence.
+        AsyncGRPOError: one sentence that says why the run would be refused.
     """
     from asyncgrpo.cluster.folder import RunFolder, look
-    from asyncgrpo.config.explain import sizes_in_words
 
     check_run(config)
     folder = RunFolder(Path(config.run.out))
@@ -193,7 +193,7 @@ def _processes(config: Config) -> str:
 
 
 def _gpus(config: Config) -> str:
-    """How many it needs, of those that are here; `check_run` has compared the two."""
+    """How many GPUs the run needs, and how many there are. `check_run` has compared them."""
     import torch
 
     from asyncgrpo.cluster.ray_session import gpus_wanted
@@ -208,12 +208,6 @@ def _gpus(config: Config) -> str:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-if TYPE_CHECKING:  # importing the cluster imports ray
-    from asyncgrpo.cluster.folder import RunFolder
-    from asyncgrpo.cluster.run import Outcome
-    from asyncgrpo.tools.chaos import Plan
-
-
 def choose_folder(default: str, explicit: str | None) -> Path:
     """The folder asked for, or the first of `default`, `default-2`, ... without a finished run."""
     from asyncgrpo.cluster.folder import unused
@@ -226,13 +220,13 @@ def execute(
 ) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, with the screen on `console`.
 
-    A folder with an unfinished run is gone on with, from its newest checkpoint.
+    An unfinished run in the folder goes on from its newest checkpoint.
 
     Args:
-        algorithm: name of the preset that `config` was made with, to be said with its sizes.
-        chaos: faults to do to the run on purpose.
+        algorithm: name of the preset that `config` was made with, to be printed with the sizes.
+        chaos: faults to inject into the run.
     Raises:
-        AsyncGRPOError: in one sentence, whatever ended the run.
+        AsyncGRPOError: one sentence that says what ended the run.
     """
     from asyncgrpo.cluster.folder import RunFolder, look, record
     from asyncgrpo.cluster.run import Run
@@ -253,13 +247,13 @@ def execute(
             outcome = Run(config, folder, sizes, chaos).execute(tell=say)
     finally:
         folder.release()
-    say(_last_words(folder))
+    say(_summary(folder))
     return outcome
 
 
 @contextmanager
 def _screen(folder: "RunFolder", console: Console) -> Iterator[None]:
-    """Show the run's events while it goes on."""
+    """Show the events of the run while it goes on."""
     from asyncgrpo.recording.screen import watch
 
     stop = threading.Event()
@@ -273,8 +267,8 @@ def _screen(folder: "RunFolder", console: Console) -> Iterator[None]:
         screen.join(timeout=10.0)
 
 
-def _last_words(folder: "RunFolder") -> str:
-    """Draw the curves, and sum the run up."""
+def _summary(folder: "RunFolder") -> str:
+    """Draw the curves of the run, and return its summary."""
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events
     from asyncgrpo.recording.text import summary

@@ -1,4 +1,4 @@
-"""`asyncgrpo samples`: what the model answered, what the reward made of it and how old the completion was."""
+"""`asyncgrpo samples`: the completions of a step, with their rewards and their lag."""
 
 import random
 from collections import Counter
@@ -27,13 +27,13 @@ def samples(
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     at_random: Annotated[bool, typer.Option("--random", help="A random choice, the same each time.")] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Completions to print.")] = 5,
-    full: Annotated[bool, typer.Option("--full", help="Whole texts, however long.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Full texts, however long.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Prompts, completions, rewards and lag of one training step.
+    """Print prompts, completions, rewards and lag of one training step.
 
-    The same completion of the same prompt is shown once, with how often it was given. With --json one object a line, texts
-    whole.
+    A completion that was sampled several times is shown once, with a count. --json prints one object on each line, with
+    full texts.
     """
     if best + worst + at_random > 1:
         raise typer.BadParameter("give one of --best, --worst and --random")
@@ -69,7 +69,7 @@ def read_step(run: Path, step: int | None = None) -> list[Row]:
 
 
 def choose(rows: list[Row], order: Literal["best", "worst", "random"] | None) -> list[Row]:
-    """`rows` in the order asked for; completions without a reward come last among best and worst."""
+    """`rows` in the order asked for. For best and worst, completions without a reward come last."""
     if order is None:
         return rows
     if order == "random":
@@ -79,7 +79,7 @@ def choose(rows: list[Row], order: Literal["best", "worst", "random"] | None) ->
 
 
 def distinct(rows: list[Row]) -> list[Row]:
-    """The first of the rows that are alike in prompt, completion and reward, each with its `count` of them."""
+    """`rows` without repetitions of the same prompt, completion and reward; `count` says how often each occurs."""
     counts = Counter(map(_alike, rows))
     first = {_alike(row): row for row in reversed(rows)}
     return [row | {"count": counts[_alike(row)]} for row in rows if row is first[_alike(row)]]
@@ -110,7 +110,7 @@ def _print(rows: list[Row], of: list[Row], length: int | None) -> None:
 
 
 def _last_lines(rows: list[Row], of: list[Row]) -> Iterator[str]:
-    """How much of the step was shown, and whether there was anything to learn from it."""
+    """How much of the step was shown, and whether its rewards differ at all."""
     shown = sum(row["count"] for row in rows)
     different = f" ({len(rows)} different)" if shown > len(rows) else ""
     yield f"{shown} of the {len(of)} completions of step {of[0]['step'] if of else '?'}{different}"

@@ -1,4 +1,4 @@
-"""`asyncgrpo train` and `asyncgrpo serve`: a run from flags, and a run from a file."""
+"""`asyncgrpo train` and `asyncgrpo serve`: a run from flags, and a run without an end from a file."""
 
 import typer
 from rich.console import Console
@@ -74,8 +74,8 @@ def serve(
 ) -> None:
     """Train without an end, until SIGTERM or Ctrl-C.
 
-    Either lets what is under way finish, writes a checkpoint and exits with 0. Started again, it goes on from its newest
-    checkpoint. `run.steps` and `run.epochs` count only on the command line.
+    Either signal finishes the step in flight, writes a checkpoint and exits with 0. The same command goes on from the
+    newest checkpoint. `run.steps` and `run.epochs` count only on the command line.
     """
     from asyncgrpo.cli.running import execute, preview
     from asyncgrpo.config.load import load_config

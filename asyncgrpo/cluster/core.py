@@ -1,8 +1,8 @@
-"""The buffer and the ranks of the learner: one gang, started together from the last checkpoint, and ended together.
+"""The core, which is the buffer and the learner ranks: started together from the last checkpoint, and ended together.
 
-Neither is of use without the other: a learner that starts again goes back to a checkpoint, and the buffer's prompts with
-it. What the buffer had acknowledged is in its journal, so the next gang begins with the groups that this one had. A gang
-may stand by: its processes are there and have imported everything before they are told for whom they work.
+Buffer and learner cannot be restarted alone: a learner that starts again goes back to a checkpoint, and the buffer's
+prompts have to go back with it. The groups that the buffer had acknowledged are in its journal, so the next core begins
+with them. A standby core has started its processes and imported everything before it is needed.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.ray_session import Placement, has_ended, result, results
+from asyncgrpo.cluster.ray_session import Placement, Reference, has_ended, result, results
 from asyncgrpo.cluster.wiring import BufferActor, BufferReady, LearnerActor, LearnerReady, Setup, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
@@ -23,51 +23,13 @@ from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.wire.sockets import Client
 from asyncgrpo.wire.supervision import Drain, EndpointsChanged, GeneratorLost
 
-# -- how often something may be started again --------------------------------------------------------------------------
-
-
-WINDOW_S = 3600.0
-
-
-class Budget:
-    """Restarts of one thing."""
-
-    def __init__(self, name: str, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            allowed: restarts within any hour.
-        """
-        self._name = name
-        self._allowed = allowed
-        self._clock = clock
-        self._recent: deque[float] = deque()
-        self.count = 0
-        """Of all times."""
-
-    def spend(self, reason: str) -> int:
-        """One more restart; returns their count. Raises AsyncGRPOError when that is one too many."""
-        now = self._clock()
-        while self._recent and now - self._recent[0] > WINDOW_S:
-            self._recent.popleft()
-        if len(self._recent) >= self._allowed:
-            raise AsyncGRPOError(
-                f"{self._name} ended {len(self._recent) + 1} times within an hour "
-                f"({self._allowed} restarts are allowed); the last time: {reason}"
-            )
-        self._recent.append(now)
-        self.count += 1
-        return self.count
-
-
-# -- the gang ----------------------------------------------------------------------------------------------------------
-
 
 class Core:
-    """One gang. It works once it knows for which lineage."""
+    """One core. It can start once `assign` has told it its lineage."""
 
     setup: Setup
     first_step: int
-    """Of the checkpoint that it starts from."""
+    """The step of the checkpoint that it starts from."""
 
     def __init__(self, ranks: int, placement: Placement, watch: Watch) -> None:
         self._watch = watch
@@ -75,28 +37,28 @@ class Core:
         self._learners = [
             ray.remote(LearnerActor).options(**placement.learner(rank)).remote(rank) for rank in range(ranks)
         ]
-        self._training: list[Any] = []
+        self._training: list[Reference] = []
         self._began_s: float | None = None
-        self._serving: Any = None
+        self._serving: Reference = None
         self._control: Client | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
-        """Of the metrics of its processes."""
+        """Where its processes export their metrics, by name."""
         self.endpoints = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
-        """What a generator must know to work for it, once it has started."""
+        """What a generator must know to work for this core; empty before its start."""
 
     def warm_up(self) -> None:
-        """Import now what takes seconds later."""
+        """Have its processes import everything now, before they are needed."""
         for actor in (self._buffer, *self._learners):
             actor.warm_up.remote()
 
     def assign(self, setup: Setup) -> None:
-        """This is what it works on."""
+        """Set the lineage, the checkpoint and the configuration that it works on."""
         self.setup = setup
         # Read now: newer checkpoints replace this one while the core trains.
         self.first_step = read_state(setup.checkpoint).step if setup.checkpoint is not None else 0
 
     def start(self, while_waiting: Callable[[], None]) -> tuple[BufferReady, list[LearnerReady]]:
-        """Bind everything that others connect to. Raises AsyncGRPOError."""
+        """Start its processes and bind everything that others connect to. Raises AsyncGRPOError."""
         setup = self.setup
         references = {"buffer": self._buffer.start.remote(setup)}
         references |= {f"learner-{rank}": learner.start.remote(setup) for rank, learner in enumerate(self._learners)}
@@ -111,7 +73,7 @@ class Core:
         """Begin to train.
 
         Args:
-            about: the run in numbers, for its first event.
+            about: fields of the run's `start` event.
         """
         self._began_s = time.monotonic()
         self._serving = self._buffer.run.remote()
@@ -120,10 +82,10 @@ class Core:
         ]
 
     def status(self) -> str | None:
-        """How training ended, `done`, `drained` or `failed` (`farewell` says why), or None while it goes on.
+        """How training ended, `done`, `drained` or `failed` (`shut_down` says why), or None while it goes on.
 
         Raises:
-            ProcessLost: a process died or hangs; the others are of no use either.
+            ProcessLost: a process died or hangs; the others cannot go on without it.
             StalledError: nothing was trained for too long.
             AsyncGRPOError: what ended training for good.
         """
@@ -135,41 +97,38 @@ class Core:
             result(self._serving, "buffer")
             if not ray.wait(self._training, timeout=5.0)[0]:
                 raise ProcessLost("buffer: it ended before the learner")
-        self._check_signs_of_life()
+        self._check_heartbeats()
         return None
 
-    def _check_signs_of_life(self) -> None:
+    def _check_heartbeats(self) -> None:
         cluster, incarnation = self.setup.config.cluster, str(self.setup.lineage)
         silent_s, learners = cluster.silent_timeout_s, [f"learner-{rank}" for rank in range(len(self._learners))]
-        # A step of the learner may take long; what ends that wait is the limit on the whole run's progress.
+        # A step of the learner may take long; only the limit on the whole run's progress ends that wait.
         for name, still_s in {"buffer": silent_s, **dict.fromkeys(learners, math.inf)}.items():
-            unhealthy_reason = self._watch.unhealthy_reason(name, incarnation, silent_s=silent_s, still_s=still_s)
-            if unhealthy_reason is not None:
-                raise ProcessLost(f"{name}: {unhealthy_reason}")
+            if reason := self._watch.unhealthy_reason(name, incarnation, silent_s=silent_s, still_s=still_s):
+                raise ProcessLost(f"{name}: {reason}")
+        stall_s = cluster.stall_timeout_s
         for name in learners:
-            unhealthy_reason = self._watch.unhealthy_reason(
-                name, incarnation, silent_s=math.inf, still_s=cluster.stall_timeout_s
-            )
-            if unhealthy_reason is not None:
-                raise StalledError(f"{name}: {unhealthy_reason} (cluster.stall_timeout_s)")
+            if reason := self._watch.unhealthy_reason(name, incarnation, silent_s=math.inf, still_s=stall_s):
+                raise StalledError(f"{name}: {reason} (cluster.stall_timeout_s)")
 
     @property
     def seconds(self) -> float:
-        """Since it began to train."""
+        """Seconds since it began to train; 0 before."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     @property
     def steps_done(self) -> int | None:
-        """Optimizer steps that the learner has said it has done."""
+        """Optimizer steps that the learner has reported; None before its first."""
         return self._watch.step("learner-0", str(self.setup.lineage))
 
     @property
     def can_save(self) -> bool:
-        """Whether every rank of the learner is at work, and the buffer without which there is no checkpoint."""
+        """Whether all learner ranks and the buffer are at work: a checkpoint needs each of them."""
         return bool(self._training) and not any(map(has_ended, [*self._training, self._serving]))
 
     def drain(self, reason: str, *, is_failure: bool = False) -> None:
-        """Ask for an end in order.
+        """Ask the run to end in order.
 
         Args:
             is_failure: the run is given up.
@@ -178,16 +137,16 @@ class Core:
             self._control.send(Drain(reason=reason, is_failure=is_failure))
 
     def generator_lost(self, name: str, incarnation: str) -> None:
-        """Its leases are free at once, and no publication waits for it."""
+        """Tell buffer and learner of a lost generator: its leases are free at once, and no publication waits for it."""
         message = GeneratorLost(generator_id=name, incarnation=incarnation)
         if self._control is not None:
             self._control.send(message)
         self._watch.tell("learner-0", message)
 
     def shut_down(self, timeout_s: float) -> None:
-        """Wait for the buffer to end by itself. Raises AsyncGRPOError: it could not go on."""
+        """Wait for the buffer to end by itself. Raises AsyncGRPOError if it had to give up."""
         if ray.wait([self._serving], timeout=timeout_s)[0]:
-            with contextlib.suppress(ProcessLost):  # training is over: it may die
+            with contextlib.suppress(ProcessLost):  # training is over: the buffer may die
                 result(self._serving, "buffer")
 
     def end(self) -> None:
@@ -200,7 +159,7 @@ class Core:
 
 
 class Cores:
-    """Makes one core after another. While one trains the next may stand by, where it needs no GPU for that."""
+    """Makes one core after another. Without GPUs, the next one stands by while a core trains."""
 
     def __init__(self, config: Config, placement: Placement, watch: Watch) -> None:
         self._placement = placement
@@ -210,22 +169,57 @@ class Cores:
         self._standby: Core | None = None
 
     def next(self, setup: Setup) -> Core:
-        """For a new lineage: the one that stands by, or else a new one."""
+        """The core of a new lineage: the standby, or else a new one."""
         core, self._standby = self._standby or self._make(), None
         core.assign(setup)
         return core
 
     def reconcile(self, core: Core) -> None:
-        """While `core` trains."""
+        """Start a standby once `core` has trained for `cluster.standby_after_s`."""
         if self._standby is None and self._after_s is not None and core.seconds >= self._after_s:
             self._standby = self._make()
             self._standby.warm_up()
 
     def end(self) -> None:
-        """None is wanted any more."""
+        """End the standby: no further core is wanted."""
         if self._standby is not None:
             self._standby.end()
             self._standby = None
 
     def _make(self) -> Core:
         return Core(self._ranks, self._placement, self._watch)
+
+
+# -- the limit on restarts ---------------------------------------------------------------------------------------------
+
+WINDOW_S = 3600.0
+
+
+class Budget:
+    """How often one thing may be started again within an hour."""
+
+    def __init__(self, name: str, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            allowed: restarts within any hour.
+        """
+        self._name = name
+        self._allowed = allowed
+        self._clock = clock
+        self._recent: deque[float] = deque()
+        self.count = 0
+        """All restarts so far, however long ago."""
+
+    def spend(self, reason: str) -> int:
+        """Count one more restart and return the count of all. Raises AsyncGRPOError when it is one too many."""
+        now = self._clock()
+        while self._recent and now - self._recent[0] > WINDOW_S:
+            self._recent.popleft()
+        if len(self._recent) >= self._allowed:
+            raise AsyncGRPOError(
+                f"{self._name} ended {len(self._recent) + 1} times within an hour "
+                f"({self._allowed} restarts are allowed); the last time: {reason}"
+            )
+        self._recent.append(now)
+        self.count += 1
+        return self.count

@@ -1,18 +1,21 @@
-"""The generators: started, watched, started again when they end or hang, and told when buffer and learner have moved."""
+"""The fleet, which is all generators of a run: starts them, watches them, and starts them again when they end or hang.
+
+It also tells them the endpoints of a new core.
+"""
 
 import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import ray
 
 from asyncgrpo import metrics
 from asyncgrpo.cluster.core import Budget, Core
 from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.ray_session import Placement, has_ended, result
+from asyncgrpo.cluster.ray_session import Actor, Placement, Reference, has_ended, result
 from asyncgrpo.cluster.wiring import GeneratorActor, Setup, incarnation_of
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.recording.events import EventLog
@@ -21,25 +24,27 @@ from asyncgrpo.wire.supervision import EndpointsChanged
 log = logging.getLogger(__name__)
 
 SILENT_WHEN_MISSED_S = 5.0
-"""A generator that buffer or learner have lost touch with may be silent for so long, and no longer: five signs of life."""
+"""How long a generator may be silent that buffer or learner have lost touch with: five heartbeats."""
 BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""Before a restart, by how often in a row this generator has ended before its engine served."""
+"""The wait before a restart, by how often in a row this generator has ended before its engine served."""
 FAILED_STARTS = 3
-"""A generator that ends so often in a row before its engine serves will not do better: the run ends with its reason."""
+"""The run ends once a generator has ended so often in a row before its engine served."""
 
 
 @dataclass
 class _Generator:
-    """One incarnation. Ray ends an actor that nobody holds."""
+    """One incarnation of a generator. Ray ends an actor whose handle nobody holds."""
 
-    actor: Any
+    actor: Actor
     incarnation: str
-    address: Any
-    running: Any
+    address: Reference
+    """Returned by `start`: where it exports its metrics. None once it is known."""
+    running: Reference
+    """Returned by `run`, when it ends."""
 
 
 class Fleet:
-    """All generators of a run, for as long as it lasts."""
+    """All generators of a run."""
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class Fleet:
         self._running: dict[int, _Generator] = {}
         self._due: dict[int, float] = dict.fromkeys(range(count), 0.0)
         self._ended_by: dict[int, str] = {}
-        """Why the one before ended, of those that are due."""
+        """Why the incarnation before ended, for generators that are due."""
         self._failed_starts = [0] * count
         self._budgets = [Budget(f"generator-{i}", setup.config.generators.restarts) for i in range(count)]
         self._core: Core | None = None
@@ -71,12 +76,12 @@ class Fleet:
 
     @property
     def is_up(self) -> bool:
-        """Whether some engine serves already."""
+        """Whether at least one engine serves."""
         return any(self._watch.has_begun(f"generator-{i}", g.incarnation) for i, g in self._running.items())
 
     @property
     def is_whole(self) -> bool:
-        """Whether every engine serves, and works for the present core."""
+        """Whether every engine serves the present core."""
         return (
             self._core is not None
             and len(self._running) == len(self._budgets)
@@ -88,47 +93,40 @@ class Fleet:
         )
 
     def work_for(self, core: Core, endpoints: EndpointsChanged) -> None:
-        """From now on. Those that live are told, those that start are given its address.
+        """Have all generators work for `core` from now on.
 
         Args:
-            home: where they find it.
+            endpoints: where generators find it.
         """
         self._core, self._endpoints = core, endpoints
 
     def leave(self) -> None:
-        """The core that they worked for is gone."""
+        """Start nothing until the next `work_for`: the core is gone."""
         self._core = None
 
     def reconcile(self, *, may_restart: bool = True) -> None:
-        """One look at all of them: who ended, who hangs, who is due. Raises AsyncGRPOError when one is not to be helped."""
-        limit_s, missing = self._setup.config.cluster.silent_timeout_s, self._watch.missing()
+        """End those that hang, start those that are due, and tell the others where the core is.
+
+        Raises:
+            AsyncGRPOError: a generator has ended too often.
+        """
+        missing = self._watch.missing()
         for index, generator in list(self._running.items()):
             name = f"generator-{index}"
             if generator.address is not None and has_ended(generator.address):
                 with contextlib.suppress(AsyncGRPOError):  # then `running` has failed too, or is about to
                     self._on_address(name, result(generator.address, name))
                 generator.address = None
-            if has_ended(generator.running):
-                self._ended(index, generator, _reason(generator.running, name), may_restart)
-            elif unhealthy_reason := self._watch.unhealthy_reason(
-                name, generator.incarnation, silent_s=limit_s, still_s=limit_s
-            ):
-                self._ended(index, generator, unhealthy_reason, may_restart)
-            elif (witness := missing.get(f"{name}-{generator.incarnation}")) and (
-                unhealthy_reason := self._watch.unhealthy_reason(
-                    name, generator.incarnation, silent_s=SILENT_WHEN_MISSED_S, still_s=limit_s
-                )
-            ):
-                self._ended(index, generator, f"{unhealthy_reason}, and {witness} has lost it too", may_restart)
-            elif self._core is not None and self._watch.buffer_endpoint(name, generator.incarnation) not in (
-                None,
-                self._endpoints.buffer_endpoint,
-            ):
-                self._watch.tell(name, self._endpoints)
+            if reason := self._unhealthy_reason(name, generator, missing.get(f"{name}-{generator.incarnation}")):
+                self._ended(index, generator, reason, may_restart)
+            elif self._core is not None:
+                known = self._watch.buffer_endpoint(name, generator.incarnation)
+                if known not in (None, self._endpoints.buffer_endpoint):
+                    self._watch.tell(name, self._endpoints)
         if self._core is not None and may_restart:
             for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
                 del self._due[index]
-                self._start(index, self._endpoints)
+                self._start(index)
 
     def shut_down(self, timeout_s: float) -> None:
         """Wait for the generators to end by themselves."""
@@ -136,10 +134,26 @@ class Fleet:
         if references:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
-    def _start(self, index: int, endpoints: EndpointsChanged) -> None:
+    def _unhealthy_reason(self, name: str, generator: _Generator, witness: str | None) -> str | None:
+        """Why this generator has to be replaced, or None.
+
+        Args:
+            witness: the process that has lost touch with it, if one has.
+        """
+        if has_ended(generator.running):
+            return _reason(generator.running, name)
+        limit_s = self._setup.config.cluster.silent_timeout_s
+        unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
+        if reason := unhealthy_reason(silent_s=limit_s):
+            return reason
+        if witness and (reason := unhealthy_reason(silent_s=SILENT_WHEN_MISSED_S)):
+            return f"{reason}, and {witness} has lost it too"
+        return None
+
+    def _start(self, index: int) -> None:
         options, start = self._placement.generator(index), self._budgets[index].count
         actor = ray.remote(GeneratorActor).options(**options).remote(self._setup, index, start)
-        address = actor.start.remote(endpoints)
+        address = actor.start.remote(self._endpoints)
         self._running[index] = _Generator(actor, incarnation_of(self._setup, start), address, actor.run.remote())
         if (reason := self._ended_by.pop(index, None)) is not None:
             self._events.write("restart", actor=f"generator-{index}", reason=reason, count=start)
@@ -166,7 +180,8 @@ class Fleet:
         self._due[index] = time.monotonic() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
 
-def _reason(running: Any, name: str) -> str:
+def _reason(running: Reference, name: str) -> str:
+    """Why a generator's `run` ended."""
     try:
         result(running, name)
         return "it ended by itself"

@@ -1,8 +1,8 @@
 """A run's folder: who owns it, which start of the run this is, and what it was configured with.
 
-<run>/config.yaml                what the last start was configured with
-<run>/starts/0003/config.yaml    the same of each start, by its lineage
-<run>/starts/0003/files.json     the files that it named: where they were, and a digest of what they held
+<run>/config.yaml                the configuration of the last start
+<run>/starts/0003/config.yaml    the configuration of each start, by its lineage
+<run>/starts/0003/files.json     the files that it named: their paths and a digest of each
 """
 
 import contextlib
@@ -33,18 +33,18 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self._lock: int | None = None
+        self._descriptor: int | None = None
 
     def claim(self) -> None:
         """Make the folder and hold it until this process ends. Raises CheckpointError when another process holds it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CheckpointError(f"run.out {self.path} cannot be written: {error.strerror}") from error
-        self._lock_or_say(self._lock)
+        self._lock(self._descriptor)
 
-    def _lock_or_say(self, descriptor: int) -> None:
+    def _lock(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -52,24 +52,30 @@ class RunFolder:
                 f"run.out {self.path} belongs to a run that is still going; stop it or choose another"
             ) from error
 
+    def release(self) -> None:
+        """Let another process claim the folder."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     @property
     def lineage(self) -> int:
-        """Of the newest start; 0 before the first."""
+        """The number of the newest start; 0 before the first."""
         path = self.path / "lineage"
         return int(path.read_text()) if path.exists() else 0
 
     def check_free(self) -> None:
-        """Raises CheckpointError where `claim` would. It writes nothing and holds nothing."""
+        """Raise CheckpointError where `claim` would, without writing or holding anything."""
         place = self.path
         while not place.exists():
             place = place.parent
         if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
             raise CheckpointError(f"run.out {self.path} cannot be written: {place} is no folder that we may write to")
         with contextlib.suppress(FileNotFoundError), open(self.path / ".lock") as lock:
-            self._lock_or_say(lock.fileno())
+            self._lock(lock.fileno())
 
     def next_lineage(self) -> int:
-        """The number of this start of the run, from 1; on disk before it is used, so that none is used twice."""
+        """The number of this start of the run, from 1. It is on disk before it is used, so that none is used twice."""
         path, lineage = self.path / "lineage", self.lineage + 1
         temporary = path.with_suffix(".tmp")
         temporary.write_text(str(lineage))
@@ -87,18 +93,10 @@ class RunFolder:
         events = self.path / "metrics.jsonl"
         if not events.exists():
             return "new"
-        last = None
-        for event in read_events(events):
-            if event["event"] in ("start", "end"):
-                last = event
-        if last is None:
+        turns = [event for event in read_events(events) if event["event"] in ("start", "end")]
+        if not turns:
             return "new"
-        return "done" if last.get("status") == "done" else "unfinished"
-
-    def release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        return "done" if turns[-1].get("status") == "done" else "unfinished"
 
 
 def is_abandoned(path: Path) -> bool:
@@ -129,20 +127,19 @@ def hold(path: Path, within_s: float) -> int:
 
 
 def unused(path: Path) -> Path:
-    """`path`, or `path-2`, `path-3`, ... : the first that holds no finished run."""
+    """The first of `path`, `path-2`, `path-3`, ... that holds no finished run."""
     candidate, number = path, 2
     while RunFolder(candidate).status() == "done":
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
 
 
-# -- what each start was configured with -------------------------------------------------------------------------------
-
+# -- the configuration of each start -----------------------------------------------------------------------------------
 
 _SAMPLED_ABOVE = 2**24
-"""Bytes above which a file of a model is sampled, not read: two of one shape differ nearly everywhere."""
+"""Bytes above which a file of a model is sampled instead of read: two trained models differ nearly everywhere."""
 _SAMPLES, _SAMPLE_BYTES = 64, 2**12
-_OF_A_MODEL = ("config.json", "tokenizer.json", "*.safetensors", "*.bin")
+_MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
@@ -151,17 +148,17 @@ class Standing:
 
     checkpoint: Path | None
     step: int
-    """Of the checkpoint; 0 without one."""
+    """The step of the checkpoint; 0 without one."""
     is_new: bool
-    """No start of the run has come as far as an event."""
+    """No start of the run has written an event yet."""
     changes: tuple[Change, ...]
     settings: Settings
-    """Of this start."""
+    """The settings of this start."""
     unknown: str = ""
-    """What of the earlier start nobody wrote down."""
+    """What is not known of the earlier start, in words."""
 
     def lines(self, out: str) -> list[str]:
-        """For the person who starts it."""
+        """What to tell the person who starts the run."""
         if self.is_new:
             return []
         if self.checkpoint is not None:
@@ -178,11 +175,11 @@ class Standing:
 
 
 def look(config: Config, folder: RunFolder) -> Standing:
-    """How `config` stands to what is in `folder`. Only reads.
+    """Compare `config` with what is in `folder`. Writes nothing.
 
     Raises:
-        ConfigError: the run in it is over, or a resume cannot change what was changed.
-        CheckpointError: what the start before it left cannot be read.
+        ConfigError: the run in it is over, or a setting was changed that a resume cannot change.
+        CheckpointError: the files of the start before cannot be read.
     """
     settings = settings_of(config)
     checkpoint, status = folder.checkpoint(), folder.status()
@@ -196,7 +193,7 @@ def look(config: Config, folder: RunFolder) -> Standing:
         )
     before, unknown = _read_last(folder.path)
     found = changes(before, settings) if before is not None else []
-    if checkpoint is None:  # nothing was kept of what the earlier start trained
+    if checkpoint is None:  # nothing is left of what the earlier start trained
         found = [replace(change, effect="applied", why="") for change in found]
     if refused := [change for change in found if change.effect == "refused"]:
         raise ConfigError(_refusal(config.run.out, step, refused))
@@ -212,7 +209,7 @@ def _refusal(out: str, step: int, refused: list[Change]) -> str:
 
 
 def record(config: Config, folder: RunFolder, standing: Standing) -> None:
-    """Write down what this start is configured with, and what has changed. Raises CheckpointError."""
+    """Write the configuration of this start, and an event for each change. Raises CheckpointError."""
     text, place = to_yaml(config), folder.path / "starts" / f"{folder.lineage + 1:04d}"
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -229,7 +226,7 @@ def record(config: Config, folder: RunFolder, standing: Standing) -> None:
 
 
 def _read_last(run: Path) -> tuple[Settings | None, str]:
-    """The start before this one, and what of it is not known, in words. Raises CheckpointError, ConfigError."""
+    """The settings of the start before, and what is not known of it, in words. Raises CheckpointError, ConfigError."""
     files = max((run / "starts").glob("[0-9]*/files.json"), default=None)
     if files is not None:
         try:
@@ -239,19 +236,19 @@ def _read_last(run: Path) -> tuple[Settings | None, str]:
         return Settings(values=values_in(read_plain(files.with_name("config.yaml"))), sources=sources), ""
     if (run / "config.yaml").exists():
         written = values_in(read_plain(run / "config.yaml"))
-        unknown = "whether its model, data and reward hold what they held is not known"
+        unknown = "whether its model, data and reward files have changed is not known"
         return Settings(values=written, sources=_places(written)), f"{run} was started by an older release: {unknown}"
     return None, f"{run} does not say how it was started before: what has changed since is not known"
 
 
 def settings_of(config: Config) -> Settings:
-    """Of a start, with the files that it names as they are now."""
+    """The settings of a start, with digests of the files that it names as they are now."""
     values = values_of(config)
     return Settings(values=values, sources={key: _with_digest(key, found) for key, found in _places(values).items()})
 
 
 def _places(values: dict[str, Any]) -> dict[str, Source]:
-    """Where the files are that the knobs name. Relative paths are of the folder that we run in."""
+    """Where the files are that the settings name. Relative paths start from the working directory."""
     places = {key: values.get(key) for key in ("data.train", "data.eval", "reward.function")}
     found = {key: Source(path=os.path.realpath(path)) for key, path in places.items() if path is not None}
     model = Path(values["model.path"]).expanduser()
@@ -269,18 +266,18 @@ def _with_digest(key: str, source: Source) -> Source:
 
 
 def _files_of_model(path: str) -> list[Path]:
-    """None for a hub id that is not here yet."""
+    """The files of a model that are digested; none for a hub id that is not downloaded yet."""
     folder = local_model(path)
-    return sorted(file for name in _OF_A_MODEL for file in folder.glob(name)) if folder is not None else []
+    return sorted(file for name in _MODEL_FILES for file in folder.glob(name)) if folder is not None else []
 
 
 def _file_of(path: str) -> Path:
-    """Of FILE or FILE:NAME."""
+    """The file of `FILE` or `FILE:NAME`."""
     return Path(path if Path(path).is_file() else path.rpartition(":")[0])
 
 
 def _feed(digest: Any, path: Path, *, sampled_above: int | None) -> None:
-    """The size of a file and its bytes; of a large one its head and an even sample."""
+    """Add the size of a file and its bytes to `digest`; of a large file only its head and an even sample."""
     size = path.stat().st_size
     digest.update(f"{size}\0".encode())
     with open(path, "rb") as file:

@@ -1,9 +1,9 @@
-"""Signs of life: every process says once a second that it is there, what it waits for, and when its loop last went round.
+"""Heartbeats: every process tells the driver once a second what it waits for and when its loop last went round.
 
-    process ──Heartbeat──▶ driver                 from a thread of its own: a long step does not silence it, SIGSTOP does
+    process ──Heartbeat──▶ driver      from a thread of its own: a long step does not silence it, SIGSTOP does
     process ◀──EndpointsChanged, GeneratorLost, DumpStacks── driver
 
-Ray tells of a process that ended. This tells of one that did not, and is of no use any more.
+Ray reports a process that has ended. Heartbeats show a process that lives but hangs.
 """
 
 import atexit
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 SAY_AFTER_S = 30.0
-"""A wait that has lasted so long gets a line in the driver's log, and another each time that passes again."""
+"""A wait that has lasted so long gets a line in the driver's log, and another one each time as much has passed again."""
 
 
 class Heart:
-    """The process's end. Runs until the process does."""
+    """Sends the heartbeats of one process, in a thread, until the process ends."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Heart:
         Args:
             endpoint: of the driver's `Watch`.
             run_dir: stacks go to `logs/<name>.stacks` in it.
-            on_moved, on_lost, home, loop_age_s, step, missing: called in the heart's thread.
+            on_endpoints_changed, on_lost, buffer_endpoint, loop_age_s, step, missing: called in the heart's thread.
         """
         self._endpoint, self._keys = endpoint, keys
         self._name, self._incarnation = name, incarnation
@@ -114,7 +114,7 @@ class Heart:
 
 @dataclass
 class _Process:
-    """What is known of one process."""
+    """What the driver knows of one process."""
 
     peer: str
     heartbeat: Heartbeat
@@ -123,7 +123,7 @@ class _Process:
 
 
 class Watch:
-    """The driver's end. One thread uses it."""
+    """Receives the heartbeats of all processes. One thread of the driver uses it."""
 
     def __init__(self, bind: str, keys: Keys | None, *, host: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._server = Server(bind, keys, advertise=host)
@@ -132,7 +132,7 @@ class Watch:
         self.endpoint = self._server.endpoint
 
     def listen(self) -> None:
-        """Read what has arrived, and say in the log what has been awaited for long."""
+        """Read what has arrived, and log what a process has waited for long."""
         while (received := self._server.receive(0.0)) is not None:
             peer, frames = received
             try:
@@ -149,11 +149,11 @@ class Watch:
             self._say_waits(name, process)
 
     def unhealthy_reason(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
-        """Why this process is of no use any more, if it is not; None also before its first word.
+        """Why this process has to be replaced, or None. None also before its first heartbeat.
 
         Args:
-            silent_s: it may say nothing for so long.
-            still_s: its loop may stand still for so long.
+            silent_s: how long it may send no heartbeat.
+            still_s: how long its loop may stand still.
         """
         known = self._of(name, incarnation)
         if known is None:
@@ -165,12 +165,12 @@ class Watch:
         return None
 
     def has_begun(self, name: str, incarnation: str) -> bool:
-        """Whether its main loop ran: it got further than its start."""
+        """Whether its main loop has run at least once."""
         known = self._of(name, incarnation)
         return known is not None and known.heartbeat.loop_age_s is not None
 
     def step(self, name: str, incarnation: str) -> int | None:
-        """Optimizer steps that this learner has said it has done."""
+        """Optimizer steps that this learner has reported."""
         known = self._of(name, incarnation)
         return known.heartbeat.step if known is not None else None
 
@@ -183,11 +183,11 @@ class Watch:
         return known if known is not None and known.heartbeat.incarnation == incarnation else None
 
     def names(self, role: str) -> list[str]:
-        """Of the processes of a role that are in touch."""
+        """The names of a role's processes that have sent heartbeats."""
         return [name for name in self._processes if name.startswith(role)]
 
     def pids(self, *roles: str) -> list[int]:
-        """Process ids of these roles, or of one process by its name; `""` is everyone's."""
+        """The process ids of these roles, or of one process by its name; `""` stands for all."""
         return [p.heartbeat.pid for name, p in self._processes.items() if name.startswith(roles)]
 
     def buffer_endpoint(self, name: str, incarnation: str) -> str | None:
@@ -196,17 +196,17 @@ class Watch:
         return (known.heartbeat.buffer_endpoint or None) if known is not None else None
 
     def tell(self, name: str, message: Message) -> None:
-        """To one process, if it is in touch."""
+        """Send to one process, if it has sent a heartbeat."""
         if (known := self._processes.get(name)) is not None:
             self._server.send(known.peer, message)
 
     def dump_stacks(self, reason: str) -> None:
-        """Every process that still can writes its stacks to `logs/<name>.stacks`."""
+        """Ask every process to write its stacks to `logs/<name>.stacks`."""
         for name in self._processes:
             self.tell(name, DumpStacks(reason=reason))
 
     def forget(self, name: str) -> None:
-        """It is gone, or about to be replaced."""
+        """Drop what is known of a process that is gone or about to be replaced."""
         self._processes.pop(name, None)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Ray for the length of one run: its session, what its references hold, and which GPUs each role gets.
+"""Ray in one run: its session, the results of its actors, and which GPUs each role gets.
 
-Whoever may speak to Ray may run code in it. A Ray that is started here asks for a token, has no dashboard, and its token
-is for nobody else to read. What stays open all the same is in docs/security.md.
+Whoever can connect to Ray can run code in it. A Ray that is started here asks for a token that only this user can read,
+and has no dashboard. docs/security.md says what stays open all the same.
 """
 
 import logging
@@ -22,14 +22,176 @@ from asyncgrpo import scratch
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, WeightsError, WireError
 
+# -- the session -------------------------------------------------------------------------------------------------------
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # a run must not need the internet
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # nobody sees them, and Ray writes stderr to files whose disk may be full
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_MODE = "RAY_AUTH_MODE"
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Size of Ray's object store. Only addresses and configurations go through it."""
+RAY_REPLIES_S = 5.0
+"""How long a connection to `cluster.ray_address` may take."""
+_LONGEST_FOLDER = 41
+"""Characters of the session's folder. Ray's socket paths have 66 more, and the kernel takes fewer than 108."""
+
+
+@contextmanager
+def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
+    """Connect to the cluster at `address`, or start one here.
+
+    Raises:
+        ConfigError: there is no cluster at `address`.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if cpu_only:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ray would warn at every start that it asks for a token.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    common = {
+        "namespace": "asyncgrpo",
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "configure_logging": False,
+    }
+    try:
+        if address is not None:
+            check_ray(address)
+            ray.init(address=address, **common)
+        else:
+            os.environ.pop(_MODE, None)  # without it, Ray asks for a token and sets it again
+            ray.init(
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=_temporary(),
+                **common,
+            )
+            _protect_token()
+    except ConnectionError as error:
+        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there") from error
+    session = _session_folder() if address is None else None
+    try:
+        yield
+    except Exception:
+        if address is None:
+            scratch.keep()  # Ray's logs may say why
+        raise
+    finally:
+        ray.shutdown()
+    if session is not None:
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def check_ray(address: str) -> None:
+    """Raise ConfigError where nobody listens at a `cluster.ray_address`, for which Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # `auto`, or an address of Ray's own client, `ray://...`
+        return
+    try:
+        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_REPLIES_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there ({error})") from error
+
+
+def _temporary() -> str | None:
+    """Our own folder for Ray's session, so that a later start removes it if this process is killed. None: too long."""
+    folder = str(scratch.folder())
+    return folder if len(folder) <= _LONGEST_FOLDER else None
+
+
+def _protect_token() -> None:
+    """Make sure that Ray asks for its token, and that only this user can read it.
+
+    Raises:
+        ConfigError: this Ray asks for no token.
+    """
+    if os.environ.get(_MODE, "").lower() != "token":
+        ray.shutdown()
+        raise ConfigError(f"Ray {ray.__version__} started without asking for a token; asyncgrpo needs one that does")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if path.is_file() and path.stat().st_uid == os.getuid() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+        path.chmod(0o600)  # Ray leaves the mode to the umask
+
+
+def _session_folder() -> str | None:
+    """The folder in which the Ray that we started keeps sockets and logs. Ray has no public name for it."""
+    node = getattr(ray._private.worker.global_worker, "node", None)
+    return node.get_session_dir_path() if node is not None else None
+
+
+# -- results of actors -------------------------------------------------------------------------------------------------
+
+Actor = Any
+"""Ray's handle of an actor. Ray gives it no type that knows the actor's methods."""
+Reference = Any
+"""Ray's reference to what an actor's method will return."""
+
+POLL_S = 0.2
+"""How often the driver looks at its processes."""
+
+
+def result(reference: Reference, name: str) -> Any:
+    """What an actor's method returned, once it has ended.
+
+    Args:
+        name: of the process; the message of a loss begins with it.
+    Raises:
+        ProcessLost: the process died, or lost touch with one that did; a new process may take its place.
+        AsyncGRPOError: the process found something wrong itself; a new one would find the same.
+    """
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        while isinstance(cause, BaseExceptionGroup):  # a generator's tasks: the first one says why
+            cause = cause.exceptions[0]
+        if isinstance(cause, AsyncGRPOError) and not isinstance(cause, (WireError, WeightsError)):
+            raise cause from None
+        reason = str(cause).strip() or repr(cause)
+        loss = ProcessLost(f"{name}: {reason.splitlines()[-1][:300]}")
+        loss.is_error = True
+        raise loss from error
+    except ray.exceptions.RayActorError as error:
+        raise ProcessLost(f"{name}: its process died") from error
+
+
+def results(references: dict[str, Reference], while_waiting: Callable[[], None]) -> list[Any]:
+    """What all these methods returned, in order. Raises as `result` does, as soon as one has failed.
+
+    Args:
+        references: one for each process, by its name.
+        while_waiting: called a few times a second.
+    """
+    waiting = dict(references)
+    while waiting:
+        ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=POLL_S)
+        for name in [name for name, reference in waiting.items() if has_ended(reference)]:
+            result(waiting.pop(name), name)
+        while_waiting()
+    return [result(reference, name) for name, reference in references.items()]
+
+
+def has_ended(reference: Reference) -> bool:
+    """Whether the method has returned or failed."""
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
 # -- GPUs for each role ------------------------------------------------------------------------------------------------
 
-
 RESERVE_TIMEOUT_S = 60.0
+"""How long Ray may take to reserve the GPUs of a run."""
 
 
 def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
-    """GPUs of a whole run."""
+    """How many GPUs a run needs."""
     generators = config.generators
     return config.learner.ranks * learner_on_gpu + generators.gpus_each * generators.count
 
@@ -49,7 +211,7 @@ def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
 
 
 class Placement:
-    """The places of one run: bundle 0..ranks-1 for the learner, then one bundle a generator."""
+    """The GPUs of one run in Ray's placement group: one bundle for each learner rank, then one for each generator."""
 
     def __init__(self, config: Config, *, learner_on_gpu: bool) -> None:
         """Reserve all GPUs at once. Raises ConfigError when the cluster has too few."""
@@ -93,163 +255,3 @@ class Placement:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
-
-
-# -- what references hold ----------------------------------------------------------------------------------------------
-
-
-POLL_S = 0.2
-
-
-def result(reference: Any, name: str) -> Any:
-    """Of an actor's method that has ended.
-
-    Args:
-        name: of the process, with which the message of a loss begins.
-    Raises:
-        ProcessLost: the process died, or lost touch with one that did; another may take its place.
-        AsyncGRPOError: what it found wrong itself; another would find the same.
-    """
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        while isinstance(cause, BaseExceptionGroup):  # of the tasks of a generator the first says why
-            cause = cause.exceptions[0]
-        if isinstance(cause, AsyncGRPOError) and not isinstance(cause, (WireError, WeightsError)):
-            raise cause from None
-        reason = str(cause).strip() or repr(cause)
-        loss = ProcessLost(f"{name}: {reason.splitlines()[-1][:300]}")
-        loss.is_error = True
-        raise loss from error
-    except ray.exceptions.RayActorError as error:
-        raise ProcessLost(f"{name}: its process died") from error
-
-
-def results(references: dict[str, Any], while_waiting: Callable[[], None]) -> list[Any]:
-    """Of all of them, in order; raises as soon as one has failed.
-
-    Args:
-        references: by the name of the process.
-        while_waiting: called a few times a second.
-    """
-    waiting = dict(references)
-    while waiting:
-        ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=POLL_S)
-        for name in [name for name, reference in waiting.items() if has_ended(reference)]:
-            result(waiting.pop(name), name)
-        while_waiting()
-    return [result(reference, name) for name, reference in references.items()]
-
-
-def has_ended(reference: Any) -> bool:
-    """Whether the method has returned or failed."""
-    return bool(ray.wait([reference], timeout=0)[0])
-
-
-# -- the session -------------------------------------------------------------------------------------------------------
-
-
-log = logging.getLogger(__name__)
-
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # a run must not need the internet
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "1",
-    "PYTHONWARNINGS": "ignore",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # nobody sees them, and Ray keeps stderr in files that may not take them
-    "TOKENIZERS_PARALLELISM": "false",
-}
-_MODE = "RAY_AUTH_MODE"
-OBJECT_STORE_BYTES = 100 * 2**20
-"""Nothing of ours travels through Ray's object store but addresses."""
-RAY_REPLIES_S = 5.0
-"""For a connection to the address of a cluster."""
-_LONGEST_FOLDER = 41
-"""Characters: the sockets of a session, 66 more below its folder, must stay below the 108 that the kernel takes."""
-
-
-@contextmanager
-def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
-    """Connect to the cluster at `address`, or start one here.
-
-    Raises:
-        ConfigError: there is no cluster at `address`.
-    """
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    if cpu_only:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Ray would say in a warning at every start that it asks for a token.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    common = {
-        "namespace": "asyncgrpo",
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "configure_logging": False,
-    }
-    try:
-        if address is not None:
-            check_ray(address)
-            ray.init(address=address, **common)
-        else:
-            os.environ.pop(_MODE, None)  # whatever it says: left to choose, Ray asks for a token and says so here
-            ray.init(
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=_temporary(),
-                **common,
-            )
-            _hold_back_token()
-    except ConnectionError as error:
-        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there") from error
-    session = _session_folder() if address is None else None
-    try:
-        yield
-    except Exception:
-        if address is None:
-            scratch.keep()  # Ray's logs may say why
-        raise
-    finally:
-        ray.shutdown()
-    if session is not None:
-        shutil.rmtree(session, ignore_errors=True)
-
-
-def check_ray(address: str) -> None:
-    """Raise ConfigError where nobody listens at a `cluster.ray_address`, for which Ray itself would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():  # `auto`, or an address of Ray's own client, `ray://...`
-        return
-    try:
-        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_REPLIES_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there ({error})") from error
-
-
-def _temporary() -> str | None:
-    """Where Ray keeps its session, which a later start removes if this process is killed. None: Ray's usual place."""
-    folder = str(scratch.folder())
-    return folder if len(folder) <= _LONGEST_FOLDER else None
-
-
-def _hold_back_token() -> None:
-    """Make sure that Ray asks for its token, and that nobody else on this machine reads it.
-
-    Raises:
-        ConfigError: this Ray asks for none.
-    """
-    if os.environ.get(_MODE, "").lower() != "token":
-        ray.shutdown()
-        raise ConfigError(f"Ray {ray.__version__} started without asking for a token; asyncgrpo needs one that does")
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    if path.is_file() and path.stat().st_uid == os.getuid() and stat.S_IMODE(path.stat().st_mode) & 0o077:
-        path.chmod(0o600)  # Ray makes it as the umask says
-
-
-def _session_folder() -> str | None:
-    """Where the Ray that we started keeps sockets and logs. Ray has no public name for it."""
-    node = getattr(ray._private.worker.global_worker, "node", None)
-    return node.get_session_dir_path() if node is not None else None

@@ -1,20 +1,21 @@
-"""A whole run: start every process, watch them, replace what is lost, end them. The system on one page.
+"""A whole run, as the driver sees it: start every process, watch them, replace what is lost, end them.
 
-    with a Ray session:   core: buffer and learner ranks │ fleet: generators │ watch: everyone's signs of life
-    until the learner is done: a generator that ended or hangs is started again; so is the core, from its last
-    checkpoint and the buffer's journal, while the generators live on and move to the new one
+    within one Ray session:  core: buffer and learner ranks │ fleet: generators │ watch: the heartbeats of all
 
-The driver holds no data and takes no part in training; it can be asked to drain (`SIGTERM`, Ctrl-C) and then everything
-ends in order: leases stop, the learner finishes its step and writes a checkpoint, engines close.
+Until the learner is done, the driver starts a generator again that ended or hangs. It starts a lost core again from its
+last checkpoint and the buffer's journal; the generators live on and connect to the new core.
+
+The driver holds no data and takes no part in training. Asked to drain (`SIGTERM`, Ctrl-C), it ends everything in order:
+leases stop, the learner finishes its step and writes a checkpoint, engines close.
 """
 
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from asyncgrpo import logs, metrics
@@ -35,13 +36,13 @@ from asyncgrpo.wire.supervision import EndpointsChanged
 log = logging.getLogger(__name__)
 
 LOSSES_WITHOUT_A_STEP = 3
-"""A core that is lost so often in a row before it has trained one step will not do better: the run ends."""
+"""The run ends once this many cores in a row were lost before they had trained one step."""
 SHUTDOWN_S = 20.0
-"""For engines to close after the learner has ended."""
+"""How long engines may take to close after the learner has ended."""
 LAST_CHECKPOINT_S = 600.0
-"""For a learner that lives to finish its step and write a checkpoint before the run is given up, at most."""
+"""How long, at most, a learner may take for its last step and checkpoint before the run is given up."""
 STACKS_S = 1.5
-"""For processes to write their stacks before they are killed."""
+"""How long processes get to write their stacks before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,16 @@ class Outcome:
 
 
 class Faults(Protocol):
-    """Faults on purpose, in one run (`tools/chaos.py`)."""
+    """Injects faults into one run (`tools/chaos.py`)."""
 
     def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
-        """The endpoints that generators are told, for a core at `home`."""
+        """The endpoints that generators are told instead of those of the core."""
 
     def reconcile(self, core: Core, *, may_strike: bool) -> None:
-        """A few times a second while `core` trains."""
+        """Called a few times a second while `core` trains."""
 
     def end(self) -> None:
-        """Let nothing of it outlive the run."""
+        """Undo every fault that is still in effect."""
 
 
 class FaultPlan(Protocol):
@@ -80,7 +81,7 @@ class Run:
         Args:
             folder: claimed by this process.
             sizes: the configuration's sizes in words, for the screen.
-            chaos: faults to do to this run on purpose.
+            chaos: faults to inject into this run.
         """
         self._plan = chaos
         self._config = config
@@ -94,16 +95,16 @@ class Run:
         """Run to the end.
 
         Args:
-            tell: called with what a person wants to know of the start.
+            tell: called with sentences about the start, for a person.
         Raises:
-            AsyncGRPOError: what ended the run, in a sentence.
+            AsyncGRPOError: one sentence that says what ended the run.
         """
         logs.setup("driver", None, self._folder.path)
         remove_targets_beside(self._folder.path, is_abandoned)
         self._targets["driver"] = "127.0.0.1", metrics.serve("driver")
         config, before = self._config, self._folder.checkpoint()
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
-        with ray_session(config.cluster.ray_address, config.generators.gpus_each == 0), _Signals(self._stop):
+        with ray_session(config.cluster.ray_address, config.generators.gpus_each == 0), _on_signals(self._stop):
             placement = Placement(config, learner_on_gpu=uses_cuda(config))
             try:
                 status = self._keep_going(placement, tell)
@@ -125,7 +126,7 @@ class Run:
         return Outcome(status, self._folder.path)
 
     def _keep_going(self, placement: Placement, tell: Callable[[str], None]) -> str:
-        """One core after another, until one has ended training; the generators live on between them."""
+        """Run one core after another until one has ended training. The generators live on between them."""
         config = self._config
         keys = None if is_loopback(config.cluster.bind) else Keys.make()
         watch = Watch(config.cluster.bind, keys, host=host_of(config))
@@ -151,7 +152,7 @@ class Run:
                 except ProcessLost as loss:
                     has_trained = (core.steps_done or 0) > core.first_step
                     losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
-                    # An error of ours, not a death, and nothing has ever worked: the next one would find the same.
+                    # The process reported an error, and no core has ever worked: the next one would meet it too.
                     is_hopeless = loss.is_error and not has_trained and budget.count == 0
                     if self._asked_to_stop or is_hopeless or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
                         raise
@@ -184,7 +185,7 @@ class Run:
     def _train(
         self, core: Core, cores: Cores, fleet: Fleet, watch: Watch, chaos: Faults | None, tell: Callable[[str], None]
     ) -> str:
-        """With one core, to the end. Raises ProcessLost when another may go on, another AsyncGRPOError when none can."""
+        """Train with one core. Raises ProcessLost where another core may go on, another AsyncGRPOError where none can."""
 
         def look_around() -> None:
             watch.listen()
@@ -216,11 +217,11 @@ class Run:
         fleet.shut_down(SHUTDOWN_S)
         core.shut_down(SHUTDOWN_S)
         if status == "failed":
-            raise ProcessLost("buffer: its process died before it could say why it gave the run up")
+            raise ProcessLost("buffer: its process died before it could report why it gave the run up")
         return status
 
     def _save_before_giving_up(self, core: Core, fleet: Fleet, watch: Watch, reason: str) -> None:
-        """Have a learner that lives write a checkpoint. Never for long, and whatever goes wrong here is only said."""
+        """Have a living learner write a checkpoint, within `LAST_CHECKPOINT_S`. A failure is only logged."""
         if not core.can_save:
             return
         log.warning("giving up (%s): the learner finishes its step and writes a checkpoint", reason)
@@ -245,7 +246,7 @@ class Run:
             tell(f"groups of earlier starts that no step has trained: {counts}")
 
     def _about(self, ready: BufferReady) -> dict[str, Any]:
-        """The run in numbers, for its first event."""
+        """The fields of the run's `start` event that the driver knows."""
         return {
             "run": self._folder.path.name,
             "sizes": self._sizes,
@@ -257,7 +258,7 @@ class Run:
         }
 
     def _note(self, loss: ProcessLost, count: int) -> None:
-        """A core is lost, and another follows."""
+        """Log and count a lost core that another one follows."""
         actor, _, reason = str(loss).partition(": ")
         text = "%s is lost (%s); buffer and learner start again from the last checkpoint"
         log.warning(text, actor, reason, exc_info=loss.__cause__ if loss.is_error else None)
@@ -274,26 +275,18 @@ class Run:
         return read_state(checkpoint).step if checkpoint is not None else 0
 
     def _stop(self) -> None:
-        """A signal came: the first drains, a second one gives up at once."""
+        """Handle a signal: the first one drains the run, a second one gives up at once."""
         self._asked_to_stop += 1
         if self._asked_to_stop > 1:
             raise KeyboardInterrupt
 
 
-class _Signals:
+@contextmanager
+def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """SIGINT and SIGTERM call `stop` instead of ending the process."""
-
-    def __init__(self, stop: Callable[[], None]) -> None:
-        self._stop = stop
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, handle)
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,37 +1,58 @@
-"""The three roles as Ray actors: each builds its service from the configuration and runs it. Here everything is wired.
+"""The three roles as Ray actors. Each actor builds its service from the configuration and runs it.
 
-An actor has two kinds of method: `start` prepares and returns addresses, `run` blocks until the run is over. Whatever
-goes wrong inside ends `run` with the exception, for the supervisor to see.
+An actor has two methods that the driver calls: `start` prepares the process and returns its addresses, `run` blocks until
+the run is over. An error ends `run` with its exception, which the driver sees.
 """
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import ray
 import xxhash
 
 from asyncgrpo import logs, metrics
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.group_health import QUARANTINE_FILE, Quarantine
+from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.buffer.recovery import bring_back, reopen
+from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.cluster.folder import hold
 from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.config.schema import Config
-from asyncgrpo.types import PolicyVersion, Sampling
+from asyncgrpo.data.demo import demo_rules
+from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
+from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids, vocabulary_size
+from asyncgrpo.journal.format import FORMAT, RunStarted
+from asyncgrpo.learner.checkpoints import read_state
+from asyncgrpo.metrics import LoopProgress
+from asyncgrpo.recording.events import EventLog
+from asyncgrpo.rewards import build_reward
+from asyncgrpo.rewards.breaker import Breaker
+from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.sockets import Client, Keys, Server, is_loopback
 from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
 
-if TYPE_CHECKING:  # torch and the tokenizer are imported where they are used
-    from asyncgrpo.buffer.service import BufferService
+if TYPE_CHECKING:  # these import torch, so the actors import them where they use them
     from asyncgrpo.generators.service import GeneratorService
+    from asyncgrpo.learner.inbox import Team
+    from asyncgrpo.learner.learner import Learner
     from asyncgrpo.learner.service import LearnerService
+    from asyncgrpo.weights.adapters import AdapterMerger
     from asyncgrpo.weights.publisher import Publisher
 
-HOLD_WITHIN_S = 60.0
-"""For the buffer of an earlier start to be gone, which is about to be killed or has been."""
-RANKS_START_WITHIN_S = 300.0
-"""For the ranks of the learner to meet."""
+LOCK_TIMEOUT_S = 60.0
+"""How long a buffer waits for the buffer of an earlier start, which has been killed or is about to be."""
+RANKS_START_TIMEOUT_S = 300.0
+"""How long the learner ranks wait for each other."""
+
+
+# -- what the driver and the actors tell each other --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,19 +63,19 @@ class Setup:
     run_dir: Path
     lineage: int
     checkpoint: Path | None
-    """Where to go on from; None: from the model's folder."""
+    """The checkpoint to go on from. None: training begins with the model's folder."""
     keys: Keys | None
     watch_endpoint: str
-    """Of the driver's `Watch`."""
+    """Where the driver's `Watch` listens."""
     start_with: int
     """Generators that the learner waits for before its first publication."""
     reward_has_worked: bool = False
-    """Under an earlier core of the same command, which trained a step."""
+    """Whether an earlier core of the same command trained a step, so that its reward calls worked."""
 
 
 @dataclass(frozen=True)
 class BufferReady:
-    """What the buffer found."""
+    """What the buffer found, and where it listens."""
 
     endpoint: str
     metrics_address: tuple[str, int]
@@ -62,21 +83,56 @@ class BufferReady:
     dropped_too_long: int
     schema: str
     steps: int | None
-    """Optimizer steps until every epoch is done, at most: none is made of what is filtered. None without an end."""
+    """Optimizer steps until every epoch is done, at most: filtered groups make no step. None: without an end."""
     recovered: dict[str, int]
     """Groups of earlier starts that were not trained: those that are `ready`, and the others by reason."""
 
 
 @dataclass(frozen=True)
 class LearnerReady:
-    """Where to find a rank of the learner."""
+    """Where to find a rank of the learner. Only rank 0 has the last two."""
 
     host: str
     metrics_address: tuple[str, int]
     group_port: int = 0
-    """Of the ranks' own process group (rank 0)."""
+    """Port at which the ranks form their process group."""
     weights_endpoint: str = ""
-    """Of the publisher (rank 0)."""
+    """Where the publisher listens."""
+
+
+# -- what the actors share ---------------------------------------------------------------------------------------------
+
+
+class _Service(Protocol):
+    """The buffer's, a generator's or the learner's service: its loop ticks `progress` each time it goes round."""
+
+    progress: LoopProgress
+
+
+def _begin(
+    setup: Setup,
+    role: metrics.Role,
+    incarnation: str,
+    service: Callable[[], _Service | None],
+    *,
+    rank: int | None = None,
+    **heart: Callable[..., Any],
+) -> tuple[str, int]:
+    """Start the logs, the heartbeats and the metrics endpoint of this process, and return the endpoint's address.
+
+    Args:
+        service: the service of this process once it exists, whose loop the heartbeats report.
+        heart: further arguments of `Heart`.
+    """
+
+    def loop_age_s() -> float | None:
+        running = service()
+        return None if running is None else running.progress.age_s
+
+    logs.setup(role, rank, setup.run_dir)
+    name = role if rank is None else f"{role}-{rank}"
+    Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, loop_age_s=loop_age_s, **heart)
+    return "127.0.0.1", metrics.serve(role)
 
 
 def host_of(config: Config) -> str:
@@ -84,16 +140,122 @@ def host_of(config: Config) -> str:
     return "127.0.0.1" if is_loopback(config.cluster.bind) else ray.util.get_node_ip_address()
 
 
-def _begin(setup: Setup, role: metrics.Role, rank: int | None, incarnation: str, **heart: Any) -> tuple[str, int]:
-    """Logging, signs of life, and the metrics endpoint, whose address is returned."""
-    logs.setup(role, rank, setup.run_dir)
-    name = role if rank is None else f"{role}-{rank}"
-    Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, **heart)
-    return "127.0.0.1", metrics.serve(role)
+def uses_cuda(config: Config) -> bool:
+    """Whether the learner runs on a GPU."""
+    import torch
+
+    return torch.cuda.is_available() if config.learner.device == "auto" else config.learner.device == "cuda"
+
+
+# -- the buffer --------------------------------------------------------------------------------------------------------
+
+
+class BufferActor:
+    """Owns the prompts, the leases and the ready groups."""
+
+    def __init__(self) -> None:
+        self._service: BufferService | None = None
+
+    def warm_up(self) -> None:
+        """Import what takes long."""
+        from transformers import AutoTokenizer  # noqa: F401
+
+    def start(self, setup: Setup) -> BufferReady:
+        """Load the prompts, recover the groups of earlier starts, and listen."""
+        config = setup.config
+        metrics_address = _begin(
+            setup,
+            "buffer",
+            str(setup.lineage),
+            lambda: self._service,
+            missing=lambda: self._service.missing if self._service else (),
+        )
+        self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
+        tokenizer = load_tokenizer(config.model.path)
+        stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
+        train = load_prompts(config.data.train, "train", tokenizer, config.data)
+        held_out: tuple[Prompt, ...] = ()
+        if config.data.eval:
+            held_out = load_prompts(
+                config.data.eval, "eval", tokenizer, config.data, limit=config.data.eval_rows
+            ).prompts
+        buffer, recovered = _recovered_buffer(setup, train.prompts, sampling_of(config, stops, evaluation=False))
+        evaluations = Evaluations(
+            held_out,
+            sampling_of(config, stops, evaluation=True),
+            config.run.seed,
+            config.buffer.lease_timeout_s,
+            lineage=setup.lineage,
+        )
+        server = Server(config.cluster.bind, setup.keys, advertise=host_of(config))
+        reward = config.reward.function
+        self._service = BufferService(
+            server,
+            buffer,
+            evaluations,
+            vocabulary_size(config.model.path),
+            reward_name=f"reward function {reward}" if reward else "the rules of rewards",
+            reward_has_worked=setup.reward_has_worked,
+            tell=EventLog(setup.run_dir / "metrics.jsonl").write,
+        )
+        return BufferReady(
+            endpoint=server.endpoint,
+            metrics_address=metrics_address,
+            prompts=len(train.prompts),
+            dropped_too_long=train.dropped_too_long,
+            schema=train.schema_name,
+            steps=_steps_at_most(config, len(train.prompts)),
+            recovered=recovered,
+        )
+
+    def run(self) -> None:
+        assert self._service is not None, "start comes first"
+        self._service.run()
+
+
+def _recovered_buffer(setup: Setup, prompts: tuple[Prompt, ...], sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
+    """The buffer as checkpoint and journal say, and the counts of the groups of earlier starts (`BufferReady`)."""
+    config, state = setup.config, read_state(setup.checkpoint) if setup.checkpoint is not None else None
+    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs)
+    if state is not None:
+        source.restore(msgspec.convert(state.prompts, PromptState))
+    run_started = RunStarted(
+        format=FORMAT,
+        lineage=setup.lineage,
+        parent=PolicyVersion(state.lineage, state.step) if state is not None else None,
+        compatibility_key=compatibility_key_of(config, sampling, source.state().fingerprint),
+        max_lag=config.buffer.max_lag,
+        prompts=source.state(),
+        config=msgspec.to_builtins(config),
+        policy=config.buffer.policy,
+    )
+    reopened = reopen(setup.run_dir / "journal", run_started, source, config.buffer)
+    buffer = Buffer(
+        config.buffer,
+        config.algorithm,
+        source,
+        sampling,
+        seed=config.run.seed,
+        lineage=setup.lineage,
+        journal=reopened.journal,
+        quarantine=Quarantine(setup.run_dir / QUARANTINE_FILE),
+    )
+    metrics.buffer_slots.set(config.buffer.num_slots)
+    metrics.max_lag_steps.set(config.buffer.max_lag)
+    metrics.bias_threshold.set(config.buffer.bias_threshold)
+    return buffer, bring_back(buffer, reopened)
+
+
+def _steps_at_most(config: Config, prompts: int) -> int | None:
+    """Optimizer steps until every epoch or `run.steps` is done; None: without an end."""
+    if config.run.epochs is None:
+        return config.run.steps
+    steps = -(-prompts * config.run.epochs // config.buffer.prompts_per_step)
+    return steps if config.run.steps is None else min(steps, config.run.steps)
 
 
 def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: bool) -> Sampling:
-    """How this run samples, or evaluates."""
+    """How this run samples its training groups, or its evaluations."""
     sampling = config.sampling
     return Sampling(
         temperature=sampling.eval_temperature if evaluation else sampling.temperature,
@@ -105,7 +267,7 @@ def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: 
 
 
 def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> dict[str, str]:
-    """What must not have changed for a group of an earlier start to be trained by this one.
+    """What must not have changed for this start to train a group of an earlier one.
 
     Args:
         prompts: the fingerprint of `PromptSource`.
@@ -123,116 +285,11 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     }
 
 
-class BufferActor:
-    """Owns the prompts, the leases and the ready groups."""
-
-    def __init__(self) -> None:
-        self._service: BufferService | None = None
-
-    def warm_up(self) -> None:
-        """Import what takes long."""
-        from transformers import AutoTokenizer  # noqa: F401
-
-    def start(self, setup: Setup) -> BufferReady:
-        from asyncgrpo.buffer.buffer import Buffer
-        from asyncgrpo.buffer.evaluation import Evaluations
-        from asyncgrpo.buffer.group_health import QUARANTINE_FILE, Quarantine
-        from asyncgrpo.buffer.recovery import bring_back, reopen
-        from asyncgrpo.buffer.service import BufferService
-        from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
-        from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
-        from asyncgrpo.journal.format import FORMAT, RunStarted
-        from asyncgrpo.learner.checkpoints import read_state
-        from asyncgrpo.recording.events import EventLog
-
-        self._setup, config = setup, setup.config
-        address = _begin(
-            self._setup,
-            "buffer",
-            None,
-            str(self._setup.lineage),
-            loop_age_s=lambda: self._service and self._service.progress.age_s,
-            missing=lambda: self._service.missing if self._service else (),
-        )
-        self._held = hold(self._setup.run_dir / "buffer.lock", HOLD_WITHIN_S)
-        tokenizer = load_tokenizer(config.model.path)
-        stops = tuple(stop_token_ids(tokenizer, config.model.path, config.sampling.stop))
-        loaded = load_prompts(config.data.train, "train", tokenizer, config.data)
-        held_out = (
-            load_prompts(config.data.eval, "eval", tokenizer, config.data, limit=config.data.eval_rows).prompts
-            if config.data.eval
-            else ()
-        )
-        source = PromptSource(
-            loaded.prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs
-        )
-        state = read_state(self._setup.checkpoint) if self._setup.checkpoint is not None else None
-        if state is not None:
-            source.restore(msgspec.convert(state.prompts, PromptState))
-        sampling = sampling_of(config, stops, evaluation=False)
-        run_started = RunStarted(
-            format=FORMAT,
-            lineage=self._setup.lineage,
-            parent=PolicyVersion(state.lineage, state.step) if state is not None else None,
-            compatibility_key=compatibility_key_of(config, sampling, source.state().fingerprint),
-            max_lag=config.buffer.max_lag,
-            prompts=source.state(),
-            config=msgspec.to_builtins(config),
-            policy=config.buffer.policy,
-        )
-        reopened = reopen(self._setup.run_dir / "journal", run_started, source, config.buffer)
-        buffer = Buffer(
-            config.buffer,
-            config.algorithm,
-            source,
-            sampling,
-            seed=config.run.seed,
-            lineage=self._setup.lineage,
-            journal=reopened.journal,
-            quarantine=Quarantine(self._setup.run_dir / QUARANTINE_FILE),
-        )
-        recovered = bring_back(buffer, reopened)
-        evaluations = Evaluations(
-            held_out,
-            sampling_of(config, stops, evaluation=True),
-            config.run.seed,
-            config.buffer.lease_timeout_s,
-            lineage=self._setup.lineage,
-        )
-        metrics.buffer_slots.set(config.buffer.num_slots)
-        metrics.max_lag_steps.set(config.buffer.max_lag)
-        metrics.bias_threshold.set(config.buffer.bias_threshold)
-        server = Server(config.cluster.bind, self._setup.keys, advertise=host_of(config))
-        self._service = BufferService(
-            server,
-            buffer,
-            evaluations,
-            vocabulary_size(config.model.path),
-            reward_name=f"reward function {config.reward.function}"
-            if config.reward.function
-            else "the rules of rewards",
-            reward_has_worked=self._setup.reward_has_worked,
-            tell=EventLog(self._setup.run_dir / "metrics.jsonl").write,
-        )
-        per_step = config.buffer.prompts_per_step
-        total = None if config.run.epochs is None else -(-len(loaded.prompts) * config.run.epochs // per_step)
-        return BufferReady(
-            endpoint=server.endpoint,
-            metrics_address=address,
-            prompts=len(loaded.prompts),
-            dropped_too_long=loaded.dropped_too_long,
-            schema=loaded.schema_name,
-            steps=min((s for s in (total, config.run.steps) if s is not None), default=None),
-            recovered=recovered,
-        )
-
-    def run(self) -> None:
-        assert self._service is not None, "start comes first"
-        self._service.run()
+# -- a generator -------------------------------------------------------------------------------------------------------
 
 
 def incarnation_of(setup: Setup, start: int) -> str:
-    """Of a generator. No lineage is used twice, so this is not either."""
+    """The incarnation of a generator. It is unique, because no lineage is used twice."""
     return f"{setup.lineage}.{start}"
 
 
@@ -250,47 +307,40 @@ class GeneratorActor:
         self._incarnation = incarnation_of(setup, start)
         self._service: GeneratorService | None = None
 
-    def start(self, home: EndpointsChanged) -> tuple[str, int]:
+    def start(self, endpoints: EndpointsChanged) -> tuple[str, int]:
         """Returns the address of its metrics."""
         if not self._setup.config.generators.gpus_each:
             os.environ["OMP_NUM_THREADS"] = "1"
         metrics.generator_info.info({"engine": self._setup.config.generators.engine})
-        self._endpoints = home
+        self._endpoints = endpoints
         return _begin(
             self._setup,
             "generator",
-            self._index,
             self._incarnation,
+            lambda: self._service,
+            rank=self._index,
             on_endpoints_changed=self._change_endpoints,
             buffer_endpoint=lambda: self._service.buffer_endpoint if self._service else "",
-            loop_age_s=lambda: self._service and self._service.progress.age_s,
         )
 
-    def _change_endpoints(self, home: EndpointsChanged) -> None:
-        self._endpoints = home
+    def _change_endpoints(self, endpoints: EndpointsChanged) -> None:
+        self._endpoints = endpoints
         if self._service is not None:
-            self._service.move(home.buffer_endpoint, home.weights_endpoint)
+            self._service.move(endpoints.buffer_endpoint, endpoints.weights_endpoint)
 
     def run(self) -> None:
-        from asyncgrpo.buffer.groups import group_seed
-        from asyncgrpo.data.demo import demo_rules
-        from asyncgrpo.data.tokenizer import decoder, load_tokenizer
         from asyncgrpo.engines.build import build_engine
         from asyncgrpo.generators.rollout import Redundancy
         from asyncgrpo.generators.service import GeneratorService
-        from asyncgrpo.rewards import build_reward
-        from asyncgrpo.rewards.breaker import Breaker
 
         config = self._setup.config
-        tokenizer = load_tokenizer(config.model.path)
+        seed = group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
         service = self._service = GeneratorService(
             f"generator-{self._index}",
             self._incarnation,
-            build_engine(
-                config, seed=group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
-            ),
+            build_engine(config, seed=seed),
             Breaker(build_reward(config.reward, extra_rules=demo_rules()), at_once=config.reward.workers),
-            decoder(tokenizer, keep_special=False),
+            decoder(load_tokenizer(config.model.path), keep_special=False),
             window=config.generators.groups_in_flight,
             keep_kv=config.generators.keep_kv,
             merger=_adapter_merger(config),
@@ -303,6 +353,20 @@ class GeneratorActor:
             redundancy=Redundancy(config.generators.completion_retries, config.generators.extra_completions),
         )
         asyncio.run(service.run())
+
+
+def _adapter_merger(config: Config) -> "AdapterMerger | None":
+    """What makes whole weights of published adapters; None where whole weights are published."""
+    if not (config.model.lora.rank and config.weights.adapters_only):
+        return None
+    import torch
+
+    from asyncgrpo.weights.adapters import AdapterMerger
+
+    return AdapterMerger(config.model.path, getattr(torch, config.model.dtype))
+
+
+# -- the learner -------------------------------------------------------------------------------------------------------
 
 
 class LearnerActor:
@@ -318,16 +382,16 @@ class LearnerActor:
         import asyncgrpo.learner.service  # noqa: F401
 
     def start(self, setup: Setup) -> LearnerReady:
-        """Bind what others connect to, before the model is loaded, so that everyone can start at once."""
+        """Listen before the model is loaded, so that all processes can start at once."""
         import torch
 
         self._setup, config = setup, setup.config
-        address = _begin(
-            self._setup,
+        metrics_address = _begin(
+            setup,
             "learner",
-            self._rank,
-            str(self._setup.lineage),
-            loop_age_s=lambda: self._service and self._service.progress.age_s,
+            str(setup.lineage),
+            lambda: self._service,
+            rank=self._rank,
             step=lambda: self._service and self._service.step,
             on_lost=self._give_up,
             missing=lambda: self._publisher.missing if self._publisher else (),
@@ -337,12 +401,12 @@ class LearnerActor:
             torch.set_num_threads(1)
         host = host_of(config)
         if self._rank > 0:
-            return LearnerReady(host, address)
+            return LearnerReady(host, metrics_address)
 
         from asyncgrpo.weights.broadcast import serve_store
         from asyncgrpo.weights.publisher import Publisher
 
-        self._store = serve_store(host, RANKS_START_WITHIN_S)
+        self._store = serve_store(host, RANKS_START_TIMEOUT_S)
         self._publisher = Publisher(
             config.weights,
             backend=_weights_backend(config),
@@ -350,14 +414,18 @@ class LearnerActor:
             host=host,
             keys=self._setup.keys,
         )
-        return LearnerReady(host, address, self._store.port, self._publisher.endpoint)
+        return LearnerReady(host, metrics_address, self._store.port, self._publisher.endpoint)
 
     def _give_up(self, lost: GeneratorLost) -> None:
         if self._publisher is not None:
             self._publisher.give_up(lost.generator_id, lost.incarnation)
 
     def run(self, leader: LearnerReady, buffer_endpoint: str, about: dict[str, Any]) -> str:
-        """Train. Returns how it ended: `done` or `drained`."""
+        """Train. Returns how it ended: `done` or `drained`.
+
+        Args:
+            about: fields of the run's `start` event.
+        """
         import torch.distributed as dist
 
         from asyncgrpo.learner.inbox import Team
@@ -380,57 +448,35 @@ class LearnerActor:
         finally:
             dist.destroy_process_group()
 
-    def _lead(self, learner: Any, team: Any, buffer_endpoint: str, about: dict[str, Any]) -> str:
-        from asyncgrpo.data.tokenizer import decoder, load_tokenizer
+    def _lead(self, learner: "Learner", team: "Team", buffer_endpoint: str, about: dict[str, Any]) -> str:
         from asyncgrpo.learner.inbox import Inbox
         from asyncgrpo.learner.record import Recorder
         from asyncgrpo.learner.service import LearnerService
 
-        config = self._setup.config
-        tokenizer = load_tokenizer(config.model.path)
+        config, setup = self._setup.config, self._setup
         assert self._publisher is not None, "start comes first"
         self._publisher.describe(learner.sent.layout(), learner.sent.base)
-        recorder = Recorder(
-            config, self._setup.run_dir, decoder(tokenizer, keep_special=True), msgspec.to_builtins(config)
-        )
+        decode = decoder(load_tokenizer(config.model.path), keep_special=True)
+        recorder = Recorder(config, setup.run_dir, decode, msgspec.to_builtins(config))
         service = self._service = LearnerService(
             config,
             learner,
             team,
-            Inbox(Client(buffer_endpoint, "learner", self._setup.keys), config.cluster.stall_timeout_s),
+            Inbox(Client(buffer_endpoint, "learner", setup.keys), config.cluster.stall_timeout_s),
             self._publisher,
             recorder,
-            lineage=self._setup.lineage,
-            run_dir=self._setup.run_dir,
-            start_with=self._setup.start_with,
+            lineage=setup.lineage,
+            run_dir=setup.run_dir,
+            start_with=setup.start_with,
             last_step=config.run.steps,
         )
-        if self._setup.checkpoint is not None:
-            service.resume(self._setup.checkpoint)
+        if setup.checkpoint is not None:
+            service.resume(setup.checkpoint)
         else:
-            recorder.resume(0, {})  # what an earlier start wrote before its first checkpoint never happened
-        start = {"lineage": self._setup.lineage, "version": str(service.version), "step": service.step}
+            recorder.resume(0, {})  # without a checkpoint, what an earlier start trained is undone
+        start = {"lineage": setup.lineage, "version": str(service.version), "step": service.step}
         recorder.events.write("start", **start, **recorder.undone, **about)
         return service.run()
-
-
-def _adapter_merger(config: Config) -> Any:
-    """What makes whole weights of what is published; None where whole weights are published."""
-    if not (config.model.lora.rank and config.weights.adapters_only):
-        return None
-    import torch
-
-    from asyncgrpo.weights.adapters import AdapterMerger
-
-    return AdapterMerger(config.model.path, getattr(torch, config.model.dtype))
-
-
-def uses_cuda(config: Config) -> bool:
-    import torch
-
-    if config.learner.device == "auto":
-        return torch.cuda.is_available()
-    return config.learner.device == "cuda"
 
 
 def _weights_backend(config: Config) -> str:

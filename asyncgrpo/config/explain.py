@@ -1,6 +1,7 @@
-"""What the knobs mean, in words: a catalogue read from the structs, `explain` for a person, a run's sizes in words.
+"""What the settings mean, in words: a catalogue of all keys, `explain` for a person, and the sizes of a run.
 
-Nothing is written twice: types, bounds, defaults and descriptions come from `config.py`.
+Types, bounds, defaults and descriptions are read from the structs of `schema.py`. The end of the file finds the key that a
+person probably meant.
 """
 
 import difflib
@@ -33,18 +34,13 @@ class Knob:
 
     @property
     def takes_text(self) -> bool:
-        """True where a value is text whatever it looks like, so that `run.out=2024` needs no quotes."""
+        """Whether any value is text, so that `run.out=2024` needs no quotes."""
         members = self.type.types if isinstance(self.type, inspect.UnionType) else (self.type,)
         return any(isinstance(member, inspect.StrType) for member in members)
 
     @property
-    def is_mapping(self) -> bool:
-        """True where the keys below are free (`generators.extra.attention_backend`)."""
-        return isinstance(self.type, inspect.DictType)
-
-    @property
     def fields(self) -> dict[str, "Knob"]:
-        """Of a list of mappings such as `algorithm.corrections`: what each of them may say. Else empty."""
+        """The keys of each entry, for a list of mappings such as `algorithm.corrections`; empty for any other key."""
         item = self.type.item_type if isinstance(self.type, inspect.VarTupleType) else None
         if not isinstance(item, inspect.StructType):
             return {}
@@ -75,7 +71,7 @@ def _section(struct: inspect.StructType) -> str:
 
 @cache
 def knobs() -> dict[str, Knob]:
-    """Every knob by its dotted key, in the order of `config.py`."""
+    """Every key by its dotted name, in the order of `schema.py`."""
     found: dict[str, Knob] = {}
 
     def walk(struct: inspect.StructType, prefix: str) -> None:
@@ -100,7 +96,7 @@ def sections() -> frozenset[str]:
 
 
 def bounds_in_words(kind: inspect.Type) -> str:
-    """`above 0 and at most 1`; empty for a type without bounds. A union's bounds are those of its number."""
+    """Bounds such as `above 0 and at most 1`; empty for a type without bounds. A union has those of its number."""
     if isinstance(kind, inspect.UnionType):
         return next((words for member in kind.types if (words := bounds_in_words(_bare(member)[0]))), "")
     if not isinstance(kind, inspect.IntType | inspect.FloatType):
@@ -110,7 +106,7 @@ def bounds_in_words(kind: inspect.Type) -> str:
 
 
 def type_in_words(kind: inspect.Type) -> str:
-    """What a value must be, as the end of "must be ..."."""
+    """What a value must be, to follow the words "must be"."""
     kind, _ = _bare(kind)
     bounds = bounds_in_words(kind)
     match kind:
@@ -141,7 +137,7 @@ def type_in_words(kind: inspect.Type) -> str:
 
 
 def choices(key: str) -> list[str]:
-    """The values of a key that takes one of a few; empty for any other, or for none of ours."""
+    """The values of a key that takes one of a few; empty for any other key."""
     kind = knobs()[key].type if key in knobs() else None
     if isinstance(kind, inspect.BoolType):
         return ["true", "false"]
@@ -149,7 +145,7 @@ def choices(key: str) -> list[str]:
 
 
 def value_in_words(value: Any) -> str:
-    """A value as it would be written in YAML or on the command line. Of a struct, what differs from its defaults."""
+    """A value as in YAML or on the command line. Structs have only what differs from their defaults."""
     if isinstance(value, str):
         return value or '""'
     if isinstance(value, tuple) and value and all(isinstance(item, msgspec.Struct) for item in value):
@@ -164,7 +160,7 @@ def _changed(struct: msgspec.Struct) -> dict[str, Any]:
 
 
 def explain(key: str | None = None) -> str:
-    """What `key` means; without a key, a table of all of them; with a section, a table of its knobs.
+    """What `key` means; a table of all keys without one, or of a section's keys.
 
     Raises:
         ConfigError: there is no such key; the message says which one was probably meant.
@@ -174,7 +170,7 @@ def explain(key: str | None = None) -> str:
     parent, _, name = key.rpartition(".")
     knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
-        hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all of them"
+        hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all keys"
         raise ConfigError(f"there is no configuration key `{key}`: {hint}")
     default = "none, it must be given" if knob.required else value_in_words(knob.default)
     lines = [
@@ -193,17 +189,17 @@ def _row(knob: Knob) -> str:
 
 
 def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
-    """What a step, the objective, a run and the machines come to, in four lines; printed before anything starts.
+    """The sizes of a step, the objective, the processes and the end of a run, in four lines, printed at its start.
 
     Args:
-        algorithm: name of the preset that was asked for, to be said too.
+        algorithm: name of the preset that was asked for, if any.
     """
     prompts, completions = config.buffer.prompts_per_step, config.algorithm.group_size
     sequences = prompts * completions
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     step = (
         f"{prompts:,} prompts x {completions} completions = {sequences:,} sequences per step, of at most {longest:,} tokens "
-        f"each; {_lag_in_words(config)}; up to {config.buffer.num_slots:,} groups under way"
+        f"each; {_lag_in_words(config)}; up to {config.buffer.num_slots:,} groups in flight"
     )
     engine_gpus = config.generators.count * config.generators.gpus_each
     engines = f"{_count(config.generators.count, 'generator')} ({config.generators.engine}"
@@ -221,7 +217,7 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
 
 
 def algorithm_in_words(settings: AlgorithmConfig) -> str:
-    """The objective in one line, as `grpo advantages, ppo_clip(clip_low=0.2) around proximal, token truncate(high_ratio=2)`."""
+    """The objective, as `grpo advantages, ppo_clip(clip_low=0.2) around proximal, token truncate(high_ratio=2)`."""
     parts = [
         f"{settings.advantage} advantages",
         f"{_called(settings.loss, settings.loss_args)} around {settings.anchor}",
@@ -277,27 +273,25 @@ def _ends_in_words(config: Config) -> str:
     return f"{until}; checkpoint every {_count(run.checkpoint_every, 'step')}, {evaluation}; writes to {run.out}"
 
 
-# -- names that people write for ours ----------------------------------------------------------------------------------
+# -- the key that a person meant ---------------------------------------------------------------------------------------
 
-
-# Keys that were ours, and what says it now.
+# Keys of earlier releases, and what replaces them.
 _RENAMED: dict[str, str] = {
     "algorithm.clip_low": "algorithm.loss_args.clip_low, an argument of algorithm.loss",
     "algorithm.clip_high": "algorithm.loss_args.clip_high, an argument of algorithm.loss",
     "algorithm.importance_cap": "`high_ratio` in an entry of algorithm.corrections, as algorithm.corrections=[{high_ratio: 2.0}]",
 }
 
-
-# How alike two names must be, from 0 to 1, to be the same with a slip: `grp_size` and `group_size` are 0.89,
-# `max_steps` and `max_attempts` 0.76. Higher where the section differs too.
+# How alike two names must be, from 0 to 1, to count as one name with a slip: `grp_size` and `group_size` are 0.89,
+# `max_steps` and `max_attempts` 0.76. The bound is higher where the section differs too.
 _ALIKE, _ALIKE_ELSEWHERE = 0.8, 0.85
 
 
 def suggest(key: str, known: Collection[str]) -> str:
-    """A hint of one clause for a key that is not in `known`; empty when nothing comes near.
+    """A hint of one clause for a key that is not in `known`; empty when no key is near.
 
-    Looked for in this order: our old name, verl's name (or the end of it: `rollout.n`), a slip within the section, our
-    key in another section or without one (`lr`), a slip elsewhere, a slip in verl's name.
+    It looks in this order for: our old name, verl's name (or its end, `rollout.n`), a slip within the section, our key in
+    another section or without one (`lr`), a slip elsewhere, a slip in verl's name.
     """
     key = bare(key)
     renamed = _RENAMED.get(key) or _RENAMED.get(f"algorithm.{key}")
@@ -314,7 +308,7 @@ def suggest(key: str, known: Collection[str]) -> str:
 
 
 def verls_name(key: str, known: Collection[str] = ()) -> str | None:
-    """verl's full name, if `key` is one or the end of one, without a slip, and not the end of one in `known`."""
+    """verl's full name, if `key` is that name or its end, and not the end of a name in `known`. Slips do not count."""
     key = bare(key)
     if key in verl_keys():
         return key
@@ -324,7 +318,7 @@ def verls_name(key: str, known: Collection[str] = ()) -> str | None:
 
 
 def _slip(key: str, known: Collection[str]) -> str | None:
-    """The one of `known` that was meant."""
+    """The key in `known` that `key` is with a slip, if there is one."""
     section, _, last = key.rpartition(".")
     beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
     for end in difflib.get_close_matches(last, beside, n=1, cutoff=_ALIKE):
@@ -337,7 +331,7 @@ def _slip(key: str, known: Collection[str]) -> str | None:
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """`did you mean ...?` of the one of `known` that looks most like `name`; empty when none does."""
+    """The hint `did you mean ...?` with the name in `known` that is most like `name`; empty when none is."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else ""
 

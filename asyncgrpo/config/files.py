@@ -1,4 +1,4 @@
-"""Finding YAML files, the user's and those that come with the package, and reading what YAML says."""
+"""Finds YAML files, the user's and those that come with the package, and reads them."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,22 +12,22 @@ from yaml import YAMLError
 from asyncgrpo.errors import ConfigError
 
 ALGORITHMS = "algorithms"
-"""Folder of the presets, beside the run configurations: one file for each paper."""
+"""Folder of the algorithm presets, beside the run configurations. It has one file for each paper."""
 
 
 class Layer(NamedTuple):
-    """One place in which keys were written; later layers win."""
+    """The keys written in one place. Later layers win."""
 
     name: str
     """File or `command line`, for messages."""
     values: dict[str, Any]
-    """Nested, interpolations not resolved."""
+    """Nested values, interpolations not resolved."""
     is_preset: bool = False
-    """A preset of `configs/algorithms/`: it sets the whole objective, also by what it does not name."""
+    """Whether it is a preset of `configs/algorithms/`, which sets the whole objective: unnamed keys get their defaults."""
 
 
 def shipped(name: str) -> Path:
-    """The file `configs/NAME.yaml` that comes with the package. Raises ConfigError with the names there are."""
+    """The file `configs/NAME.yaml` that comes with the package. Raises ConfigError, which lists the names."""
     file = _shipped_folder() / f"{name.removesuffix('.yaml')}.yaml"
     if not file.is_file():
         raise ConfigError(f"no configuration `{name}` comes with the package; there are: {', '.join(shipped_names())}")
@@ -35,12 +35,12 @@ def shipped(name: str) -> Path:
 
 
 def shipped_names() -> list[str]:
-    """Names that `shipped` takes."""
+    """The names that `shipped` takes."""
     return sorted(file.stem for file in _shipped_folder().glob("*.yaml"))
 
 
 def algorithm_file(name: str) -> Path:
-    """The preset `configs/algorithms/NAME.yaml`. Raises ConfigError with the names there are."""
+    """The preset `configs/algorithms/NAME.yaml`. Raises ConfigError, which lists the names."""
     bare = name.removeprefix(f"{ALGORITHMS}/").removesuffix(".yaml")
     names = algorithm_names()
     if bare in names:
@@ -51,24 +51,24 @@ def algorithm_file(name: str) -> Path:
 
 
 def algorithm_names() -> list[str]:
-    """Names that `algorithm_file` takes."""
+    """The names that `algorithm_file` takes."""
     return sorted(file.stem for file in (_shipped_folder() / ALGORITHMS).glob("*.yaml"))
 
 
 def headline(file: Path) -> str:
-    """The first line of a file's comment: what it is, in a few words."""
+    """The first line of a file's comment, which says what it is."""
     with open(file, encoding="utf-8") as lines:
         return next(lines, "").removeprefix("#").strip()
 
 
 def _shipped_folder() -> Path:
-    """`asyncgrpo/configs` of an installed wheel, else `configs` of the checkout."""
+    """The folder `asyncgrpo/configs` of an installed wheel, else `configs` of the checkout."""
     package = Path(__file__).parent.parent
     return next((found for found in (package / "configs", package.parent / "configs") if found.is_dir()), package)
 
 
 def find(path: str | Path) -> Path:
-    """An existing file for `path`, or for the bare name of a shipped one. Raises ConfigError with what is near."""
+    """The file `path`, or the one of that name that comes with the package. Raises ConfigError, which names the nearest."""
     file = Path(path).expanduser()
     if file.is_file():
         return file
@@ -87,12 +87,12 @@ def find(path: str | Path) -> Path:
 
 
 def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of a file: those of the files that it extends, in their order, then its own.
+    """The layers of a file: first those of the files that it extends, in their order, then its own.
 
     Args:
-        below: files whose `extends` led here; one that comes back is refused.
+        below: files whose `extends` led to this one, which must not extend them again.
     Raises:
-        ConfigError: no valid YAML (with the line), not a mapping, an `extends` that leads nowhere.
+        ConfigError: a file is no valid YAML (the message has the line) or no mapping, or an `extends` names no file.
     """
     if file.resolve() in below:
         raise ConfigError(f"{file}: `extends` leads back to this file; remove one of the two")
@@ -119,7 +119,7 @@ def _extended(file: Path, parent: str) -> Path:
 
 
 def load_values(file: Path) -> dict[str, Any]:
-    """What one YAML file says, nested, interpolations not resolved. Raises ConfigError with the line of a mistake."""
+    """The nested values of one YAML file, interpolations not resolved. Raises ConfigError, with the line of a mistake."""
     try:
         values = OmegaConf.load(file)
     except YAMLError as error:
@@ -140,14 +140,14 @@ def load_values(file: Path) -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values by dotted key, interpolations worked out where they lead somewhere; null for `???`."""
+    """Nested values by dotted key. Interpolations are resolved where that is possible, and `???` becomes None."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:
         for name in node:
             try:
                 value = node[name]
-            except OmegaConfBaseException:  # it leads nowhere, or is `???`
+            except OmegaConfBaseException:  # the interpolation cannot be resolved, or the value is `???`
                 value = None if OmegaConf.is_missing(node, name) else _plain(node)[name]
             if isinstance(value, DictConfig) and value:
                 walk(value, f"{prefix}{name}.")
@@ -159,7 +159,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """The value of `key=TEXT`, as YAML reads it; the text itself where it is no YAML."""
+    """The value of `key=TEXT` as YAML reads it, or the text itself where it is no valid YAML."""
     try:
         return yaml_value(text)
     except (YAMLError, OmegaConfBaseException):
@@ -171,6 +171,13 @@ def yaml_value(text: str) -> Any:
     value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(value, dict)
     return value["value"]
+
+
+def look_up(values: Any, key: str, default: Any = None) -> Any:
+    """The value at a dotted key of nested dicts, or `default`."""
+    for name in key.split("."):
+        values = values.get(name, default) if isinstance(values, dict) else default
+    return values
 
 
 def _plain(value: Any) -> Any:

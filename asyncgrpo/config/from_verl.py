@@ -1,7 +1,7 @@
-"""`asyncgrpo config from-verl`: verl's keys read from where people keep them, and printed as ours.
+"""Translates a verl configuration for `asyncgrpo config from-verl`: a YAML file, a shell script or `key=value`.
 
-A script is read, not run. Its variables, defaults such as `${N:-8}` and sums such as `$((1024 * 2))` are worked out; what
-stands in an `if`, a `case` or a loop is left out, because which branch holds is not known, and said so.
+A script is read, not run. Its variables, defaults such as `${N:-8}` and sums such as `$((1024 * 2))` are evaluated. Keys
+in an `if`, a `case` or a loop are left out and named, because it is not known which branch runs.
 """
 
 import ast
@@ -24,7 +24,6 @@ from asyncgrpo.errors import ConfigError
 
 # -- reading a YAML file, a shell script, `key=value` ------------------------------------------------------------------
 
-
 _KEY = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"(?:export |local |readonly )?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _LIST = re.compile(r"\s*\w+\+?=\((.*?)\)?\s*")
@@ -41,7 +40,7 @@ _OPERATIONS = {
 
 
 def read_words(words: Sequence[str], stdin: str = "") -> tuple[dict[str, Any], list[str]]:
-    """verl's keys and values of `words`, later ones winning, and what could not be read.
+    """verl's keys and values in `words`, and what could not be read. Later words win.
 
     Args:
         words: YAML files (`.yaml`, `.yml`), other files (shell scripts), `-` for a script in `stdin`, or `key=value`.
@@ -65,7 +64,7 @@ def read_words(words: Sequence[str], stdin: str = "") -> tuple[dict[str, Any], l
 
 
 def read_script(text: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """verl's keys in a shell script, and a sentence for each key, and each variable in use, that was left out."""
+    """verl's keys in a shell script, and a sentence for each key and each variable that was left out."""
     variables, assigned = dict(environment), set[str]()
     given: dict[str, Any] = {}
     problems: list[str] = []
@@ -83,7 +82,7 @@ def read_script(text: str, environment: Mapping[str, str]) -> tuple[dict[str, An
             if key := _KEY.fullmatch(word):
                 if "$" in key[2]:
                     problems.append(f"{key[1]}: `{key[2]}` is not set in the script")
-                else:  # the last entry of a list may have its bracket at its end
+                else:  # the last entry of a list may end with the list's bracket
                     given[key[1]] = parse(key[2] if "(" in key[2] else key[2].rstrip(")"))
             elif variable := _VARIABLE.fullmatch(word):
                 variables[variable[1]] = variable[2]
@@ -105,7 +104,7 @@ def _words(line: str) -> list[str]:
 
 
 def _expand(line: str, variables: Mapping[str, str]) -> str:
-    """`line` with variables and sums worked out, from the inside; those that are not known stay."""
+    """`line` with variables and sums evaluated, from the inside. Unknown variables stay as they are."""
     before = None
     while before != line:
         before = line
@@ -115,7 +114,7 @@ def _expand(line: str, variables: Mapping[str, str]) -> str:
 
 
 def _sum(text: str, variables: Mapping[str, str]) -> str | None:
-    """A whole number worked out; none where it is not made of numbers, variables and + - * / %."""
+    """The value of a sum; None where it has more than whole numbers, known variables and + - * / %."""
 
     def value(node: ast.expr) -> int:
         match node:
@@ -148,30 +147,30 @@ class Translation(NamedTuple):
 
     ours: dict[str, Any]
     left: list[TranslatedKey]
-    """Keys of verl's without a counterpart, or with one that only a person can choose."""
+    """verl's keys without a counterpart, or with one that a person has to choose."""
     unread: list[str]
     """Sentences about keys that were not understood."""
     unwritten: dict[str, Any]
-    """What verl does where nothing is written and our default is another."""
+    """verl's defaults for keys that are not given, in our keys, where our default differs."""
 
 
 def read(words: Sequence[str], stdin: str = "") -> Translation:
-    """The translation of files and `key=value`; see `config_verl_source.read_words`. Raises ConfigError."""
+    """The translation of files and `key=value`, which are those of `read_words`. Raises ConfigError."""
     given, unread = read_words(words, stdin)
     if not given:
-        raise ConfigError(f"{' '.join(words)}: there is no key of verl's in it")
+        raise ConfigError(f"{' '.join(words)}: it has no key of verl's")
     rows = translate(given)
-    unread += [f"{key}: this is no key of verl's that is known here" for key in given if pattern_of(key) is None]
+    unread += [f"{key}: this is no key of verl's that asyncgrpo knows" for key in given if pattern_of(key) is None]
     ours = merged(rows)
     defaults = {key: value for key, value in unwritten(given).items() if value_in_words(value) != default_in_words(key)}
     return Translation(ours, [row for row in rows if not row.ours], unread, defaults)
 
 
 def report(found: Translation, problem: str, *, as_yaml: bool) -> str:
-    """A command, or a file, with the rest as comments after it.
+    """The translation as a command or a YAML file, followed by comments on everything else.
 
     Args:
-        problem: why the command alone does not run yet; empty where it does.
+        problem: why the command does not run yet; empty where it does.
     """
     parts = [_to_yaml(found.ours) if as_yaml else command(found.ours)]
     by_hand = [row for row in found.left if row.by_hand]
@@ -180,7 +179,7 @@ def report(found: Translation, problem: str, *, as_yaml: bool) -> str:
     parts += _comment("To be done by hand:", _reasons(by_hand))
     parts += _comment("Not understood:", found.unread)
     parts += _comment(
-        "Where nothing is written verl does the following, and asyncgrpo what is in brackets:",
+        "verl's defaults for keys that are not given; asyncgrpo's are in brackets:",
         [f"{text} ({_default(text.partition('=')[0])})" for text in assignments(found.unwritten)],
     )
     parts += _comment("It does not run yet:", [problem] if problem else [])
@@ -192,7 +191,7 @@ def _default(key: str) -> str:
 
 
 def _reasons(rows: Iterable[TranslatedKey]) -> list[str]:
-    """`key=value: why`; the keys of one entry of the map on one line."""
+    """Lines `key=value: why`. Keys that one entry of the map covers share a line."""
     found = []
     for pattern, alike in groupby(rows, key=lambda row: row.pattern):
         same = list(alike)
@@ -219,7 +218,7 @@ def _to_yaml(ours: dict[str, Any]) -> str:
 
 
 def to_json(found: Translation, problem: str) -> dict[str, Any]:
-    """The same for scripts."""
+    """The translation as JSON, for scripts."""
     return {
         "ours": found.ours,
         "command": command(found.ours),

@@ -1,12 +1,12 @@
-"""The one door of the configuration: YAML files and `key=value` in, one frozen `Config` out.
+"""Loads the configuration: YAML files and `key=value` become one frozen `Config`.
 
-A file may say `extends: OTHER.yaml` (relative to itself), name a shipped file (`extends: one_node_8gpu`) or an algorithm
-(`extends: algorithms/gspo`), or list several of these: they are read first, in order, later ones win, and every key here
-wins over them all. Other paths inside a file are not touched; they are relative to the folder in which the command runs.
+A file may extend others: `extends: OTHER.yaml` (relative to the file), a file that comes with the package
+(`extends: one_node_8gpu`), an algorithm (`extends: algorithms/gspo`), or a list of these. They are read first, in order;
+later ones win, and the file itself wins over all of them. Other paths in a file are relative to the working directory.
 
-OmegaConf reads and merges (later wins: built-in, the files that are extended, the file, the algorithm that was named, the
-command line) and resolves interpolations; msgspec converts once. Whatever is wrong ends in one sentence that names where
-it was written, the key, the value and what to change.
+OmegaConf reads and merges the layers and resolves interpolations. From weakest to strongest they are: built-in values, the
+extended files, the file, the algorithm of `--algorithm`, the command line. msgspec then converts once. Each error is one
+sentence that names where the mistake was written, the key, the value and what to change.
 """
 
 import math
@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncgrpo.config.explain import bounds_in_words, choices, knobs, near, sections, type_in_words, value_in_words
-from asyncgrpo.config.files import Layer, algorithm_file, find, flat, read, yaml_value
+from asyncgrpo.config.files import Layer, algorithm_file, find, flat, look_up, read, yaml_value
 from asyncgrpo.config.rules import check
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.config.unknown_keys import Unknown, refusal
@@ -29,14 +29,13 @@ from asyncgrpo.errors import ConfigError
 
 COMMAND_LINE = "command line"
 
-# Where a bound has a reason that its number does not tell.
+# Reasons of bounds, for the message of a value that is out of them.
 _REASONS = {"algorithm.group_size": "GRPO compares the completions of one prompt"}
 
-
-# Which keys of `algorithm` are the arguments of which other one.
+# Keys of `algorithm` that choose a function, and the key that has its arguments.
 _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
 
-# The keys of `learner` that are part of a recipe; of `algorithm` all are, but for the sizes of a run.
+# A preset decides these keys of `learner`, and all of `algorithm` but the sizes.
 _RECIPE_IN_LEARNER = ("learner.minibatches", "learner.ppo_epochs", "learner.ess_lr")
 _SIZES = ("algorithm.group_size", "algorithm.min_completions")
 
@@ -52,11 +51,11 @@ def load_config(
     """The configuration of a run.
 
     Args:
-        path: a YAML file, or the bare name of one that comes with the package (`quickstart`); none: only the rest.
-        overrides: `key.sub=value`, the value read as YAML; later ones win, and all win over the file.
+        path: a YAML file, or the name of one that comes with the package (`quickstart`). None: no file.
+        overrides: `key.sub=value`, the value read as YAML. Later ones win, and all win over the file.
         base: nested values that everything else wins over.
-        algorithm: name of a preset in `configs/algorithms/`; the objective is the preset's alone, whatever the file says.
-        tell: gets a sentence about what the file sets and the preset replaced, where there is any.
+        algorithm: name of a preset in `configs/algorithms/`. It decides the whole objective, whatever the file says.
+        tell: called with a sentence about the file's values that the preset replaced, if there are any.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
@@ -87,17 +86,17 @@ def load_config(
 
 
 def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
-    """`config` with `key=value` in it, read and checked as `load_config` does; raises what that raises."""
+    """`config` with changes of the form `key=value`, which are read and checked as in `load_config`."""
     return load_config(None, overrides, base=_escape(msgspec.to_builtins(config)), algorithm=algorithm)
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML that `load_config` reads back to an equal one; the copy in the run folder."""
+    """The whole configuration as YAML, from which `load_config` makes an equal one. The run folder keeps it."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(msgspec.to_builtins(config))))
 
 
 def read_plain(path: Path) -> Any:
-    """What `to_yaml` wrote, of whatever release: nested plain values, unchecked. Raises ConfigError."""
+    """The nested plain values that `to_yaml` of any release wrote, unchecked. Raises ConfigError."""
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
@@ -105,7 +104,7 @@ def read_plain(path: Path) -> Any:
 
 
 def _escape(node: Any) -> Any:
-    """Literal `${` kept literal: OmegaConf would read it as an interpolation."""
+    """`node` with each literal `${` escaped, which OmegaConf would read as an interpolation."""
     if isinstance(node, dict):
         return {name: _escape(value) for name, value in node.items()}
     if isinstance(node, list | tuple):
@@ -134,7 +133,7 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """`text` as YAML reads it; as it stands where the knob takes text, unless it is quoted or says null."""
+    """The value of `text` as YAML reads it. Where the key takes text, it is the text itself unless quoted or null."""
     if key in knobs() and knobs()[key].takes_text and text[:1] not in ("'", '"'):
         return None if text in ("", "~", "null") else text
     try:
@@ -144,7 +143,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _refuse_unknown(layers: Sequence[Layer], options: dict[str, str], overrides: Sequence[str]) -> None:
-    """Raise ConfigError that tells of every key that does not exist, in files and on the command line."""
+    """Raise ConfigError that names every key that does not exist, in files and on the command line."""
     unknown = [
         Unknown(layer.name, key, value)
         for layer in layers
@@ -157,13 +156,13 @@ def _refuse_unknown(layers: Sequence[Layer], options: dict[str, str], overrides:
 
 
 def _is_known(key: str) -> bool:
-    """A key, an empty section, or a name below a mapping (`generators.extra.x`)."""
+    """Whether this is a key, a section, or a name below a mapping (`generators.extra.x`)."""
     above = key.split(".")
     return key in sections() or any(".".join(above[:length]) in knobs() for length in range(1, len(above) + 1))
 
 
 def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` without its empty sections (`reward:` and nothing below it). Raises ConfigError for a section's value."""
+    """`values` without empty sections (`reward:` and nothing below it). Raises ConfigError where a section is no mapping."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -177,7 +176,7 @@ def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[s
 
 
 def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
-    """One nested dict of plain values, interpolations resolved, with the two sections that have required knobs."""
+    """One nested dict of plain values, interpolations resolved, with the two sections that have required keys."""
     try:
         merged = OmegaConf.merge({"model": {}, "data": {}}, *_without_leftovers(layers))
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -189,12 +188,12 @@ def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
 
 
 def is_part_of_a_preset(key: str) -> bool:
-    """Whether a preset decides this key, if only by leaving it at its default."""
+    """Whether a preset decides this key, also where it leaves the key at its default."""
     return key in _RECIPE_IN_LEARNER or (key.startswith("algorithm.") and key not in _SIZES)
 
 
 def _under_presets(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers, those below a preset without the keys that it decides: a preset is the same over any file."""
+    """The layers; those below a preset lose the keys that it decides, so that a preset means the same over any file."""
     last = max((number for number, layer in enumerate(layers) if layer.is_preset), default=0)
     return [
         layer._replace(values=_without_recipe(layer.values)) if number < last else layer
@@ -209,26 +208,26 @@ def _without_recipe(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _replaced(files: Sequence[Layer], before: Config, after: Config) -> dict[str, Any]:
-    """What the files set, by key, as they wrote it, where a preset made something else of it."""
+    """The values of the files that a preset replaced, by key, as they were written."""
     there, here = msgspec.to_builtins(before), msgspec.to_builtins(after)
-    written = {key: [value for f in files if (value := _look_up(f.values, key)) is not None] for key in knobs()}
+    written = {key: [value for f in files if (value := look_up(f.values, key)) is not None] for key in knobs()}
     return {
         key: values[-1]
         for key, values in written.items()
-        if values and is_part_of_a_preset(key) and _look_up(there, key) != _look_up(here, key)
+        if values and is_part_of_a_preset(key) and look_up(there, key) != look_up(here, key)
     }
 
 
 def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """The layers' values, each without the arguments of what a later layer replaces by something else.
+    """The values of each layer, without the arguments of a function that a later layer replaces.
 
-    PPO's clip bounds in a file would be a thousand times too wide for the GSPO that a later layer chooses.
+    For example, PPO's clip bounds in a file would be a thousand times too wide for the GSPO that a later layer chooses.
     """
     kept = [layer.values for layer in layers]
     for choice, arguments in _ARGUMENTS_OF.items():
         chosen = getattr(AlgorithmConfig(), choice)
         for number, values in enumerate(kept):
-            other = _look_up(values, f"algorithm.{choice}")
+            other = look_up(values, f"algorithm.{choice}")
             if other is not None and other != chosen:
                 kept[:number] = [_without(below, arguments) for below in kept[:number]]
                 chosen = other
@@ -248,19 +247,19 @@ def _first_line(error: Exception) -> str:
 
 def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Config:
     try:
-        # Not strict, so that a number from ${oc.env:...} and `tokens_per_microbatch: 16e3` are what they look like.
+        # Not strict, so that a number from ${oc.env:...} and `tokens_per_microbatch: 16e3` count as numbers.
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as error:
         raise _explained(str(error), values, layers, where) from None
     for key, value in _leaves(msgspec.to_builtins(config)):
         if (wrong := _unwritable(value)) is not None:
-            origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
+            origin = next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
             raise ConfigError(f"{origin}: {key} must be {wrong}; it is {value}")
     return config
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value, with the dotted key of what it is in."""
+    """Every plain value with its dotted key; those in a list have the key of the list."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else name)
@@ -272,7 +271,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _unwritable(value: Any) -> str | None:
-    """What a value that no message and no file of ours can hold must be instead; none: it can be held."""
+    """What a value must be that our messages and files cannot hold; None for one that they can."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if isinstance(value, int) and abs(value) >= 2**63:
@@ -283,15 +282,15 @@ def _unwritable(value: Any) -> str | None:
 
 
 def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:
-    """msgspec's message, which has a path but neither value nor origin, as a sentence for the person who wrote it."""
+    """msgspec's message, which has a path but neither value nor origin, as a sentence that has all three."""
     problem, _, path = message.partition(" - at `$.")
     key = re.sub(r"\[.*", "", path.rstrip("`"))  # `data.columns[...]`, `run.loggers[0]`
     if missing := re.search(r"missing required field `(\w+)`", problem):
         key = f"{key}.{missing[1]}"
         what = knobs()[key].description
         return ConfigError(f"{where}: {key} is missing ({what}); write it in the file or {key}=... on the command line")
-    knob, value = knobs()[key], _look_up(values, key)
-    origin = next((layer.name for layer in reversed(layers) if _look_up(layer.values, key) is not None), where)
+    knob, value = knobs()[key], look_up(values, key)
+    origin = next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
     place = re.fullmatch(r"[\w.]+\[(\d+)\](?:\.(\w+))?", path.rstrip("`"))
     if knob.fields and place is not None and isinstance(value, list):  # in an entry of a list of mappings
         value, key = value[int(place[1])], f"{key}[{place[1]}]"
@@ -309,10 +308,3 @@ def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], wh
     if isinstance(value, str) and (meant := near(value, choices(key))):
         hint = f": {meant}"
     return ConfigError(f"{origin}: {reason}{key} must be {needs}; it is {value_in_words(value)}{hint}")
-
-
-def _look_up(values: Any, key: str) -> Any:
-    """The value at a dotted key of nested dicts; none where there is none."""
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    return values

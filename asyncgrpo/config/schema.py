@@ -1,8 +1,7 @@
-"""Every knob of asyncgrpo, on one page.
+"""Every setting of asyncgrpo, as frozen structs.
 
-A YAML file is read and merged with `key=value` overrides by OmegaConf, then converted once to the frozen structs below
-(`config/load.py`). After that nothing parses, defaults or edits. Lengths are in tokens, times in seconds,
-lag in optimizer steps. A field's unit and meaning are in its description; `asyncgrpo config explain KEY` prints it.
+`config/load.py` makes them once from YAML files and `key=value`; nothing changes them after that. Lengths are in tokens,
+times in seconds, lag in optimizer steps. `asyncgrpo config explain KEY` prints the description of a key.
 """
 
 import re
@@ -28,7 +27,7 @@ AtLeastTwo = Annotated[int, Meta(ge=2)]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the sections: frozen (said again in each, for type checkers), by keyword, unknown keys refused."""
+    """Base of the sections: frozen (each says so again, for type checkers), by keyword, without unknown keys."""
 
 
 class RunConfig(Section, frozen=True):
@@ -69,7 +68,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class DataConfig(Section, frozen=True):
-    """Which prompts, and how they are read."""
+    """Which prompts are used, and how they are read."""
 
     train: Annotated[str, Meta(description="Parquet, JSONL or JSON file of training prompts")]
     eval: Annotated[str | None, Meta(description="held-out file; none: no evaluation")] = None
@@ -282,7 +281,7 @@ class BufferConfig(Section, frozen=True):
 
     @property
     def num_slots(self) -> int:
-        """Groups that may be under way or ready at once."""
+        """Groups that may be in flight or ready at once."""
         return (self.max_lag + 1) * self.prompts_per_step
 
 
@@ -301,7 +300,7 @@ class GeneratorConfig(Section, frozen=True):
         Meta(description="a weight change keeps the keys and values of completions in flight; false recomputes them"),
     ] = True
     prefix_cache: Annotated[
-        bool, Meta(description="share prompt prefixes between completions (never across weight versions)")
+        bool, Meta(description="share prompt prefixes between completions (never across policy versions)")
     ] = True
     extra_completions: Annotated[
         int, Meta(ge=0, description="completions launched beyond group_size, in reserve for some that fail or are late")

@@ -1,4 +1,4 @@
-"""What is said about keys that do not exist: all of them at once, verl's with their translation, others with a guess."""
+"""The message about keys that do not exist: all at once, verl's keys with their translation, others with a guess."""
 
 import shlex
 import shutil
@@ -8,12 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from asyncgrpo.config.explain import knobs, suggest, value_in_words, verls_name
-from asyncgrpo.config.verl import (
-    TranslatedKey,
-    as_text,
-    merged,
-    translate,
-)
+from asyncgrpo.config.verl import TranslatedKey, as_text, merged, translate
 from asyncgrpo.errors import ConfigError
 
 _LIST_ALL = "`asyncgrpo config explain` lists all keys"
@@ -31,11 +26,11 @@ class Unknown(NamedTuple):
 def refusal(
     unknown: Sequence[Unknown], options: Mapping[str, str] = MappingProxyType({}), right: Sequence[str] = ()
 ) -> ConfigError:
-    """The error for `unknown`: a sentence for one key; for several a table and what to write instead.
+    """The error for `unknown`: a sentence for one key, or for several a table and what to write instead.
 
     Args:
-        options, right: flags with their values, and the `key=value` of the command line that are right, to be said again
-            beside the translated ones.
+        options, right: the flags with their values and the right `key=value` of the command line, which are repeated
+            beside the translated keys.
     """
     named = {one.key: verls_name(one.key) for one in unknown}
     rows = translate({full: one.value for one in unknown if (full := named[one.key]) is not None})
@@ -83,23 +78,23 @@ def _instead(unknown: Sequence[Unknown], typed: str) -> str:
 
 
 def command(ours: dict[str, Any], options: Mapping[str, str] = MappingProxyType({}), right: Sequence[str] = ()) -> str:
-    """The `asyncgrpo train` command of these keys, over several lines, to be copied into a shell."""
+    """The `asyncgrpo train` command with these keys, over several lines, for a shell."""
     flags = [f"{flag} {shlex.quote(value)}" for flag, value in options.items()]
     return " \\\n    ".join(["asyncgrpo train", *flags, *map(shlex.quote, [*assignments(ours), *right])])
 
 
 def assignments(ours: dict[str, Any]) -> list[str]:
-    """`key=value` for each, as the command line reads it back."""
+    """`key=value` for each key, as the command line takes it."""
     return [f"{key}={value_in_words(value)}" for key, value in ours.items()]
 
 
 def verl_table(rows: Sequence[TranslatedKey]) -> str:
-    """Three columns: verl's keys, what says the same here, and its default here."""
+    """A table of three columns: verl's keys, ours, and our defaults."""
     return table(["verl", "here", "default here"], [_cells(list(alike)) for _, alike in groupby(rows, key=_group)])
 
 
 def _group(row: TranslatedKey) -> str:
-    """Keys without a counterpart that one entry of the map covers are told together."""
+    """What groups rows of the table: keys without a counterpart that one entry of the map covers share a row."""
     return row.key if row.ours or not row.pattern.endswith("*") else row.pattern
 
 
@@ -118,7 +113,7 @@ def _short(value: Any) -> str:
 
 
 def default_in_words(key: str) -> str:
-    """The default of one of our keys; nothing for one below a mapping (`generators.extra.x`)."""
+    """The default of one of our keys; empty for a key below a mapping (`generators.extra.x`)."""
     knob = knobs().get(key)
     if knob is None:
         return ""
@@ -126,7 +121,7 @@ def default_in_words(key: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as the terminal allows; long words are folded."""
+    """A text table whose columns fit the terminal; long words are folded."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

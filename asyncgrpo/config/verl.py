@@ -20,7 +20,6 @@ from asyncgrpo.errors import ConfigError
 
 # -- GPUs for generators and learner, where only their sum is known ----------------------------------------------------
 
-
 # Above this share of the GPUs the learner gets no more. Half: full training keeps 16 bytes a parameter on the learner's
 # GPUs alone, so that an 8B model fits 4 of 8 GPUs and not 2, and the learner passes over each token two to three times.
 _LEARNER_SHARE = 0.5
@@ -68,7 +67,6 @@ def _power_of_two(at_most: int) -> int:
 
 
 # -- translations that a table cannot say ------------------------------------------------------------------------------
-
 
 Given = dict[str, Any]
 Translated = dict[str, Any] | str
@@ -325,7 +323,6 @@ RULES: dict[str, Callable[[Any, Given, str], Translated]] = {
 
 
 # -- the map, looked up and applied ------------------------------------------------------------------------------------
-
 
 _READS_NULL = {"corrections"}
 """Rules to which null says something."""

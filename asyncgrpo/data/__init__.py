@@ -1,1 +1,1 @@
-"""Which prompts are trained on, and in which order."""
+"""The prompts of a run: data files, their schemas, tokenizers, and the order in which prompts are issued."""

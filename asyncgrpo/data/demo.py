@@ -1,8 +1,8 @@
-"""The demo's model, tasks and reward: all that a machine without a GPU and without a network needs to watch GRPO learn.
+"""The demo's model, tasks and reward, with which GRPO can be watched on a machine without a GPU and without a network.
 
-The model is a transformer of some 70,000 random weights over bytes, written in the same format as any Hugging Face
-model; all it knows is that answers are made of digits. The tasks are about short strings of digits: a completion is right
-digit by digit, so the reward rises step by step. Training rows and held-out rows never share a prompt.
+The model is a transformer of some 70,000 random weights over bytes, in the format of any Hugging Face model; all it knows
+is that completions are made of digits. The tasks are about short strings of digits. Each right digit is rewarded, so the
+reward rises step by step. Training rows and held-out rows share no prompt.
 """
 
 import json
@@ -11,8 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 DIGITS = "0123456789"
 
@@ -22,9 +26,11 @@ TASKS: dict[str, Callable[[str], str]] = {
     "reverse": lambda digits: digits[::-1],
     "sort": lambda digits: "".join(sorted(digits)),
 }
-"""The right answer to a prompt, by task. `copy` and `increment` are learned in tens of steps, since they look back by the
-same distance at every position; `reverse`, which does not, and `sort`, which has to compare, take several times that."""
+"""The right answer to a prompt, by task. `copy` and `increment` are learned in tens of steps, because they look back by
+the same distance at every position. `reverse` does not, and `sort` has to compare: they take several times as long."""
 
+CONTEXT = 512
+"""Tokens of a prompt and its completion, at most."""
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<system>", "<user>", "<assistant>")
 
 CHAT_TEMPLATE = (
@@ -48,41 +54,25 @@ def make_demo_model(
 ) -> None:
     """Write a random Qwen3 and its byte-level tokenizer into a folder.
 
-    The id of a byte is its value; the special tokens come after. Two settings are unlike a large model's because so few
-    dimensions learn faster with them: a small RoPE base, which sets neighbouring positions apart, and larger weights.
+    Two settings differ from a large model's, because a small model learns faster with them: a small RoPE base, which
+    separates neighbouring positions, and larger weights.
 
-    The weights are random but for one thing, which stands for what a base model brings along: digits and <eos> are
-    likelier than other tokens, whatever the prompt. Channel 0 of every embedding holds the same value, and the output
-    rows of those tokens read it. A model without it spends most of its steps on finding out which of 261 tokens answers
-    are made of.
+    The weights are random, but digits and <eos> are likelier than other tokens, whatever the prompt. This stands for what
+    a base model has learned before. Channel 0 of every embedding holds the same value, and the output rows of those
+    tokens read it. Without it the model spends most of its steps on finding out which of 261 tokens completions need.
 
     Args:
-        seed: of the weights.
-        layers, hidden, heads: size; `hidden` is a multiple of `heads`, and `heads` of 2.
+        seed: decides the weights.
+        layers, hidden, heads: size of the model; `hidden` is a multiple of `heads`, and `heads` of 2.
         rope_theta: base of the rotary position embedding.
         initializer_range: standard deviation of the initial weights.
         digit_prior: how strongly digits and <eos> are preferred; 0 leaves every weight random.
     """
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    vocab = {_byte_token(byte): byte for byte in range(256)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        additional_special_tokens=list(SPECIAL_TOKENS[2:]),
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = _byte_tokenizer()
     tokenizer.save_pretrained(path)
-
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -91,7 +81,7 @@ def make_demo_model(
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
         head_dim=hidden // heads,
-        max_position_embeddings=512,
+        max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         initializer_range=initializer_range,
         tie_word_embeddings=False,
@@ -112,6 +102,27 @@ def make_demo_model(
         model.save_pretrained(path)
 
 
+def _byte_tokenizer() -> "PreTrainedTokenizerFast":
+    """A tokenizer whose token ids are byte values; the special tokens come after them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(vocab={_byte_token(byte): byte for byte in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=list(SPECIAL_TOKENS[2:]),
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
 def write_demo_task(
     path_train: str | Path,
     path_eval: str | Path,
@@ -125,9 +136,9 @@ def write_demo_task(
     """Write the training and the held-out file of a task, as JSON Lines of `{prompt, ground_truth, data_source}`.
 
     Args:
-        seed: decides which strings go where.
-        rows, eval_rows: of the two files; all their prompts differ.
-        digits: length of each prompt, so there are 10**digits to choose from.
+        seed: decides which strings go into which file.
+        rows, eval_rows: rows of the two files; all their prompts differ.
+        digits: length of each prompt, so that there are 10**digits of them.
         task: a key of `TASKS`.
     Raises:
         ConfigError: there is no such task, or there are fewer strings than rows.
@@ -149,17 +160,22 @@ def write_demo_task(
 
 
 def demo_score(completion_text: str, ground_truth: str) -> float:
-    """How right a completion is, from 0 to 1; 1 only for the very text.
+    """How right a completion is, from 0 to 1; 1 only for the exact text.
 
-    Half of it is for right characters in their places. The rest pays for what has to be found out before that: that
-    answers are made of digits (0.1), and that they are made of the digits wanted, wherever (0.4). All are shares of the
-    longer of the two texts, so too much text costs as too little does.
+    Half of the score is for right characters in their places. The rest rewards what a model learns before: digits (0.1),
+    and the right digits in any place (0.4). All are shares of the longer text, so that too much text costs as much as too
+    little.
     """
     size = max(len(completion_text), len(ground_truth), 1)
     in_place = sum(a == b for a, b in zip(completion_text, ground_truth, strict=False))
     anywhere = (Counter(completion_text) & Counter(ground_truth)).total()
     digits = sum(character in DIGITS for character in completion_text[: len(ground_truth)])
     return (5 * in_place + 4 * anywhere + digits) / (10 * size)
+
+
+def demo_rules() -> dict[str, Callable[[str, str], float]]:
+    """The rules of the demo's tasks by `data_source`."""
+    return {f"demo_{task}": demo_score for task in TASKS}
 
 
 @contextmanager
@@ -176,7 +192,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _byte_token(byte: int) -> str:
-    """How byte-level BPE spells a byte: printable Latin-1 as itself, the others shifted past U+0100 in their order."""
+    """How byte-level BPE spells a byte: printable Latin-1 as itself, the others as U+0100 and above, in their order."""
     if _is_printable(byte):
         return chr(byte)
     return chr(256 + sum(not _is_printable(other) for other in range(byte)))
@@ -184,8 +200,3 @@ def _byte_token(byte: int) -> str:
 
 def _is_printable(byte: int) -> bool:
     return 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
-
-
-def demo_rules() -> dict[str, Callable[[str, str], float]]:
-    """The rules of the demo's tasks by `data_source`."""
-    return {f"demo_{task}": demo_score for task in TASKS}

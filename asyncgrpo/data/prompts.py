@@ -1,7 +1,7 @@
-"""The prompts of a run: loaded from a file, and handed out in an order that survives a restart.
+"""The prompts of a run: loaded from a file, and issued in an order that survives a restart.
 
-`PromptSource` promises that every prompt comes once an epoch, in an order that the seed decides, and that a restart at
-any moment skips none: what was not done is issued again, what was done is not.
+`PromptSource` issues every prompt once in each epoch, in an order that the seed decides. A restart at any moment skips
+none: a prompt that was not done is issued again, one that was done is not.
 """
 
 import heapq
@@ -29,11 +29,11 @@ class Loaded:
     """The prompts of one file."""
 
     prompts: tuple[Prompt, ...]
-    """In the file's order, without the over-long."""
+    """In the file's order, without those that are too long."""
     schema_name: str
     dropped_too_long: int
     longest: int
-    """Tokens of the longest prompt of the file, dropped ones included; of one far too long at least as many."""
+    """Tokens of the longest prompt of the file, dropped ones included. A prompt that is far too long has even more."""
 
 
 def load_prompts(
@@ -77,18 +77,18 @@ def check_prompts(
     vocabulary: int | None,
     limit: int | None = None,
 ) -> set[str]:
-    """What `load_prompts` would refuse, sooner: every row is read, but few are tokenised.
+    """Refuse what `load_prompts` would refuse, but faster: every row is read, and few are tokenised.
 
-    One prompt of each sequence of roles is rendered, because that is what a template may refuse, and as many more as it
-    takes to find one that fits.
+    One prompt of each sequence of roles is rendered, because a chat template may refuse a sequence, and as many more as it
+    takes to find one that is not too long.
 
     Args:
-        vocabulary: size of the model's, if it is known.
+        vocabulary: size of the model's vocabulary, if it is known.
         limit: rows of the file to use, from its start; None: all.
     Returns:
         Every `data_source` of the file.
     Raises:
-        DataError: as `load_prompts`.
+        DataError: where `load_prompts` would raise it.
         ConfigError: the tokenizer gives tokens that the model does not have.
     """
     _, records = _records(path, config, limit)
@@ -135,32 +135,32 @@ def _all_too_long(path: str | Path, count: int, longest: int, config: DataConfig
 
 
 class PromptState(Frozen):
-    """Where a `PromptSource` stands; goes into the checkpoint."""
+    """The state of a `PromptSource`, as the checkpoint has it."""
 
     frontier: int
-    """Every order below is done."""
+    """Every prompt index below it is done."""
     done_beyond: tuple[int, ...]
-    """Orders above the frontier that are done, ascending."""
+    """Prompt indices above the frontier that are done, ascending."""
     seed: int
     shuffle: bool
     num_prompts: int
     fingerprint: str
-    """Of the prompts' ids and tokens: another file, tokenizer or template gives another."""
+    """Digest of the prompts' ids and tokens. It differs for another file, tokenizer or chat template."""
 
 
 class PromptSource:
-    """The run's prompts in their order, and which of them are done.
+    """Issues the run's prompts in their order, and knows which of them are done.
 
-    An order is a position in the run: order // num_prompts is its epoch. It is issued by `next`, then either `done`, or
-    given back and issued again. Not safe for threads; one process owns it.
+    A prompt index is a position in the run; `prompt_index // num_prompts` is its epoch. `next` issues it, and then it is
+    either `done`, or given back and issued again. Not safe for threads; one process owns it.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, epochs: int | None) -> None:
         """
         Args:
             prompts: at least one.
-            seed: decides the order of every epoch, together with the epoch's number.
-            shuffle: False keeps the given order in every epoch.
+            seed: decides the order of each epoch, together with the epoch's number.
+            shuffle: False keeps the given order in each epoch.
             epochs: passes over the prompts; None: without an end.
         """
         assert prompts, "a prompt source needs prompts"
@@ -179,7 +179,7 @@ class PromptSource:
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
     def next(self) -> tuple[int, Prompt] | None:
-        """The next (order, prompt): the oldest given back, else a new one. None: there is nothing to issue now."""
+        """Issue the next (prompt_index, prompt): the oldest given back, else a new one. None: nothing to issue now."""
         prompt_index = heapq.heappop(self._given_back) if self._given_back else self._new_prompt_index()
         if prompt_index is None:
             return None
@@ -187,14 +187,14 @@ class PromptSource:
         return prompt_index, self.prompt(prompt_index)
 
     def done(self, prompt_index: int) -> None:
-        """This order was trained, or is dropped for good: it is never issued again.
+        """Note that a prompt was trained, or dropped for good: it is never issued again.
 
-        It must be outstanding, or given back and not issued since (a completion that came after its lease had ended).
+        It must be outstanding, or given back and not issued since (its group arrived after the lease had ended).
         """
         if prompt_index in self._outstanding:
             self._outstanding.remove(prompt_index)
         else:
-            assert prompt_index in self._given_back, f"order {prompt_index} is not under way"
+            assert prompt_index in self._given_back, f"prompt {prompt_index} is neither outstanding nor given back"
             self._given_back.remove(prompt_index)
             heapq.heapify(self._given_back)
         self._done_beyond.add(prompt_index)
@@ -203,19 +203,20 @@ class PromptSource:
             self._frontier += 1
 
     def give_back(self, prompt_index: int) -> None:
-        """The lease of this outstanding order failed: it is issued again before any new one."""
-        assert prompt_index in self._outstanding, f"order {prompt_index} is not outstanding"
-        self._outstanding.remove(prompt_index)
-        heapq.heappush(self._given_back, prompt_index)
+        """Take back an outstanding prompt whose lease failed: it is issued again before any new one."""
+        self._end_lease(prompt_index, self._given_back)
 
     def isolate(self, prompt_index: int) -> None:
-        """As `give_back`, but `next` leaves it: it is issued by `next_isolated`, to whoever knows how to handle it."""
-        assert prompt_index in self._outstanding, f"order {prompt_index} is not outstanding"
+        """Take back an outstanding prompt that only `next_isolated` issues again."""
+        self._end_lease(prompt_index, self._isolated)
+
+    def _end_lease(self, prompt_index: int, heap: list[int]) -> None:
+        assert prompt_index in self._outstanding, f"prompt {prompt_index} is not outstanding"
         self._outstanding.remove(prompt_index)
-        heapq.heappush(self._isolated, prompt_index)
+        heapq.heappush(heap, prompt_index)
 
     def next_isolated(self) -> tuple[int, Prompt] | None:
-        """The oldest (order, prompt) that was set aside, or None."""
+        """Issue the oldest isolated (prompt_index, prompt). None: there is none."""
         if not self._isolated:
             return None
         prompt_index = heapq.heappop(self._isolated)
@@ -223,18 +224,18 @@ class PromptSource:
         return prompt_index, self.prompt(prompt_index)
 
     def claim(self, prompt_index: int) -> None:
-        """A completion to this order outlived a restart: it is outstanding, without having been issued."""
-        assert self.is_wanted(prompt_index) and prompt_index >= self._next, f"order {prompt_index} cannot be claimed"
+        """Make a prompt outstanding that was not issued: a group of it is left from before a restart."""
+        assert self.is_wanted(prompt_index) and prompt_index >= self._next, f"prompt {prompt_index} cannot be claimed"
         self._claimed.add(prompt_index)
         self._outstanding.add(prompt_index)
 
     def prompt(self, prompt_index: int) -> Prompt:
-        """Which prompt an order is; the same in every process with the same prompts and seed."""
+        """The prompt of an index. It is the same in every process with the same prompts and seed."""
         epoch, position = divmod(prompt_index, len(self._prompts))
         return self._prompts[int(self._permutation(epoch)[position])]
 
     def state(self) -> PromptState:
-        """All that a restart needs; small, since only orders still under way lie between done ones."""
+        """What a restart needs. It is small, because only outstanding prompts lie between done ones."""
         return PromptState(
             frontier=self._frontier,
             done_beyond=tuple(sorted(self._done_beyond)),
@@ -245,13 +246,13 @@ class PromptSource:
         )
 
     def restore(self, state: PromptState) -> None:
-        """Go on from `state`: every order not done then is issued again, once, in order. The epochs may have changed.
+        """Go on from `state`: every prompt that was not done is issued again, once, in order. The epochs may differ.
 
         Raises:
-            CheckpointError: the state belongs to other prompts or to another order of them.
+            CheckpointError: the state belongs to other prompts, or to another order of them.
         """
         here = self.state()
-        for field, knob in (
+        for field, name in (
             ("num_prompts", "prompts in data.train"),
             ("fingerprint", "fingerprint of data.train as the model's tokenizer reads it"),
             ("seed", "run.seed"),
@@ -260,7 +261,7 @@ class PromptSource:
             then, now = getattr(state, field), getattr(here, field)
             if then != now:
                 raise CheckpointError(
-                    f"the checkpoint's prompt order cannot be continued: {knob} was {then} and is now {now}"
+                    f"the checkpoint's prompt order cannot be continued: {name} was {then} and is now {now}"
                 )
         self._frontier = self._next = state.frontier
         self._done_beyond = set(state.done_beyond)
@@ -270,11 +271,11 @@ class PromptSource:
         self._claimed.clear()
 
     def is_done(self, prompt_index: int) -> bool:
-        """Whether this order was trained or dropped."""
+        """Whether this prompt was trained, or dropped for good."""
         return 0 <= prompt_index < self._frontier or prompt_index in self._done_beyond
 
     def is_wanted(self, prompt_index: int) -> bool:
-        """Whether this order belongs to the run and is not done."""
+        """Whether this prompt belongs to the run and is not done."""
         return not self.is_done(prompt_index) and prompt_index >= 0 and (self._end is None or prompt_index < self._end)
 
     @property
@@ -284,44 +285,39 @@ class PromptSource:
 
     @property
     def num_done(self) -> int:
-        """Orders done since the run began, over all restarts."""
+        """Prompts done since the run began, over all epochs and restarts."""
         return self._frontier + len(self._done_beyond)
 
     @property
-    def remaining(self) -> int | None:
-        """Orders not done yet, whether issued or not; None without an end."""
-        return None if self._end is None else max(0, self._end - self.num_done)
-
-    @property
     def epoch(self) -> int:
-        """Whole epochs done; an epoch is done when its last order is."""
+        """Epochs that are complete."""
         return self._frontier // len(self._prompts)
 
     @property
     def next_prompt_index(self) -> int | None:
-        """The smallest order that is left to issue, by `next` or by `next_isolated`; None: none is now."""
+        """The smallest prompt index that `next` or `next_isolated` would issue; None: nothing to issue now."""
         new = self._peek_new()
         heads = self._given_back[:1] + self._isolated[:1] + ([new] if new is not None else [])
         return min(heads, default=None)
 
     @property
     def has_next(self) -> bool:
-        """Whether a prompt is left to issue, by `next` or by `next_isolated`."""
+        """Whether `next` or `next_isolated` would issue a prompt."""
         return self.next_prompt_index is not None
 
     @property
     def num_isolated(self) -> int:
-        """Prompts that wait for `next_isolated`."""
+        """How many prompts wait for `next_isolated`."""
         return len(self._isolated)
 
     @property
     def has_isolated(self) -> bool:
-        """Whether `next_isolated` would give a prompt."""
+        """Whether `next_isolated` would issue a prompt."""
         return bool(self._isolated)
 
     @property
     def is_exhausted(self) -> bool:
-        """Nothing is left to issue and nothing is outstanding."""
+        """Whether nothing is left to issue and nothing is outstanding."""
         return not self._outstanding and not self.has_next
 
     def _new_prompt_index(self) -> int | None:
@@ -332,7 +328,7 @@ class PromptSource:
 
     def _peek_new(self) -> int | None:
         prompt_index = max(self._next, self._frontier)
-        # Only after a restore are there orders that are done, or claimed, and were not issued.
+        # Only after a restore there are prompts that are done or claimed without having been issued.
         while prompt_index in self._done_beyond or prompt_index in self._claimed:
             prompt_index += 1
         return None if self._end is not None and prompt_index >= self._end else prompt_index
@@ -340,7 +336,7 @@ class PromptSource:
     def _draw_permutation(self, epoch: int) -> np.ndarray:
         """[num_prompts] indices of the prompts in the order of `epoch`.
 
-        Sorts raw bits of Philox, because numpy keeps those streams for ever, but not `Generator.permutation`.
+        It sorts raw bits of Philox: numpy keeps these the same in every release, but not `Generator.permutation`.
         """
         num_prompts = len(self._prompts)
         if not self._shuffle:

@@ -1,12 +1,10 @@
-"""A data file of any of the field's schemas, as one kind of record.
+"""Reads a data file, in any of the field's schemas, as records of one kind.
 
-Parquet, JSON Lines and JSON (a list of objects, or {"data": [...]}) are understood; the extension decides. What cannot
-be read ends in a `DataError` that names the file, the line or row, and what was expected. Which column means what is
-`schemas.py`'s business.
+The extension decides the format: Parquet, JSON Lines or JSON (a list of objects, or {"data": [...]}). A `DataError` names
+the file, the line or row, and what was expected there.
 
-The first row decides the schema of the whole file; a later row that does not fit is an error that names the row and the
-spellings that would do. Files of verl, SkyRL, TRL, verifiers and the plain `{prompt, ground_truth, data_source}` are
-read as they are; anything else goes through the `columns` map of the configuration.
+The first row decides the schema of the whole file. Files of verl, SkyRL, TRL, verifiers and the plain
+`{prompt, ground_truth, data_source}` are recognised; for other files the `data.columns` setting names the columns.
 """
 
 import base64
@@ -29,13 +27,13 @@ from asyncgrpo.wire.rollouts import PROMPT_BYTES
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Every row of a file, in the file's order, at least one.
+    """All rows of a file, at least one, in the file's order.
 
-    Values are what JSON can hold: Parquet's dates become ISO text, decimals become floats, bytes become text (base64
-    where they are not UTF-8).
+    Values are those of JSON: Parquet's dates become ISO text, decimals become floats, and bytes become text (base64 where
+    they are not UTF-8).
 
     Raises:
-        DataError: missing, empty or broken file, unknown extension, or a row that is no object.
+        DataError: the file is missing, empty or broken, its extension is unknown, or a row is no object.
     """
     path = Path(path)
     reader = _READERS.get(path.suffix.lower())
@@ -73,7 +71,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         rows = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {_one_line(error)}") from error
+        raise DataError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
     return [{name: _plain_value(value) for name, value in row.items()} for row in rows]
 
 
@@ -129,12 +127,12 @@ def _text(path: Path) -> str:
 
 
 def _unreadable(error: ValueError | RecursionError) -> str:
-    """Of JSON that may be well formed, but has numbers without end or lists in lists."""
-    return "nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
+    """Why Python cannot read JSON that is well formed: an endless number, or lists that are nested too deeply."""
+    return "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
 
 
 def _plain_value(value: Any) -> Any:
-    """What Arrow gives, as what JSON can hold."""
+    """A value of Arrow as one of JSON."""
     if isinstance(value, dict):
         return {str(key): _plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -158,12 +156,12 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The error's message on one line, at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
-# -- recognising whose schema it has -----------------------------------------------------------------------------------
-
+# -- recognising the schema --------------------------------------------------------------------------------------------
 
 DataRow = Mapping[str, Any]
 Message = dict[str, Any]
@@ -171,9 +169,8 @@ Message = dict[str, Any]
 PROMPT_SPELLINGS = ("prompt", "question")
 ANSWER_SPELLINGS = ("reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "answer", "solution")
 
-
 _MOST_BYTES = PROMPT_BYTES - 2**16
-"""Of what a row holds beside its prompt; the rest is for the prompt."""
+"""Limit on answer and info of a row. What remains of a message is for the prompt."""
 
 
 @dataclass(frozen=True)
@@ -181,13 +178,13 @@ class Record:
     """One row, whatever its schema was."""
 
     messages: list[Message]
-    """Chat turns, each with `role` and `content`; at least one. A prompt that was a string is one user turn."""
+    """Chat turns, at least one, each with `role` and `content`. A prompt that was a string is one user turn."""
     answer: Any
-    """Ground truth as the file has it; None where it has none."""
+    """The ground truth as the file has it; None where it has none."""
     source: str
-    """Names the origin of the row; rule-based rewards choose their rule by it. Empty where the file says nothing."""
+    """The origin of the row, by which rule-based rewards choose their rule. Empty where the file has none."""
     info: dict[str, Any]
-    """What else a reward may want to see."""
+    """The other columns, for a reward that wants them."""
 
 
 @dataclass(frozen=True)
@@ -199,21 +196,21 @@ class Schema:
     convert: Callable[[DataRow], Record]
 
     def to_record(self, row: DataRow, index: int) -> Record:
-        """DataRow `index` (from 0) of the file. Raises DataError, which names file, row and the spellings accepted."""
+        """The record of row `index` (from 0). Raises DataError, which names file, row and the accepted spellings."""
         try:
             record = self.convert(row)
-            _check_travels(record)
+            _check_size(record)
             return record
         except _Misfit as misfit:
             raise DataError(f"{self.file}, row {index}: {misfit} (schema {self.name}, from row 0)") from None
 
 
 class _Misfit(Exception):
-    """A row does not fit; its message lacks file and row."""
+    """A row does not fit the schema. The message does not name file and row."""
 
 
-def _check_travels(record: Record) -> None:
-    """Raise _Misfit for what no message could carry from here to a generator."""
+def _check_size(record: Record) -> None:
+    """Raise _Misfit for a record that no message to a generator can hold."""
     fields = {"prompt": record.messages, "answer": record.answer, "source": record.source, "info": record.info}
     sizes = {name: _encoded_bytes(name, value) for name, value in fields.items()}
     if (beside := sizes["answer"] + sizes["info"]) > _MOST_BYTES:
@@ -235,8 +232,8 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
 
     Args:
         rows: the file's rows, at least one.
-        columns: our field (`prompt`, `answer`, `source`) to the file's column; empty: recognise.
-        file: name for error messages.
+        columns: maps our fields (`prompt`, `answer`, `source`) to columns of the file. Empty: recognise the schema.
+        file: the file's name for error messages.
     Raises:
         ConfigError: `columns` has a field that is not ours.
         DataError: the first row fits no schema, or a mapped column does not exist.
@@ -322,7 +319,7 @@ def _verifiers(row: DataRow) -> Record:
 
 
 def _trl(row: DataRow) -> Record:
-    # TRL hands every column to the reward by name, so `solution`, its usual ground truth, stays in `info` as well.
+    # TRL passes every column to the reward by name, so `solution`, its usual ground truth, stays in `info` as well.
     return Record(
         messages=_messages(row, "prompt"),
         answer=row.get("solution"),
@@ -331,7 +328,7 @@ def _trl(row: DataRow) -> Record:
     )
 
 
-# Tried in this order: from the schema with the most telling column to the one that asks only for a prompt.
+# Tried in this order: first the schemas with a distinctive column, last the one that has only a prompt.
 _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]]] = {
     "verl": (lambda row: "prompt" in row and "reward_model" in row, _verl),
     "skyrl": (lambda row: "prompt" in row and "reward_spec" in row, _skyrl),
@@ -357,12 +354,12 @@ def _messages(row: DataRow, column: str) -> list[Message]:
             raise _Misfit(f"turn {turn} of {column} is no object with role and content")
         if not isinstance(message.get("content"), str):
             raise _Misfit(f"the content of turn {turn} of {column} is not text (images and parts are not supported)")
-    # Parquet gives every turn every key, so keys without a value are left out again.
+    # Parquet gives every turn every key; keys without a value are removed.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
 def _required(row: DataRow, key: str, *, shown: str = "") -> Any:
-    """The value of `key`, which may be null (`data check` counts those) but not absent."""
+    """The value of `key`, which may be null (`asyncgrpo data check` counts these) but not absent."""
     if key not in row:
         raise _Misfit(f"no {shown or key}; an answer is spelt {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns")
     return row[key]
@@ -381,7 +378,7 @@ def _source(row: DataRow, key: str) -> str:
 
 
 def _info(row: DataRow, key: str) -> dict[str, Any]:
-    """An object, or the JSON text of one; nothing counts as an empty one."""
+    """The object at `key`, or the object whose JSON text stands there; an empty one where there is nothing."""
     value = row.get(key)
     if isinstance(value, str) and value.strip():
         try:

@@ -351,7 +351,7 @@ class GeneratorService:
         await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv, partial=partial)
         checksum = await self._engine.checksum()
         self._version = version
-        metrics.generator_weight_version.set(version.number)
+        metrics.generator_policy_version.set(version.number)
         metrics.generator_seconds_total.labels(activity="weights").inc(time.monotonic() - started)
         await self._send_serving()
         return checksum

@@ -209,7 +209,7 @@ class Recorder:
         metrics.weight_sync_seconds.observe(publication.seconds)
         metrics.weight_sync_bytes_total.inc(publication.num_bytes * len(publication.generators))
         metrics.generators_in_sync.set(len(publication.generators))
-        metrics.learner_weight_version.set(publication.version.number)
+        metrics.learner_policy_version.set(publication.version.number)
         self.events.write(
             "sync",
             version=str(publication.version),
@@ -238,7 +238,7 @@ class Recorder:
         fields: dict[str, Any] = {
             "step": result.step,
             "version": None if result.newest is None else str(result.newest),
-            "versions_answered": sorted({str(v) for v in (result.oldest, result.newest) if v is not None}),
+            "versions_sampled": sorted({str(v) for v in (result.oldest, result.newest) if v is not None}),
             "reward_mean": result.reward_mean,
             "completions": result.completions,
             "failures": result.failures,

@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: metrics.jsonl, samples, loggers, curves, the live screen."""
+"""What a run writes down, and how a person sees it: events, samples, text lines, the live screen and the curves."""

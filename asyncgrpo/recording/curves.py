@@ -1,4 +1,4 @@
-"""The curves of a run as one picture: reward, lag, agreement of learner and engine, and where the time went."""
+"""The curves of a run as one picture: reward, lag, log-prob gap between learner and engine, and time by activity."""
 
 import os
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.progress import Progress
+from asyncgrpo.recording.progress import Progress, mean_lag, seconds_by_activity
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2f6fb0", "#e08214", "#3a923a", "#c03d3e", "#9a9a9a"
 _TIME_COLOURS = {
@@ -21,8 +21,8 @@ _TIME_NAMES = {"wait_data": "wait for data"}
 
 
 def plot(events: Iterable[Event], png_path: Path) -> Path:
-    """Draw the run into `png_path` (1600 x 1000 pixels), in one move. Works from the first step on, and with none."""
-    # Figure and canvas by hand: pyplot would keep global state and choose a backend for the whole process.
+    """Draw the run into `png_path` (1600 x 1000 pixels), which is replaced atomically. A run without a step is fine."""
+    # pyplot would keep global state and choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ def _series(progress: Progress, field: str) -> tuple[list[int], list[float]]:
 
 
 def _smoothed(values: list[float], window: int) -> list[float]:
-    """Mean of the `window` values around each point, fewer at both ends."""
+    """The mean of the `window` values around each point. At both ends there are fewer values."""
     half = window // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
@@ -92,7 +92,7 @@ def _lag(axes: Any, progress: Progress) -> None:
         lags = {int(lag): groups for lag, groups in (step.get("lags") or {}).items() if groups}
         if lags:
             x.append(step["step"])
-            mean.append(sum(lag * groups for lag, groups in lags.items()) / sum(lags.values()))
+            mean.append(mean_lag(lags))
             most.append(max(lags))
     if x:
         axes.fill_between(x, 0, most, step="mid", color=_GREY, alpha=0.3, linewidth=0, label="oldest group")
@@ -110,7 +110,7 @@ def _gap(axes: Any, progress: Progress) -> None:
         positive = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
         if positive:
             drawn = True
-            # With points: at a lag above 0 few steps hold completions of the current weights, often only the first.
+            # Points, because at a lag above 0 few steps have completions of the current version, often only the first.
             steps, gaps = zip(*positive, strict=True)
             axes.plot(steps, gaps, color=colour, linewidth=1.4, marker="o", markersize=4, label=label)
     if drawn:
@@ -120,18 +120,16 @@ def _gap(axes: Any, progress: Progress) -> None:
 
 def _time(axes: Any, progress: Progress, steps: list[int]) -> None:
     _title(axes, "Where a step's time goes (seconds)")
-    by_step = [Progress.of([step]) for step in progress.steps]
-    totals = [sum((step.get("seconds") or {}).values()) for step in progress.steps]
-    shares = [single.time_shares() for single in by_step]
-    names = [name for name in _TIME_COLOURS if any(name in share for share in shares)]
-    names += sorted({name for share in shares for name in share} - set(names))
+    spent = [seconds_by_activity([step]) for step in progress.steps]
+    names = [name for name in _TIME_COLOURS if any(name in seconds for seconds in spent)]
+    names += sorted({name for seconds in spent for name in seconds} - set(names))
     if not steps or not names:
         return
-    layers = [[share.get(name, 0.0) * total for share, total in zip(shares, totals, strict=True)] for name in names]
+    layers = [[seconds.get(name, 0.0) for seconds in spent] for name in names]
     colours = [_TIME_COLOURS.get(name, _GREY) for name in names]
     labels = [_TIME_NAMES.get(name, name) for name in names]
     if len(steps) == 1:
         steps, layers = [steps[0], steps[0] + 1], [layer * 2 for layer in layers]
     axes.stackplot(steps, layers, colors=colours, labels=labels, alpha=0.9, linewidth=0)
-    axes.set_ylim(0, 1.25 * max(totals) or 1)
+    axes.set_ylim(0, 1.25 * max(seconds.total() for seconds in spent) or 1)
     axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)

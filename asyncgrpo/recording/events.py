@@ -1,6 +1,6 @@
-"""Every event of `metrics.jsonl` and every field, a line each: the one place that says so.
+"""The events of a run, in `metrics.jsonl`: every kind and field is declared here, then written, read and followed.
 
-`EventLog.write` refuses what is not declared here, and `python -m tests.test_docs` makes docs/metrics-file.md of it.
+`EventLog.write` refuses what is not declared. `python -m tests.test_docs` makes docs/metrics-file.md from the declarations.
 """
 
 import errno
@@ -21,10 +21,10 @@ class Field(NamedTuple):
     """One field of an event."""
 
     type: Any
-    """Of the value as JSON; a float is null where it is not finite."""
+    """The type of the value as JSON. A float that is not finite is null."""
     meaning: str
     is_needed: bool
-    """Readers cannot do without it; others may be absent."""
+    """Whether each event of the kind has it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def needed(self) -> frozenset[str]:
-        """Names of the fields that readers cannot do without."""
+        """The names of the fields that each event of this kind has."""
         return frozenset(name for name, field in self.fields.items() if field.is_needed)
 
 
@@ -95,7 +95,7 @@ _STEP = {
     "completion_length_mean": _may(float, "tokens"),
     "truncated_share": _may(float, "share of the completions that ended by length"),
     "failures": _may(_Counts, "completions of the step without a score, by what went wrong"),
-    "malformed_logprobs": _may(int, "completions left out for a behaviour log-prob that cannot be one"),
+    "malformed_logprobs": _may(int, "completions left out because a behaviour log-prob is impossible"),
     "tokens_trained": _must(int, "of this step"),
     "tokens_generated": _may(int, "of the run so far, as the buffer counted"),
     "tokens_dropped": _may(int, "of the run so far, in groups given up for their age"),
@@ -113,7 +113,7 @@ _STEP = {
 }
 
 KINDS: dict[str, Kind] = {
-    "changed": Kind("A setting is not what it was in the start before. Before the `start` event.", {
+    "changed": Kind("A setting differs from the start before. Written before the `start` event.", {
         "key": _must(str, "of the setting"),
         "before": _must(str, "its value in the start before"),
         "now": _must(str, "its value now"),
@@ -121,10 +121,10 @@ KINDS: dict[str, Kind] = {
     }),
     "start": Kind("A start of the run trains from here. A resume writes another.", _START),
     "step": Kind("An optimizer step was made.", _STEP),
-    "sync": Kind("A weight version was published.", {
+    "sync": Kind("A policy version was published.", {
         "version": _must(str, "`lineage.version`"),
         "engines": _must(int, "generators that proved to hold it"),
-        "ms": _must(float, "from the offer until every generator had answered"),
+        "ms": _must(float, "from the offer until every generator had replied"),
         "checksum": _must(str, "`ok`, or what was wrong"),
         "bytes": _may(int, "sent to each generator"),
         "digest": _may(str, "of the bytes that were sent"),
@@ -133,8 +133,8 @@ KINDS: dict[str, Kind] = {
     }),
     "eval": Kind("An evaluation of `data.eval` ended.", {
         "step": _must(int, "after which it was asked for"),
-        "version": _must(str | None, "the newest that answered; null: none did"),
-        "versions_answered": _may(tuple[str, ...], "the oldest and the newest that answered"),
+        "version": _must(str | None, "the newest version that sampled a completion; null: there is no completion"),
+        "versions_sampled": _may(tuple[str, ...], "the oldest and the newest version that sampled a completion"),
         "reward_mean": _must(float | None, "over the completions that have a score; null without any"),
         "completions": _must(int, "that were sampled"),
         "failures": _may(_Counts, "completions without a score, by what went wrong"),
@@ -151,11 +151,11 @@ KINDS: dict[str, Kind] = {
         "reason": _must(str, "why it ended"),
         "count": _may(int, "restarts of it so far"),
     }),
-    "fault": Kind("`--chaos` did something to the run.", {
+    "fault": Kind("`--chaos` injected a fault.", {
         "fault": _must(str, "kill, freeze, pause, partition, reset or full"),
-        "actor": _must(str, "whom to"),
+        "actor": _must(str, "the process that it hit"),
     }),
-    "recovered": Kind("After a fault every process is up again and a step was trained.", {
+    "recovered": Kind("After a fault, every process is up again and a step was trained.", {
         "fault": _must(str, "as in `fault`"),
         "actor": _must(str, "as in `fault`"),
         "seconds": _must(float, "since the fault"),
@@ -174,7 +174,7 @@ KINDS: dict[str, Kind] = {
     "reward_failed": Kind("Rewards failed in a way: for the first, about the tenth, the hundredth... time.", {
         "actor": _must(str, "the generator"),
         "failure": _must(str, "its kind, as in `failures` of a step"),
-        "detail": _must(str, "where, and what was said"),
+        "detail": _must(str, "where, and the message"),
         "count": _must(int, "of this kind so far"),
     }),
     "rewards_paused": Kind("All rewards of a generator fail: it gets no groups. Again after each probe that fails.", {
@@ -189,10 +189,10 @@ KINDS: dict[str, Kind] = {
     "lease_failed": Kind("Groups could not be finished: for the first, the tenth, the hundredth... of a reason.", {
         "actor": _must(str, "the generator"),
         "reason": _must(str, "in a word"),
-        "detail": _must(str, "what was said"),
+        "detail": _must(str, "the message"),
         "count": _must(int, "of this reason so far"),
     }),
-    "end": Kind("This start of the run is over. One that was killed has none.", {
+    "end": Kind("This start of the run is over. A start that was killed writes none.", {
         "status": _must(Literal["done", "drained", "failed"], "how it ended"),
         "step": _must(int, "optimizer steps so far"),
         "reason": _may(str, "of a failure, in a sentence"),
@@ -207,16 +207,15 @@ KINDS: dict[str, Kind] = {
 
 # -- writing and reading -----------------------------------------------------------------------------------------------
 
-
 log = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
-_OF_A_STEP = frozenset({"step", "eval", "checkpoint"})
+_STEP_EVENTS = frozenset({"step", "eval", "checkpoint"})
 
 
 def _plain(value: Any) -> Any:
-    """Scalars of numpy and torch as Python numbers, paths as text."""
+    """A scalar of numpy or torch as a Python number, a path as text."""
     if hasattr(value, "item"):
         return value.item()
     if isinstance(value, os.PathLike):
@@ -228,18 +227,18 @@ _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def as_written(event: Event) -> Event:
-    """The event as `read_events` will give it: plain values, null for numbers that are not finite."""
+    """The event as `read_events` will return it: plain values, and null for numbers that are not finite."""
     return msgspec.json.decode(_encoder.encode(event))
 
 
 class EventLog:
     """Appends events to a file.
 
-    Several processes may, each with its own EventLog. `resume_at` is for a moment when only one does.
+    Several processes may append, each with its own EventLog. Only `resume_at` needs that no other process does.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open for appending, and cut off what a crash left of a last line."""
+        """Open for appending, and cut off a last line that a crash left incomplete."""
         self.path = Path(path)
         self._clock = clock
         self._unwritten = b""
@@ -250,8 +249,8 @@ class EventLog:
     def write(self, event: str, **fields: Any) -> Event:
         """Append one event and return it. Numbers that are not finite are written as null.
 
-        The file is opened anew each time: another process may have replaced it in `resume_at`. What a full disk refuses
-        is kept and goes before the next event.
+        The file is opened each time, because another process may have replaced it in `resume_at`. What a full disk
+        refuses is kept and written before the next event.
         """
         kind = KINDS.get(event)
         assert kind is not None, f"unknown event {event!r}"
@@ -271,15 +270,12 @@ class EventLog:
         return record
 
     def resume_at(self, step: int) -> int:
-        """Forget what later steps left: `step`, `eval` and `checkpoint` events beyond `step`.
+        """Drop the `step`, `eval` and `checkpoint` events beyond `step`, and return how many they were.
 
-        The file is replaced in one move, so a crash leaves either the old or the new one.
-
-        Returns:
-            Events dropped.
+        The file is replaced atomically: a crash leaves either the old or the new one.
         """
         events = list(read_events(self.path))
-        kept = [event for event in events if not (event["event"] in _OF_A_STEP and event.get("step", 0) > step)]
+        kept = [event for event in events if not (event["event"] in _STEP_EVENTS and event.get("step", 0) > step)]
         if dropped := len(events) - len(kept):
             temporary = self.path.with_suffix(".tmp")
             with open(temporary, "wb") as file:
@@ -310,7 +306,7 @@ def _cut_torn_line(file: Any) -> None:
 def read_events(path: Path) -> Iterator[Event]:
     """Every event of the file, oldest first.
 
-    A torn last line is no event. Another line that is none is skipped with a warning.
+    An incomplete last line is ignored. Any other line that is no event is skipped with a warning.
     """
     with open(path, "rb") as file:
         yield from _decode(file, Path(path))
@@ -341,8 +337,8 @@ class Follower:
     def poll(self) -> list[Event]:
         """Events since the last call; none while the file does not exist.
 
-        When the file has been replaced by a resume, an event `{"event": "rewound"}` (never in a file) comes first and
-        then every event from the start: a reader forgets what it knew.
+        When a resume has replaced the file, an event `{"event": "rewound"}` comes first, which is in no file, and then
+        every event from the start. A reader then forgets what it knew.
         """
         events: list[Event] = []
         if self._file is not None and self._replaced():
@@ -366,12 +362,7 @@ class Follower:
         return (now.st_ino, now.st_dev) != (ours.st_ino, ours.st_dev) or now.st_size < self._file.tell()
 
     def close(self) -> None:
-        """Let go of the file; a later poll begins anew."""
+        """Close the file. A later poll reads it from the start."""
         if self._file is not None:
             self._file.close()
         self._file, self._rest = None, b""
-
-
-def follow(path: Path) -> Follower:
-    """A poller of the events of `path`, which need not exist yet."""
-    return Follower(path)

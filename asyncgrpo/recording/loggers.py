@@ -1,8 +1,8 @@
-"""Outside loggers behind one method: Weights & Biases, TensorBoard, Trackio, MLflow.
+"""Copies of a run's metrics for Weights & Biases, TensorBoard, Trackio and MLflow.
 
-`metrics.jsonl` is always written and is the record; these are copies for people who live in one of them. Each package
-is imported only when its logger is asked for. Nothing here needs a network: wandb is offline unless a key or a mode is
-set, MLflow writes below the run folder unless MLFLOW_TRACKING_URI is set.
+`metrics.jsonl` is always written and is the record. The package of a logger is imported only if `run.loggers` names it.
+None needs a network: wandb is offline unless a key or a mode is set, and MLflow writes below the run folder unless
+MLFLOW_TRACKING_URI is set.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def _load(module: str, extra: str) -> Any:
 
 
 def flatten(values: Nested, separator: str = "/") -> dict[str, Any]:
-    """Nested mappings as one, keys joined: {"seconds": {"publish": 1}} -> {"seconds/publish": 1}."""
+    """Nested mappings as one with joined keys: {"seconds": {"publish": 1}} becomes {"seconds/publish": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def flatten(values: Nested, separator: str = "/") -> dict[str, Any]:
 
 
 def scalars_of(values: Nested) -> dict[str, float]:
-    """The finite numbers in `values`, flattened; texts, lists and nulls are left out."""
+    """The finite numbers in `values`, flattened. Texts, lists and nulls are left out."""
     numbers = {key: value for key, value in flatten(values).items() if isinstance(value, (int, float))}
     return {key: float(value) for key, value in numbers.items() if math.isfinite(value)}
 
@@ -138,10 +138,10 @@ def check_loggers(names: Iterable[str]) -> None:
 
 
 class Loggers:
-    """Those of `run.loggers`, as one."""
+    """All loggers of `run.loggers` as one."""
 
     def __init__(self, names: Iterable[str], run_dir: Path, run_name: str, config: Nested) -> None:
-        """Start each. Raises ConfigError for an unknown name or a package that is not installed."""
+        """Start each logger. Raises ConfigError for an unknown name or a package that is not installed."""
         self._loggers: dict[str, _Logger] = {}
         for name in names:
             if name not in _KINDS:
@@ -149,9 +149,9 @@ class Loggers:
             self._loggers[name] = _KINDS[name](Path(run_dir), run_name, config)
 
     def log(self, step: int, values: Nested) -> None:
-        """Send the finite numbers of `values` (mappings flattened with `/`) to each logger.
+        """Send the finite numbers of `values` to each logger, nested keys joined with `/`.
 
-        A logger that fails is dropped with a warning: the run matters more than its copy.
+        A logger that fails is dropped with a warning, and the run goes on.
         """
         scalars = scalars_of({key: value for key, value in values.items() if key not in ("step", "time")})
         for name, logger in list(self._loggers.items()):
@@ -162,7 +162,7 @@ class Loggers:
                 del self._loggers[name]
 
     def close(self) -> None:
-        """Flush and end each; safe to call twice."""
+        """Flush and close each logger. A second call does nothing."""
         while self._loggers:
             name, logger = self._loggers.popitem()
             try:

@@ -1,6 +1,6 @@
-"""What the events of a run add up to: the state behind the live screen, the lines of a step and the summary.
+"""The state of a run as its events tell it, for the live screen, the lines of a log and the summary.
 
-Feed events in order to `Progress.update`; everything else is read from it. It knows no clock, no file and no terminal.
+`Progress.update` takes the events in order. It uses no clock, no file and no terminal.
 """
 
 from collections import Counter, deque
@@ -18,7 +18,7 @@ _GROUPED = {"forward_backward": "train", "optimizer": "train"}
 
 @dataclass
 class Progress:
-    """A run so far."""
+    """What is known of a run from its events so far."""
 
     run: str = ""
     sizes: str = ""
@@ -37,21 +37,22 @@ class Progress:
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     num_restarts: int = 0
     undone_steps: int = 0
-    """Done before a crash, and trained again after it."""
+    """Steps done before a crash, and trained again after it."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Of the whole run, by fate, as the last event said; empty where none does."""
+    """Sampled tokens of the whole run by fate, from the last event that has them; empty if none has."""
     faults: list[Event] = field(default_factory=list)
-    """Done on purpose, by `--chaos`."""
+    """Faults that `--chaos` injected."""
     recoveries: list[Event] = field(default_factory=list)
     paused: dict[str, Event] = field(default_factory=dict)
-    """Generators whose rewards are paused: the last word of it, with `since`."""
+    """The last `rewards_paused` event of each generator whose rewards are paused, with the time `since` when."""
     training_seconds: float = 0.0
     """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
     end: Event | None = None
+    """The end of the present start, once it is over."""
     ends: list[Event] = field(default_factory=list)
-    """Of all starts of the run."""
+    """The ends of all starts."""
     _resumed: bool = True
-    """The next step is the first of its process."""
+    """Whether the next step is the first of its process."""
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Progress":
@@ -62,7 +63,7 @@ class Progress:
         return progress
 
     def update(self, event: Event) -> None:
-        """Take one event in; kinds it does not know are ignored. `rewound` forgets everything (see events.Follower)."""
+        """Take one event in. Unknown kinds are ignored, and `rewound` resets everything (see `events.Follower`)."""
         kind = event["event"]
         if kind == "rewound":
             self.__dict__.update(Progress().__dict__)
@@ -70,7 +71,10 @@ class Progress:
         if "time" in event:
             self.started = event["time"] if self.started is None else self.started
             self.updated = event["time"]
-        if handle := getattr(self, f"_on_{kind}", None):
+        kept = {"eval": self.evals, "checkpoint": self.checkpoints, "recovered": self.recoveries}
+        if kind in kept:
+            kept[kind].append(event)
+        elif handle := getattr(self, f"_on_{kind}", None):
             handle(event)
 
     def _on_start(self, event: Event) -> None:
@@ -102,12 +106,6 @@ class Progress:
         if event.get("checksum") != "ok" or event.get("left_out"):
             self.warnings.append(sync_line(event))
 
-    def _on_eval(self, event: Event) -> None:
-        self.evals.append(event)
-
-    def _on_checkpoint(self, event: Event) -> None:
-        self.checkpoints.append(event)
-
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.warnings.append(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
@@ -115,9 +113,6 @@ class Progress:
     def _on_fault(self, event: Event) -> None:
         self.faults.append(event)
         self.warnings.append(f"chaos: {event.get('fault', '?')} {event.get('actor', '')}")
-
-    def _on_recovered(self, event: Event) -> None:
-        self.recoveries.append(event)
 
     def _on_drain(self, event: Event) -> None:
         self.warnings.append(f"draining: {event.get('reason', '')}")
@@ -159,12 +154,12 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Number of the last step; 0 before the first."""
+        """The number of the last step; 0 before the first."""
         return self.last.get("step", 0)
 
     @property
     def share_done(self) -> float | None:
-        """Of the run, 0 to 1; None where the run has no end in sight."""
+        """The share of the run that is done, 0 to 1. None for a run without an end."""
         if self.total_steps:
             return min(1.0, self.step / self.total_steps)
         if self.total_prompts:
@@ -172,38 +167,34 @@ class Progress:
         return None
 
     def rewards(self) -> list[float]:
-        """Mean reward of each step that has one."""
+        """The mean reward of each step that has one."""
         return [step["reward_mean"] for step in self.steps if step.get("reward_mean") is not None]
 
     def lags(self, last_steps: int | None = None) -> dict[int, int]:
-        """Trained groups by lag, over all or the last steps."""
+        """Trained groups by lag, over all steps or the last ones."""
         counts: Counter[int] = Counter()
         for step in self.steps[-last_steps:] if last_steps else self.steps:
             counts.update({int(lag): groups for lag, groups in (step.get("lags") or {}).items()})
         return dict(sorted(counts.items()))
 
     def time_shares(self, last_steps: int | None = None) -> dict[str, float]:
-        """Share of the learner's time by activity, forward, backward and optimizer together as `train`."""
-        spent: Counter[str] = Counter()
-        for step in self.steps[-last_steps:] if last_steps else self.steps:
-            for activity, seconds in (step.get("seconds") or {}).items():
-                spent[_GROUPED.get(activity, activity)] += seconds
-        total = sum(spent.values())
-        return {activity: seconds / total for activity, seconds in spent.items()} if total > 0 else {}
+        """The share of the learner's time by activity (`seconds_by_activity`), over all steps or the last ones."""
+        spent = seconds_by_activity(self.steps[-last_steps:] if last_steps else self.steps)
+        return {activity: seconds / spent.total() for activity, seconds in spent.items()} if spent.total() > 0 else {}
 
     def untrained(self, how: Literal["dropped", "filtered"]) -> Counter[str]:
-        """Groups that left untrained, by reason or kind, over the whole run."""
+        """Groups of the whole run that were dropped or filtered, by reason."""
         counts: Counter[str] = Counter()
         for event in (*self.steps, *self.ends):
             counts.update(event.get(how) or {})
         return counts
 
     def tokens_trained(self) -> int:
-        """Of all steps."""
+        """Tokens trained by all steps."""
         return sum(step.get("tokens_trained") or 0 for step in self.steps)
 
     def tokens_per_second(self) -> tuple[float, float]:
-        """(generated, trained) over the last steps."""
+        """Tokens generated and trained per second, over the last steps."""
         recent = self.steps[-RECENT - 1 :]
         if len(recent) < 2 or (elapsed := recent[-1]["time"] - recent[0]["time"]) <= 0:
             seconds = sum((self.last.get("seconds") or {}).values())
@@ -214,25 +205,34 @@ class Progress:
         return generated / elapsed, trained / elapsed
 
 
+def seconds_by_activity(steps: Iterable[Event]) -> "Counter[str]":
+    """The learner's seconds by activity. Forward, backward and optimizer count together as `train`."""
+    spent: Counter[str] = Counter()
+    for step in steps:
+        for activity, seconds in (step.get("seconds") or {}).items():
+            spent[_GROUPED.get(activity, activity)] += seconds
+    return spent
+
+
 def _counted(what: str, event: Event, kind: str | None) -> str:
-    """ "reward failed at generator-0 (timeout), 10 so far"."""
+    """Such as "reward failed at generator-0 (timeout), 10 so far"."""
     count = event.get("count") or 1
     return f"{what} failed at {event.get('actor', '?')} ({kind})" + (f", {count} so far" if count > 1 else "")
 
 
 def mean_lag(lags: Mapping[int, int]) -> float:
-    """Mean over groups; 0 without any."""
+    """The mean lag of groups, given how many have each lag; 0 without any."""
     groups = sum(lags.values())
     return sum(lag * count for lag, count in lags.items()) / groups if groups else 0.0
 
 
 def short_version(version: str) -> str:
-    """ "1.17" as "v17"."""
+    """The version "1.17" as "v17"."""
     return f"v{version.rpartition('.')[2]}"
 
 
 def sync_line(sync: Event) -> str:
-    """One publication of weights: "v17 -> 2 engines, 12 ms, checksum ok", and whom it did not reach."""
+    """A publication such as "v17 -> 2 engines, 12 ms, checksum ok", with the generators that it did not reach."""
     engines, left_out = sync.get("engines", 0), sync.get("left_out")
     return (
         f"{short_version(str(sync.get('version', '?')))} -> {engines} engine{'' if engines == 1 else 's'}, "
@@ -242,5 +242,5 @@ def sync_line(sync: Event) -> str:
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
-    """ "crash 1, timeout 3"."""
+    """Counts such as "crash 1, timeout 3"."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

@@ -1,7 +1,7 @@
-"""Trained completions as Parquet, one file a step, so that a person can read what the reward saw.
+"""Trained completions as Parquet, one file for each step, so that a person can read what the reward saw.
 
-`samples/step_000017.parquet` appears whole or not at all. One row is one completion; the columns are the fields of
-`Sample`.
+Each file, such as `samples/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
+fields of `Sample`.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +24,9 @@ class Sample:
     step: int
     """Optimizer step that trained it, from 1."""
     version_oldest: str
-    """Weights that sampled its oldest token, `lineage.version`; empty for a completion without a token."""
+    """Policy version that sampled its oldest token, as `lineage.version`; empty for a completion without a token."""
     version_newest: str
+    """Policy version that sampled its newest token."""
     lag: int
     """Optimizer steps between its group's oldest token and its training."""
     group_id: str
@@ -33,40 +35,27 @@ class Sample:
     prompt: str
     completion: str
     ground_truth: str
-    """JSON."""
+    """The task's ground-truth answer as JSON."""
     reward: float | None
-    """None exactly when `failure` is given."""
+    """The score; None exactly where `failure` is given."""
     advantage: float | None
-    """None when the completion took no part in the loss."""
+    """None where the completion took no part in the loss."""
     failure: str | None
     finish_reason: str
     num_tokens: int
     """Sampled tokens."""
     parts: str
-    """JSON: named parts of the reward."""
+    """The named parts of the reward as JSON."""
 
 
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("version_oldest", pa.string()),
-        ("version_newest", pa.string()),
-        ("lag", pa.int32()),
-        ("group_id", pa.string()),
-        ("prompt_id", pa.string()),
-        ("source", pa.string()),
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("ground_truth", pa.string()),
-        ("reward", pa.float64()),
-        ("advantage", pa.float64()),
-        ("failure", pa.string()),
-        ("finish_reason", pa.string()),
-        ("num_tokens", pa.int32()),
-        ("parts", pa.string()),
-    ]
-)
-assert SCHEMA.names == [field.name for field in fields(Sample)]
+_INT32 = ("lag", "num_tokens")
+_ARROW_TYPES: dict[Any, pa.DataType] = {
+    int: pa.int64(),
+    str: pa.string(),
+    float | None: pa.float64(),
+    str | None: pa.string(),
+}
+SCHEMA = pa.schema([(f.name, pa.int32() if f.name in _INT32 else _ARROW_TYPES[f.type]) for f in fields(Sample)])
 
 
 def samples_of(
@@ -76,7 +65,7 @@ def samples_of(
 
     Args:
         step: optimizer step that trained it.
-        lag: of the group, in optimizer steps.
+        lag: the group's, in optimizer steps.
         advantages: one for each rollout, in order; None where it took no part in the loss.
         decode: token ids to text, special tokens kept.
     """
@@ -110,17 +99,17 @@ def samples_of(
 
 
 class SampleWriter:
-    """Writes the samples of a step into a folder, replacing what an earlier attempt at the same step left."""
+    """Writes the samples of a step into a folder, and replaces those of an earlier attempt at the same step."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder is made; what a crash left half written in it is removed."""
+        """Make the folder, and remove half-written files that a crash left in it."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(".step_*.tmp"):
             left_over.unlink()
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Write `step_<step>.parquet` (zstd) and return its path. Raises OSError when the disk does."""
+        """Write `step_<step>.parquet` (zstd) and return its path. Raises OSError."""
         table = pa.Table.from_pylist([asdict(sample) for sample in samples], schema=SCHEMA)
         path = self.folder / f"step_{step:06d}.parquet"
         temporary = self.folder / f".{path.name}.tmp"

@@ -1,7 +1,7 @@
-"""The live screen: a run in one terminal page, drawn from its events alone.
+"""The live screen: one terminal page about a run, drawn from its events alone.
 
-`Screen` is a pure function of the events it was given (and of `now`, for the clock). `watch` follows a metrics.jsonl
-and shows it: as a live page on a terminal, as one tidy line a step where the output is a file or a pipe.
+`watch` follows a `metrics.jsonl` and shows it: as a live page on a terminal, or as one line for each step where the output
+is a file or a pipe. `Screen` draws the page; it depends only on the events it was given and on `now`.
 """
 
 import threading
@@ -18,20 +18,19 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncgrpo.logs import visible
-from asyncgrpo.recording.events import Event, follow
+from asyncgrpo.recording.events import Event, Follower
 from asyncgrpo.recording.progress import RECENT, Progress, sync_line
 from asyncgrpo.recording.text import line_of, number, position, thousands
 
-# -- pictures made of characters ---------------------------------------------------------------------------------------
-
+# -- plots made of characters ------------------------------------------------------------------------------------------
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bit of each dot of a braille cell, by row from the top, then column."""
+"""The bit of each dot of a braille cell, by row from the top, then column."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
-    """`values` stretched (linearly) or squeezed (means of neighbours) to `count` points."""
+    """`values` as `count` points: interpolated linearly where there are fewer, averaged where there are more."""
     n = len(values)
     if n == 1:
         return [values[0]] * count
@@ -61,7 +60,7 @@ def line_plot(values: Sequence[float], width: int, height: int) -> list[str]:
     cells = [[0] * width for _ in range(height)]
     previous = levels[0]
     for x, level in enumerate(levels):
-        # A steep line is filled in, or it would fall apart into dots.
+        # The dots between two levels are filled in, so that a steep line stays a line.
         start, stop = sorted((level, previous + (level > previous) - (level < previous)))
         for y in range(start, stop + 1):
             row, dot = divmod(rows - 1 - y, 4)
@@ -79,10 +78,9 @@ def bar(share: float, width: int) -> str:
 
 # -- the screen --------------------------------------------------------------------------------------------------------
 
-
 _ACTIVITIES = {"wait_data": "wait for data", "train": "train", "publish": "publish", "checkpoint": "checkpoint"}
 _COLOURS = {"wait_data": "yellow", "train": "green", "publish": "cyan", "checkpoint": "magenta"}
-# The page has 24 lines at most: one whole small terminal.
+# These keep the page within the 24 lines of a small terminal.
 _NUM_SYNCS = 3
 _NUM_WARNINGS = 3
 _PLOT_HEIGHT = 6
@@ -99,7 +97,7 @@ class Screen:
         self.progress.update(event)
 
     def render(self, now: float | None = None) -> RenderableType:
-        """The page. `now` (Unix seconds) runs the clock between events; without it time stands at the last event."""
+        """The page. The clock shows `now` (Unix seconds), or the time of the last event without it."""
         progress = self.progress
         body = Table.grid(expand=True, padding=(0, 1))
         body.add_column(ratio=3)
@@ -147,7 +145,7 @@ def _is_done(progress: Progress) -> bool:
 
 
 class _RewardPlot:
-    """The reward curve, as wide as the room it is given."""
+    """The reward curve, as wide as its panel."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -177,7 +175,7 @@ def _numbers(progress: Progress) -> RenderableType:
     table.add_row("reward", Text(number(last.get("reward_mean")), style="bold green"))
     table.add_row("eval", f"{number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else "-")
     table.add_row("loss", number(last.get("loss"), 4))
-    table.add_row("completion length", number(last.get("completion_length_mean"), 1))
+    table.add_row("length", number(last.get("completion_length_mean"), 1))
     gap = last.get("logprob_gap_max")
     table.add_row("log-prob gap", "-" if gap is None else f"{gap:.1e}")
     table.add_row("generated", f"{thousands(last.get('tokens_generated') or 0)}  {thousands(generated)}/s")
@@ -198,7 +196,7 @@ def _lag_bars(progress: Progress) -> RenderableType:
     if not lags:
         return Text("no step yet", style="dim")
     total, most = sum(lags.values()), max(lags)
-    # Beyond five rows the oldest lags share one, so that the page keeps its height.
+    # At most five rows, so that the page keeps its height: the oldest lags share the last.
     rows = {str(lag): lags.get(lag, 0) for lag in range(min(most, 3) + 1)}
     if most > 3:
         beyond = sum(groups for lag, groups in lags.items() if lag > 3)
@@ -217,7 +215,7 @@ def _bars(rows: dict[str, tuple[float, str, str]]) -> RenderableType:
 
 
 def _paused(progress: Progress, now: float | None) -> str:
-    """Where the rewards are paused, and when they are tried again. `now` as for `Screen.render`."""
+    """Which generators' rewards are paused, and when they are tried again. `now` is that of `Screen.render`."""
     at = progress.updated if now is None else now
     events = progress.paused.values()
     probe_in_s = min(event["time"] + event["probe_in_s"] for event in events) - (at or 0.0)
@@ -230,7 +228,7 @@ def _paused(progress: Progress, now: float | None) -> str:
 
 
 def _notes(progress: Progress, now: float | None) -> RenderableType:
-    """The last publications of weights, and what went wrong last."""
+    """The last publications and the last warnings."""
     notes = Table.grid(padding=(0, 2))
     notes.add_column(style="dim", no_wrap=True)
     notes.add_column(no_wrap=True, overflow="ellipsis")
@@ -256,27 +254,27 @@ def watch(
     """Show the run that writes `path` until its `end` event or until `stop` is set.
 
     Args:
-        since: Unix time. Give the time of the start for a run that resumes: an `end` before it is an earlier process's,
-            and no line is printed, and no warning shown, of what happened before it.
+        since: Unix time of this start of the run. Events before it print no line and show no warning, and an `end`
+            before it does not end the watch.
     Returns:
-        The run as it stood at the end.
+        The state of the run at the end.
     """
     console = console or Console()
     stop = stop or threading.Event()
-    follower, screen = follow(path), Screen()
+    follower, screen = Follower(path), Screen()
     live = Live(screen.render(clock()), console=console, auto_refresh=False) if console.is_terminal else None
     newest = skip_until = since
     drawn = 0.0
     try:
         if live:
             live.start()
-            console.show_cursor(True)  # a run that is killed could not bring it back
+            console.show_cursor(True)  # a killed run could not show it again
         while True:
             stopping = stop.is_set()
             for event in (events := follower.poll()):
                 screen.update(event)
                 if event["event"] == "rewound":
-                    skip_until = newest  # the follower tells the whole file again; nobody wants to read it again
+                    skip_until = newest  # the follower repeats the whole file; print only what is new
                 at = event.get("time", 0.0)
                 newest = max(newest, at)
                 if at < since:

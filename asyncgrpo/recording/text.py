@@ -1,15 +1,15 @@
-"""A run as text: one tidy line for each event that a person wants in a log, and the last words of a run."""
+"""A run as text: one line for each event that a person wants in a log, and the summary at the end."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag, short_version
 
 # -- a line for an event -----------------------------------------------------------------------------------------------
-
 
 _WARNINGS = frozenset(
     {"restart", "drain", "stall", "fault", "warning"}
@@ -18,7 +18,7 @@ _WARNINGS = frozenset(
 
 
 def line_of(event: Event, progress: Progress) -> str | None:
-    """One line for an event that a person wants in a log, or None. `progress` has taken the event in already."""
+    """The line of an event, or None for one that does not belong in a log. `progress` has taken the event in already."""
     kind = event["event"]
     if kind == "start":
         return f"start {event.get('run', '')} at step {event.get('step')}"
@@ -60,19 +60,19 @@ def _step_line(step: Event, progress: Progress) -> str:
 
 
 def position(progress: Progress) -> str:
-    """Steps done of all, "17/60", or "17" where their number is not known."""
+    """Steps done, as "17/60", or "17" where the number of all steps is not known."""
     return f"{progress.step}/{progress.total_steps}" if progress.total_steps else f"{progress.step}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure with so many digits after the point, a large one with four in all; "-" for none."""
+    """`value` with `digits` after the point, or with four significant digits if it is large; "-" for None."""
     if value is None:
         return "-"
     return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def thousands(value: float) -> str:
-    """Three significant digits: "870", "1.7k", "29.4k", "3.1M"."""
+    """`value` with three significant digits: "870", "1.7k", "29.4k", "3.1M"."""
     for unit in ("", "k", "M"):
         if abs(value) < 999.5:
             return f"{value:.0f}{unit}" if not unit else f"{value:.3g}{unit}"
@@ -80,19 +80,18 @@ def thousands(value: float) -> str:
     return f"{value:.3g}G"
 
 
-# -- the last words ----------------------------------------------------------------------------------------------------
-
+# -- the summary -------------------------------------------------------------------------------------------------------
 
 _ENDS = 5
 """Steps averaged for the first and the last reward."""
 
 
 def summary(events: Iterable[Event], run_dir: Path | None = None) -> str:
-    """A few aligned lines about the whole run.
+    """A few aligned lines about a whole run.
 
     Args:
-        events: all of them, as `read_events` gives them.
-        run_dir: names the files it holds, if given.
+        events: all events of the run, as `read_events` returns them.
+        run_dir: run folder; its files are listed, if given.
     """
     progress = Progress.of(events)
     rows = [("run", f"{progress.run or '-'}: {_status(progress)}")]
@@ -121,9 +120,8 @@ def _learning(progress: Progress) -> list[tuple[str, str]]:
     first, last = rewards[:_ENDS], rewards[-_ENDS:]
     rows = []
     if rewards:
-        rows.append(
-            ("reward", f"{number(_mean(first))} -> {number(_mean(last))} (means of {len(first)} first and last steps)")
-        )
+        means = f"{number(fmean(first))} -> {number(fmean(last))}"
+        rows.append(("reward", f"{means} (means of {len(first)} first and last steps)"))
     if progress.evals:
         scores = [number(event["reward_mean"]) for event in progress.evals if event.get("reward_mean") is not None]
         rows.append(("eval", " -> ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else "no score"))
@@ -154,9 +152,9 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
 
 
 def _tokens(progress: Progress) -> str:
-    """`1,000 generated = 900 trained + 70 dropped (stale 50, unusable 20) + 30 waiting`."""
+    """Such as "1,000 generated = 900 trained + 70 dropped (stale 50, unusable 20) + 30 waiting"."""
     tokens = progress.tokens
-    if not tokens:  # an older release wrote no ledger
+    if not tokens:  # the run of an older release
         return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained():,} trained"
     named = {"masked": "masked", "filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
     dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
@@ -167,7 +165,7 @@ def _tokens(progress: Progress) -> str:
 
 
 def _survived(progress: Progress) -> list[tuple[str, str]]:
-    """What `--chaos` did, and how long it took until every process was up and a step was trained after it."""
+    """The faults of `--chaos`, and how long it took until every process was up and a step was trained again."""
     by_kind: dict[str, list[float]] = defaultdict(list)
     for event in progress.recoveries:
         role = event["actor"].partition("-")[0]
@@ -176,12 +174,8 @@ def _survived(progress: Progress) -> list[tuple[str, str]]:
     every = [seconds for kind in by_kind.values() for seconds in kind]
     for kind, seconds in [*sorted(by_kind.items()), ("all", every)]:
         if seconds:
-            rows.append(
-                (
-                    "",
-                    f"{kind:<18}{len(seconds):>4}   p50 {quantile(seconds, 0.5):5.1f}   p99 {quantile(seconds, 0.99):5.1f}",
-                )
-            )
+            p50, p99 = quantile(seconds, 0.5), quantile(seconds, 0.99)
+            rows.append(("", f"{kind:<18}{len(seconds):>4}   p50 {p50:5.1f}   p99 {p99:5.1f}"))
     return rows
 
 
@@ -197,9 +191,5 @@ def _files(run_dir: Path) -> list[tuple[bool, str]]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that at least this share of all does not exceed."""
+    """The smallest value that at least `share` of all values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -1,1 +1,1 @@
-"""What looks at a run, or breaks it on purpose, from beside it: audit, replay, chaos."""
+"""Tools for a run besides training: audit it, train it again from its journal, and inject faults into it."""

@@ -1,8 +1,8 @@
-"""Does a run agree with itself? Journal, checkpoints and `metrics.jsonl`, held against each other.
+"""Checks that journal, checkpoints and `metrics.jsonl` of a run agree.
 
-Nothing here trusts the code that wrote the files: what was trained is what the manifests on the path to the newest
-checkpoint say, and every promise of `docs/reliability.md` that the files can show is looked up in them. Each
-difference is one sentence that names the group, the prompt or the step.
+It does not trust the code that wrote the files. What was trained is what the manifests on the path to the newest
+checkpoint say, and every promise of `docs/reliability.md` that files can show is checked against them. A difference is one
+sentence that names the group, the prompt or the step.
 """
 
 from collections import Counter
@@ -25,18 +25,18 @@ TRAINED, WAITING, LOST = "trained", "in flight", "without a fate"
 
 @dataclass
 class Audit:
-    """What was found."""
+    """The result of an audit."""
 
     step: int
-    """Of the newest checkpoint; 0 without one."""
+    """Step of the newest checkpoint; 0 without one."""
     starts: int
     prompts_done: int
     groups: Counter[str] = field(default_factory=Counter)
     """Delivered groups by fate."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Their sampled tokens."""
+    """Their sampled tokens, by fate."""
     lags: Counter[int] = field(default_factory=Counter)
-    """Groups trained on the path by lag, optimizer steps."""
+    """Groups trained on the path, by lag in optimizer steps."""
     differences: list[str] = field(default_factory=list)
 
 
@@ -44,7 +44,7 @@ def audit(run: Path) -> Audit:
     """Check the folder of a run, which may be over, killed or still going.
 
     Raises:
-        JournalError: there is no journal, or not one start of the run is whole in it.
+        JournalError: there is no journal, or it holds no complete record of a start.
     """
     history = read_run(run)
     newest = Checkpoints(run, keep=1).latest()
@@ -55,7 +55,7 @@ def audit(run: Path) -> Audit:
 
 
 class _Auditor:
-    """One pass over the records, then one check after the other."""
+    """Reads all records once, then makes one check after the other."""
 
     def __init__(
         self, run: Path, history: History, checkpoint: PolicyVersion | None, prompts: PromptState | None
@@ -67,9 +67,9 @@ class _Auditor:
         self._step = checkpoint.number if checkpoint is not None else 0
         self._delivered: dict[str, Delivered] = {}
         self._manifests: list[BatchIssued] = []
-        """Those on the path, by step."""
+        """Manifests on the path, by step."""
         self._later: list[BatchIssued] = []
-        """Those that no checkpoint holds."""
+        """Manifests whose steps no checkpoint holds."""
         self._dropped: dict[str, Dropped] = {}
         self.result = Audit(
             step=self._step,
@@ -126,7 +126,7 @@ class _Auditor:
                 by_group[lease_id] = manifest.step
                 record = self._delivered.get(lease_id)
                 if record is None:
-                    continue  # said already
+                    continue  # reported already
                 if (other := by_prompt_index.setdefault(record.prompt_index, lease_id)) != lease_id:
                     self._differ(
                         f"prompt {record.prompt_index} was trained twice, by the groups {other} and {lease_id}"
@@ -205,7 +205,7 @@ class _Auditor:
 
 
 def _bounded_lag(record: Delivered, manifest: BatchIssued, start: RunStarted) -> int | None:
-    """The lag of the group that its policy promises to bound; None where it promises nothing."""
+    """The lag that the run's policy bounds for this group; None where it bounds none."""
     match POLICIES[start.policy].counts_from:
         case "oldest":
             return manifest.version.number - record.versions[0].number

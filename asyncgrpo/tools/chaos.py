@@ -1,8 +1,8 @@
-"""Faults on purpose, in a run that goes on: kill, freeze, partition, full disk. For `asyncgrpo demo --chaos`.
+"""Injects faults into a run, for `asyncgrpo demo --chaos`: kill, freeze, pause, partition, reset, full disk.
 
-Every fault is real: SIGKILL and SIGSTOP to the processes of the run, a cable unplugged between generators and buffer, a
-disk that the kernel refuses to write. A fault is survived once every process is up again and a step was trained after
-it; the time until then is the time to recovery.
+Every fault is real: SIGKILL and SIGSTOP to the processes of the run, an interrupted connection between generators and
+buffer, a file size limit of the kernel. A run has survived a fault once every process is up again and a step was trained
+after it. The time until then is the time to recovery.
 """
 
 import asyncio
@@ -26,8 +26,189 @@ from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.supervision import EndpointsChanged
 
-# -- a cable that can be unplugged -------------------------------------------------------------------------------------
+log = logging.getLogger(__name__)
 
+HOUR_S = 3600.0
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often faults are injected, and the seed that decides which."""
+
+    per_hour: float
+    seed: int
+
+    def begin(self, watch: Watch, fleet: Fleet, events: EventLog) -> "Chaos":
+        """Inject faults into this run."""
+        return Chaos(self, watch, fleet, events)
+
+
+@dataclass
+class _Fault:
+    """A fault that was injected."""
+
+    kind: str
+    actor: str
+    at_s: float
+    after: tuple[int, int]
+    """Lineage and step that the run had reached when the fault was injected, or when it was undone."""
+    killed: frozenset[int] = frozenset()
+    """Process ids that must be gone, and replaced."""
+    heals_at_s: float = 0.0
+    """When it is undone."""
+    heal: Callable[[], object] | None = None
+    """Undoes it. None: it needs no undoing, or was undone."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    name: str
+    actor: str
+    weight: float
+    do: Callable[[str], _Fault]
+
+
+class Chaos:
+    """Injects faults into one run. The seed decides their kinds and times."""
+
+    def __init__(
+        self, plan: Plan, watch: Watch, fleet: Fleet, events: EventLog, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._plan = plan
+        self._watch = watch
+        self._fleet = fleet
+        self._events = events
+        self._clock = clock
+        self._rng = random.Random(plan.seed)
+        self._open: list[_Fault] = []
+        self._due_s: float | None = None
+        self._proxy: Proxy | None = None
+        self._reached = 0, 0
+        self._kinds = [
+            _Kind("kill", "generator", 3.0, self._kill),
+            _Kind("freeze", "generator", 1.0, self._freeze),
+            _Kind("pause", "generator", 1.0, self._pause),
+            _Kind("kill", "generators", 0.5, self._kill),
+            _Kind("kill", "buffer", 1.0, self._kill),
+            _Kind("freeze", "buffer", 0.5, self._freeze),
+            _Kind("pause", "buffer", 0.5, self._pause),
+            _Kind("kill", "learner", 1.0, self._kill),
+            _Kind("freeze", "learner", 0.5, self._freeze),
+            _Kind("pause", "learner", 0.5, self._pause),
+            _Kind("partition", "network", 1.5, self._partition),
+            _Kind("reset", "network", 1.5, self._reset),
+            _Kind("full", "disk", 1.0, self._fill_disk),
+        ]
+
+    def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
+        """The endpoints with a proxy, which can be interrupted, between generators and buffer."""
+        if self._proxy is not None:
+            self._proxy.close()
+        self._proxy = Proxy(endpoints.buffer_endpoint)
+        return msgspec.structs.replace(endpoints, buffer_endpoint=self._proxy.endpoint)
+
+    def reconcile(self, core: Core, *, may_strike: bool) -> None:
+        """Undo faults that are due, note those that are survived, and inject the next. Called a few times a second."""
+        now, steps = self._clock(), core.steps_done
+        self._reached = core.setup.lineage, core.first_step if steps is None else steps
+        for fault in self._open:
+            if fault.heal is not None and now >= fault.heals_at_s:
+                fault.heal()
+                fault.heal, fault.after = None, self._reached
+        for fault in [f for f in self._open if self._is_survived(f, core)]:
+            self._open.remove(fault)
+            self._events.write("recovered", fault=fault.kind, actor=fault.actor, seconds=now - fault.at_s)
+        if self._due_s is None and self._reached[1] > core.first_step:  # no fault before the first step
+            self._due_s = now + self._interval_s()
+        if may_strike and self._due_s is not None and now >= self._due_s and self._watch.pids("buffer", "learner"):
+            self._due_s = now + self._interval_s()
+            kind = self._rng.choices(self._kinds, [k.weight for k in self._kinds])[0]
+            fault = kind.do(kind.actor)
+            self._open.append(fault)
+            self._events.write("fault", fault=fault.kind, actor=fault.actor)
+            log.warning("chaos: %s %s", fault.kind, fault.actor)
+
+    def end(self) -> None:
+        """Undo every fault that is still in effect."""
+        for fault in self._open:
+            if fault.heal is not None:
+                fault.heal()
+        if self._proxy is not None:
+            self._proxy.close()
+
+    def _is_survived(self, fault: _Fault, core: Core) -> bool:
+        if fault.heal is not None or not self._fleet.is_whole or fault.killed & set(self._watch.pids("")):
+            return False
+        lineage, step = fault.after
+        return self._reached[1] > (step if core.setup.lineage == lineage else core.first_step)
+
+    def _interval_s(self) -> float:
+        return self._rng.uniform(0.5, 1.5) * HOUR_S / self._plan.per_hour
+
+    # -- the kinds of faults -------------------------------------------------------------------------------------------
+
+    def _kill(self, actor: str) -> _Fault:
+        return self._signal("kill", actor, signal.SIGKILL)
+
+    def _freeze(self, actor: str) -> _Fault:
+        return self._signal("freeze", actor, signal.SIGSTOP)
+
+    def _pause(self, actor: str) -> _Fault:
+        fault = self._signal("pause", actor, signal.SIGSTOP)
+        pids, fault.killed = fault.killed, frozenset()
+        self._until(fault, 3.0, lambda: _send(pids, signal.SIGCONT))
+        return fault
+
+    def _partition(self, actor: str) -> _Fault:
+        fault = _Fault("partition", actor, self._clock(), self._reached)
+        if (proxy := self._proxy) is not None:
+            proxy.hold()
+            self._until(fault, 5.0, proxy.release)
+        return fault
+
+    def _reset(self, actor: str) -> _Fault:
+        if self._proxy is not None:
+            self._proxy.cut()
+        return _Fault("reset", actor, self._clock(), self._reached)
+
+    def _fill_disk(self, actor: str) -> _Fault:
+        """Have the kernel refuse that files of buffer and learner grow."""
+        fault = _Fault("full", actor, self._clock(), self._reached)
+        pids = self._watch.pids("buffer", "learner")
+        _limit_files(pids, 1)
+        self._until(fault, 5.0, lambda: _limit_files(pids, resource.RLIM_INFINITY))
+        return fault
+
+    def _signal(self, kind: str, actor: str, number: signal.Signals) -> _Fault:
+        """Send a signal to one process of a role, or to all of them where `actor` is in the plural."""
+        names = sorted(self._watch.names(actor.removesuffix("s")))
+        chosen = names if actor.endswith("s") else [self._rng.choice(names)] if names else []
+        pids = self._watch.pids(*chosen) if chosen else []
+        _send(pids, number)
+        name = chosen[0] if len(chosen) == 1 else actor
+        return _Fault(kind, name, self._clock(), self._reached, killed=frozenset(pids))
+
+    def _until(self, fault: _Fault, about_s: float, heal: Callable[[], object]) -> None:
+        fault.heals_at_s, fault.heal = self._clock() + self._rng.uniform(0.5, 1.5) * about_s, heal
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _limit_files(pids: Iterable[int], num_bytes: int) -> None:
+    """Limit the size of the files that these processes write, bytes."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
+# -- a connection that can be interrupted ------------------------------------------------------------------------------
 
 CHUNK = 1 << 16
 
@@ -51,15 +232,15 @@ class Proxy:
         threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True).start()
 
     def hold(self) -> None:
-        """Nothing passes any more, in either direction; nothing is lost."""
+        """Hold back all data, in both directions. Nothing is lost."""
         self._loop.call_soon_threadsafe(self._flows.clear)
 
     def release(self) -> None:
-        """What was held passes."""
+        """Pass on what was held back."""
         self._loop.call_soon_threadsafe(self._flows.set)
 
     def cut(self) -> None:
-        """Reset every connection: what is on its way is lost. New ones are taken."""
+        """Reset every connection, so that data on its way is lost. New connections are accepted."""
         self._loop.call_soon_threadsafe(self._cut)
 
     def close(self) -> None:
@@ -94,185 +275,3 @@ class Proxy:
         finally:
             self._writers.discard(writer)
             writer.close()
-
-
-# -- faults ------------------------------------------------------------------------------------------------------------
-
-
-log = logging.getLogger(__name__)
-
-HOUR_S = 3600.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which faults, how often."""
-
-    per_hour: float
-    seed: int
-
-    def begin(self, watch: Watch, fleet: Fleet, events: EventLog) -> "Chaos":
-        """For one run."""
-        return Chaos(self, watch, fleet, events)
-
-
-@dataclass
-class _Fault:
-    """One that was done."""
-
-    kind: str
-    actor: str
-    at_s: float
-    after: tuple[int, int]
-    """Lineage and step that the run had reached when it was done, or when it healed."""
-    killed: frozenset[int] = frozenset()
-    """Processes that must be gone, and replaced."""
-    heals_at_s: float = 0.0
-    heal: Callable[[], object] | None = None
-    """Ends it, at that time; None: it ends by itself."""
-
-
-@dataclass(frozen=True)
-class _Kind:
-    name: str
-    actor: str
-    weight: float
-    do: Callable[[str], _Fault]
-
-
-class Chaos:
-    """Does faults to one run, of kinds and at times that follow from the seed."""
-
-    def __init__(
-        self, plan: Plan, watch: Watch, fleet: Fleet, events: EventLog, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._plan = plan
-        self._watch = watch
-        self._fleet = fleet
-        self._events = events
-        self._clock = clock
-        self._rng = random.Random(plan.seed)
-        self._open: list[_Fault] = []
-        self._due_s: float | None = None
-        self._proxy: Proxy | None = None
-        self._reached = 0, 0
-        self._kinds = [
-            _Kind("kill", "generator", 3.0, self._kill),
-            _Kind("freeze", "generator", 1.0, self._freeze),
-            _Kind("pause", "generator", 1.0, self._pause),
-            _Kind("kill", "generators", 0.5, self._kill),
-            _Kind("kill", "buffer", 1.0, self._kill),
-            _Kind("freeze", "buffer", 0.5, self._freeze),
-            _Kind("pause", "buffer", 0.5, self._pause),
-            _Kind("kill", "learner", 1.0, self._kill),
-            _Kind("freeze", "learner", 0.5, self._freeze),
-            _Kind("pause", "learner", 0.5, self._pause),
-            _Kind("partition", "network", 1.5, self._partition),
-            _Kind("reset", "network", 1.5, self._reset),
-            _Kind("full", "disk", 1.0, self._fill_disk),
-        ]
-
-    def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
-        """The generators' way to a core's buffer, over a cable that can be unplugged."""
-        if self._proxy is not None:
-            self._proxy.close()
-        self._proxy = Proxy(endpoints.buffer_endpoint)
-        return msgspec.structs.replace(endpoints, buffer_endpoint=self._proxy.endpoint)
-
-    def reconcile(self, core: Core, *, may_strike: bool) -> None:
-        """A few times a second while a core trains: heal what is due, see what is survived, do what is next."""
-        now, steps = self._clock(), core.steps_done
-        self._reached = core.setup.lineage, core.first_step if steps is None else steps
-        for fault in self._open:
-            if fault.heal is not None and now >= fault.heals_at_s:
-                fault.heal()
-                fault.heal, fault.after = None, self._reached
-        for fault in [f for f in self._open if self._is_survived(f, core)]:
-            self._open.remove(fault)
-            self._events.write("recovered", fault=fault.kind, actor=fault.actor, seconds=now - fault.at_s)
-        if self._due_s is None and self._reached[1] > core.first_step:  # before it trains nothing is to be shown
-            self._due_s = now + self._interval_s()
-        if may_strike and self._due_s is not None and now >= self._due_s and self._watch.pids("buffer", "learner"):
-            self._due_s = now + self._interval_s()
-            kind = self._rng.choices(self._kinds, [k.weight for k in self._kinds])[0]
-            fault = kind.do(kind.actor)
-            self._open.append(fault)
-            self._events.write("fault", fault=fault.kind, actor=fault.actor)
-            log.warning("chaos: %s %s", fault.kind, fault.actor)
-
-    def end(self) -> None:
-        """Let nothing of it outlive the run."""
-        for fault in self._open:
-            if fault.heal is not None:
-                fault.heal()
-        if self._proxy is not None:
-            self._proxy.close()
-
-    def _is_survived(self, fault: _Fault, core: Core) -> bool:
-        if fault.heal is not None or not self._fleet.is_whole or fault.killed & set(self._watch.pids("")):
-            return False
-        lineage, step = fault.after
-        return self._reached[1] > (step if core.setup.lineage == lineage else core.first_step)
-
-    def _interval_s(self) -> float:
-        return self._rng.uniform(0.5, 1.5) * HOUR_S / self._plan.per_hour
-
-    # -- what it can do ------------------------------------------------------------------------------------------------
-
-    def _kill(self, actor: str) -> _Fault:
-        return self._signal("kill", actor, signal.SIGKILL)
-
-    def _freeze(self, actor: str) -> _Fault:
-        return self._signal("freeze", actor, signal.SIGSTOP)
-
-    def _pause(self, actor: str) -> _Fault:
-        fault = self._signal("pause", actor, signal.SIGSTOP)
-        pids, fault.killed = fault.killed, frozenset()
-        self._until(fault, 3.0, lambda: _send(pids, signal.SIGCONT))
-        return fault
-
-    def _partition(self, actor: str) -> _Fault:
-        fault = _Fault("partition", actor, self._clock(), self._reached)
-        if (proxy := self._proxy) is not None:
-            proxy.hold()
-            self._until(fault, 5.0, proxy.release)
-        return fault
-
-    def _reset(self, actor: str) -> _Fault:
-        if self._proxy is not None:
-            self._proxy.cut()
-        return _Fault("reset", actor, self._clock(), self._reached)
-
-    def _fill_disk(self, actor: str) -> _Fault:
-        """The kernel lets no file of these processes grow."""
-        fault = _Fault("full", actor, self._clock(), self._reached)
-        pids = self._watch.pids("buffer", "learner")
-        _limit_files(pids, 1)
-        self._until(fault, 5.0, lambda: _limit_files(pids, resource.RLIM_INFINITY))
-        return fault
-
-    def _signal(self, kind: str, actor: str, number: signal.Signals) -> _Fault:
-        """To one process of a role; to all of them where the role is in the plural."""
-        names = sorted(self._watch.names(actor.removesuffix("s")))
-        chosen = names if actor.endswith("s") else [self._rng.choice(names)] if names else []
-        pids = self._watch.pids(*chosen) if chosen else []
-        _send(pids, number)
-        name = chosen[0] if len(chosen) == 1 else actor
-        return _Fault(kind, name, self._clock(), self._reached, killed=frozenset(pids))
-
-    def _until(self, fault: _Fault, about_s: float, heal: Callable[[], object]) -> None:
-        fault.heals_at_s, fault.heal = self._clock() + self._rng.uniform(0.5, 1.5) * about_s, heal
-
-
-def _send(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _limit_files(pids: Iterable[int], num_bytes: int) -> None:
-    """The largest file that these processes may write, bytes."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))

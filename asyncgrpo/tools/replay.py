@@ -1,9 +1,9 @@
-"""Train the steps of a run again from its journal: the same learner, the same batches, no generator.
+"""Trains the steps of a run again from its journal: the same learner and the same batches, but no generator.
 
-journal ──Batch──▶ [Learner.step] ──▶ metrics.jsonl of the replay, held against that of the run
+journal ──Batch──▶ [Learner.step] ──▶ metrics.jsonl of the replay, compared with that of the run
 
-Each leg of the timeline has processes of its own and begins with what the one before it saved, as the starts of the run
-did, because a checkpoint does not hold all that a process knows (`learner/guard.py`).
+Each leg of the timeline has processes of its own and begins with the checkpoint of the leg before, like the starts of the
+run. This matters because a checkpoint does not hold everything that a process knows (`learner/optimizer.py`).
 """
 
 import multiprocessing
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -23,8 +24,9 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
-from asyncgrpo.config.explain import algorithm_in_words, knobs
+from asyncgrpo.config.explain import algorithm_in_words
 from asyncgrpo.config.load import to_yaml, with_overrides
+from asyncgrpo.config.resume import values_of
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, TrainingError
@@ -40,14 +42,13 @@ from asyncgrpo.weights.broadcast import digest_of, serve_store, visit_store
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.groups import unpack_batch
 
-# -- the same step twice -----------------------------------------------------------------------------------------------
-
+# -- the comparison of a step ------------------------------------------------------------------------------------------
 
 COUNTED = (
     *("tokens", "tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_done"),
     *("dropped", "filtered", "discarded"),
 )
-"""What the buffer counted while the run was going; no replay can make it again."""
+"""Fields that the buffer counted during the run. A replay copies them, because it has no buffer."""
 _NOT_OF_THE_STEP = {"event", "time", "seconds", *COUNTED}
 
 QUANTITIES = {
@@ -57,29 +58,29 @@ QUANTITIES = {
     "diagnostics.kl_k3": "KL to samplers",
     "diagnostics.ess_token": "ESS",
 }
-"""What is shown of two corrections side by side: field of a step, and its name. ESS is a share of the tokens."""
+"""The fields of a step that are shown side by side, and their names. ESS is a share of the tokens."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One step, twice."""
+    """One step as the run recorded it and as the replay made it."""
 
     step: int
     recorded: Event | None
-    """None: the run was ended in it."""
+    """None: the run was ended during this step."""
     replayed: Event
 
     @cached_property
     def differences(self) -> list[str]:
-        """Names of the fields that are not equal, in the order of the event; those that only one side has are none."""
+        """Names of the fields that differ, in the order of the event. Fields that only one side has do not count."""
         if self.recorded is None:
             return []
         ours, theirs = _fields(self.replayed), _fields(self.recorded)
-        encode = msgspec.json.encode  # shortest text that reads back to the same bits
+        encode = msgspec.json.encode  # equal texts mean bitwise identical numbers
         return [name for name in ours if name in theirs and encode(ours[name]) != encode(theirs[name])]
 
     def values(self, field: str) -> tuple[Any, Any]:
-        """A field of both, with None where it is not known."""
+        """A field as recorded and as replayed, with None where it is not known."""
         recorded = _fields(self.recorded).get(field) if self.recorded is not None else None
         return recorded, _fields(self.replayed).get(field)
 
@@ -89,14 +90,13 @@ def _fields(event: Event) -> dict[str, Any]:
 
 
 def means(pairs: Sequence[Pair], field: str) -> tuple[float | None, float | None]:
-    """Of a field over the steps, on both sides, each over those that have it."""
+    """The mean of a field as recorded and as replayed, each over the steps that have it."""
     sides = zip(*(pair.values(field) for pair in pairs), strict=True)
     recorded, replayed = ([value for value in side if value is not None] for side in sides)
-    return (sum(recorded) / len(recorded) if recorded else None), (sum(replayed) / len(replayed) if replayed else None)
+    return fmean(recorded) if recorded else None, fmean(replayed) if replayed else None
 
 
 # -- what a replay may change ------------------------------------------------------------------------------------------
-
 
 _FIXED = {
     "algorithm.group_size": "so many completions of each prompt are in the journal",
@@ -112,23 +112,23 @@ _FIXED = {
     "weights": "a replay publishes no weights",
     "cluster": "a replay is one learner on this machine",
 }
-"""Keys and sections that stay as they were, and why."""
+"""Keys and sections that a replay cannot change, and why."""
 
 
 def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
     """The configuration of a replay.
 
     Args:
-        recorded: of the run.
+        recorded: the configuration of the run.
         overrides: `key=value`, as on the command line.
-        algorithm: name of a preset that comes before them.
+        algorithm: name of a preset that comes before the overrides.
     Raises:
-        ConfigError: it is not valid, or a key is set that would have changed what was generated.
+        ConfigError: it is not valid, or it changes a key that decided what was generated.
     """
-    if algorithm is not None:  # a preset sets this key too, and what it decides was decided when the groups were made
+    if algorithm is not None:  # a preset sets this key too, but the run has already filtered its groups
         overrides = [f"algorithm.filter_zero_signal={recorded.algorithm.filter_zero_signal}", *overrides]
     config = with_overrides(recorded, overrides, algorithm=algorithm)
-    before, after = _by_key(recorded), _by_key(config)
+    before, after = values_of(recorded), values_of(config)
     for key in (key for key in after if after[key] != before[key]):
         fixed = next((name for name in _FIXED if f"{key}.".startswith(f"{name}.")), None)
         if fixed is not None:
@@ -142,39 +142,26 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
     return config
 
 
-def _by_key(config: Config) -> dict[str, Any]:
-    """Every knob's value."""
-    found = {}
-    plain = msgspec.to_builtins(config)
-    for key in knobs():
-        value = plain
-        for name in key.split("."):
-            value = value[name]
-        found[key] = value
-    return found
+# -- learner ranks without Ray -----------------------------------------------------------------------------------------
 
-
-# -- ranks without Ray -------------------------------------------------------------------------------------------------
-
-
-PATIENCE = timedelta(minutes=10)
-"""For another rank, which loads a model or computes a step; one that died before it joined is noticed only then."""
+RANK_TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for another, which loads a model or computes a step, or died before it joined."""
 
 
 @contextmanager
 def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Learner, Team]]:
-    """The learner of `config` and its team, as long as the block lasts.
+    """The learner of `config` and its team, for as long as the block lasts.
 
     Args:
-        checkpoint: folder that `Learner.save` wrote, to go on from; None: begin with the model's folder.
+        checkpoint: folder that `Learner.save` wrote, to go on from. None: begin with the model's folder.
     Raises:
         ConfigError: the machine has too few GPUs, or the learner cannot be built.
         CheckpointError: the checkpoint cannot be loaded.
         TrainingError: another rank's process ended.
     """
     world = config.learner.ranks
-    _device(config, world - 1)  # says it here if there are too few
-    store = serve_store("127.0.0.1", PATIENCE.total_seconds())
+    _device(config, world - 1)  # raises here if there are too few GPUs
+    store = serve_store("127.0.0.1", RANK_TIMEOUT.total_seconds())
     spawn = multiprocessing.get_context("spawn")
     others = [
         spawn.Process(target=_follow, args=(config, rank, store.port, checkpoint), daemon=True)
@@ -188,7 +175,7 @@ def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Lear
         team.tell(RankCommand(what="end"))
         for process in others:
             process.join()
-    except RuntimeError as error:  # of a collective whose other side is gone
+    except RuntimeError as error:  # a collective fails when another rank is gone
         codes = {rank: process.exitcode for rank, process in enumerate(others, start=1) if process.exitcode}
         if codes:
             raise TrainingError(f"a rank of the learner ended: {codes} (rank: exit code)") from error
@@ -201,10 +188,10 @@ def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Lear
 
 
 def _follow(config: Config, rank: int, port: int, checkpoint: str | None) -> None:
-    """Another rank. It ends with rank 0: by its order, or because their connection is closed."""
+    """Run another rank. It ends with rank 0: by its command, or when their connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    store = visit_store("127.0.0.1", port, PATIENCE.total_seconds())
-    with suppress(AsyncGRPOError):  # rank 0 meets the same and says it
+    store = visit_store("127.0.0.1", port, RANK_TIMEOUT.total_seconds())
+    with suppress(AsyncGRPOError):  # rank 0 meets the same error and reports it
         follow(_join(config, rank, store, checkpoint), Team(rank, config.learner.ranks))
         dist.destroy_process_group()
 
@@ -213,9 +200,9 @@ def _join(config: Config, rank: int, store: dist.Store, checkpoint: str | None) 
     transformers_logging.disable_progress_bar()
     device = _device(config, rank)
     if device.type == "cpu":
-        torch.set_num_threads(1)  # as in a run: the order of a sum depends on it
+        torch.set_num_threads(1)  # as in a run, because sums depend on the number of threads
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=config.learner.ranks, timeout=PATIENCE)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=config.learner.ranks, timeout=RANK_TIMEOUT)
     learner = Learner(config, rank=rank, world=config.learner.ranks, device=device)
     if checkpoint is not None:
         learner.load(checkpoint)
@@ -239,13 +226,13 @@ def _device(config: Config, rank: int) -> torch.device:
 
 @dataclass
 class Replayed:
-    """What came of it."""
+    """The result of a replay."""
 
     pairs: list[Pair] = field(default_factory=list)
     other_weights: list[str] = field(default_factory=list)
-    """Versions whose weights do not have the digest that the run published."""
+    """Versions whose weights differ from those that the run published."""
     same_weights: list[str] = field(default_factory=list)
-    """Versions whose weights do."""
+    """Versions whose weights are the same."""
 
     @property
     def num_compared(self) -> int:
@@ -254,7 +241,7 @@ class Replayed:
 
     @property
     def is_equal(self) -> bool:
-        """Whether steps could be compared, and these and all weights that could be are equal to the bit."""
+        """Whether there was a step to compare, and all compared steps and weights are bitwise identical."""
         differ = any(pair.differences for pair in self.pairs)
         return self.num_compared > 0 and not differ and not self.other_weights
 
@@ -265,9 +252,9 @@ class Replay:
     def __init__(self, timeline: Timeline, configs: Sequence[Config], folder: Path, overrides: Sequence[str]) -> None:
         """
         Args:
-            configs: of each leg, with what is to be other than in the run.
-            folder: does not exist yet.
-            overrides: what is other, in words.
+            configs: the configuration of each leg, with the changes of the replay.
+            folder: folder of the replay, which does not exist yet.
+            overrides: the changes, in words.
         Raises:
             CheckpointError: the folder cannot be made.
         """
@@ -292,7 +279,7 @@ class Replay:
             on_step: called after each step.
         Raises:
             JournalError: a group cannot be read.
-            ConfigError, CheckpointError, TrainingError: what the learner says.
+            ConfigError, CheckpointError, TrainingError: where the learner raises them.
         """
         steps = list(self._timeline.steps)
         first = steps[0].version
@@ -309,7 +296,7 @@ class Replay:
         try:
             self._train(on_step)
         except BaseException:
-            if not self._result.pairs:  # nothing to look at
+            if not self._result.pairs:  # no step was trained
                 shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self._events.write("end", status="done", step=steps[-1].number)
@@ -357,7 +344,7 @@ class Replay:
         return Pair(planned.number, recorded, as_written(self._events.write("step", **fields)))
 
     def _compare_weights(self, version: PolicyVersion, learner: Learner, team: Team, config: Config) -> None:
-        """Hold the learner's weights against those that the run published under this version, if it did."""
+        """Compare the learner's weights with those that the run published as this version, if it did."""
         published = self._digests.get(str(version))
         if published is None:
             return

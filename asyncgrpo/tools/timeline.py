@@ -1,8 +1,8 @@
-"""What the journal of a run lets us train again: the steps that stand, in order, with what each was given.
+"""The timeline of a run: the steps that its journal lets us train again, in order, with their groups.
 
-A crash undoes the steps after the newest checkpoint, and the next start makes others in their place. What stands is the
-path that leads to the last step of the last start. Each start on it is a *leg*: it ran in processes of its own and had
-a configuration of its own, and the legs after the first began with a checkpoint.
+A crash undoes the steps after the newest checkpoint, and the next start makes others in their place. The timeline has the
+steps on the path to the last step of the last start. Each start on the path is a *leg*: it had its own processes and its
+own configuration, and every leg after the first began with a checkpoint.
 """
 
 import shlex
@@ -24,19 +24,19 @@ from asyncgrpo.wire.rollouts import Batch, Deliver
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step, and where its groups lie."""
+    """One step, and where its groups are in the journal."""
 
     number: int
-    """Optimizer steps done once it is trained."""
+    """Optimizer steps done, this one included."""
     version: PolicyVersion
-    """The weights that it started from."""
+    """The policy version that it started from."""
     groups: tuple[Found, ...]
     """In the order of the batch."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """The steps of one start of the run that stand."""
+    """The steps of one start of the run that are on the path."""
 
     lineage: int
     config: Config
@@ -46,22 +46,23 @@ class Leg:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything that a replay needs of a run but the weights at its start."""
+    """Everything that a replay needs of a run, except the weights that it starts from."""
 
     run: Path
     history: History
     legs: tuple[Leg, ...]
     """At least one."""
     checkpoint: Path | None
-    """Where the first leg begins; None: at the model's folder."""
+    """The checkpoint that the first leg begins with. None: the model's folder."""
 
     @property
     def steps(self) -> Iterator[PlannedStep]:
+        """The steps of all legs, in order."""
         for leg in self.legs:
             yield from leg.steps
 
     def batch(self, step: PlannedStep) -> tuple[Batch, bytes]:
-        """The batch of a step, as the learner got it but for the counters. Raises JournalError."""
+        """The batch of a step as the learner received it, without the counters. Raises JournalError."""
         found = [self._group(step, group) for group in step.groups]
         message = Batch(
             step=step.number - 1,
@@ -84,13 +85,13 @@ class Timeline:
 
 
 def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) -> Timeline:
-    """Read the steps that stand of the run in this folder, which may be over, killed or still going.
+    """Read the timeline of the run in this folder, which may be over, killed or still going.
 
     Args:
-        from_step: begin with the checkpoint of this step; 0: with the model's folder.
-        to_step: the last step wanted; None: all there are.
+        from_step: begin with the checkpoint of this step. 0: with the model's folder.
+        to_step: the last step. None: the last of the run.
     Raises:
-        JournalError: there is no journal, or it does not hold every step that is wanted with all its groups.
+        JournalError: there is no journal, or it lacks one of these steps or one of their groups.
     """
     history = read_run(run)
     starts, last = history.starts, max(history.starts)
@@ -99,10 +100,12 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     path = surviving_path(starts, PolicyVersion(last, newest) if newest else starts[last].parent)
     standing = sorted((m for m in manifests if is_on(path, PolicyVersion(m.version.lineage, m.step))), key=_step)
     if not standing:
-        raise JournalError(f"no step of {run} stands, so there is nothing to train again")
+        raise JournalError(f"the journal of {run} holds no step that could be trained again")
     wanted = [m for m in standing if m.step > from_step and (to_step is None or m.step <= to_step)]
     if not wanted:
-        raise JournalError(f"the journal of {run} holds steps up to {standing[-1].step}; none of them is wanted")
+        raise JournalError(
+            f"the journal of {run} holds steps up to {standing[-1].step}; --from-step and --to-step leave none of them"
+        )
     _check_every_step(run, wanted, from_step)
     groups, checkpoints = _groups(history), _checkpoints(run, path)
     if from_step and from_step not in checkpoints:
@@ -155,12 +158,12 @@ def _check_every_group(
         raise JournalError(
             f"step {step} cannot be trained again: its group {lease_id} was taken out of the journal of {run} once a "
             "checkpoint held the step; a run with buffer.keep_journal=true keeps its groups"
-            + (f"; --from-step {later} begins behind the last that is missing" if later is not None else "")
+            + (f"; --from-step {later} begins after the last missing group" if later is not None else "")
         )
 
 
 def _checkpoints(run: Path, path: dict[int, int]) -> dict[int, Path]:
-    """Those on the path, by step."""
+    """The checkpoints on the path, by step."""
     found = {}
     for file in run.glob("checkpoints/step_*/state.json"):
         state = read_state(file.parent)

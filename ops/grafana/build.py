@@ -30,7 +30,7 @@ def in_run(expression: str) -> str:
 
 
 def _targets(panel: Panel) -> list[dict[str, Any]]:
-    # A number and a bar show one value over the time chosen; a graph shows all of them.
+    # Numbers and bars show one value over the chosen time, graphs show all values.
     instant = panel.kind != "timeseries"
     targets = []
     for i, (legend, expression) in enumerate(panel.queries.items()):
@@ -106,7 +106,7 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 
 
 def _placed() -> list[dict[str, Any]]:
-    """Panels left to right, a new line when one does not fit, a heading before each row."""
+    """The panels from left to right, on a new line where one does not fit, with a heading before each row."""
     panels: list[dict[str, Any]] = []
     y = 0
     for heading, row in ROWS.items():
@@ -132,7 +132,7 @@ def _placed() -> list[dict[str, Any]]:
 
 
 def board() -> dict[str, Any]:
-    """The whole board, as Grafana reads it."""
+    """The whole board as JSON for Grafana."""
     return {
         "id": None,
         "uid": "asyncgrpo-overview",
@@ -175,7 +175,7 @@ def board() -> dict[str, Any]:
 
 
 def text() -> str:
-    """overview.json."""
+    """The text of overview.json."""
     return json.dumps(board(), indent=2, ensure_ascii=False) + "\n"
 
 

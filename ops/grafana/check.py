@@ -2,8 +2,8 @@
 
     python ops/grafana/check.py http://127.0.0.1:9090 --run demo --last 300
 
-Exits 1 and lists the panels whose query Prometheus refuses, or that have no finite point in the time asked for. This is
-what an empty panel looks like from the other side. Only the standard library is needed.
+Exits with 1 and lists the panels that would be empty: Prometheus refuses their query, or has no finite point in the time
+asked for. Only the standard library is needed.
 """
 
 import argparse
@@ -22,17 +22,17 @@ BOARD = Path(__file__).with_name("overview.json")
 
 
 def ask(url: str, path: str, **params: Any) -> Any:
-    """`data` of a completion of Prometheus' API. Raises RuntimeError with its own words when it refuses."""
+    """The `data` of a reply of Prometheus' API. Raises RuntimeError with its message when it refuses."""
     query = urllib.parse.urlencode(params, doseq=True)
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/api/v1/{path}?{query}", timeout=30) as completion:
-            return json.load(completion)["data"]
+        with urllib.request.urlopen(f"{url.rstrip('/')}/api/v1/{path}?{query}", timeout=30) as reply:
+            return json.load(reply)["data"]
     except urllib.error.HTTPError as error:
         raise RuntimeError(json.load(error).get("error", str(error))) from error
 
 
 def queries(board: dict[str, Any]) -> list[tuple[str, str]]:
-    """(panel and legend, expression) of every target of the board."""
+    """Every target of the board, as (panel and legend, expression)."""
     return [
         (f"{panel['title']} / {target['legendFormat']}", target["expr"])
         for panel in board["panels"]
@@ -41,18 +41,18 @@ def queries(board: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def fill_in(expression: str, run: str, last_s: int, rate_s: int) -> str:
-    """The expression with Grafana's variables replaced by what Grafana would put there."""
+    """The expression with Grafana's variables filled in."""
     values = {"run": run, "__rate_interval": f"{rate_s}s", "__range": f"{last_s}s"}
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], expression)
 
 
 def has_finite_point(result: list[dict[str, Any]]) -> bool:
-    """Of a range query."""
+    """Whether the result of a range query has a finite value."""
     return any(math.isfinite(float(value)) for series in result for _, value in series["values"])
 
 
 def problem_of(url: str, expression: str, last_s: int, known: set[str]) -> str | None:
-    """Why this query shows nothing, or None if it shows something."""
+    """Why this query shows nothing, or None."""
     end = time.time()
     try:
         result = ask(url, "query_range", query=expression, start=end - last_s, end=end, step=max(1, last_s // 120))[

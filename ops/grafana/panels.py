@@ -1,6 +1,6 @@
-"""The panels of the board, row by row, from left to right: what is asked of Prometheus and what to do about the completion.
+"""The panels of the board, row by row, from left to right: each has its queries and says what to do about what it shows.
 
-build.py turns them into overview.json. Expressions name metrics of asyncgrpo/metrics.py without the label of the run,
+build.py makes overview.json from them. Expressions name metrics of asyncgrpo/metrics.py without the label of the run,
 which build.py adds. Rates use `$__rate_interval`, so that the board works with any scrape interval.
 """
 
@@ -14,7 +14,7 @@ class Panel:
 
     title: str
     description: str
-    """What is seen, and what to do when it looks wrong."""
+    """What the panel shows, and what to do when it looks wrong."""
     unit: str
     queries: dict[str, str]
     kind: str = "timeseries"
@@ -25,7 +25,7 @@ class Panel:
     """Upper end of the axis."""
     decimals: int | None = None
     thresholds: tuple[tuple[float, str], ...] = ()
-    """(from this value on, colour); green below the first."""
+    """Pairs of a value and the colour from it on. Below the first value it is green."""
 
 
 def number(title: str, description: str, unit: str, queries: dict[str, str], **more: Any) -> Panel:
@@ -34,13 +34,13 @@ def number(title: str, description: str, unit: str, queries: dict[str, str], **m
 
 
 def quantiles(metric: str, *qs: float, by: str = "$__rate_interval") -> dict[str, str]:
-    """Legend and expression of quantiles of a histogram, over all processes."""
+    """Quantiles of a histogram over all processes: expressions by legend."""
     rate = f"sum by (le) (rate({metric}_bucket[{by}]))"
     return {f"p{q * 100:g}": f"histogram_quantile({q}, {rate})" for q in qs}
 
 
 def share(metric: str, where: str) -> str:
-    """Share of a seconds counter that is spent as `where` says, 0 to 1."""
+    """The share of a seconds counter whose labels match `where`, 0 to 1."""
     return f"sum(rate({metric}{{{where}}}[$__rate_interval])) / sum(rate({metric}[$__rate_interval]))"
 
 
@@ -110,7 +110,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         number(
             "Weight sync",
-            "Mean time of a publication over the time shown, until the last generator has answered. "
+            "Mean time of a publication over the time shown, until the last generator has replied. "
             "More than a tenth of a step: see Weights.",
             "s",
             {
@@ -239,13 +239,13 @@ ROWS: dict[str, list[Panel]] = {
             width=12,
         ),
         Panel(
-            "Weight versions",
+            "Policy versions",
             "Published by the learner and held by each generator. A generator that stays behind is out of sync: see "
             "its log.",
             "none",
             {
-                "learner": "asyncgrpo_learner_weight_version",
-                "generator {{rank}}": "asyncgrpo_generator_weight_version",
+                "learner": "asyncgrpo_learner_policy_version",
+                "generator {{rank}}": "asyncgrpo_generator_policy_version",
             },
             width=12,
         ),
@@ -339,7 +339,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Prompts in quarantine",
-            "Prompts that are leased no more: generators ended with them, or could not answer them. quarantine.jsonl in "
+            "Prompts that are leased no more: generators ended or failed with them. quarantine.jsonl in "
             "the run folder says which and why.",
             "none",
             {"prompts": "asyncgrpo_quarantined_prompts"},
@@ -366,7 +366,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Groups in flight",
-            "Groups each generator works on. Below generators.groups_in_flight it has room that the buffer does not "
+            "Groups each generator works on. Below generators.groups_in_flight it has free places that the buffer does not "
             "fill.",
             "none",
             {"generator {{rank}}": "asyncgrpo_groups_in_flight"},
@@ -418,7 +418,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Generators in sync",
-            "Generators that proved by checksum to hold the last version, beside those that completion Prometheus.",
+            "Generators that proved by checksum to hold the last version, beside those that Prometheus can scrape.",
             "none",
             {"in sync": "asyncgrpo_generators_in_sync", "alive": "count(asyncgrpo_generator_info) or vector(0)"},
             width=5,
@@ -427,7 +427,7 @@ ROWS: dict[str, list[Panel]] = {
     "Rewards": [
         Panel(
             "Time to score a completion",
-            "By quantile. Near reward.timeout_s: a slow or hanging reward; raise reward.workers or mend the function.",
+            "By quantile. Near reward.timeout_s: a slow or hanging reward; raise reward.workers or fix the function.",
             "s",
             quantiles("asyncgrpo_reward_seconds", 0.5, 0.99),
             width=9,

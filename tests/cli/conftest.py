@@ -19,7 +19,7 @@ class Ended:
 
 @pytest.fixture
 def asyncgrpo(monkeypatch, capsys):
-    """`asyncgrpo("config", "explain")` -> Ended."""
+    """A function that runs a command: `asyncgrpo("config", "explain")` returns Ended."""
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["asyncgrpo", *map(str, arguments)])

@@ -25,7 +25,7 @@ def demo_model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, demo_model: Path) -> Path:
-    """A model, a data file and a reward that are all right."""
+    """A model, a data file and a reward without a mistake."""
     shutil.copytree(demo_model, tmp_path / "model")
     (tmp_path / "train.json").write_text(json.dumps([ROW] * 4))
     (tmp_path / "reward.py").write_text(
@@ -152,7 +152,7 @@ CASES = {
 
 
 class Started(Exception):
-    """It was not refused before it was started."""
+    """Raised when a run is started that should have been refused."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`asyncgrpo config`."""
+"""`asyncgrpo config` explains, shows, lists and translates settings."""
 
 import io
 import json
@@ -15,8 +15,8 @@ def test_explain_prints_one_key_or_all(asyncgrpo):
 
 
 def test_explain_gives_json_to_scripts(asyncgrpo):
-    knob = json.loads(asyncgrpo("config", "explain", "buffer.max_lag", "--json").out)[0]
-    assert (knob["key"], knob["default"], knob["required"]) == ("buffer.max_lag", 4, False)
+    found = json.loads(asyncgrpo("config", "explain", "buffer.max_lag", "--json").out)[0]
+    assert (found["key"], found["default"], found["required"]) == ("buffer.max_lag", 4, False)
     assert len(json.loads(asyncgrpo("config", "explain", "--json").out)) == len(knobs())
 
 
@@ -77,8 +77,8 @@ def test_an_unknown_algorithm_is_answered_with_all_of_them(asyncgrpo, tmp_path, 
 
 
 def test_explain_tells_the_fields_of_a_list_of_mappings(asyncgrpo):
-    knob = json.loads(asyncgrpo("config", "explain", "algorithm.corrections", "--json").out)[0]
-    assert list(knob["fields"]) == [
+    found = json.loads(asyncgrpo("config", "explain", "algorithm.corrections", "--json").out)[0]
+    assert list(found["fields"]) == [
         "kind",
         "level",
         "action",
@@ -88,7 +88,7 @@ def test_explain_tells_the_fields_of_a_list_of_mappings(asyncgrpo):
         "max_mean_square",
         "estimator",
     ]
-    assert knob["default"][0]["high_ratio"] == 2.0
+    assert found["default"][0]["high_ratio"] == 2.0
 
 
 VERL = [
@@ -121,7 +121,7 @@ def test_from_verl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypat
     found = json.loads(asyncgrpo("config", "from-verl", "-", "--json").out)
     assert found["ours"] == {"run.seed": 3}
     assert [left["key"] for left in found["without_counterpart"]] == ["data.truncation"]
-    assert found["not_understood"] == ["no.such_key: this is no key of verl's that is known here"]
+    assert found["not_understood"] == ["no.such_key: this is no key of verl's that asyncgrpo knows"]
     assert "model.path is missing" in found["problem"]
 
 
@@ -133,4 +133,4 @@ def test_from_verl_says_what_a_run_would_refuse(asyncgrpo):
 def test_from_verl_without_a_key_is_refused(asyncgrpo, tmp_path):
     (tmp_path / "run.sh").write_text("echo hello\n")
     ended = asyncgrpo("config", "from-verl", tmp_path / "run.sh")
-    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: there is no key of verl's in it\n")
+    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: it has no key of verl's\n")

@@ -1,4 +1,4 @@
-"""`asyncgrpo data check`."""
+"""`asyncgrpo data check` shows what a run would read."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_person_sees_schema_lengths_one_prompt_and_one_score(asyncgrpo, file, 
     assert "rows             8" in lines
     assert "data_source      gsm8k 8" in lines
     assert "row 0, prompt    What is 1 + 1?" in lines
-    assert "row 0, reward    0.25 for `2` as the answer" in lines
+    assert "row 0, reward    0.25 for `2` as the completion" in lines
     assert "characters: half up to 14" in ended.out
 
 

@@ -1,4 +1,4 @@
-"""`asyncgrpo doctor`: every ✗ is really found, and says how to mend it."""
+"""`asyncgrpo doctor`: each problem is found, and the finding says how to fix it."""
 
 import json
 import resource

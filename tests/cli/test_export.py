@@ -1,4 +1,4 @@
-"""`asyncgrpo export`."""
+"""`asyncgrpo export` copies a model out of a run."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_folder_that_holds_something_is_left_alone(asyncgrpo, run, tmp_path):
     (tmp_path / "out" / "mine.txt").write_text("mine")
     ended = asyncgrpo("export", run, tmp_path / "out")
     assert ended.code == 1
-    assert "is there already and not an empty folder" in ended.err
+    assert "exists and is not an empty folder" in ended.err
     assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 

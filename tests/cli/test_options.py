@@ -1,4 +1,4 @@
-"""The flags of `train`: what they come to, and who wins."""
+"""The flags of `train`: the settings that they make, and which of them wins."""
 
 import pytest
 import typer

@@ -31,14 +31,14 @@ def take(line: str) -> list[str]:
 
 
 def text_of(node: ast.AST) -> str | None:
-    """Of a string; what an f-string puts in is `run`, a run folder's name."""
+    """The text of a string. Each value in an f-string becomes `run`, the name of a run folder."""
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(value) or "run" for value in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def strings(tree: ast.AST, above: ast.AST | None = None) -> Iterator[str]:
-    """All but docstrings and the descriptions of knobs, which mention commands and do not tell anybody to type them."""
+    """All strings but docstrings and descriptions of settings, which mention commands and do not tell anybody to type them."""
     for node in ast.iter_child_nodes(tree):
         text = text_of(node)
         if text is None:

@@ -1,4 +1,4 @@
-"""What `demo`, `train` and `serve` do around a run, with a stand-in for the run itself."""
+"""What `demo`, `train` and `serve` do before and after a run. A fake replaces the run itself."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""`asyncgrpo samples`."""
+"""`asyncgrpo samples` shows the completions of a step."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def listed(asyncgrpo, *arguments: object) -> list[dict]:
 
 
 def shown(asyncgrpo, *arguments: object) -> str:
-    """What a person sees, in one line."""
+    """The printed text on one line."""
     return " ".join(asyncgrpo("samples", *arguments).out.split())
 
 

@@ -1,4 +1,4 @@
-"""The generators as the driver sees them, without Ray: who is ended, who is told, and when something started again."""
+"""The fleet without Ray: which generators it ends, tells and starts again."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ class Ray:
 
 
 class Watch:
-    """Hears of each generator what a test says: for how long it is silent, seconds."""
+    """Reports for how long each generator is silent, in seconds, as a test says."""
 
     def __init__(self) -> None:
         self.silent_s: dict[str, float] = {}
@@ -53,11 +53,11 @@ class Watch:
         return True
 
     def forget(self, name: str) -> None:
-        """It is asked by incarnation."""
+        """Nothing to do: a test names the incarnation."""
 
 
 class Core:
-    """Remembers which generators it was told are gone."""
+    """Remembers which generators were reported lost."""
 
     def __init__(self) -> None:
         self.lost: list[tuple[str, str]] = []
@@ -68,7 +68,7 @@ class Core:
 
 @pytest.fixture
 def plane(monkeypatch):
-    """A fleet of two, what it hears, whom it tells, and the events that it has written."""
+    """A fleet of two generators, its watch, its core, and the events that it has written."""
     ended: set[int] = set()
     monkeypatch.setattr(module, "ray", Ray())
     monkeypatch.setattr(module, "has_ended", lambda reference: id(reference) in ended)

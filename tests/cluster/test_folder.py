@@ -1,4 +1,4 @@
-"""A run folder has one owner, counts its starts, and knows how its run stands."""
+"""A run folder has one owner, counts its starts, and knows the status of its run."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A run that is given up waits for the last checkpoint of a learner that lives, and for nothing else."""
+"""A run that is given up waits for the last checkpoint of a living learner, and for nothing else."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Signs of life over a real socket: who lives, who is silent, what is awaited, and stacks on demand."""
+"""Heartbeats over a real socket: silent and hanging processes, waits, messages to a process, and stacks on demand."""
 
 import time
 from collections.abc import Iterator

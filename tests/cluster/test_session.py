@@ -1,4 +1,4 @@
-"""The Ray that we start is ours: it asks for a token, whatever the environment says, and nobody else can read that."""
+"""The Ray that we start asks for a token, whatever the environment says, and only this user can read the token."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ with ray_session(None, True):
 
 @pytest.fixture
 def short_temporary(monkeypatch):
-    """Of a length that the sockets of Ray can do with."""
+    """A temporary folder whose path is short enough for the sockets of Ray."""
     folder = tempfile.mkdtemp(dir="/tmp")
     monkeypatch.setenv("TMPDIR", folder)
     monkeypatch.setattr(tempfile, "tempdir", None)

@@ -1,4 +1,4 @@
-"""What a start finds in its folder: to go on, with what changed said; or a refusal that leaves everything as it was."""
+"""A start goes on with the run in its folder and names the changes, or refuses and changes no file."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def configured(files: Path, *overrides: str) -> Config:
 
 
 def begin(config: Config, *, step: int | None = 4) -> None:
-    """A start that came as far as a checkpoint of `step`; None: as its first event."""
+    """Make a start that came as far as a checkpoint of `step`. None: as far as its first event."""
     folder = RunFolder(Path(config.run.out))
     folder.claim()
     record(config, folder, look(config, folder))

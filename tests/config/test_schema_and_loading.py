@@ -1,4 +1,4 @@
-"""Configuration: what is written is what runs, and what cannot run is said in one sentence."""
+"""Configurations are loaded as written, or refused with one sentence."""
 
 import json
 import re
@@ -441,7 +441,7 @@ class TestWords:
     def test_the_sizes_of_a_run_are_said_in_words(self):
         text = sizes_in_words(load_config(None, [*NEEDED, "generators.count=3", "run.steps=10"]))
         assert "64 prompts x 8 completions = 512 sequences per step" in text
-        assert "lag at most 4 steps; up to 320 groups under way" in text
+        assert "lag at most 4 steps; up to 320 groups in flight" in text
         assert "3 generators (sglang, 1 GPU each) + 1 learner rank = 4 GPUs" in text
         assert "ends after 10 steps or 1 epoch, whichever is first; checkpoint every 20 steps, no evaluation" in text
 

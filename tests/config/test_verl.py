@@ -1,10 +1,11 @@
-"""verl's keys in ours: the map, the translation of values, and what is said about keys that do not exist."""
+"""verl's keys in ours: the map, the translation of values, and the message about unknown keys."""
 
 import random
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import inspect
 
 from asyncgrpo.config.explain import knobs
 from asyncgrpo.config.files import flat, load_values
@@ -66,7 +67,9 @@ def ours(given: dict) -> dict:
 
 
 def is_ours(key: str) -> bool:
-    return key in knobs() or any(knob.is_mapping and key.startswith(f"{knob.key}.") for knob in knobs().values())
+    return key in knobs() or any(
+        isinstance(knob.type, inspect.DictType) and key.startswith(f"{knob.key}.") for knob in knobs().values()
+    )
 
 
 class TestTheMap:

@@ -1,4 +1,4 @@
-"""What `data check` finds out about a file."""
+"""The report of `asyncgrpo data check` on a file."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a data file may look like, and what is said of one that cannot be read."""
+"""The formats of data files, and the errors about those that cannot be read."""
 
 import datetime
 import decimal
@@ -20,7 +20,7 @@ ROWS = [
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes a file of a given name and content, gives its path."""
+    """A function that writes a file and returns its path."""
 
     def write(name: str, content: str | bytes) -> str:
         path = tmp_path / name

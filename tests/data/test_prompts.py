@@ -73,7 +73,7 @@ def test_without_an_end_there_is_always_another_epoch():
     for prompt_index in range(30):
         assert source.next() == (prompt_index, source.prompt(prompt_index))
         source.done(prompt_index)
-    assert (source.epoch, source.num_done, source.remaining, source.is_exhausted) == (10, 30, None, False)
+    assert (source.epoch, source.num_done, source.is_exhausted) == (10, 30, False)
 
 
 def test_what_is_given_back_comes_before_anything_new_oldest_first():
@@ -93,7 +93,7 @@ def test_an_answer_after_its_lease_had_ended_still_counts():
     assert source.next() == (1, source.prompt(1))
 
 
-def test_a_source_is_exhausted_only_when_nothing_is_under_way():
+def test_a_source_is_exhausted_only_when_nothing_is_outstanding():
     source = PromptSource(some_prompts(1), seed=0, shuffle=True, epochs=1)
     source.next()
     assert source.next() is None and not source.is_exhausted
@@ -101,7 +101,7 @@ def test_a_source_is_exhausted_only_when_nothing_is_under_way():
     assert not source.is_exhausted
     source.next()
     source.done(0)
-    assert source.is_exhausted and source.remaining == 0
+    assert source.is_exhausted and source.num_done == 1
 
 
 def test_what_is_set_aside_is_issued_only_to_who_asks_for_it():
@@ -206,7 +206,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """From the newest checkpoint: what was done after it was undone with the weights."""
+        """Restart from the newest checkpoint, which undoes what was done after it."""
         state, self.done = self.saved[0], list(self.saved[1])
         self.source = self.make()
         self.source.restore(state)
@@ -217,7 +217,6 @@ class AnyRun(RuleBasedStateMachine):
         if not hasattr(self, "source"):
             return
         assert self.source.num_done == len(self.done)
-        assert self.source.remaining == len(self.plan) - len(self.done)
         assert self.source.is_exhausted == (len(self.done) == len(self.plan))
         frontier = next((i for i in range(len(self.plan)) if i not in self.done), len(self.plan))
         state = self.source.state()

@@ -1,4 +1,4 @@
-"""From chat turns to the token ids of a prompt, and the tokens that end an answer."""
+"""The token ids of a prompt from its chat turns, and the tokens that end a completion."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from asyncgrpo.errors import ConfigError, DataError
 QUESTION = [{"role": "user", "content": "735"}]
 
 
-def test_a_prompt_ends_where_the_answer_begins(tokenizer):
+def test_a_prompt_ends_where_the_completion_begins(tokenizer):
     text, token_ids = render(tokenizer, QUESTION)
     assert text == "<user>735<assistant>"
     assert tokenizer.convert_ids_to_tokens(token_ids) == ["<user>", "7", "3", "5", "<assistant>"]
@@ -55,7 +55,7 @@ def test_a_prompt_that_fits_is_tokenised_whole(tokenizer, size):
 
 
 def test_a_long_text_of_few_tokens_fits(demo_model):
-    """Where a token may stand for any number of characters, as where white space is dropped."""
+    """A tokenizer whose tokens may stand for any number of characters, because it drops white space."""
     from tokenizers import normalizers
 
     tokenizer = load_tokenizer(str(demo_model))

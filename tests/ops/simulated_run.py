@@ -71,8 +71,8 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.weight_sync_total.labels(outcome="ok").inc()
     metrics.weight_sync_seconds.observe(rng.uniform(0.01, 0.02))
     metrics.weight_sync_bytes_total.inc(400_000)
-    metrics.learner_weight_version.set(step)
-    metrics.generator_weight_version.set(step)
+    metrics.learner_policy_version.set(step)
+    metrics.generator_policy_version.set(step)
     if step % 5 == 0:
         metrics.eval_reward_mean.set(min(1.0, 0.1 + step / 50))
 

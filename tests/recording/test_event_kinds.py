@@ -37,7 +37,7 @@ def calls() -> list[tuple[str, str, set[str], bool]]:
 
 
 def wrong(kind: str, fields: set[str], more: bool) -> str | None:
-    """What does not fit the declaration of the kind."""
+    """How an event differs from the declaration of its kind."""
     if kind not in KINDS:
         return f"event {kind!r} is not declared"
     if undeclared := fields - KINDS[kind].fields.keys():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.recording.events import EventLog, follow, read_events
+from asyncgrpo.recording.events import EventLog, Follower, read_events
 
 
 def step(n: int, **more):
@@ -131,7 +131,7 @@ def test_several_writers_lose_nothing(path):
 
 
 def test_a_follower_gives_each_event_once_and_waits_for_the_file(path):
-    follower = follow(path)
+    follower = Follower(path)
     assert follower.poll() == []
     log = EventLog(path)
     log.write("step", **step(1))
@@ -146,7 +146,7 @@ def test_a_follower_waits_for_the_rest_of_a_line(path):
     EventLog(path).write("step", **step(1))
     line = path.read_bytes()
     path.write_bytes(b"")
-    follower = follow(path)
+    follower = Follower(path)
     for cut in range(len(line)):
         with open(path, "ab") as file:
             file.write(line[cut : cut + 1])
@@ -154,7 +154,7 @@ def test_a_follower_waits_for_the_rest_of_a_line(path):
 
 
 def test_a_follower_begins_anew_after_a_resume(path):
-    log, follower = EventLog(path), follow(path)
+    log, follower = EventLog(path), Follower(path)
     for n in (1, 2, 3):
         log.write("step", **step(n))
     assert len(follower.poll()) == 3

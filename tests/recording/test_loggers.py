@@ -22,7 +22,7 @@ SCALARS = {"loss": 0.5, "seconds/publish": 2.0, "lags/0": 3.0}
 
 
 class Recorder(SimpleNamespace):
-    """A module in whose place every call is written down."""
+    """A fake module that notes every call."""
 
     def __init__(self) -> None:
         super().__init__(calls=[])

@@ -1,4 +1,4 @@
-"""Parquet files of samples: whole, typed, and true to the groups they come from."""
+"""Parquet files of samples are written atomically, have types, and agree with their groups."""
 
 import json
 

@@ -123,7 +123,7 @@ def test_an_evaluation_without_scores_says_why():
 
 
 def test_large_numbers_are_printed_shortly(tmp_path):
-    """Digits of a mean of 1e308 would fill the page, and say nothing."""
+    """A mean of 1e308 is shortened, because its digits would fill the page."""
     events = [START, step(1, reward_mean=-2.5e300, loss=1e12), EVAL | {"reward_mean": 1e308}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     lines = io.StringIO()
@@ -277,7 +277,7 @@ def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
         log.write("step", **{key: value for key, value in step(n).items() if key not in ("event", "time")})
 
     class Stop(threading.Event):
-        """Between the first look and the second the learner dies and resumes."""
+        """Let the learner die and resume between the first look and the second."""
 
         def wait(self, timeout: float | None = None) -> bool:
             log.resume_at(1)

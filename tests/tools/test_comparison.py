@@ -1,4 +1,4 @@
-"""Equal is equal in every bit, and what a replay cannot know is not compared."""
+"""Steps are compared bitwise, without the fields that a replay cannot know."""
 
 import math
 from typing import Any

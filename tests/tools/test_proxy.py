@@ -1,4 +1,4 @@
-"""The cable: what it holds arrives later, what it cuts off does not, and a new connection is taken."""
+"""The proxy of chaos: held data arrives later, data of a reset connection never, and new connections are accepted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A replay may train otherwise on the stream; nothing that made the stream can be changed."""
+"""A replay may change how the groups are trained, and nothing that decided which groups there are."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What of a journal can be trained again: the steps that stand, in order, or one sentence that says why not."""
+"""The timeline of a journal: the steps that can be trained again, in order, or one sentence that says why not."""
 
 import sys
 from pathlib import Path
@@ -70,7 +70,7 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 def steps_of(run: FakeRun, **arguments) -> dict[int, list[int]]:
-    """Steps by lineage."""
+    """The steps of the timeline, by lineage."""
     return {leg.lineage: [s.number for s in leg.steps] for leg in read_timeline(run.folder, **arguments).legs}
 
 
@@ -132,7 +132,7 @@ def test_a_part_can_be_chosen_and_begins_with_its_checkpoint(run: FakeRun):
     assert steps_of(run, to_step=3) == {1: [1, 2], 2: [3]}
     with pytest.raises(JournalError, match=r"no checkpoint of step 4 .* there are: 2, 5"):
         read_timeline(run.folder, from_step=4)
-    with pytest.raises(JournalError, match="up to 5; none of them is wanted"):
+    with pytest.raises(JournalError, match="up to 5; --from-step and --to-step leave none"):
         read_timeline(run.folder, from_step=5)
 
 
@@ -147,7 +147,7 @@ def test_groups_that_were_taken_out_are_named_with_where_to_begin_instead(run: F
         read_timeline(run.folder)
     assert "--from-step 4" not in str(error.value), "the segments of step 5 are gone as well"
     run.train(2)
-    with pytest.raises(JournalError, match=r"step 1 .* --from-step 6 begins behind"):
+    with pytest.raises(JournalError, match=r"step 1 .* --from-step 6 begins after"):
         read_timeline(run.folder)
     assert steps_of(run, from_step=6) == {2: [7, 8]}
 
@@ -189,7 +189,7 @@ def of_another_release(run: FakeRun) -> None:
     ("prepare", "sentence"),
     [
         (lambda run: None, "has no journal"),
-        (untrained, "no step of .* stands"),
+        (untrained, "no step that could be trained again"),
         (without_manifest, "does not say what step 2 was given"),
         (handed_twice, "two manifests of step 2"),
         (never_delivered, r"step 1 cannot be trained again: its group 1\.7\.0"),
