@@ -66,7 +66,7 @@ def completed(asyncgrpo, monkeypatch, *words: str) -> list[str]:
         (["serve", "quickstart", "learner.device", "="], ["auto", "cuda", "cpu"]),
         (["train", "learner.compile=t"], ["learner.compile=true"]),
         (["train", "run.out=r"], []),
-        (["config", "explain", "learner.l"], ["learner.lr"]),
+        (["config", "explain", "learner.l"], ["learner.lr", "learner.lr_min_ratio", "learner.lr_schedule"]),
     ],
 )
 def test_the_shell_completes_commands_options_and_values(asyncgrpo, monkeypatch, words, offered):

@@ -259,6 +259,7 @@ class Readers:
         self.receiver = Receiver(
             "", generator_id="g", incarnation="a", host="", apply=lambda tensors, version: "", keys=None
         )  # fmt: skip
+        self.receiver._client = self  # type: ignore[assignment]  # what it sends comes to us
         self.refused: Counter[str] = Counter()
         from tests.generators.test_service import Generator
 
@@ -299,7 +300,7 @@ class Readers:
         else:
             message = self._read(self._malformed(which, self._to_receiver))
             if message is not None:
-                self.receiver._handle(message)  # type: ignore[arg-type]
+                self.receiver._handle(message)
         self._read(self._mutators[3].of_bytes(self._rng.choice(self._sealed_only_by_us), b""))
 
     def _malformed(self, which: int, messages: list[Message]) -> Frames:
