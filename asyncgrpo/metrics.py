@@ -352,7 +352,7 @@ def waits() -> dict[str, float]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """While inside, `waiting_seconds{what=...}` grows. `what` is one of WAITS. Waits may nest and overlap."""
+    """Makes `waiting_seconds{what=...}` grow while its block runs. `what` is one of WAITS. Waits may nest and overlap."""
     started = _waits.begin(what)
     try:
         yield

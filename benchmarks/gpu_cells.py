@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner import head
 from asyncgrpo.learner import model as learner_model
-from asyncgrpo.learner.batch import StepBatch
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import keep_gathered
+from asyncgrpo.learner.packing import StepBatch
 from asyncgrpo.learner.report import PhaseClock
 from benchmarks.measuring import PeakMemory, line, rounded, show
 from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths

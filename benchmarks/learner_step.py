@@ -9,7 +9,7 @@ first. The last lines have, for each pair, the median, least and largest of the 
     asyncgrpo             `Learner.step`, bfloat16, float32 masters, AdamW
     asyncgrpo compiled    the same with learner.compile=true
     asyncgrpo apart       the same with learner.share_prompts=false
-    floor                 the same model, rows, attention, head, optimizer and FSDP, trained to repeat the completions: slopes
+    floor                 the same model, rows, attention, head, optimizer and FSDP, trained to repeat the completions: gradients
     floor compiled        are constant and nothing is reported, so what is missing is what RL costs
     supervised            the floor with the head that others have: all logits of a row, in float32, torch's own
     supervised compiled   cross-entropy and autograd

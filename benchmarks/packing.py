@@ -14,7 +14,7 @@ import argparse
 import itertools
 from typing import Any
 
-from asyncgrpo.learner.batch import PackedRow, StepBatch, pack, row_tokens, rows_for_ranks
+from asyncgrpo.learner.packing import PackedRow, StepBatch, pack, row_tokens, rows_for_ranks
 from asyncgrpo.types import Group
 from benchmarks.measuring import cpu_seconds, line, rounded, show
 from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths

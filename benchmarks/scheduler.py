@@ -41,7 +41,7 @@ from asyncgrpo.config.schema import (
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.engines.base import PendingCompletion, Request
 from asyncgrpo.generators.service import GeneratorService
-from asyncgrpo.learner.inbox import Inbox, Team
+from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Sampling, Score

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from asyncgrpo.learner.batch import PackedBatch
+    from asyncgrpo.learner.packing import PackedBatch
 
 
 class Shape(NamedTuple):

@@ -32,43 +32,43 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {
     # -- what a batch is made of ---------------------------------------------------------------------------------------
     "a completion has the version of its first token": Mutant(
-        "learner.batch:_versions",
+        "learner.packing:_versions",
         "span.version.number)",
         "completion.spans[0].version.number)",
         "learner/test_batching.py::test_each_token_knows_whose_weights_sampled_it",
     ),
     "a completion that began under other weights is current": Mutant(
-        "learner.batch:_is_current",
+        "learner.packing:_is_current",
         "all(",
         "any(",
         "learner/test_batching.py::test_each_token_knows_whose_weights_sampled_it",
     ),
     "the first token after a shared prompt is read from itself": Mutant(
-        "learner.batch:_Layout.add",
+        "learner.packing:_Layout.add",
         "prefix[1] - 1",
         "prefix[1]",
         "learner/test_batching.py::test_every_token_is_trained_once_after_its_history_and_ranks_run_equally_often",
     ),
     "completions that are only compared with count in the denominators": Mutant(
-        "learner.batch:pack",
+        "learner.packing:pack",
         "rollouts.lengths * rollouts.is_trained)",
         "rollouts.lengths)",
         "learner/test_batching.py::test_completions_that_were_cut_can_be_compared_with_and_not_trained",
     ),
     "an aborted completion is trained": Mutant(
-        "learner.batch:_reward",
+        "learner.packing:_reward",
         'completion.finish_reason == "abort"',
         "False",
         "learner/test_batching.py::test_completions_without_score_or_aborted_or_without_logprobs_are_left_out_and_counted",
     ),
     "a rank without a row runs no micro-batch": Mutant(
-        "learner.batch:rows_for_ranks",
+        "learner.packing:rows_for_ranks",
         "rows += [[] for _ in range(wanted - len(rows))]",
         "pass",
         "learner/test_packing.py::test_every_answer_is_in_one_row_within_the_budget_and_ranks_run_equally_often",
     ),
     "a divided group loses what did not fit": Mutant(
-        "learner.batch:_divide",
+        "learner.packing:_divide",
         "insort(left, (size - taken, group, kept))",
         "pass",
         "learner/test_packing.py::test_every_answer_is_in_one_row_within_the_budget_and_ranks_run_equally_often",

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncgrpo.data.rows import read_rows, recognise
 from asyncgrpo.journal.format import BatchIssued, delivered
-from asyncgrpo.learner.batch import pack
+from asyncgrpo.learner.packing import pack
 from benchmarks import gpu_cells, gpu_learner, journal_cost, learner_step, loss_memory, packing, presets, transport
 from benchmarks.bad_input_cases import CASES, Case
 from benchmarks.bad_inputs import is_good

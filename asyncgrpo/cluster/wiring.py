@@ -40,8 +40,8 @@ from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
 
 if TYPE_CHECKING:  # these import torch, so the actors import them where they use them
     from asyncgrpo.generators.service import GeneratorService
-    from asyncgrpo.learner.inbox import Team
     from asyncgrpo.learner.learner import Learner
+    from asyncgrpo.learner.ranks import Team
     from asyncgrpo.learner.service import LearnerService
     from asyncgrpo.weights.adapters import AdapterMerger
     from asyncgrpo.weights.publisher import Publisher
@@ -428,8 +428,8 @@ class LearnerActor:
         """
         import torch.distributed as dist
 
-        from asyncgrpo.learner.inbox import Team
         from asyncgrpo.learner.learner import Learner
+        from asyncgrpo.learner.ranks import Team
         from asyncgrpo.learner.service import follow
 
         config, rank, world = self._setup.config, self._rank, self._setup.config.learner.ranks
@@ -449,7 +449,7 @@ class LearnerActor:
             dist.destroy_process_group()
 
     def _lead(self, learner: "Learner", team: "Team", buffer_endpoint: str, about: dict[str, Any]) -> str:
-        from asyncgrpo.learner.inbox import Inbox
+        from asyncgrpo.learner.ranks import Inbox
         from asyncgrpo.learner.record import Recorder
         from asyncgrpo.learner.service import LearnerService
 

@@ -77,7 +77,7 @@ def values_of(config: Config) -> dict[str, Any]:
 
 
 def values_in(written: Any) -> dict[str, Any]:
-    """The same from nested plain values of any release. Keys that only one of the two releases knows are left out."""
+    """The settings that nested plain values of any release hold. Keys that only one of the two releases knows are left out."""
     return {key: found for key in knobs() if (found := look_up(written, key, _MISSING)) is not _MISSING}
 
 

@@ -22,11 +22,11 @@ from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner import objective, saving
-from asyncgrpo.learner.batch import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.head import Reference
 from asyncgrpo.learner.model import Scored, build_model, keep_gathered, reshard, whole, without_adapters
 from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_elementwise
 from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload
+from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.publishing import PublishedAdapters, PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report
 from asyncgrpo.types import Group, PolicyVersion

@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from asyncgrpo.config.schema import CRITIC, Config, LoraConfig
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner import attention
-from asyncgrpo.learner.batch import PackedBatch
 from asyncgrpo.learner.head import Reference, TokenScores, fused_loss, score
 from asyncgrpo.learner.objective import MicrobatchObjective
+from asyncgrpo.learner.packing import PackedBatch
 from asyncgrpo.weights.files import disk_tensors
 
 # -- hidden states where something is read -----------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from asyncgrpo.algorithms.diagnostics import Sums
 from asyncgrpo.algorithms.penalties import kl_penalty
 from asyncgrpo.algorithms.surrogates import SEQUENCE_LEVEL, SURROGATES, Surrogate
 from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, CorrectionConfig
-from asyncgrpo.learner.batch import PackedBatch, ScoredRollouts, StepBatch
 from asyncgrpo.learner.head import LossGradients, TokenScores
+from asyncgrpo.learner.packing import PackedBatch, ScoredRollouts, StepBatch
 
 # -- one micro-batch ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from asyncgrpo.algorithms.diagnostics import Sums, merge, report
-from asyncgrpo.learner.batch import StepBatch
+from asyncgrpo.learner.packing import StepBatch
 
 RolloutKey = tuple[str, int]
 """group_id, and the index of the completion in its group."""

@@ -20,8 +20,8 @@ from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, GeneratorsGone, TrainingError, WireError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
-from asyncgrpo.learner.inbox import Inbox, RankCommand, Taken, Team
 from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.ranks import Inbox, RankCommand, Taken, Team
 from asyncgrpo.learner.record import Recorder
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.types import PolicyVersion, TensorInfo

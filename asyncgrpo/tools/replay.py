@@ -30,8 +30,8 @@ from asyncgrpo.config.resume import values_of
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, TrainingError
-from asyncgrpo.learner.inbox import RankCommand, Team
 from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.ranks import RankCommand, Team
 from asyncgrpo.learner.record import step_fields
 from asyncgrpo.learner.service import Stopwatch, follow
 from asyncgrpo.recording.events import Event, EventLog, as_written, read_events

@@ -1,1 +1,1 @@
-"""How a weight version reaches every generator, and the proof that it did."""
+"""How a policy version reaches every generator, and the proof that it did."""

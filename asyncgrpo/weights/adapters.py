@@ -98,7 +98,7 @@ def content_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def pairs(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """For each published adapter the name of its weight, `up` and `down`. Its two tensors follow each other."""
+    """The name of its weight, `up` and `down` of each published adapter. Its two tensors follow each other."""
     source = iter(tensors)
     for (down_name, down), (up_name, up) in zip(source, source, strict=True):
         name = down_name.removesuffix(DOWN)

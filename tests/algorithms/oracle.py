@@ -19,6 +19,6 @@ def token_weight(mode: str, lengths: list[list[bool]], max_length: int) -> list[
     return [float(trained) / denominator for sequence in lengths for trained in sequence]
 
 
-def slope(function, x: float, step: float = 1e-6) -> float:
+def derivative(function, x: float, step: float = 1e-6) -> float:
     """Derivative by central differences."""
     return (function(x + step) - function(x - step)) / (2 * step)

@@ -40,8 +40,8 @@ def test_the_coefficient_is_the_derivative_of_the_value(kind):
     def at(shift: float):
         return kl_penalty(policy + shift, reference, kind=kind, log_ratio=policy + shift - sampled)
 
-    slope = (at(1e-6).value - at(-1e-6).value) / 2e-6
-    torch.testing.assert_close(at(0.0).loss_gradient, slope, rtol=1e-7, atol=1e-7)
+    derivative = (at(1e-6).value - at(-1e-6).value) / 2e-6
+    torch.testing.assert_close(at(0.0).loss_gradient, derivative, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.endswith("+")])

@@ -104,7 +104,7 @@ def test_a_source_is_exhausted_only_when_nothing_is_outstanding():
     assert source.is_exhausted and source.num_done == 1
 
 
-def test_what_is_set_aside_is_issued_only_to_who_asks_for_it():
+def test_an_isolated_prompt_is_issued_only_to_a_caller_that_asks_for_it():
     source = PromptSource(some_prompts(3), seed=0, shuffle=False, epochs=1)
     take_prompt_indices(source, 3)
     source.isolate(2)

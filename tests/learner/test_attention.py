@@ -171,7 +171,7 @@ def test_scores_far_apart_are_no_trouble(kernel, dtype):
 
 @pytest.mark.parametrize("kernel", ON_CPU)
 def test_nothing_leaks_from_tokens_outside(kernel):
-    """Whatever another token is, bit for bit: what does not see it is the same, and everything that does is not."""
+    """Whatever another token is: what does not see it is bitwise identical, and everything that does is not."""
     segments = random_families(5, groups=3, longest=6)
     mask = visible(segments)
     query, key, value, _ = inputs(segments)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncgrpo.algorithms.advantages import ESTIMATORS
-from asyncgrpo.learner.batch import Shaping, pack
+from asyncgrpo.learner.packing import Shaping, pack
 from asyncgrpo.types import PolicyVersion, VersionSpan
 from tests.algorithms import oracle_advantages
 from tests.learner.helpers import OLDER, VERSION, make_group, random_groups

@@ -1,4 +1,4 @@
-"""What the learner writes can be read back: bit for bit to go on, and as a Hugging Face model to use."""
+"""What the learner writes can be read back: bitwise identical to go on, and as a Hugging Face model to use."""
 
 import json
 

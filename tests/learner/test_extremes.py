@@ -1,7 +1,7 @@
-"""Every preset under numbers that are extreme and finite: slopes and report are numbers, and nothing is without bound.
+"""Every preset under numbers that are extreme and finite: gradients and report are numbers, and nothing is without bound.
 
-The objective is given log-probs by hand, without a model: the gradient by the logits of a token is its slope times at
-most 1, so a bound of the slopes is a bound of the gradient.
+The objective is given log-probs by hand, without a model: the gradient by the logits of a token is its gradient times at
+most 1, so a bound of the gradients is a bound of the gradient.
 """
 
 import math
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from asyncgrpo.config.files import algorithm_names
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
-from asyncgrpo.learner.batch import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.head import TokenScores
 from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, Scored, needs_precompute, precompute
+from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.report import StepReport, Update, build_report
 from asyncgrpo.types import Group
 from tests.learner.helpers import OLDER, VERSION, make_group

@@ -34,7 +34,7 @@ class Objective:
         )
 
     def value(self, logprobs: Tensor, entropy: Tensor, kl: Tensor | None) -> Tensor:
-        """The loss that has these slopes."""
+        """The loss that has these gradients."""
         loss = (2 * logprobs).sin().sum() / 2
         if self.entropy:
             loss = loss - 0.3 * entropy.cos().sum()

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncgrpo.errors import RewardError, StalledError
-from asyncgrpo.learner.inbox import Inbox
+from asyncgrpo.learner.ranks import Inbox
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import EvalResult, NoMore, Waiting

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncgrpo.learner.batch import PackedRow, row_tokens, rows_for_ranks
+from asyncgrpo.learner.packing import PackedRow, row_tokens, rows_for_ranks
 
 PAIR_COST = 1 / 400
 """Attention that costs as much as everything else at 400 tokens of context."""

@@ -33,7 +33,7 @@ SCENARIOS = {
     "uneven shares": ({"learner": {"tokens_per_microbatch": 30}}, UNEVEN),
     "small microbatches": ({"learner": {"tokens_per_microbatch": 40}}, GROUPS),
     "less work than ranks": ({}, FEW),
-    "less work than ranks, with foresight": ({"algorithm": {"advantage": "gae", "kl_coef": 0.1}}, FEW),
+    "less work than ranks, with a pass before": ({"algorithm": {"advantage": "gae", "kl_coef": 0.1}}, FEW),
     "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
     "tied": ({}, GROUPS),
     "minibatches": ({"learner": {"minibatches": 3, "ppo_epochs": 2, "tokens_per_microbatch": 60}}, GROUPS),
@@ -46,7 +46,7 @@ BASIC = [name for name in SCENARIOS if name not in objectives.STEP_WIDE]
 WORLDS = {
     2: [*BASIC, "several", "pairwise, penalties", "prompt-mean, masked", "gae, kl in the reward"],
     3: [
-        *("small microbatches", "uneven shares", "less work than ranks, with foresight"),
+        *("small microbatches", "uneven shares", "less work than ranks, with a pass before"),
         *("several", "pairwise, all, per token", "pairwise, penalties", "prompt-mean, masked"),
         *("kl k3 in the reward, rloo", "kl full, seq-mean-token-mean", "gae, kl in the reward"),
     ],

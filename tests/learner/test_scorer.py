@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from asyncgrpo.learner import attention
-from asyncgrpo.learner.batch import PackedBatch, pack
 from asyncgrpo.learner.head import LossGradients, TokenScores
 from asyncgrpo.learner.model import TokenScorer
+from asyncgrpo.learner.packing import PackedBatch, pack
 from tests.learner.helpers import VERSION, assert_same_gradient, cut_head, load, make_group, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
@@ -80,7 +80,7 @@ def test_packed_scores_are_those_of_one_sequence_at_a_time(path, kernel, share_p
 
 
 class Objective:
-    """Some slope for each token, whatever its micro-batch."""
+    """Some gradient for each token, whatever its micro-batch."""
 
     def __init__(self) -> None:
         self.precomputed: TokenScores | None = None

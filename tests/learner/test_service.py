@@ -10,7 +10,7 @@ import pytest
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncgrpo.errors import AsyncGRPOError, GeneratorsGone, StalledError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import read_state
-from asyncgrpo.learner.inbox import Taken, Team
+from asyncgrpo.learner.ranks import Taken, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Snapshot

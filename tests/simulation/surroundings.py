@@ -14,7 +14,7 @@ from asyncgrpo.buffer import service as buffer_service
 from asyncgrpo.buffer.service import Gauges
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.journal import history, log
-from asyncgrpo.learner import inbox
+from asyncgrpo.learner import ranks
 from asyncgrpo.learner import service as learner_service
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.rewards import breaker
@@ -32,7 +32,7 @@ LOGS = tuple(
     for module in (
         buffer_service,
         generator_service,
-        inbox,
+        ranks,
         learner_service,
         log,
         history,

@@ -95,7 +95,7 @@ def test_no_wait_of_the_rollout_plane_reads_a_clock_that_can_be_set():
         "buffer/service.py",
         "buffer/evaluation.py",
         "generators/service.py",
-        "learner/inbox.py",
+        "learner/ranks.py",
     ):
         text = (package / name).read_text()
         assert "time.time(" not in text and "datetime" not in text, f"{name} reads the wall clock"

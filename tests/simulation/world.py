@@ -34,7 +34,7 @@ from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
-from asyncgrpo.learner.inbox import Inbox, Team
+from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire import Message

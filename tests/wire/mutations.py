@@ -1,4 +1,4 @@
-"""Ways to spoil a message: of its bytes, which the digest tells, and of what it says, under a digest that is right."""
+"""Ways to damage a message: in its bytes, which the digest tells, and in what it says, under a digest that is right."""
 
 import os
 import pickle

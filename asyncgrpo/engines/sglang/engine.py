@@ -75,7 +75,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             tensor_parallel: GPUs of this engine.
             max_completions: completions that run at once; more wait.
             memory_fraction: share of GPU memory for weights and cache.
-            prefix_cache: completions share the keys and values of common prefixes, never across weight versions.
+            prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
             random_seed: of SGLang's sampling; the same seed and the same requests in the same batches repeat.
             extra: further arguments of `sglang.Engine`; they override all others.
         """

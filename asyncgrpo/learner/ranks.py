@@ -1,6 +1,6 @@
 """From the buffer to every rank: the groups of one step, and how the first rank tells the others what to do.
 
-Every order is a collective that all ranks enter, so rank 0 must give one for whatever the others have to join in.
+Every command is a collective that all ranks enter, so rank 0 must give one for whatever the others have to join in.
 Frames are those of the wire, so no rank unpickles anything.
 
 While it waits it says what for, every 30 seconds, and gives up with an error after `stall_timeout_s`.

@@ -1,6 +1,6 @@
 """Groups become packed micro-batches for every rank: usable completions, rows of about equal size, tensors.
 
-All ranks hold all of them, so advantages need no communication unless the reward itself does (a KL in the reward, a
+All ranks hold all groups, so advantages need no communication unless the reward itself does (a KL in the reward, a
 critic).
 
 A row is one forward and backward of one rank. Rollouts of one prompt stay together as far as they can, because a row
