@@ -64,7 +64,7 @@ class Team:
         return self.rank == 0
 
     def tell(self, command: RankCommand) -> None:
-        """Rank 0: give an order."""
+        """Rank 0: send a command to all other ranks."""
         if self.world == 1:
             return
         data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
@@ -72,7 +72,7 @@ class Team:
         dist.broadcast(data, src=0)
 
     def hear(self) -> RankCommand:
-        """Other ranks: the next order; waits as long as rank 0 waits."""
+        """Other ranks: the next command; waits as long as rank 0 waits."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0)
         data = torch.zeros(int(size), dtype=torch.uint8)
