@@ -244,7 +244,7 @@ MUTANTS: dict[str, Mutant] = {
         "config/test_resume.py",
     ),
     "a setting that an older release did not know has changed": Mutant(
-        "config.resume:_other",
+        "config.resume:_changed",
         "_plain(knobs()[key].default)",
         "None",
         "config/test_resume.py::test_a_knob_that_an_older_release_did_not_know_had_its_default",
