@@ -159,7 +159,7 @@ MUTANTS: dict[str, Mutant] = {
         "weights.publisher:Publisher._leave_out",
         "self.on_left_out(name, member.incarnation, why)",
         "pass",
-        "weights/test_publication.py::test_whoever_does_not_completion_is_named_at_once_and_comes_back_by_itself",
+        "weights/test_publication.py::test_whoever_does_not_reply_is_named_at_once_and_comes_back_by_itself",
     ),
     "the digest does not see where a word is": Mutant(
         "weights.broadcast:digest",

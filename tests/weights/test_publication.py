@@ -142,7 +142,7 @@ class Frozen(Engine):
         return super().apply(tensors, version)
 
 
-def test_whoever_does_not_completion_is_named_at_once_and_comes_back_by_itself(plane):
+def test_whoever_does_not_reply_is_named_at_once_and_comes_back_by_itself(plane):
     publisher, add = plane
     told, frozen = [], Frozen()
     publisher.on_left_out = lambda *details: told.append((*details, publisher.missing))
