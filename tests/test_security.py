@@ -13,7 +13,7 @@ import pytest
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, WeightsConfig
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.weights.broadcast import serve_store
+from asyncgrpo.weights.group import serve_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.sockets import Client, Keys
 from asyncgrpo.wire.weights import Join
@@ -136,7 +136,7 @@ def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
 def test_no_meeting_place_listens_everywhere():
     """The doctor's is there for a second."""
     stores = [(file, call) for file, call in calls_of("dist.TCPStore") if file != "cli/doctor.py"]
-    assert {file for file, _ in stores} == {"weights/broadcast.py", "cluster/wiring.py"}
+    assert {file for file, _ in stores} == {"weights/group.py", "cluster/wiring.py"}
     assert [call for _, call in stores if "is_master=True" in call and "master_listen_fd" not in call] == []
 
 

@@ -403,7 +403,7 @@ class LearnerActor:
         if self._rank > 0:
             return LearnerReady(host, metrics_address)
 
-        from asyncgrpo.weights.broadcast import serve_store
+        from asyncgrpo.weights.group import serve_store
         from asyncgrpo.weights.publisher import Publisher
 
         self._store = serve_store(host, RANKS_START_TIMEOUT_S)

@@ -38,7 +38,8 @@ from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.tools.timeline import Leg, PlannedStep, Timeline
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.broadcast import digest_of, serve_store, visit_store
+from asyncgrpo.weights.broadcast import digest_of
+from asyncgrpo.weights.group import serve_store, visit_store
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.groups import unpack_batch
 

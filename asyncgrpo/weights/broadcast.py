@@ -1,97 +1,18 @@
-"""What publisher and receivers share: the process group, and the order, packing and digest of published weights.
-
-The process group stands beside torch's default group, which the learner's ranks use among themselves, and holds no
-global state. When a member dies, the group is dropped and the next one is formed of those that are left.
+"""The order, packing and digest of published weights, which publisher and receivers share.
 
 Learner and generators plan the same buckets from the same list of tensors, so no offset is sent. The digest is a sum
 over elements of a mixed (position, bits) pair: it needs no copy to the host, is the same on CPU and GPU, and adds up
 over buckets.
 """
 
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from asyncgrpo.types import TensorInfo
-
-# -- the process group -------------------------------------------------------------------------------------------------
-
-
-def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Open the learner's store, where the members of a group meet; its port is `store.port`.
-
-    It listens at `host` alone. By default torch listens on every interface of the machine, without authentication.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, 0), family=family, backlog=1024)
-    port = listening.getsockname()[1]
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
-    )
-
-
-def visit_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to the store that the learner serves."""
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
-class BroadcastGroup:
-    """Broadcasts from rank 0, each with a deadline."""
-
-    def __init__(
-        self, store: dist.Store, *, number: int, rank: int, world: int, backend: str, host: str, timeout_s: float
-    ) -> None:
-        """Form the group. Blocks until all members are there.
-
-        Args:
-            number: how often a group was formed; the members of this one have the same.
-            host: address of this process's network interface; gloo binds to it.
-        Raises:
-            RuntimeError: not all members came within `timeout_s`.
-        """
-        timeout = timedelta(seconds=timeout_s)
-        prefixed = dist.PrefixStore(f"weights/{number}", store)
-        prefixed.set_timeout(timeout)
-        self.device = torch.device("cpu")
-        self._group: Any  # torch's stubs know neither backend
-        if backend == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, world, options)
-        else:
-            options = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = timeout
-            self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
-        self._options.rootTensor = 0
-        self._options.timeout = self._timeout = timeout
-
-    def broadcast(self, flat: Tensor) -> None:
-        """Send `flat` (rank 0) or receive into it (others). Raises RuntimeError when a member is gone or late."""
-        self._group.broadcast([flat], self._options).wait(self._timeout)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-
-    def close(self) -> None:
-        """Drop the group without waiting for its members."""
-        if hasattr(self._group, "abort"):
-            self._group.abort()
-        del self._group
-
-
-# -- order, packing and digest -----------------------------------------------------------------------------------------
-
 
 ALIGNMENT = 16
 """Every tensor starts at a multiple of so many bytes, so that a view of any dtype is aligned."""

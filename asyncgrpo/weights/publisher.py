@@ -20,7 +20,8 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import GeneratorsGone, WeightsError, WireError
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.broadcast import BroadcastGroup, Bucket, add_digests, digest, plan_buckets, serve_store
+from asyncgrpo.weights.broadcast import Bucket, add_digests, digest, plan_buckets
+from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Kinds, decode
 from asyncgrpo.wire.sockets import Keys, Server
@@ -70,11 +71,11 @@ class Publication:
 class Publisher:
     """Rank 0 of the weight group. One thread uses it."""
 
-    def __init__(self, config: WeightsConfig, *, backend: str, bind: str, host: str, keys: Keys | None) -> None:
+    def __init__(self, config: WeightsConfig, *, backend: Backend, bind: str, host: str, keys: Keys | None) -> None:
         """Bind the control socket and the store.
 
         Args:
-            backend: `nccl` or `gloo`, not `auto`.
+            backend: of the weight group.
             host: address at which the generators reach this process.
         """
         self._config = config
@@ -86,7 +87,7 @@ class Publisher:
         self._server = Server(bind, keys, advertise=host)
         self._store = serve_store(host, config.timeout_s)
         self._members: dict[str, Member] = {}
-        self._group: BroadcastGroup | None = None
+        self._group: WeightGroup | None = None
         self._group_number = 0
         self._last: tuple[str, dict[str, str]] = "", {}
         self._given_up: SimpleQueue[tuple[str, str]] = SimpleQueue()
@@ -220,7 +221,7 @@ class Publisher:
         loaded = next(iter(merged.values())) or sent
         return sent, loaded, {name: message.checksum for name, message in swapped.items()}
 
-    def _broadcast(self, group: BroadcastGroup, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> str:
+    def _broadcast(self, group: WeightGroup, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> str:
         """Send all buckets. Returns the digest of what was sent. Consumes `tensors` to the end, also on failure."""
         source = iter(tensors)
         digests, start = [], 0
@@ -269,12 +270,12 @@ class Publisher:
                 world=len(names) + 1,
                 store_host=self._host,
                 store_port=self._store.port,
-                backend="nccl" if self._backend == "nccl" else "gloo",
+                backend=self._backend,
                 timeout_s=self._config.timeout_s,
             )
             self._server.send(self._members[name].peer, message)
         try:
-            self._group = BroadcastGroup(
+            self._group = form_group(
                 self._store,
                 number=self._group_number,
                 rank=0,

@@ -16,7 +16,8 @@ from torch import Tensor
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.adapters import AdapterMerger, content_digest
-from asyncgrpo.weights.broadcast import BroadcastGroup, add_digests, digest, plan_buckets, visit_store
+from asyncgrpo.weights.broadcast import add_digests, digest, plan_buckets
+from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client, Keys
 from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
@@ -50,7 +51,7 @@ class Receiver:
         self._host = host
         self._apply = apply
         self._merger = merger
-        self._group: BroadcastGroup | None = None
+        self._group: WeightGroup | None = None
         self._group_number = 0
         self._staged: list[tuple[str, Tensor]] = []
         self._staged_version: PolicyVersion | None = None
@@ -106,7 +107,7 @@ class Receiver:
         self._drop_group()
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
-            self._group = BroadcastGroup(
+            self._group = form_group(
                 store,
                 number=message.group_number,
                 rank=message.rank,
@@ -121,7 +122,7 @@ class Receiver:
             return
         self._group_number = message.group_number
 
-    def _stage(self, group: BroadcastGroup, message: Offer) -> None:
+    def _stage(self, group: WeightGroup, message: Offer) -> None:
         """Receive every bucket, put what is to be loaded into host memory, and report the digest."""
         self._staged, self._staged_version = [], None
         received: list[tuple[str, Tensor]] = []

@@ -40,7 +40,7 @@ class FormGroup(Message):
     world: int
     store_host: str
     store_port: int
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["gloo", "nccl", "shared_memory"]
     timeout_s: float
 
 

@@ -1,4 +1,4 @@
-"""Weights reach real receiver threads over a real gloo group, whatever happens to some of them on the way."""
+"""Weights reach real receiver threads over a real group, whatever happens to some of them on the way."""
 
 import os
 import signal
@@ -50,11 +50,11 @@ class Engine:
         return str(sum(float(t.double().sum()) for t in self.held.values()))
 
 
-@pytest.fixture
-def plane():
+@pytest.fixture(params=["gloo", "shared_memory"])
+def plane(request):
     """A publisher, and a way to add receivers to it."""
     publisher = Publisher(
-        WeightsConfig(bucket_mb=1, timeout_s=3.0), backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
+        WeightsConfig(bucket_mb=1, timeout_s=3.0), backend=request.param, bind="127.0.0.1", host="127.0.0.1", keys=None
     )
     publisher.describe(LAYOUT)
     receivers: list[Receiver] = []

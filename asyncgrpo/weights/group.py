@@ -1,0 +1,243 @@
+"""The weight group: how the bytes of a publication get from the learner, which is rank 0, to the generators.
+
+    nccl             between GPUs; refuses two ranks on one GPU
+    gloo             between hosts without GPUs
+    shared_memory    between processes of one machine: for a learner and a generator that share a GPU
+
+A group stands beside torch's default group, which the learner's ranks use among themselves, and holds no global state.
+Members meet in the learner's store. Every wait has a deadline. When a member dies, the group is dropped and the next one
+is formed of those that are left.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncgrpo import scratch
+from asyncgrpo.scratch import SHARED_MEMORY
+
+Backend = Literal["nccl", "gloo", "shared_memory"]
+
+POLL_S = 0.0005
+"""How often a broadcast of NCCL is looked at."""
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """Open the learner's store, where the members of a group meet; its port is `store.port`.
+
+    It listens at `host` alone. By default torch listens on every interface of the machine, without authentication.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family, backlog=1024)
+    port = listening.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+    )
+
+
+def visit_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Connect to the store that the learner serves."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+# -- the groups --------------------------------------------------------------------------------------------------------
+
+
+class WeightGroup(Protocol):
+    """Broadcasts from rank 0, each with a deadline."""
+
+    device: torch.device
+    """Where the tensors to broadcast have to be."""
+
+    def broadcast(self, flat: Tensor) -> None:
+        """Send `flat` (rank 0) or receive into it (others), [n] uint8.
+
+        Raises:
+            RuntimeError: a member is gone or late. The group is of no further use.
+        """
+
+    def close(self) -> None:
+        """Drop the group without waiting for its members."""
+
+
+def form_group(
+    store: dist.Store, *, number: int, rank: int, world: int, backend: Backend, host: str, timeout_s: float
+) -> WeightGroup:
+    """Form a weight group. Blocks until all members are there.
+
+    Args:
+        number: how often a group was formed; the members of this one have the same.
+        host: address of this process's network interface; gloo binds to it.
+    Raises:
+        RuntimeError: not all members came within `timeout_s`.
+    """
+    prefixed = dist.PrefixStore(f"weights/{number}", store)
+    prefixed.set_timeout(timedelta(seconds=timeout_s))
+    if backend == "nccl":
+        return NcclGroup(prefixed, rank, world, timeout_s)
+    if backend == "gloo":
+        return GlooGroup(prefixed, rank, world, host, timeout_s)
+    return SharedMemoryGroup(prefixed, number, rank, world)
+
+
+class GlooGroup:
+    """A broadcast over TCP, from host memory to host memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, store: dist.Store, rank: int, world: int, host: str, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        options = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = self._timeout
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world, options)  # torch's stubs do not know it
+
+    def broadcast(self, flat: Tensor) -> None:
+        self._group.broadcast([flat], _from_rank_0(self._timeout)).wait(self._timeout)
+
+    def close(self) -> None:
+        self._group.abort()
+        del self._group
+
+
+class NcclGroup:
+    """A broadcast from GPU to GPU.
+
+    By itself NCCL waits for ever for a member that died, and by default torch's watchdog ends the process whose
+    communicator failed. So the communicator is made without blocking, while the members are known to be there; its
+    errors end no process; and each broadcast is watched from here until a deadline. What a broken broadcast leaves in
+    the tensor is found out by the digest.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._timeout_s = timeout_s
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options.config.blocking = 0
+        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):  # read once by this group: drop the communicator only
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, world, options)
+        self._group.eager_connect_single_device(self.device)
+
+    def broadcast(self, flat: Tensor) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        work = self._group.broadcast([flat], _from_rank_0(timedelta(seconds=self._timeout_s)))
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError(f"a broadcast of NCCL was not done within {self._timeout_s:.0f} s")
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        self._group.abort()
+        del self._group
+
+
+class SharedMemoryGroup:
+    """A broadcast within one machine: rank 0 writes into a file in memory, and the others copy out of it.
+
+    The store says when: rank 0 announces a broadcast once its bytes are there, and goes on when all members have copied
+    them. A member that is late or gone lets the store's deadline pass.
+    """
+
+    def __init__(self, store: dist.Store, number: int, rank: int, world: int) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        self._store, self._number, self._rank, self._world = store, number, rank, world
+        self._broadcasts = 0
+        self._name = ""
+        self._shared = _NOTHING
+        if rank > 0:
+            store.set(f"here/{rank}", "")
+        else:
+            store.wait([f"here/{member}" for member in range(1, world)])
+
+    def broadcast(self, flat: Tensor) -> None:
+        self._broadcasts += 1
+        ready, copies, copied = (f"{what}/{self._broadcasts}" for what in ("ready", "copies", "copied"))
+        if self._rank > 0:
+            self._open(self._store.get(ready).decode())  # waits until it is set
+            flat.copy_(self._shared[: flat.numel()])
+            if self._store.add(copies, 1) == self._world - 1:
+                self._store.set(copied, "")
+            return
+        if flat.numel() > len(self._shared):
+            self._create(flat.numel())
+        self._shared[: flat.numel()].copy_(flat)
+        self._store.set(ready, self._name)
+        self._store.wait([copied])
+        for key in (ready, copies, copied):
+            self._store.delete_key(key)
+
+    def close(self) -> None:
+        self._shared = _NOTHING
+        if self._rank == 0 and self._name:
+            (SHARED_MEMORY / self._name).unlink(missing_ok=True)
+
+    def _create(self, size: int) -> None:
+        """Make a file of `size` bytes for this broadcast and the next ones. If this process is killed, a later one
+        removes it."""
+        self.close()
+        name = f"{scratch.mark()}-weights-{self._number}-{self._broadcasts}"
+        _allocate(SHARED_MEMORY / name, size)
+        self._open(name)
+
+    def _open(self, name: str) -> None:
+        if name != self._name:
+            file = SHARED_MEMORY / Path(name).name
+            self._shared = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
+            self._name = name
+
+
+_CPU = torch.device("cpu")
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _allocate(file: Path, size: int) -> None:
+    """Create a file in memory whose pages are all there: writing into memory that is full would kill this process."""
+    descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        file.unlink()
+        raise RuntimeError(
+            f"{size / 2**20:.0f} MiB of weights do not fit into {file.parent} ({error}); give the container more, for "
+            "example docker run --shm-size=4g, or lower weights.bucket_mb"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = timeout
+    return options
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """These environment variables have these values inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
