@@ -405,6 +405,11 @@ class ClusterConfig(Section, frozen=True):
     ray_address: Annotated[
         str | None, Meta(description="of a running Ray cluster, or `auto`; none: start one here")
     ] = None
+    share_gpu: Annotated[bool, Meta(description="learner and generator share one GPU")] = False
+    gpu_memory_gb: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="memory of one GPU, GiB; none: as found here, and 80 where none is found"),
+    ] = None
     stall_timeout_s: Annotated[
         float, Meta(gt=0, description="nothing trained for so long: stop with an error, seconds")
     ] = 3600.0

@@ -45,7 +45,8 @@ APPLIED = frozenset({
     "learner.share_prompts", "learner.compile", "learner.activation_checkpointing", "learner.offload_reference",
     "learner.offload_optimizer", "learner.attention",
     "weights.backend", "weights.bucket_mb", "weights.adapters_only", "weights.timeout_s",
-    "cluster.bind", "cluster.ray_address", "cluster.stall_timeout_s", "cluster.silent_timeout_s", "cluster.restarts",
+    "cluster.bind", "cluster.ray_address", "cluster.share_gpu", "cluster.gpu_memory_gb", "cluster.stall_timeout_s",
+    "cluster.silent_timeout_s", "cluster.restarts",
     "cluster.standby_after_s",
 })
 # fmt: on
