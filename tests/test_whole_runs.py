@@ -66,10 +66,13 @@ def test_a_resume_trains_with_what_may_change_and_samples_anew_what_no_longer_fi
 
 
 def test_sigterm_drains_writes_a_checkpoint_and_exits_with_0(tmp_path: Path):
+    """Placed as for one shared GPU, so weights go through shared memory."""
     run = tmp_path / "run"
-    process = start("demo", *SHORT, "--out", "run", "--steps", "500", "generators.count=1", cwd=tmp_path)
+    placed = ["generators.count=1", "cluster.share_gpu=true"]
+    process = start("demo", *SHORT, "--out", "run", "--steps", "500", *placed, cwd=tmp_path)
     wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
     drain(process, run, signal.SIGTERM)
+    assert all(event["engines"] == 1 and event["checksum"] == "ok" for event in events(run, "sync"))
     assert_nothing_left(tmp_path)
 
 

@@ -85,7 +85,7 @@ StepsOption = Annotated[
 ]
 NGpusOption = Annotated[
     int | None,
-    typer.Option("--n-gpus", help="GPUs, half for generators, half for the learner; 0 is CPU, 1 is too few."),
+    typer.Option("--n-gpus", help="GPUs, half for generators, half for the learner; 1 is shared by both, 0 is CPU."),
 ]
 LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")]
 KlCoefOption = Annotated[
@@ -192,6 +192,15 @@ def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
             "learner.ranks": 1,
             "learner.device": "cpu",
             "model.dtype": "float32",  # many CPUs only emulate bfloat16
+        }
+    if n_gpus == 1:
+        return {
+            "generators.count": 1,
+            "generators.gpus_each": 1,
+            "learner.ranks": 1,
+            "learner.device": "cuda",
+            "cluster.share_gpu": True,
+            "generators.memory_fraction": 0.35,
         }
     gpus_each = _explicit_int("generators.gpus_each", explicit) or 1
     count, ranks = split_gpus(

@@ -12,9 +12,10 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
+from msgspec.structs import replace
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -190,10 +191,22 @@ RESERVE_TIMEOUT_S = 60.0
 """How long Ray may take to reserve the GPUs of a run."""
 
 
+def decide_device(config: Config) -> Config:
+    """`config` with `learner.device: auto` decided, once for all processes, by the GPUs that Ray has.
+
+    The driver may have none where the learner has one.
+    """
+    if config.learner.device != "auto":
+        return config
+    device: Literal["cuda", "cpu"] = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
+    return replace(config, learner=replace(config.learner, device=device))
+
+
 def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
     """How many GPUs a run needs."""
     generators = config.generators
-    return config.learner.ranks * learner_on_gpu + generators.gpus_each * generators.count
+    on_gpus = (config.learner.ranks * learner_on_gpu, generators.gpus_each * generators.count)
+    return max(on_gpus) if config.cluster.share_gpu else sum(on_gpus)
 
 
 def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
@@ -202,36 +215,43 @@ def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
     if there >= wanted:
         return
     hint = "lower one of them" if there else "without a GPU use --n-gpus 0 (generators.gpus_each=0)"
-    generators = config.generators
-    raise ConfigError(
-        f"this run needs {wanted} GPUs (learner.ranks {config.learner.ranks}{'' if learner_on_gpu else ' on the CPU'}, "
-        f"generators.count {generators.count} x generators.gpus_each {generators.gpus_each}), the cluster has {there}; "
-        f"{hint}"
-    )
+    generators, on_cpu = config.generators, "" if learner_on_gpu else " on the CPU"
+    parts = f"learner.ranks {config.learner.ranks}{on_cpu}, generators.count {generators.count} x generators.gpus_each"
+    parts += f" {generators.gpus_each}{', shared' if config.cluster.share_gpu else ''}"
+    raise ConfigError(f"this run needs {wanted} GPU{'s' * (wanted > 1)} ({parts}), the cluster has {there}; {hint}")
 
 
 class Placement:
-    """The GPUs of one run in Ray's placement group: one bundle for each learner rank, then one for each generator."""
+    """The GPUs of one run in Ray's placement group: one bundle for each learner rank, then one for each generator.
+
+    A shared GPU is one bundle, of which learner and generator take half each. How much of its memory each of them may
+    take is not Ray's affair.
+    """
 
     def __init__(self, config: Config, *, learner_on_gpu: bool) -> None:
         """Reserve all GPUs at once. Raises ConfigError when the cluster has too few."""
-        self._learner_gpus = 1 if learner_on_gpu else 0
-        self._generator_gpus = config.generators.gpus_each
-        self._ranks = config.learner.ranks
+        self._learner_gpus = 1.0 if learner_on_gpu else 0.0
+        self._generator_gpus = float(config.generators.gpus_each)
+        self._first_generator = config.learner.ranks
         self._group: PlacementGroup | None = None
         wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
         if not wanted:
             return
         check_gpus(config, int(ray.cluster_resources().get("GPU", 0)), learner_on_gpu=learner_on_gpu)
-        bundles = [self._bundle(self._learner_gpus)] * self._ranks
-        bundles += [self._bundle(self._generator_gpus)] * config.generators.count
+        if config.cluster.share_gpu:
+            bundles = [{"CPU": 2.0, "GPU": 1.0}]
+            self._learner_gpus, self._generator_gpus = self._learner_gpus / 2, self._generator_gpus / 2
+            self._first_generator = 0
+        else:
+            bundles = [self._bundle(self._learner_gpus)] * config.learner.ranks
+            bundles += [self._bundle(self._generator_gpus)] * config.generators.count
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(RESERVE_TIMEOUT_S):
             raise ConfigError(f"no place for {wanted} GPUs within {RESERVE_TIMEOUT_S:.0f} s; other jobs hold them")
 
     @staticmethod
-    def _bundle(gpus: int) -> dict[str, float]:
-        return {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 1.0}
+    def _bundle(gpus: float) -> dict[str, float]:
+        return {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
 
     def learner(self, rank: int) -> dict[str, Any]:
         """Ray options of a learner rank."""
@@ -239,13 +259,13 @@ class Placement:
 
     def generator(self, index: int) -> dict[str, Any]:
         """Ray options of a generator."""
-        return self._options(self._ranks + index, self._generator_gpus)
+        return self._options(self._first_generator + index, self._generator_gpus)
 
     def anywhere(self) -> dict[str, Any]:
         """Ray options of the buffer."""
         return {"num_cpus": 0, "max_restarts": 0}
 
-    def _options(self, bundle: int, gpus: int) -> dict[str, Any]:
+    def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
         if self._group is None:
             return self.anywhere()
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)

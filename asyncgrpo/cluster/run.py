@@ -23,7 +23,7 @@ from asyncgrpo.cluster.core import Budget, Core, Cores
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.ray_session import POLL_S, Placement, ray_session
+from asyncgrpo.cluster.ray_session import POLL_S, Placement, decide_device, ray_session
 from asyncgrpo.cluster.wiring import BufferReady, Setup, host_of, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
@@ -105,6 +105,7 @@ class Run:
         config, before = self._config, self._folder.checkpoint()
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
         with ray_session(config.cluster.ray_address, config.generators.gpus_each == 0), _on_signals(self._stop):
+            self._config = config = decide_device(config)
             placement = Placement(config, learner_on_gpu=uses_cuda(config))
             try:
                 status = self._keep_going(placement, tell)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # these import torch, so the actors import them where they us
     from asyncgrpo.learner.ranks import Team
     from asyncgrpo.learner.service import LearnerService
     from asyncgrpo.weights.adapters import AdapterMerger
+    from asyncgrpo.weights.group import Backend
     from asyncgrpo.weights.publisher import Publisher
 
 LOCK_TIMEOUT_S = 60.0
@@ -129,6 +130,7 @@ def _begin(
         running = service()
         return None if running is None else running.progress.age_s
 
+    prepare_environment(setup.config)
     logs.setup(role, rank, setup.run_dir)
     name = role if rank is None else f"{role}-{rank}"
     Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, loop_age_s=loop_age_s, **heart)
@@ -141,10 +143,24 @@ def host_of(config: Config) -> str:
 
 
 def uses_cuda(config: Config) -> bool:
-    """Whether the learner runs on a GPU."""
+    """Whether the learner runs on a GPU. In a run this is decided; before one, `auto` asks this machine."""
     import torch
 
     return torch.cuda.is_available() if config.learner.device == "auto" else config.learner.device == "cuda"
+
+
+def prepare_environment(config: Config) -> None:
+    """Set the environment variables that NCCL and torch read, before either is used in this process.
+
+    They must be the same in learner and generators, and the processes of a Ray cluster inherit nothing from the driver.
+    What is set already stays. docs/gpu.md says why each of them is there.
+    """
+    for name, value in {
+        "NCCL_CUMEM_ENABLE": "0",  # as SGLang sets it in the generators' processes
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": f"{config.weights.timeout_s:.0f}",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 # -- the buffer --------------------------------------------------------------------------------------------------------
@@ -334,6 +350,7 @@ class GeneratorActor:
         from asyncgrpo.generators.service import GeneratorService
 
         config = self._setup.config
+        _limit_gpu_memory(config, config.generators.memory_fraction)
         seed = group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
         service = self._service = GeneratorService(
             f"generator-{self._index}",
@@ -353,6 +370,18 @@ class GeneratorActor:
             redundancy=Redundancy(config.generators.completion_retries, config.generators.extra_completions),
         )
         asyncio.run(service.run())
+
+
+CONTEXTS_SHARE = 0.06
+"""Share of a shared GPU that CUDA itself takes in the two processes, beside what torch counts: 1.4 of 24 GB."""
+
+
+def _limit_gpu_memory(config: Config, share: float) -> None:
+    """Let torch take only this share of a GPU that two processes share: its cache would grow over the other's part."""
+    import torch
+
+    if config.cluster.share_gpu and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def _adapter_merger(config: Config) -> "AdapterMerger | None":
@@ -434,6 +463,7 @@ class LearnerActor:
 
         config, rank, world = self._setup.config, self._rank, self._setup.config.learner.ranks
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        _limit_gpu_memory(config, 1 - CONTEXTS_SHARE - config.generators.memory_fraction)
         store = self._store if rank == 0 else dist.TCPStore(leader.host, leader.group_port)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
         try:
@@ -479,7 +509,9 @@ class LearnerActor:
         return service.run()
 
 
-def _weights_backend(config: Config) -> str:
+def _weights_backend(config: Config) -> "Backend":
     if config.weights.backend != "auto":
         return config.weights.backend
+    if config.cluster.share_gpu:
+        return "shared_memory"
     return "nccl" if uses_cuda(config) and config.generators.gpus_each > 0 else "gloo"

@@ -103,6 +103,22 @@ def _gpus_for_nccl(config: Config) -> str | None:
     return f"weights.backend=nccl needs GPUs on both sides, but {on_cpu}; use weights.backend=auto" if on_cpu else None
 
 
+def _one_gpu_is_shared_by_two(config: Config) -> str | None:
+    """A shared GPU holds one learner rank and one engine, and NCCL refuses two ranks on one GPU."""
+    if not config.cluster.share_gpu:
+        return None
+    wanted = {
+        "learner.ranks": (config.learner.ranks, (1,)),
+        "generators.count": (config.generators.count, (1,)),
+        "generators.gpus_each": (config.generators.gpus_each, (0, 1)),
+        "weights.backend": (config.weights.backend, ("auto", "gloo", "shared_memory")),
+    }
+    for key, (value, possible) in wanted.items():
+        if value not in possible:
+            return f"cluster.share_gpu is true, but {key} is {value}; one GPU is shared with {key}={possible[-1]}"
+    return None
+
+
 def _gpu_for_flash(config: Config) -> str | None:
     if config.learner.attention != "flash_attention_2" or config.learner.device != "cpu":
         return None
@@ -118,6 +134,7 @@ _RULES = (
     _adapters_are_on,
     _eval_has_a_file,
     _gpus_for_nccl,
+    _one_gpu_is_shared_by_two,
     _gpu_for_flash,
 )
 

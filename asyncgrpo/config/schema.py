@@ -387,7 +387,10 @@ class LearnerConfig(Section, frozen=True):
 class WeightsConfig(Section, frozen=True):
     """How new weights reach the generators."""
 
-    backend: Annotated[Literal["auto", "nccl", "gloo"], Meta(description="auto: nccl between GPUs, else gloo")] = "auto"
+    backend: Annotated[
+        Literal["auto", "nccl", "gloo", "shared_memory"],
+        Meta(description="auto: shared_memory on one shared GPU, nccl between GPUs, else gloo"),
+    ] = "auto"
     bucket_mb: Annotated[int, Meta(ge=1, description="MiB sent at once")] = 64
     adapters_only: Annotated[
         bool,

@@ -140,7 +140,12 @@ CASES = {
         ["--reward-func", "reward.py", "reward.timeout_s=0.2"],
         ["reward.py", "0.5 s", "reward.timeout_s"],
     ),
-    "one GPU": (None, ["--n-gpus", "1"], ["--n-gpus", "1"]),
+    "one GPU": (None, ["--n-gpus", "1"], ["needs 1 GPU ", "shared", "has 0", "--n-gpus 0"]),
+    "one GPU for two ranks": (
+        None,
+        ["--n-gpus", "1", "learner.ranks=2"],
+        ["cluster.share_gpu is true", "learner.ranks is 2", "learner.ranks=1"],
+    ),
     "more GPUs than there are": (None, ["--n-gpus", "3"], ["needs 3 GPUs", "has 0", "--n-gpus 0"]),
     "a logger that is not installed": (None, ["run.loggers=[wandb]"], ["run.loggers", "wandb", "pip install"]),
     "an address of another machine": (None, ["cluster.bind=203.0.113.7"], ["cluster.bind", "203.0.113.7"]),

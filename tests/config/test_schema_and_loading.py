@@ -325,6 +325,12 @@ class TestCrossChecks:
             (["data.eval_rows=10"], "data.eval names no file"),
             (["weights.backend=nccl", "generators.gpus_each=0"], "on both sides, but generators.gpus_each is 0"),
             (["weights.backend=nccl", "learner.device=cpu"], "but learner.device is cpu"),
+            (["cluster.share_gpu=true", "learner.ranks=2", "generators.count=1"], "but learner.ranks is 2"),
+            (["cluster.share_gpu=true", "generators.count=2"], "but generators.count is 2"),
+            (
+                ["cluster.share_gpu=true", "generators.count=1", "weights.backend=nccl"],
+                "is nccl; one GPU is shared with weights.backend=shared_memory",
+            ),
             (["learner.attention=flash_attention_2", "learner.device=cpu"], "use learner.attention=sdpa"),
         ],
     )  # fmt: skip
