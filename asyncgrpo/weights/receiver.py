@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncgrpo.errors import WireError
@@ -133,7 +134,7 @@ class Receiver:
                 group.broadcast(flat)
                 digests.append(digest(flat, start))
                 start += bucket.num_bytes // 4
-                received += bucket.views(flat if message.base else flat.to("cpu"))
+                received += bucket.views(flat if message.base else _to_host(flat))
         except RuntimeError as error:
             log.warning("broadcast of %s failed: %s", message.version, error)
             self._drop_group()
@@ -177,3 +178,10 @@ class Receiver:
             self._group = None
         self._group_number = 0
         self._staged, self._staged_version = [], None
+
+
+def _to_host(flat: Tensor) -> Tensor:
+    """The same bytes in host memory, page-locked if they come from a GPU: that copy is several times as fast."""
+    if flat.device.type == "cpu":
+        return flat
+    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
