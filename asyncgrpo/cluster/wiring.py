@@ -143,10 +143,16 @@ def host_of(config: Config) -> str:
 
 
 def uses_cuda(config: Config) -> bool:
-    """Whether the learner runs on a GPU. In a run this is decided; before one, `auto` asks this machine."""
+    """Whether the learner runs on a GPU.
+
+    In a run this is decided (`ray_session.decide_device`). Before one, `auto` asks this machine; what is checked for a
+    cluster that is not connected yet is checked as for GPUs.
+    """
     import torch
 
-    return torch.cuda.is_available() if config.learner.device == "auto" else config.learner.device == "cuda"
+    if config.learner.device == "auto":
+        return config.cluster.ray_address is not None or torch.cuda.is_available()
+    return config.learner.device == "cuda"
 
 
 def prepare_environment(config: Config) -> None:

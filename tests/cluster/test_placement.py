@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from asyncgrpo.cluster.wiring import prepare_environment
+from asyncgrpo.cluster.wiring import prepare_environment, uses_cuda
 from asyncgrpo.config.load import load_config
 
 PROGRAM = """
@@ -79,3 +80,17 @@ def test_both_sides_of_nccl_get_the_same_settings_and_a_persons_own_stay(monkeyp
     assert os.environ["NCCL_CUMEM_ENABLE"] == "0"  # SGLang's value; two values hang
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "33"
     assert os.environ["NCCL_NVLS_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], False),
+        (["cluster.ray_address=10.0.0.1:6379"], True),
+        (["cluster.ray_address=10.0.0.1:6379", "learner.device=cpu"], False),
+        (["learner.device=cuda"], True),
+    ],
+)
+def test_a_cluster_that_is_not_connected_yet_is_taken_to_have_gpus(monkeypatch, overrides, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert uses_cuda(load_config(None, ["model.path=m", "data.train=d", *overrides])) == expected
