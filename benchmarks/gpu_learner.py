@@ -21,7 +21,7 @@ reached in the same process; phases are wall time. A cell that runs out of memor
 (`recompute`), which no MFU is charged for.
 
 AdamW with float32 masters takes 16 bytes a weight, 131 GB at 8B, which leaves too little of 139 GiB for activations. So
-8B runs with `recompute`, and with the moments on the CPU between updates (`learner.offload_optimizer`): moving them
+8B runs with `recompute`, and with the moments on the CPU (`learner.offload_optimizer`): moving them
 takes seconds, in the phase `optimizer`, and `mfu_fwd_bwd` leaves that out. Other ways to make it fit are adapters
 (`--lora 16`, needs peft) and fewer layers of the same width (`--layers 12`).
 

@@ -368,9 +368,10 @@ class LearnerConfig(Section, frozen=True):
     ] = False
     activation_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
     offload_reference: Annotated[bool, Meta(description="keep the reference model on the CPU between uses")] = True
-    offload_optimizer: Annotated[bool, Meta(description="keep the optimizer's moments on the CPU between updates")] = (
-        False
-    )
+    offload_optimizer: Annotated[
+        bool,
+        Meta(description="keep the optimizer's moments on the CPU; an update has 1 GiB of them on the GPU at a time"),
+    ] = False
     attention: Annotated[
         Literal["auto", "sdpa", "varlen", "flash_attention_2"],
         Meta(

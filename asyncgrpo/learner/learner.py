@@ -108,14 +108,11 @@ class Learner:
 
     def save(self, folder: str) -> None:
         """Write what `load` needs to go on exactly here. Collective. Raises CheckpointError."""
-        with self._offload.at_hand():
-            saving.save(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
+        saving.save(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
-        with self._offload.at_hand():
-            loaded = saving.load(folder, self.model, self.optimizer, self._guard.memory())
-        self.steps, steered, memory = loaded
+        self.steps, steered, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
         if self.config.algorithm.kl_target is not None:
             self.kl_coef = steered
         self._guard.recall(memory)
@@ -252,8 +249,7 @@ class Learner:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.learner.grad_clip, norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
-                with self._offload.at_hand():
-                    self.optimizer.step()
+                self._offload.step()
                 self.steps += 1
         finally:
             self.optimizer.zero_grad(set_to_none=True)

@@ -2,7 +2,7 @@
 
 One bad batch can undo a week; skipping it costs one batch. But a run that only skips learns nothing, so it ends.
 
-They are on the parameters' device only inside `at_hand`. Off, or where the device is the CPU, nothing is moved.
+The moments of AdamW are two thirds of what a learner keeps. They may wait on the CPU, and are on the GPU a chunk at a time.
 """
 
 import math
@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import AdamW
 
 from asyncgrpo.errors import TrainingError
 
@@ -90,39 +91,115 @@ class GradientGuard:
 # -- moments on the CPU ------------------------------------------------------------------------------------------------
 
 
-class OptimizerOffload:
-    """Moves the state of one optimizer."""
+CHUNK_BYTES = 2**30
+"""Moments that are on the GPU at once, unless those of one parameter are more."""
+_ALIGNED = 4
+"""Moments begin at a multiple of so many numbers, 16 bytes, so that AdamW's kernel reads them four at a time."""
 
-    def __init__(self, optimizer: Optimizer, *, is_on: bool) -> None:
-        self._optimizer, self._is_on = optimizer, is_on
+
+class OptimizerOffload:
+    """Steps an AdamW whose moments wait on the CPU, a chunk of parameters at a time. Off, it is just the AdamW."""
+
+    def __init__(self, optimizer: AdamW, *, is_on: bool) -> None:
+        """
+        Args:
+            optimizer: that has made no step yet. Its groups are divided into chunks.
+        """
+        self._optimizer = optimizer
+        self._chunks: list[_Chunk] = []
+        if is_on:
+            optimizer.param_groups = [
+                group | {"params": params} for group in optimizer.param_groups for params in _chunks(group["params"])
+            ]
+            self._chunks = [_Chunk(group["params"], optimizer.state) for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """What the optimizer's `step` would do, bit for bit."""
+        if not self._chunks:
+            self._optimizer.step()
+            return
+        groups = self._optimizer.param_groups
+        try:
+            for group, chunk in zip(groups, self._chunks, strict=True):
+                self._optimizer.param_groups = [group]
+                with chunk.at_hand():
+                    self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = groups
+        if self._chunks[0].device.type == "cuda":
+            torch.cuda.current_stream(self._chunks[0].device).synchronize()  # a checkpoint may read them from now on
+
+
+class _Chunk:
+    """Some parameters; both moments of each are parts of one flat tensor, which is copied in one piece.
+
+    One large tensor in pinned memory, because torch rounds up the size of each to a power of two.
+    """
+
+    def __init__(self, parameters: list[Tensor], state: dict[Tensor, Any]) -> None:
+        """Make the state that AdamW would make at its first step."""
+        self._parameters, self._state = parameters, state
+        self.device = _local(parameters[0]).device
+        size = 2 * sum(map(_places, parameters))
+        self._waiting = torch.zeros(size, dtype=parameters[0].dtype, pin_memory=self.device.type == "cuda")
+        for parameter in parameters:
+            state[parameter] = {"step": torch.zeros((), device=self.device)}
+        self._hand_out(self._waiting)
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
-        """The moments are where their parameters are, inside the block."""
-        self._move(to_parameters=True)
+        """The moments are where the parameters are, inside the block."""
+        if self._waiting.device == self.device:
+            yield
+            return
+        here = self._waiting.to(self.device, non_blocking=True)
+        self._hand_out(here)
         try:
             yield
         finally:
-            self._move(to_parameters=False)
+            _bring_back(here, self._waiting)
+            self._hand_out(self._waiting)
 
-    @torch.no_grad()
-    def _move(self, *, to_parameters: bool) -> None:
-        if not self._is_on:
-            return
-        for parameter, state in self._optimizer.state.items():
-            device = parameter.device if to_parameters else torch.device("cpu")
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() and _local(value).device != device:
-                    state[name] = _moved(value, device)
+    def _hand_out(self, flat: Tensor) -> None:
+        start = 0
+        for parameter in self._parameters:
+            for name in ("exp_avg", "exp_avg_sq"):
+                local = _local(parameter)
+                moments = flat[start : start + local.numel()].view(local.shape)
+                self._state[parameter][name] = _sharded_like(parameter, moments)
+                start += _places(parameter)
+
+
+def _chunks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in their order, as many at a time as have moments of up to CHUNK_BYTES."""
+    chunk: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        own = 2 * _places(parameter) * parameter.itemsize
+        if chunk and size + own > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(parameter)
+        size += own
+    yield chunk
+
+
+def _places(parameter: Tensor) -> int:
+    """Numbers that one moment of the parameter takes on this rank."""
+    return -(-_local(parameter).numel() // _ALIGNED) * _ALIGNED
+
+
+def _bring_back(here: Tensor, waiting: Tensor) -> None:
+    waiting.copy_(here, non_blocking=True)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A sharded tensor keeps its placements; only the shard of this rank moves."""
-    if not isinstance(tensor, DTensor):
-        return tensor.to(device)
+def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """The shard of this rank as a tensor like `parameter`, on any device."""
+    if not isinstance(parameter, DTensor):
+        return local
     # Not from_local, which would bring the shard back to the mesh's device.
-    return DTensor(tensor.to_local().to(device), tensor._spec, requires_grad=False)
+    return DTensor(local, parameter._spec, requires_grad=False)

@@ -23,47 +23,85 @@ def local_device(tensor: torch.Tensor) -> str:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).device.type
 
 
-def test_a_sharded_tensor_that_is_moved_really_is_there(path):
-    learner(path)  # makes the process group
-    sharded = distribute_tensor(torch.arange(12.0).view(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
-    moved = learner_optimizer._moved(sharded, META)
-    assert isinstance(moved, DTensor) and moved.to_local().is_meta and moved.device == META
-    assert (moved.placements, moved.shape, moved.dtype) == (sharded.placements, sharded.shape, sharded.dtype)
-    assert not sharded.to_local().is_meta and not moved.requires_grad
-    back = learner_optimizer._moved(sharded, torch.device("cpu"))
-    assert torch.equal(back.full_tensor(), sharded.full_tensor())
+def parameters_on(device: torch.device, *sizes: int) -> list[torch.nn.Parameter]:
+    parameters = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
 
 
-def moments_of_a_parameter_on(device: torch.device) -> tuple[torch.optim.AdamW, dict]:
-    """An optimizer whose parameter is elsewhere, with moments on the CPU."""
-    parameter = torch.nn.Parameter(torch.empty(3, device=device))
-    optimizer = torch.optim.AdamW([parameter])
-    state = {"step": torch.tensor(4.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
-    optimizer.state[parameter] = state
-    return optimizer, state
+def moments(optimizer: torch.optim.AdamW) -> list[torch.Tensor]:
+    return [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
-def test_moments_are_at_hand_inside_the_block_and_away_after_it_even_if_it_fails(monkeypatch):
+def test_one_chunk_of_moments_is_at_hand_at_a_time(monkeypatch):
     """The meta device stands for a GPU; nothing can be copied out of it, so moments lose their values on the way."""
-    monkeypatch.setattr(learner_optimizer, "_moved", lambda tensor, device: torch.empty_like(tensor, device=device))
-    optimizer, state = moments_of_a_parameter_on(META)
-    with pytest.raises(RuntimeError, match="inside"), OptimizerOffload(optimizer, is_on=True).at_hand():
-        assert state["exp_avg"].is_meta and state["exp_avg_sq"].is_meta
-        assert not state["step"].is_meta, "the counter is where the optimizer wants it"
-        raise RuntimeError("inside")
-    assert {name: value.device.type for name, value in state.items()} == dict.fromkeys(state, "cpu")
+    monkeypatch.setattr(learner_optimizer, "CHUNK_BYTES", 2 * 4 * 100)
+    monkeypatch.setattr(learner_optimizer, "_bring_back", lambda here, waiting: None)
+    parameters = parameters_on(META, 60, 40, 96, 300, 4)
+    optimizer = torch.optim.AdamW(parameters)
+    offload = OptimizerOffload(optimizer, is_on=True)
+    at_hand, stepped = [], []
+
+    def look():
+        at_hand.append(sum(tensor.nbytes for tensor in moments(optimizer) if tensor.is_meta))
+        stepped.extend(p for group in optimizer.param_groups for p in group["params"])
+
+    optimizer.step = look  # AdamW itself cannot count its steps on meta
+    assert not any(tensor.is_meta for tensor in moments(optimizer))
+    for _ in range(2):
+        offload.step()
+        assert not any(tensor.is_meta for tensor in moments(optimizer))
+    assert at_hand == 2 * [2 * 4 * size for size in (60 + 40, 96, 300, 4)], "one that is larger comes alone"
+    assert len(stepped) == 10 and all(a is b for a, b in zip(stepped, 2 * parameters, strict=True))
 
 
-@pytest.mark.parametrize(("is_on", "device"), [(False, META), (True, torch.device("cpu"))])
-def test_nothing_is_touched_where_it_is_off_or_has_nowhere_to_go(is_on, device):
-    optimizer, state = moments_of_a_parameter_on(device)
-    before = dict(state)
-    with OptimizerOffload(optimizer, is_on=is_on).at_hand():
-        assert all(state[name] is value for name, value in before.items())
-    assert all(state[name] is value for name, value in before.items())
+def test_moments_are_away_after_a_step_that_failed(monkeypatch):
+    monkeypatch.setattr(learner_optimizer, "_bring_back", lambda here, waiting: None)
+    optimizer = torch.optim.AdamW(parameters_on(META, 3))
+    offload, groups = OptimizerOffload(optimizer, is_on=True), optimizer.param_groups
+    optimizer.step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        offload.step()
+    assert {tensor.device.type for tensor in moments(optimizer)} == {"cpu"} and optimizer.param_groups is groups
 
 
-def test_steps_and_checkpoints_are_the_same_with_it(path, tmp_path):
+@pytest.mark.parametrize("chunk_bytes", [1, 2 * 4 * 8, 2**30])
+def test_every_number_is_the_one_of_a_plain_adamw(monkeypatch, chunk_bytes):
+    monkeypatch.setattr(learner_optimizer, "CHUNK_BYTES", chunk_bytes)
+    kept = []
+    for is_on in (False, True):
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(3,), (5, 2), (7,), (1,), (4, 4)]
+        parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        groups = [{"params": parameters[:4]}, {"params": parameters[4:], "weight_decay": 0.5}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
+        offload = OptimizerOffload(optimizer, is_on=is_on)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            offload.step()
+        kept.append([*parameters, *(t for p in parameters for t in optimizer.state[p].values())])
+    assert all(ours.equal(theirs) for ours, theirs in zip(*kept, strict=True))
+
+
+def test_off_it_makes_nothing(path):
+    optimizer = learner(path, learner={"offload_optimizer": False}).optimizer
+    assert not optimizer.state and len(optimizer.param_groups) == 1
+
+
+def test_a_sharded_parameter_has_sharded_moments_where_they_wait(path):
+    learner(path)  # makes the process group
+    sharded = torch.nn.Parameter(
+        distribute_tensor(torch.arange(12.0).view(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+    )
+    found = learner_optimizer._sharded_like(sharded, torch.empty(4, 3, device=META))
+    assert isinstance(found, DTensor) and found.to_local().is_meta and not found.requires_grad
+    assert (found.placements, found.shape, found.dtype) == (sharded.placements, sharded.shape, sharded.dtype)
+
+
+def test_steps_and_checkpoints_are_the_same_with_it(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(learner_optimizer, "CHUNK_BYTES", 50_000)
     results = []
     for is_on in (False, True):
         options = {"learner": {"offload_optimizer": is_on, "lr": 1e-2}}
@@ -76,5 +114,6 @@ def test_steps_and_checkpoints_are_the_same_with_it(path, tmp_path):
             one.step(MORE, VERSION)
         assert {local_device(t) for s in ours.optimizer.state.values() for t in s.values()} == {"cpu"}
         results += [weights(ours), weights(resumed)]
+    assert len(ours.optimizer.param_groups) > 3
     for other in results[1:]:
         assert all(results[0][name].equal(tensor) for name, tensor in other.items())
