@@ -431,7 +431,7 @@ class LearnerActor:
             on_lost=self._give_up,
             missing=lambda: self._publisher.missing if self._publisher else (),
         )
-        self._device = torch.device("cuda" if uses_cuda(config) else "cpu")
+        self._device = torch.device("cuda", 0) if uses_cuda(config) else torch.device("cpu")  # Ray shows one card
         if self._device.type == "cpu":
             torch.set_num_threads(1)
         host = host_of(config)
