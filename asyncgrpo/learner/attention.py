@@ -11,12 +11,13 @@ layer computes once; a sequence that shares nothing is a segment without a prefi
 a transformers model's attention, whatever the model, through the registry that transformers has for it.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -252,31 +253,50 @@ def _expand(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Ten
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """The flash_attn package: causal is aligned to the last key, which is what a prefix needs."""
-    function = _flash_function()
+    function = flash_function()
+    assert function is not None, "chosen only where it is installed"
     key, value = _expand(key, value, segments)
     lengths = (segments.queries, segments.keys, segments.longest_query, segments.longest_key)
     return function(query, key, value, *lengths, softmax_scale=scale, causal=True)
 
 
 @cache
-def _flash_function() -> Callable[..., Tensor]:
-    from flash_attn import flash_attn_varlen_func
+def flash_function() -> Callable[..., Tensor] | None:
+    """Of the flash_attn package, where it is installed.
 
+    The function is imported, not looked up: `flash-attn-4`, which SGLang installs, is a package of the same name
+    without it.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
     return flash_attn_varlen_func
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """torch's own kernel of the same kind, for GPUs where flash_attn is not installed."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    function = varlen_function()
+    assert function is not None, "chosen only where it is installed"
     key, value = _expand(key, value, segments)
     heads, groups = query.shape[1], key.shape[1]
-    if heads != groups:
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
+    if heads != groups and "enable_gqa" in inspect.signature(function).parameters:
+        options["enable_gqa"] = True
+    elif heads != groups:  # torch 2.11
         key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
     lengths = (segments.queries, segments.keys, segments.longest_query, segments.longest_key)
-    attended = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(-1, 0))  # causal
-    assert isinstance(attended, Tensor)
-    return attended
+    return function(query, key, value, *lengths, **options)
+
+
+@cache
+def varlen_function() -> Callable[..., Tensor] | None:
+    """Of torch, where it is new enough."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return cast(Callable[..., Tensor], varlen_attn)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:

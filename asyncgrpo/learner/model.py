@@ -11,7 +11,6 @@ step's loss.
 
 import contextlib
 import errno
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -162,8 +161,7 @@ def build_model(
 
 def choose_kernel(wish: str, device: torch.device, dtype: torch.dtype) -> str:
     """A name in `attention.KERNELS`. Raises ConfigError if the wish cannot be met."""
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    has_flash, has_varlen = attention.flash_function() is not None, attention.varlen_function() is not None
     fits = device.type == "cuda" and dtype == torch.bfloat16
     if device.type == "cpu" and wish in ("auto", "sdpa"):
         return "cpu"

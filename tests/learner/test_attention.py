@@ -229,3 +229,27 @@ def test_segments_say_the_same_in_families_and_in_keys():
         assert segments.longest_query == segments.queries.diff().max()
         assert segments.longest_key == segments.keys.diff().max()
         assert segments.keys[-1] == len(positions)
+
+
+@pytest.mark.parametrize("has_gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 4)])
+def test_varlen_repeats_keys_only_where_the_kernel_cannot_share_them(monkeypatch, heads, groups, has_gqa):
+    """The kernel runs on a GPU alone, so a stand-in with the signature of either release notes what it is given."""
+    segments = of_lengths((3, [2, 4]))
+    query, key, value, _ = inputs(segments, heads=heads, groups=groups)
+    given = {}
+
+    def newer(q, k, v, *lengths, scale, window_size, enable_gqa=False):
+        assert q.shape[1] == k.shape[1] or enable_gqa, "what torch refuses"
+        return older(q, k, v, *lengths, scale=scale, window_size=window_size)
+
+    def older(q, k, v, *lengths, scale, window_size):
+        assert window_size == (-1, 0)
+        given.update(keys=k.shape[1], values=v.shape[1])
+        unrolled = Segments((), *lengths[:2], None, *lengths[2:])
+        return attention._sdpa(q, k, v, unrolled, scale)
+
+    monkeypatch.setattr(attention, "varlen_function", lambda: newer if has_gqa else older)
+    found = KERNELS["varlen"](query, key, value, segments, 0.25)
+    torch.testing.assert_close(found, plain(visible(segments), 0.25)(query, key, value))
+    assert set(given.values()) == {groups if has_gqa else heads}

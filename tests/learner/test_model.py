@@ -1,12 +1,14 @@
 """Models whose numbers the learner would get wrong are refused, and the kernel is the best one that runs."""
 
 import errno
+import importlib.util
 
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM, PhiConfig, PhiForCausalLM
 
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.learner import attention
 from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.model import choose_kernel, load_language_model, without_adapters
 from tests.learner.helpers import VERSION, assert_same_gradient, learner, random_groups, step_and_gradient, weights
@@ -71,8 +73,8 @@ def test_a_full_disk_is_no_fault_of_the_model(path, monkeypatch):
 
 @pytest.mark.parametrize(("flash", "varlen"), [(True, True), (False, True), (False, False)])
 def test_the_kernel_is_the_best_one_that_runs(monkeypatch, flash, varlen):
-    there = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
-    monkeypatch.setattr(learner_model.importlib.util, "find_spec", lambda name: there[name] or None)
+    monkeypatch.setattr(attention, "flash_function", lambda: torch.abs if flash else None)
+    monkeypatch.setattr(attention, "varlen_function", lambda: torch.abs if varlen else None)
     best = "flash_attention_2" if flash else "varlen" if varlen else "sdpa"
     assert choose_kernel("auto", CUDA, torch.bfloat16) == best
     assert choose_kernel("auto", CUDA, torch.float32) == "sdpa", "those two have no float32"
@@ -88,6 +90,17 @@ def test_the_kernel_is_the_best_one_that_runs(monkeypatch, flash, varlen):
                 choose_kernel(wish, CUDA, torch.bfloat16)
         with pytest.raises(ConfigError, match=f"{wish}, but"):
             choose_kernel(wish, CPU, torch.bfloat16)
+
+
+def test_a_package_called_flash_attn_without_the_function_is_not_flash_attention(monkeypatch, tmp_path):
+    """`flash-attn-4`, which SGLang installs, has only `flash_attn.cute`, in a package without __init__."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("flash_attn") is not None
+    assert choose_kernel("auto", CUDA, torch.bfloat16) == "varlen"
+    with pytest.raises(ConfigError, match="flash_attention_2, but flash_attn is not installed"):
+        choose_kernel("flash_attention_2", CUDA, torch.bfloat16)
 
 
 def test_adapters_are_back_after_the_block_even_if_it_fails(path):
