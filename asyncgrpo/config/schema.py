@@ -366,7 +366,10 @@ class LearnerConfig(Section, frozen=True):
     compile: Annotated[
         bool, Meta(description="torch.compile of the decoder layers: slower to start, faster from then on")
     ] = False
-    activation_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
+    activation_checkpointing: Annotated[
+        bool | None,
+        Meta(description="recompute activations in the backward pass; none: where the learner has a GPU"),
+    ] = None
     offload_reference: Annotated[bool, Meta(description="keep the reference model on the CPU between uses")] = True
     offload_optimizer: Annotated[
         bool,

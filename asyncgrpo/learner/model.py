@@ -142,7 +142,7 @@ def build_model(
         language_model.requires_grad_(False)
     elif config.model.lora.rank:
         language_model = add_adapters(language_model, config.model.lora, seed=config.run.seed)
-    if trainable and config.learner.activation_checkpointing:
+    if trainable and recomputes(config.learner.activation_checkpointing, device):
         language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         _train_without_dropout(language_model)
     scorer = TokenScorer(
@@ -157,6 +157,11 @@ def build_model(
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
     _shard(scorer, layers, dtype, mesh, CPUOffloadPolicy() if offload else OffloadPolicy())
     return scorer
+
+
+def recomputes(wish: bool | None, device: torch.device) -> bool:
+    """Whether activations are recomputed in the backward pass. Memory is what a GPU has least of, and a CPU most."""
+    return device.type == "cuda" if wish is None else wish
 
 
 def choose_kernel(wish: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -10,8 +10,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner import attention
 from asyncgrpo.learner import model as learner_model
-from asyncgrpo.learner.model import choose_kernel, load_language_model, without_adapters
-from tests.learner.helpers import VERSION, assert_same_gradient, learner, random_groups, step_and_gradient, weights
+from asyncgrpo.learner.model import choose_kernel, load_language_model, recomputes, without_adapters
+from tests.learner.helpers import VERSION, assert_same_gradient, config, learner, random_groups, step_and_gradient, weights
 from tests.models import make_tiny_qwen3
 
 SHAPE = {
@@ -101,6 +101,14 @@ def test_a_package_called_flash_attn_without_the_function_is_not_flash_attention
     assert choose_kernel("auto", CUDA, torch.bfloat16) == "varlen"
     with pytest.raises(ConfigError, match="flash_attention_2, but flash_attn is not installed"):
         choose_kernel("flash_attention_2", CUDA, torch.bfloat16)
+
+
+def test_activations_are_recomputed_on_a_gpu_unless_said_otherwise(path):
+    assert recomputes(None, CUDA) and not recomputes(None, CPU)
+    for wish in (False, True):
+        assert recomputes(wish, CUDA) == recomputes(wish, CPU) == wish
+        assert learner(path, learner={"activation_checkpointing": wish}).model.language_model.training == wish
+    assert config(path).learner.activation_checkpointing is None and not learner(path).model.language_model.training
 
 
 def test_adapters_are_back_after_the_block_even_if_it_fails(path):
