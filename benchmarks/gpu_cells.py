@@ -149,14 +149,14 @@ def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
         },
     }
 
-    def draw(path: str, *, longest: int) -> PreTrainedModel:
+    def draw(path: str, *, longest: int) -> tuple[PreTrainedModel, None]:
         torch.manual_seed(cell["seed"])
         with torch.device(cell["device"]):
             drawn: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-        return drawn.eval()
+        return drawn.eval(), None
 
     device = "cuda:0" if cell["device"] == "cuda" else "cpu"
-    with mock.patch.object(learner_model, "load_language_model", draw):
+    with mock.patch.object(learner_model, "unread_language_model", draw):
         return Learner(msgspec.convert(config, Config), rank=0, world=1, device=device)
 
 

@@ -19,7 +19,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from asyncgrpo.data.rows import read_rows, recognise
 from asyncgrpo.journal.format import BatchIssued, delivered
 from asyncgrpo.learner.packing import pack
-from benchmarks import gpu_cells, gpu_learner, journal_cost, learner_step, loss_memory, packing, presets, transport
+from benchmarks import (
+    gpu_cells,
+    gpu_learner,
+    journal_cost,
+    learner_step,
+    loss_memory,
+    packing,
+    presets,
+    transport,
+)
 from benchmarks.bad_input_cases import CASES, Case
 from benchmarks.bad_inputs import is_good
 from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
@@ -66,6 +75,15 @@ def test_memory_of_the_loss(capsys):
     assert fused["value"] > 0
     full = loss_memory.measure("full", "float32", 512, 4096, runs=1, seed=0)
     assert full["value"] > 0
+
+
+def test_loading_by_rows_takes_less_memory_than_whole_models():
+    command = [sys.executable, "-m", "benchmarks.loading", "--shape", "tiny", "--ranks", "3", "--runs", "1"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120)  # it forks, as no test should
+    assert printed.returncode == 0, printed.stderr[-2000:]
+    by_rows, whole = lines(printed.stdout)
+    assert (by_rows["way"], whole["way"]) == ("rows", "whole")
+    assert by_rows["copies"] < 2 < whole["copies"]
 
 
 def test_packing(capsys):

@@ -11,6 +11,7 @@ step's loss.
 
 import contextlib
 import errno
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -21,12 +22,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncgrpo.config.schema import CRITIC, Config, LoraConfig
-from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner import attention
+from asyncgrpo.errors import ConfigError, WeightsError
+from asyncgrpo.learner import attention, loading
 from asyncgrpo.learner.head import Reference, TokenScores, fused_loss, score
+from asyncgrpo.learner.loading import ShardReader
 from asyncgrpo.learner.objective import MicrobatchObjective
 from asyncgrpo.learner.packing import PackedBatch
 from asyncgrpo.weights.files import disk_tensors
+
+log = logging.getLogger(__name__)
 
 # -- hidden states where something is read -----------------------------------------------------------------------------
 
@@ -136,12 +140,15 @@ def build_model(
         ConfigError: the model cannot be loaded or trained here.
     """
     kernel = choose_kernel(config.learner.attention, device, dtype)
-    language_model = load_language_model(path, longest=config.data.max_prompt_tokens + config.sampling.max_tokens)
+    language_model, reader = unread_language_model(
+        path, longest=config.data.max_prompt_tokens + config.sampling.max_tokens
+    )
     attention.install(language_model, kernel)
     if not trainable:
         language_model.requires_grad_(False)
     elif config.model.lora.rank:
-        language_model = add_adapters(language_model, config.model.lora, seed=config.run.seed)
+        with loading.as_if_on_cpu(language_model) if reader else contextlib.nullcontext():
+            language_model = add_adapters(language_model, config.model.lora, seed=config.run.seed)
     if trainable and recomputes(config.learner.activation_checkpointing, device):
         language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         _train_without_dropout(language_model)
@@ -155,8 +162,46 @@ def build_model(
         for layer in layers:  # one program for all layers; attention stays outside it
             layer.compile(dynamic=True)
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
+    if reader:
+        _narrow_frozen(scorer, reader, dtype, is_reference=not trainable)
     _shard(scorer, layers, dtype, mesh, CPUOffloadPolicy() if offload else OffloadPolicy())
+    if reader:
+        loading.fill(scorer, reader, _name_in_memory, torch.device("cpu") if offload else device)
     return scorer
+
+
+def unread_language_model(path: str, *, longest: int) -> tuple[PreTrainedModel, ShardReader | None]:
+    """The model without memory, and what reads it; or the whole model, where only transformers can read it.
+
+    Raises ConfigError.
+    """
+    with _loading(path):
+        model = loading.without_memory(path)
+    try:
+        reader = ShardReader(model, path)
+    except WeightsError as error:
+        log.warning("model.path (%s): every rank loads the whole model, because %s", path, error)
+        return load_language_model(path, longest=longest), None
+    _refuse_what_differs(model, path, longest)
+    return model, reader
+
+
+def _narrow_frozen(scorer: TokenScorer, reader: ShardReader, dtype: torch.dtype, *, is_reference: bool) -> None:
+    """Keep frozen weights in `dtype` where no number is changed by it: they are gathered in it anyway.
+
+    A base under adapters is merged with them too, so it is narrowed only where the files have no more than `dtype` holds.
+    """
+
+    def narrowed(name: str, parameter: nn.Parameter) -> Tensor:
+        is_narrowed = not parameter.requires_grad and (is_reference or reader.holds(_name_in_memory(name), dtype))
+        return torch.empty_like(parameter, dtype=dtype) if is_narrowed else parameter
+
+    loading.replace_parameters(scorer, narrowed)
+
+
+def _name_in_memory(name: str) -> str:
+    """The name that a parameter of the scorer has in the model alone, without adapters."""
+    return name.removeprefix("language_model.").replace(".base_layer.", ".")
 
 
 def recomputes(wish: bool | None, device: torch.device) -> bool:

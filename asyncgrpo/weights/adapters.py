@@ -114,6 +114,27 @@ SINGLE = "model.safetensors"
 INSTEAD = "set weights.adapters_only=false"
 
 
+def open_tensors(path: str) -> dict[str, Any]:
+    """The open safetensors file of every tensor of a model, by the tensor's name on disk. They are mapped, not read.
+
+    Args:
+        path: folder of a model, or a hub id that is in the local cache.
+    Raises:
+        WeightsError: there are no safetensors, or they cannot be opened.
+    """
+    folder = _folder(path)
+    try:
+        if (folder / INDEX).is_file():
+            names: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        else:
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                names = dict.fromkeys(file.keys(), SINGLE)
+        files: dict[str, Any] = {name: safe_open(folder / name, framework="pt") for name in set(names.values())}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise WeightsError(f"{folder} has no readable {SINGLE} or {INDEX}: {error}") from error
+    return {name: files[file] for name, file in names.items()}
+
+
 class BaseWeights:
     """The tensors of a Hugging Face folder by their names on disk."""
 
@@ -125,20 +146,12 @@ class BaseWeights:
             WeightsError: there are no safetensors, or they cannot be read.
         """
         self.path = path
-        folder = _folder(path)
         try:
-            if (folder / INDEX).is_file():
-                names: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            else:
-                with safe_open(folder / SINGLE, framework="pt") as file:
-                    names = dict.fromkeys(file.keys(), SINGLE)
-            files: dict[str, Any] = {name: safe_open(folder / name, framework="pt") for name in set(names.values())}
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            self._files = open_tensors(path)
+        except WeightsError as error:
             raise WeightsError(
-                f"adapters are merged into the tensors of model.path ({path}), of which {folder} has no readable "
-                f"{SINGLE} or {INDEX}: {error}; {INSTEAD}"
+                f"adapters are merged into the tensors of model.path ({path}): {error}; {INSTEAD}"
             ) from error
-        self._files = {name: files[file] for name, file in names.items()}
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, in its dtype on disk, on the CPU; its memory may be the file's. Raises WeightsError."""

@@ -11,7 +11,15 @@ from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner import attention
 from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.model import choose_kernel, load_language_model, recomputes, without_adapters
-from tests.learner.helpers import VERSION, assert_same_gradient, config, learner, random_groups, step_and_gradient, weights
+from tests.learner.helpers import (
+    VERSION,
+    assert_same_gradient,
+    config,
+    learner,
+    random_groups,
+    step_and_gradient,
+    weights,
+)
 from tests.models import make_tiny_qwen3
 
 SHAPE = {
@@ -62,7 +70,7 @@ def test_a_full_disk_is_no_fault_of_the_model(path, monkeypatch):
     def refuse(*arguments, **named):
         raise OSError(number, "nothing more fits")
 
-    monkeypatch.setattr(learner_model.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(learner_model.AutoConfig, "from_pretrained", refuse)
     number = errno.EFBIG
     with pytest.raises(OSError, match="nothing more fits"):
         learner(path)

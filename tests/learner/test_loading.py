@@ -1,0 +1,246 @@
+"""Every rank reads the rows that it keeps, and holds bitwise what transformers would have loaded."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from asyncgrpo.errors import WeightsError
+from asyncgrpo.learner import model as learner_model
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.loading import ShardReader, as_if_on_cpu, without_memory
+from asyncgrpo.learner.model import TokenScorer, build_model, load_language_model
+from tests.learner.helpers import VERSION, config, learner, random_groups, weights
+from tests.learner.ranks import run_on_ranks
+from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
+
+MAKERS = {
+    "qwen3": make_tiny_qwen3,
+    "tied": lambda path: make_tiny_qwen3(path, tie=True),
+    "llama": make_tiny_llama,
+    "qwen3_moe": make_tiny_qwen3_moe,
+    "deepseek_v3": make_tiny_deepseek_v3,
+}
+KINDS = {
+    "full": {},
+    "critic": {"algorithm": {"advantage": "gae"}},
+    "lora": {"model": {"lora": {"rank": 2}}},
+    "reference": {},
+}
+
+
+def built(path: Path, kind: str, *, world: int = 1, dtype: str = "float32") -> TokenScorer:
+    sections = KINDS[kind] | {"model": {"path": str(path), "dtype": dtype} | KINDS[kind].get("model", {})}
+    mesh, cpu = init_device_mesh("cpu", (world,)), torch.device("cpu")
+    is_trained = kind != "reference"
+    return build_model(str(path), getattr(torch, dtype), cpu, mesh, config(path, **sections), trainable=is_trained)
+
+
+def tensors(scorer: TokenScorer) -> dict[str, torch.Tensor]:
+    """What this rank has of every parameter and buffer; those that no file has too."""
+    named = [*scorer.named_parameters(remove_duplicate=False), *scorer.named_buffers()]
+    return {name: t.to_local() if hasattr(t, "to_local") else t for name, t in named}
+
+
+def refuse(*arguments):
+    raise WeightsError("it was asked to")
+
+
+def check_same(path: Path, kind: str, world: int, patch: pytest.MonkeyPatch) -> None:
+    with patch.context() as whole:
+        whole.setattr(learner_model, "ShardReader", refuse)
+        expected = built(path, kind, world=world)
+    with patch.context() as shards:
+        shards.setattr(learner_model, "load_language_model", refuse)
+        found = built(path, kind, world=world)
+    ours, theirs = tensors(found), tensors(expected)
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and ours[name].equal(tensor), name
+    trained = [[name for name, p in one.named_parameters() if p.requires_grad] for one in (found, expected)]
+    assert trained[0] == trained[1]
+    for settings in ("config", "generation_config"):
+        first, second = (getattr(one.language_model, settings).to_dict() for one in (found, expected))
+        assert first == second
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, make in MAKERS.items():
+        make(folder / name)
+    saved_as(make_tiny_qwen3(folder / "bfloat16"), torch.bfloat16)
+    learner(folder / "qwen3")  # makes the process group
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_one_rank_holds_what_transformers_loads(folder, name, kind, monkeypatch):
+    if kind == "lora":
+        pytest.importorskip("peft")
+    check_same(folder / name, kind, 1, monkeypatch)
+
+
+def on_a_rank(rank: int, world: int, folder: str) -> None:
+    """Three ranks: five experts, and 260 rows, do not divide evenly."""
+    for name in MAKERS:
+        for kind in ("full", "reference") if world == 2 else ("full", "lora"):
+            check_same(Path(folder, name), kind, world, pytest.MonkeyPatch())
+    if world == 2:
+        check_steps(Path(folder, "bfloat16"), rank, world, pytest.MonkeyPatch())
+
+
+def check_steps(path: Path, rank: int, world: int, patch: pytest.MonkeyPatch) -> None:
+    """Adapters in float32 and their base in bfloat16 are gathered together, and step as over a base in float32."""
+    model = {"path": str(path), "dtype": "bfloat16", "lora": {"rank": 2}}
+    settings, groups = config(path, model=model, learner={"lr": 1e-2}), random_groups(4, 4)
+    sent = []
+    for narrow in (learner_model._narrow_frozen, lambda *arguments, **named: None):
+        patch.setattr(learner_model, "_narrow_frozen", narrow)
+        ours = Learner(settings, rank=rank, world=world, device="cpu")
+        ours.step(groups, VERSION)
+        ours.step(groups, VERSION)
+        sent.append({info.name: tensor.clone() for info, tensor in ours.sent.weights()})
+    assert len({p.dtype for p in ours.parameters}) == 1 and sent[0]
+    assert all(sent[0][name].equal(tensor) for name, tensor in sent[1].items())
+
+
+def test_several_ranks_hold_their_share_of_what_transformers_loads(folder):
+    pytest.importorskip("peft")
+    run_on_ranks(on_a_rank, str(folder), 2, 3)
+
+
+def test_rows_are_read_and_no_others(folder):
+    path = folder / "qwen3_moe"
+    reader, file = ShardReader(without_memory(str(path)), str(path)), load_file(path / "model.safetensors")
+    embedding = reader.rows("model.embed_tokens.weight", 87, 174, torch.bfloat16)
+    assert embedding.equal(file["model.embed_tokens.weight"][87:174].bfloat16())
+    assert embedding.untyped_storage().nbytes() == 87 * 64 * 2, "in memory of its own, and no more than that"
+    assert reader.rows("model.embed_tokens.weight", 260, 260, torch.float32).shape == (0, 64)
+    read, stored = [], reader._stored
+    reader._stored = lambda name: read.append(name) or stored(name)
+    experts = reader.rows("model.layers.0.mlp.experts.gate_up_proj", 2, 4, torch.float32)
+    assert sorted(read) == [f"model.layers.0.mlp.experts.{n}.{p}_proj.weight" for n in (2, 3) for p in ("gate", "up")]
+    gate, up = (file[f"model.layers.0.mlp.experts.3.{p}_proj.weight"] for p in ("gate", "up"))
+    assert experts[1].equal(torch.cat([gate, up]))
+
+
+def test_a_model_without_memory_has_none(folder):
+    model = without_memory(str(folder / "qwen3"))
+    assert all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
+
+
+def test_adapters_are_put_beside_weights_that_have_no_memory_yet(folder):
+    model = without_memory(str(folder / "tied"))
+    with as_if_on_cpu(model):
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert all(p.untyped_storage().nbytes() == p.itemsize for p in model.parameters())
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        model.adapter = torch.nn.Linear(3, 3)
+    assert {name for name, p in model.named_parameters() if not p.is_meta} == {"adapter.weight", "adapter.bias"}
+    assert all(p.is_contiguous() for p in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
+            "the files have lm_head.weight, and",
+        ),
+        (lambda t: {n.removeprefix("model."): x for n, x in t.items()}, "the files have no model.embed_tokens.weight"),
+        (None, "no readable model.safetensors"),
+    ],
+    ids=["a tied weight twice", "other names", "no safetensors"],
+)
+def test_files_of_another_kind_are_loaded_whole_and_it_is_said(tmp_path, caplog, monkeypatch, change, reason):
+    path = make_tiny_qwen3(tmp_path / "model", tie=True)
+    expected = tensors(built(path, "full"))
+    file = path / "model.safetensors"
+    stored = load_file(file)
+    if change is None:
+        torch.save(stored, path / "pytorch_model.bin")
+        file.unlink()
+    else:
+        save_file(change(stored), file, metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger=learner_model.__name__):
+        found = tensors(built(path, "full"))
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    (said,) = [record.getMessage() for record in caplog.records if record.name == learner_model.__name__]
+    assert said.startswith(f"model.path ({path}): every rank loads the whole model, because") and reason in said
+
+
+def test_a_model_that_is_not_there_is_not_looked_for_twice(tmp_path, caplog):
+    with pytest.raises(learner_model.ConfigError, match="cannot be loaded as a causal language model"):
+        built(tmp_path / "nothing", "full")
+    assert not caplog.records
+
+
+# --- frozen weights
+
+
+def dtypes(scorer: TokenScorer) -> dict[bool, set[torch.dtype]]:
+    """Of the parameters on this rank, by whether they are trained."""
+    return {
+        is_trained: {p.dtype for p in scorer.parameters() if p.requires_grad == is_trained}
+        for is_trained in (True, False)
+    }
+
+
+def saved_as(path: Path, dtype: torch.dtype) -> Path:
+    """The same model with its tensors in another dtype."""
+    file = path / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "dtype", "base"),
+    [
+        ("bfloat16", "bfloat16", torch.bfloat16),
+        ("float32", "bfloat16", torch.float32),
+        ("float16", "bfloat16", torch.float32),
+        ("bfloat16", "float32", torch.float32),
+    ],
+)
+def test_the_base_under_adapters_is_as_wide_as_the_files_need(tmp_path, on_disk, dtype, base):
+    pytest.importorskip("peft")
+    path = saved_as(make_tiny_qwen3(tmp_path), getattr(torch, on_disk))
+    assert dtypes(built(path, "lora", dtype=dtype)) == {True: {torch.float32}, False: {base}}
+
+
+@pytest.mark.parametrize("on_disk", [torch.float32, torch.bfloat16])
+def test_the_reference_is_kept_in_the_dtype_in_which_it_is_gathered(tmp_path, on_disk):
+    path = saved_as(make_tiny_deepseek_v3(tmp_path), on_disk)
+    reference = built(path, "reference", dtype="bfloat16")
+    assert dtypes(reference) == {True: set(), False: {torch.bfloat16}}
+    assert {b.dtype for b in reference.buffers()} == {torch.float32}, "positions and the choice of experts stay exact"
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"kl_coef": 0.1}, {"advantage": "gae", "kl_coef": 0.1, "kl_kind": "full"}])
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_step_is_the_same_to_the_bit_however_the_frozen_weights_are_kept(tmp_path, monkeypatch, algorithm, lora):
+    if lora:
+        pytest.importorskip("peft")
+    path, groups = saved_as(make_tiny_qwen3(tmp_path), torch.bfloat16), random_groups(3, 4)
+    results = []
+    for narrow in (learner_model._narrow_frozen, lambda *arguments, **named: None):
+        monkeypatch.setattr(learner_model, "_narrow_frozen", narrow)
+        model = {"path": str(path), "dtype": "bfloat16", "lora": {"rank": lora}}
+        ours = learner(path, model=model, algorithm=algorithm, learner={"lr": 1e-2})
+        reports = [ours.step(groups, VERSION) for _ in range(2)]
+        sent = {info.name: tensor.clone() for info, tensor in ours.sent.weights()}
+        results.append(([(r.loss, r.grad_norm, r.kl_reference) for r in reports], sent, weights(ours)))
+    (numbers, sent, whole), (expected, expected_sent, expected_whole) = results
+    assert numbers == expected
+    assert all(sent[name].equal(tensor) for name, tensor in expected_sent.items())
+    assert all(whole[name].equal(tensor) for name, tensor in expected_whole.items())
+
+
+def test_a_whole_model_can_still_be_had(folder):
+    assert not any(p.is_meta for p in load_language_model(str(folder / "llama"), longest=10).parameters())
