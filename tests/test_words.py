@@ -17,7 +17,7 @@ RETIRED = {
     "order of a prompt": r"next_order|by_order|give an order|prompt order \d",
     "messages": r"\bMuster|\bSayHello\b|\bFarewell|\bPulse\b|\bAssemble\b|\bBegan\b|\bHanded\b|\bMisfortune|muster",
     "health": r"\bailment|\bsuspects?\b|set_aside|Suspects|\btend\(|\.tend\b",
-    "learner": r"\bforesight|\bSlopes?\b|\bslopes?\b|WeightVersion|weight versions?\b",
+    "learner": r"\bforesight|\bSlopes?\b|\bslopes?\b|\bWeightVersion\b|weight versions?\b",
     "equality": r"to the (?:last )?bit\b|bit for bit",
     "malformed": r"\bspoil(?:t|ed|s)?\b|what holds there",
     "repair": r"\bmend(?:s|ed|ing)?\b",

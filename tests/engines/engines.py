@@ -23,6 +23,7 @@ from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3
 
 VOCAB = 260
 MAX_CONTEXT = 256
+LAST_NORM = "model.norm.weight"
 
 T = TypeVar("T")
 
@@ -60,10 +61,15 @@ class Rig:
         return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))
 
     def weights(self, change: int) -> dict[str, Tensor]:
-        """The model's tensors, moved by noise that `change` seeds; 0 is the model as it was saved."""
-        noise = torch.Generator().manual_seed(change)
+        """The model's tensors, moved by noise that `change` seeds; 0 is the model as it was saved.
+
+        A negative change moves only the last norm, on which no keys and values depend: then `expected_logprobs` holds
+        whether keys were kept, recomputed or both.
+        """
+        noise = torch.Generator().manual_seed(abs(change))
         scale = 0.1 if change else 0.0
-        return {name: base + scale * torch.randn(base.shape, generator=noise) for name, base in self._base.items()}
+        moved = {name: base + scale * torch.randn(base.shape, generator=noise) for name, base in self._base.items()}
+        return moved if change >= 0 else self._base | {LAST_NORM: moved[LAST_NORM]}
 
     async def load(self, change: int, *, keep_kv: bool = True) -> PolicyVersion:
         """Load `weights(change)` as the next version."""

@@ -25,8 +25,10 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.load_snapshot import shm_path_for
+from sglang.srt.runtime_context import get_serving
 from sglang.srt.server_args import PortArgs
 from sglang.srt.utils.hf_transformers_utils import get_context_length
+from sglang.srt.utils.weight_versions import WeightVersionEvent
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, PretrainedConfig
@@ -41,7 +43,10 @@ CACHE_BYTES_ON_CPU = 1 << 30
 
 
 class OurScheduler(scheduler.Scheduler):
-    """SGLang's scheduler with two changes.
+    """SGLang's scheduler with three changes.
+
+    Its overlap schedule launches a batch before it has read the result of the one before. A batch that is under way when
+    the weights change was sampled by the old ones, so its tokens bear the old version; SGLang would name the new one.
 
     A request that waits for its first token when the weights change starts under the new ones, so its prefix is looked up
     among theirs; otherwise it would find keys that the old weights computed. And a completion ends at the stop tokens of
@@ -51,13 +56,29 @@ class OurScheduler(scheduler.Scheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.model_config.hf_eos_token_id = set()
+        self._sampled_by: dict[
+            int, str
+        ] = {}  # by the id of a batch in the result queue; only of those that are outdated
 
     def record_weight_version_change(self, new_version: str | None) -> None:
+        old_version = get_serving().weight_version
         super().record_weight_version_change(new_version)
-        if new_version is not None:
-            for request in self.waiting_queue:
-                if request.extra_key is not None and not request.output_ids:
-                    request.extra_key = new_version
+        if new_version is None or new_version == old_version:
+            return
+        for batch, _ in self.result_queue:
+            self._sampled_by.setdefault(id(batch), old_version)
+        for request in self.waiting_queue:
+            if request.extra_key is not None and not request.output_ids:
+                request.extra_key = new_version
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        version = self._sampled_by.pop(id(batch), None)
+        if version is not None:
+            for request in batch.reqs:
+                # Nobody else gets a token: it ended meanwhile, will be recomputed, or its prompt is not read to the end.
+                if not request.finished() and not request.is_retracted and request.inflight_middle_chunks <= 0:
+                    request.weight_version_events.append(WeightVersionEvent(version, len(request.output_ids) + 1))
+        super().process_batch_result(batch, result)
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -184,7 +205,6 @@ def arguments(
     return common | {
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
-        "disable_overlap_schedule": True,
         "sleep_on_idle": True,
         "max_total_tokens": max(context, min(max_completions * context, room)),
     }

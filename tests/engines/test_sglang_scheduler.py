@@ -1,0 +1,60 @@
+"""What our scheduler adds to SGLang's: the label of a token that is under way when weights change.
+
+SGLang's overlap schedule launches a batch before it reads the result of the one before.
+"""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.types import Completion
+from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig
+from tests.models import make_tiny_qwen3
+
+pytest.importorskip("sglang")
+pytestmark = pytest.mark.slow
+
+CHUNK = 16
+"""Tokens of a prompt that are read at once."""
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """An engine that reads prompts in chunks and, every few batches, throws keys away and recomputes them."""
+    folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab=VOCAB, layers=1)
+    extra = {"chunked_prefill_size": CHUNK, "disable_overlap_schedule": False}
+    engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu", extra=extra)
+    rig = Rig(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tolerance=1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_TEST_RETRACT", "1")
+        patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "5")
+        rig.start()
+    yield rig
+    rig.stop()
+
+
+def test_every_token_bears_the_version_that_sampled_it(rig: Rig) -> None:
+    """Weights change all the time, while prompts of several chunks, first tokens and later ones are under way."""
+    prompts = [tuple((start + step) % VOCAB for step in range(4 + 9 * start % 50)) for start in range(16)]
+
+    async def change_all_the_time() -> list[list[Completion]]:
+        running = []
+        for change, prompt in enumerate(prompts):
+            running.append(asyncio.create_task(rig.sample(prompt, 2, max_tokens=4 + 7 * change)))
+            await asyncio.sleep(0.005)
+            await rig.load(-1 - change)
+        while not all(task.done() for task in running):
+            await rig.load(-1 - rig.engine.version.number)
+            await asyncio.sleep(0.01)
+        return [task.result() for task in running]
+
+    spans = 0
+    for prompt, completions in zip(prompts, rig.run(change_all_the_time()), strict=True):
+        for completion in completions:
+            rig.assert_logprobs(prompt, completion)
+            spans += len(completion.spans)
+    assert spans > 4 * len(prompts), "the weights changed too seldom"
