@@ -1,10 +1,11 @@
-"""What our scheduler adds to SGLang's: the label of a token that is under way when weights change.
+"""What our scheduler adds to SGLang's: the label of a token that is under way when weights change, and the fences.
 
-SGLang's overlap schedule launches a batch before it reads the result of the one before.
+SGLang's overlap schedule launches a batch before it reads the result of the one before. A fake device stands for the GPU
+on which such a batch still runs; that our calls reach a real one is shown by no test here.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -58,3 +59,33 @@ def test_every_token_bears_the_version_that_sampled_it(rig: Rig) -> None:
             rig.assert_logprobs(prompt, completion)
             spans += len(completion.spans)
     assert spans > 4 * len(prompts), "the weights changed too seldom"
+
+
+class FakeDevice:
+    """Work on it is done when somebody waits for it, and not before."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Callable[[], None]] = []
+
+    def synchronize(self) -> None:
+        while self.under_way:
+            self.under_way.pop(0)()
+
+
+def test_weights_are_written_while_the_device_is_idle() -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    from asyncgrpo.engines.sglang.processes import OurScheduler
+
+    device, weights, seen = FakeDevice(), ["old", "old"], []
+    scheduler = OurScheduler.__new__(OurScheduler)
+    vars(scheduler).update(device_module=device, enable_overlap=True, last_batch=None, disaggregation_mode=None)
+    vars(scheduler).update(_pause_started_at=None, _pause_intervals=[], disagg_decode_prealloc_queue=None)
+
+    device.under_way.append(lambda: seen.append(tuple(weights)))  # the batch that was launched before the pause
+    scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
+    weights[0] = "new"
+    device.under_way.append(lambda: weights.__setitem__(1, "new"))  # a write on another stream
+    scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+    seen.append(tuple(weights))  # the next batch waits for no other stream
+    assert seen == [("old", "old"), ("new", "new")]

@@ -43,10 +43,11 @@ CACHE_BYTES_ON_CPU = 1 << 30
 
 
 class OurScheduler(scheduler.Scheduler):
-    """SGLang's scheduler with three changes.
+    """SGLang's scheduler with four changes.
 
     Its overlap schedule launches a batch before it has read the result of the one before. A batch that is under way when
-    the weights change was sampled by the old ones, so its tokens bear the old version; SGLang would name the new one.
+    the weights change was sampled by the old ones, so its tokens bear the old version; SGLang would name the new one. And
+    on a GPU such a batch still runs while weights are written: both ends of the pause wait until the GPU is idle.
 
     A request that waits for its first token when the weights change starts under the new ones, so its prefix is looked up
     among theirs; otherwise it would find keys that the old weights computed. And a completion ends at the stop tokens of
@@ -79,6 +80,16 @@ class OurScheduler(scheduler.Scheduler):
                 if not request.finished() and not request.is_retracted and request.inflight_middle_chunks <= 0:
                     request.weight_version_events.append(WeightVersionEvent(version, len(request.output_ids) + 1))
         super().process_batch_result(batch, result)
+
+    def pause_generation(self, recv_req: Any) -> None:
+        super().pause_generation(recv_req)
+        # Batches run on a stream of their own, and so do some layers; nothing else keeps the first write behind them.
+        self.device_module.synchronize()
+
+    def continue_generation(self, recv_req: Any) -> None:
+        # Some models are written by several threads, on another stream than the one that the next batch waits for.
+        self.device_module.synchronize()
+        super().continue_generation(recv_req)
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
