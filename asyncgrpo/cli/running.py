@@ -61,7 +61,7 @@ def check_inputs(config: Config) -> None:
     """
     from asyncgrpo.config.rules import check_model, local_model
     from asyncgrpo.data.demo import demo_rules
-    from asyncgrpo.engines.build import why_sglang_cannot_run
+    from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.weights.files import check_weight_files
 
@@ -70,6 +70,7 @@ def check_inputs(config: Config) -> None:
         check_weight_files(folder, is_complete=Path(config.model.path).expanduser().is_dir())
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
+    check_extra(config.generators)
     reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
     _check_prompts(config, reward)
 

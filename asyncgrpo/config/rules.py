@@ -125,6 +125,33 @@ def _gpu_for_flash(config: Config) -> str | None:
     return "learner.attention=flash_attention_2 needs a GPU, but learner.device is cpu; use learner.attention=sdpa"
 
 
+_ONE_GROUP = "an engine is one group of tensor-parallel processes"
+_NOT_FOR_AN_ENGINE = {
+    "tp_size": (_ONE_GROUP, "raise generators.gpus_each instead"),
+    "pp_size": (_ONE_GROUP, "raise generators.gpus_each instead"),
+    "dp_size": (_ONE_GROUP, "raise generators.count instead"),
+    "attn_dp_size": (_ONE_GROUP, "leave it out"),
+    "enable_dp_attention": (_ONE_GROUP, "leave it out"),
+    "nnodes": ("an engine runs on one machine", "leave it out"),
+    "speculative_algorithm": ("tokens drafted ahead would bear the wrong policy version", "leave it out"),
+}
+"""Arguments of SGLang that change what an engine is: why not, and the way out."""
+
+
+def _extra_is_for_this_engine(config: Config) -> str | None:
+    generators = config.generators
+    if generators.engine == "torch" and generators.extra:
+        return (
+            f"generators.extra gives {', '.join(generators.extra)}, but generators.engine is torch, which takes no "
+            "further arguments; leave generators.extra out"
+        )
+    for key, (reason, way_out) in _NOT_FOR_AN_ENGINE.items():
+        value = value_in_words(generators.extra.get(key))
+        if generators.engine == "sglang" and value not in ("null", "false", "1"):
+            return f"generators.extra.{key} is {value}, but {reason}; {way_out}"
+    return None
+
+
 _RULES = (
     _microbatch_holds_one,
     _min_completions,
@@ -136,6 +163,7 @@ _RULES = (
     _gpus_for_nccl,
     _one_gpu_is_shared_by_two,
     _gpu_for_flash,
+    _extra_is_for_this_engine,
 )
 
 

@@ -1,18 +1,23 @@
-"""Builds the engine that a configuration asks for, and says whether SGLang can run here.
+"""Builds the engine that a configuration asks for, and says whether SGLang can run here and with what is asked of it.
 
-Only the chosen engine is imported. The commands ask `why_sglang_cannot_run` before they start engines.
+Only the chosen engine is imported. The commands ask `why_sglang_cannot_run` and `check_extra` before they start engines.
 """
 
+import ast
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.explain import near
+from asyncgrpo.config.schema import Config, GeneratorConfig
 from asyncgrpo.engines.base import Engine
-from asyncgrpo.errors import EngineError
+from asyncgrpo.errors import ConfigError, EngineError
 
 OLDEST_PYTHON = (3, 11)
+NAMES_OF_ARGUMENTS = "srt/arg_groups/field_order.py"
+"""The file of SGLang 0.5.23 that names all arguments of its engine, in one tuple. It can be read without SGLang's imports."""
 
 
 def build_engine(config: Config, *, seed: int) -> Engine:
@@ -79,3 +84,20 @@ def why_sglang_cannot_run() -> str | None:
             "which is not installed here: pip install ./packaging/cpu-shims"
         )
     return None
+
+
+def check_extra(generators: GeneratorConfig) -> None:
+    """Raise ConfigError if `generators.extra` names an argument that the SGLang installed here does not have."""
+    package = find_spec("sglang")
+    if generators.engine != "sglang" or package is None or not package.submodule_search_locations:
+        return
+    file = Path(package.submodule_search_locations[0]) / NAMES_OF_ARGUMENTS
+    if not file.exists():  # another release; its engine says it
+        return
+    (names,) = (
+        ast.literal_eval(node.value) for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)
+    )
+    for key in generators.extra:
+        if key not in names:
+            hint = near(key, names) or "all arguments: python -m sglang.launch_server --help"
+            raise ConfigError(f"generators.extra.{key}: sglang.Engine has no such argument; {hint}")

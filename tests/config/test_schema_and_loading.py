@@ -332,6 +332,13 @@ class TestCrossChecks:
                 "is nccl; one GPU is shared with weights.backend=shared_memory",
             ),
             (["learner.attention=flash_attention_2", "learner.device=cpu"], "use learner.attention=sdpa"),
+            (["generators.extra.dp_size=2"], "generators.extra.dp_size is 2, but an engine is one group of tensor-parallel"),
+            (["generators.extra.dp_size=2"], "raise generators.count"),
+            (["generators.extra.pp_size=2"], "raise generators.gpus_each"),
+            (["generators.extra.tp_size=2"], "raise generators.gpus_each"),
+            (["generators.extra.enable_dp_attention=true"], "generators.extra.enable_dp_attention is true, but"),
+            (["generators.extra.speculative_algorithm=EAGLE"], "would bear the wrong policy version"),
+            (["generators.engine=torch", "generators.extra.page_size=16"], "generators.engine is torch, which takes no"),
         ],
     )  # fmt: skip
     def test_fields_that_do_not_fit_each_other_are_refused(self, overrides, sentence):
@@ -339,6 +346,9 @@ class TestCrossChecks:
 
     def test_ranks_need_not_share_a_step_equally(self):
         load_config(None, [*NEEDED, "learner.ranks=5"])
+
+    def test_an_engine_of_one_group_may_say_so(self):
+        load_config(None, [*NEEDED, "generators.extra={dp_size: 1, pp_size: 1, enable_dp_attention: false}"])
 
     def test_the_defaults_fit_each_other(self):
         check(load_config(None, NEEDED))

@@ -1,4 +1,4 @@
-"""A machine that cannot run SGLang says what is missing and how to fix it, without importing SGLang."""
+"""What SGLang cannot do here is said before an engine starts, with the way out, and without importing SGLang."""
 
 import importlib.util
 import subprocess
@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from asyncgrpo.config.schema import GeneratorConfig
 from asyncgrpo.engines import build
-from asyncgrpo.engines.build import why_sglang_cannot_run
+from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
+from asyncgrpo.errors import ConfigError
 
 
 @pytest.fixture
@@ -50,9 +52,25 @@ def test_an_old_python_is_named(machine, monkeypatch: pytest.MonkeyPatch) -> Non
     assert why and "Python" in why
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("chunked_prefil_size", "did you mean `chunked_prefill_size`?"), ("xyzzy", "all arguments: ")],
+)
+def test_an_argument_that_sglang_does_not_have_is_refused(key: str, hint: str) -> None:
+    pytest.importorskip("sglang")
+    check_extra(GeneratorConfig(extra={"chunked_prefill_size": 512, "cuda_graph_max_bs_decode": 16}))
+    with pytest.raises(ConfigError, match=f"generators.extra.{key}: ") as caught:
+        check_extra(GeneratorConfig(extra={key: 1}))
+    assert hint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_engine_has_arguments_of_its_own() -> None:
+    check_extra(GeneratorConfig(engine="fake", extra={"seconds_per_token": 0.1}))
+
+
 def test_asking_does_not_import_sglang() -> None:
     ask = (
-        "import sys; from asyncgrpo.engines.build import why_sglang_cannot_run as why; why(); "
-        "print('sglang' in sys.modules)"
+        "import sys; from asyncgrpo.engines.build import *; from asyncgrpo.config.schema import GeneratorConfig; "
+        "why_sglang_cannot_run() or check_extra(GeneratorConfig(extra={'page_size': 1})); print('sglang' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "False\n"
