@@ -211,7 +211,8 @@ def arguments(
         "log_level": "error",
     }
     if device != "cpu":
-        return common | {"mem_fraction_static": memory_fraction}
+        # Logits are float32 sums of the head's products, as in the learner; SGLang would round them to `dtype` first.
+        return common | {"mem_fraction_static": memory_fraction, "enable_fp32_lm_head": True}
     room = CACHE_BYTES_ON_CPU // _cache_bytes_per_token(config, dtype)
     return common | {
         "attention_backend": "torch_native",

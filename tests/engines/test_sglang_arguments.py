@@ -1,0 +1,98 @@
+"""What SGLang makes of our arguments on a GPU, as far as it goes without one: its own resolution, and no engine.
+
+It finds an argument that was renamed, a default that changed, and two arguments that do not go together. Which kernels
+SGLang then chooses depends on the card, so they are not checked.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.errors import EngineError
+from asyncgrpo.types import PolicyVersion
+from tests.models import make_tiny_qwen3
+
+pytest.importorskip("sglang")
+pytestmark = pytest.mark.slow
+
+GIB = 1024  # in MiB, as SGLang counts
+Resolved = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def resolved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolved]:
+    """What SGLang would run with: the arguments of an engine on a GPU of some size, resolved by SGLang itself."""
+    from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.server_args import ServerArgs
+
+    from asyncgrpo.engines.sglang import processes
+
+    def resolve(*, gpu_gib: int, **arguments: Any) -> dict[str, Any]:
+        monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda device: gpu_gib * GIB)
+        given: dict[str, Any] = {}
+
+        def launch(**own: Any) -> None:
+            given.update(own)
+            raise EngineError("far enough")
+
+        monkeypatch.setattr(processes, "launch", launch)
+        engine = SGLangEngine(str(folder), dtype=torch.bfloat16, max_context=1000, device="cuda", **arguments)
+        with pytest.raises(EngineError, match="far enough"):
+            asyncio.run(engine.start(PolicyVersion(1, 7)))
+        server = ServerArgs(**given)
+        server.resolve_once()
+        return server.resolved_dict()
+
+    with patch.dict(os.environ):  # SGLang's resolution sets some variables
+        yield resolve
+
+
+@pytest.mark.parametrize(("tensor_parallel", "gpu_gib"), [(1, 24), (8, 80), (8, 141)])
+def test_sglang_takes_the_arguments_of_a_gpu_as_they_are(
+    resolved: Resolved, tensor_parallel: int, gpu_gib: int
+) -> None:
+    arguments = resolved(
+        gpu_gib=gpu_gib, tensor_parallel=tensor_parallel, max_completions=40, memory_fraction=0.7, random_seed=5
+    )
+    expected = {
+        "device": "cuda",
+        "tp_size": tensor_parallel,
+        "dp_size": 1,
+        "pp_size": 1,
+        "dtype": "bfloat16",
+        "context_length": 1007,
+        "max_running_requests": 40,
+        "mem_fraction_static": 0.7,
+        "random_seed": 5,
+        "weight_version": "1.7",
+        "disable_radix_cache": False,
+        "skip_tokenizer_init": True,
+        "disable_overlap_schedule": False,
+    }
+    assert {name: arguments[name] for name in expected} == expected
+    # A batch larger than the largest captured one runs without a graph, several times slower.
+    assert arguments["cuda_graph_config"]["decode"]["max_bs"] == 40
+
+
+def test_logits_are_float32_as_in_the_learner(resolved: Resolved) -> None:
+    assert resolved(gpu_gib=80)["enable_fp32_lm_head"]
+    assert not resolved(gpu_gib=80, extra={"enable_fp32_lm_head": False})["enable_fp32_lm_head"]
+
+
+def test_nothing_is_on_that_would_draw_log_probs_from_another_distribution(resolved: Resolved) -> None:
+    arguments = resolved(gpu_gib=80)
+    assert arguments["rl_on_policy_target"] is None, "it rounds the logits to bfloat16"
+    assert arguments["kv_cache_dtype"] == "auto" and arguments["quantization"] is None
+    assert arguments["speculative_algorithm"] is None and not arguments["enable_tf32_matmul"]
