@@ -1,0 +1,64 @@
+"""SGLang with its model split over two processes, here two processes on CPU cores in the place of two GPUs."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.types import Completion
+from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig
+from tests.models import make_tiny_qwen3
+
+pytest.importorskip("sglang")
+pytestmark = pytest.mark.slow
+
+PROMPT = (5, 77, 130, 9, 201)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab=VOCAB, layers=1)
+    engine = SGLangEngine(
+        str(folder), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu", tensor_parallel=2, max_completions=4
+    )
+    rig = Rig(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tolerance=1e-4)
+    cores = sorted(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")  # else SGLang wants a NUMA node for each
+        rig.start()
+    yield rig
+    rig.stop()
+
+
+def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncgrpo.engines.sglang import weights
+
+    async def change(changes: tuple[int, ...]) -> list[str]:
+        sums = []
+        for number in changes:
+            await rig.load(number)
+            sums.append(await rig.engine.checksum())
+        return sums
+
+    one, two, zero = rig.run(change((1, 2, 0)))
+    monkeypatch.setattr(weights, "INLINE_BYTES", 0)  # through shared memory, which both processes map
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 20_000)
+    assert rig.run(change((1, 2, 0))) == [one, two, zero] and len({one, two, zero}) == 3
+    for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=12)):
+        rig.assert_logprobs(PROMPT, completion)
+
+
+def test_both_halves_change_between_the_same_two_tokens(rig: Rig) -> None:
+    async def change_midway() -> list[Completion]:
+        long = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=60))
+        await rig.sample(PROMPT[:2], max_tokens=6)  # when this is back, the long ones are on their way
+        await rig.load(-1)
+        return await long
+
+    for completion in rig.run(change_midway()):
+        assert len(completion.spans) == 2
+        rig.assert_logprobs(PROMPT, completion)
