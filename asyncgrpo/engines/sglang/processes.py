@@ -57,9 +57,8 @@ class OurScheduler(scheduler.Scheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.model_config.hf_eos_token_id = set()
-        self._sampled_by: dict[
-            int, str
-        ] = {}  # by the id of a batch in the result queue; only of those that are outdated
+        self._sampled_by: dict[int, str] = {}
+        """The version that sampled a batch in the result queue, by the batch's id, where it is not the present one."""
 
     def record_weight_version_change(self, new_version: str | None) -> None:
         old_version = get_serving().weight_version
