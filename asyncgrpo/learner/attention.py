@@ -302,7 +302,8 @@ def varlen_function() -> Callable[..., Tensor] | None:
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """One `scaled_dot_product_attention` a segment: any device, any dtype, any head size."""
     key, value = _expand(key, value, segments)
-    queries, keys = segments.queries.diff().tolist(), segments.keys.diff().tolist()
+    lengths = [(f.prefix[1] - f.prefix[0], end - start) for f in segments.families for start, end in pairwise(f.bounds)]
+    queries, keys = [own for _, own in lengths], [prefix + own for prefix, own in lengths]
     outputs = []
     for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -246,8 +247,8 @@ def test_varlen_repeats_keys_only_where_the_kernel_cannot_share_them(monkeypatch
     def older(q, k, v, *lengths, scale, window_size):
         assert window_size == (-1, 0)
         given.update(keys=k.shape[1], values=v.shape[1])
-        unrolled = Segments((), *lengths[:2], None, *lengths[2:])
-        return attention._sdpa(q, k, v, unrolled, scale)
+        assert lengths[0].equal(segments.queries) and lengths[1].equal(segments.keys)
+        return attention._sdpa(q, k, v, replace(segments, key_positions=None), scale)
 
     monkeypatch.setattr(attention, "varlen_function", lambda: newer if has_gqa else older)
     found = KERNELS["varlen"](query, key, value, segments, 0.25)

@@ -1,0 +1,125 @@
+"""A whole learner on fake cards: it is built, steps and publishes, with everything where a card wants it.
+
+Rank 0 of 8. The backward pass cannot run (`fake_cuda`); gradients of the right shapes stand for it.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import varlen
+
+from asyncgrpo.learner import attention, publishing
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.weights import broadcast
+from tests.gpu_rehearsals.fake_cuda import fake_gpu
+from tests.learner.helpers import VERSION, config, random_groups
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
+
+WORLD = 8
+CARD = torch.device("cuda", 0)
+CASES = {
+    "full": {},
+    "float32": {"model": {"dtype": "float32"}},
+    "reference": {"algorithm": {"kl_coef": 0.1, "kl_kind": "full", "entropy_coef": 0.1}},
+    "reference on the card": {"algorithm": {"kl_coef": 0.1}, "learner": {"offload_reference": False}},
+    "critic": {"algorithm": {"advantage": "gae"}},
+    "sequences": {"algorithm": {"loss": "gspo"}},
+    "moments on the CPU": {"learner": {"offload_optimizer": True, "minibatches": 2}},
+    "adapters": {"model": {"lora": {"rank": 2}}, "algorithm": {"kl_coef": 0.1}},
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> list[str]:
+    """The kernels that ran. torch's own has a fake of its own; flash_attn is not installed here."""
+    ran = []
+    for name in ("varlen", "sdpa"):
+        kernel = attention.KERNELS[name]
+        monkeypatch.setitem(attention.KERNELS, name, lambda *given, n=name, k=kernel: ran.append(n) or k(*given))
+    return ran
+
+
+def learner(path: Path, sections: dict) -> Learner:
+    model = {"path": str(path), "dtype": "bfloat16"} | sections.get("model", {})
+    return Learner(config(path, **sections | {"model": model}), rank=0, world=WORLD, device=CARD)
+
+
+def fake_backward(ours: Learner, monkeypatch) -> None:
+    def backward(root: Tensor) -> None:
+        assert root.device == CARD and root.shape == ()
+        for parameter in ours.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    monkeypatch.setattr(Tensor, "backward", backward)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_is_built_steps_and_publishes(tmp_path, monkeypatch, kernels, case):
+    if case == "adapters":
+        pytest.importorskip("peft")
+    monkeypatch.setattr(publishing, "fingerprint", lambda tensors: str([t.device for _, t in tensors][:0]))
+    monkeypatch.setattr(publishing.BaseWeights, "fingerprint", lambda base, names: "[]")
+    path = make_tiny_qwen3(tmp_path)
+    with fake_gpu(WORLD):
+        ours = learner(path, CASES[case])
+        fake_backward(ours, monkeypatch)
+        assert all(p.device == CARD and isinstance(p, DTensor) for p in ours.model.parameters())
+        assert ours.model.language_model.is_gradient_checkpointing
+        report = ours.step(random_groups(WORLD, 4), VERSION)
+        assert report.skipped is None and report.tokens_trained > 0
+        published = list(ours.sent.weights())
+        assert [info for info, _ in published] == ours.sent.layout()
+        assert {tensor.device for _, tensor in published} == {CARD}
+    waiting = {t.device.type for s in ours.optimizer.state.values() for n, t in s.items() if n != "step"}
+    assert waiting == {"cpu" if case == "moments on the CPU" else "cuda"}
+    assert set(kernels) == {"sdpa" if case == "float32" else "varlen"}
+
+
+@pytest.mark.parametrize("make", [make_tiny_qwen3_moe, make_tiny_deepseek_v3])
+def test_a_mixture_is_built_and_publishes(tmp_path, make):
+    """Its experts' kernels read how many tokens each has, which fake tensors cannot say."""
+    with fake_gpu(WORLD):
+        ours = learner(make(tmp_path), {})
+        published = list(ours.sent.weights())
+        assert [info for info, _ in published] == ours.sent.layout()
+        assert {tensor.device for _, tensor in published} == {CARD}
+
+
+def test_a_digest_is_made_on_the_card():
+    with fake_gpu(WORLD):
+        assert broadcast.digest(torch.zeros(64, dtype=torch.uint8, device=CARD)) == 1
+
+
+def test_the_rehearsal_finds_a_card_without_an_index(tmp_path):
+    with fake_gpu(WORLD), pytest.raises(ValueError, match="a specified index"):
+        Learner(config(make_tiny_qwen3(tmp_path)), rank=0, world=WORLD, device="cuda")
+
+
+def test_the_rehearsal_finds_what_is_on_the_wrong_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention.Segments, "to", lambda segments, device: segments)
+    with fake_gpu(WORLD), pytest.raises(RuntimeError, match="device"):
+        learner(make_tiny_qwen3(tmp_path), {}).step(random_groups(WORLD, 4), VERSION)
+
+
+@pytest.mark.parametrize(("shared", "heads"), [(True, 2), (False, 4)])
+def test_grouped_queries_reach_the_kernel_as_its_signature_allows(monkeypatch, shared, heads):
+    """torch 2.13 shares keys among queries; to the kernel of 2.11 they are repeated."""
+    given = {}
+    original = varlen.varlen_attn
+
+    def newer(query, key, *rest, enable_gqa=False, **options):
+        given["heads"] = key.shape[1]
+        return original(query, key, *rest, enable_gqa=enable_gqa, **options)
+
+    def older(query, key, *rest, scale, window_size):
+        return newer(query, key, *rest, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(attention, "varlen_function", lambda: newer if shared else older)
+    segments = attention.Segments.of([attention.Family((0, 0), (0, 10)), attention.Family((0, 10), (10, 20, 37))])
+    with fake_gpu(WORLD):
+        query, key = (torch.empty(37, n, 64, dtype=torch.bfloat16, device=CARD) for n in (4, 2))
+        out = attention.KERNELS["varlen"](query, key, key, segments.to(CARD), 0.125)
+        assert (out.shape, out.device, given["heads"]) == (query.shape, CARD, heads)
