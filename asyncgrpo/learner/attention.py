@@ -262,7 +262,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale:
 
 @cache
 def flash_function() -> Callable[..., Tensor] | None:
-    """Of the flash_attn package, where it is installed.
+    """The kernel of the flash_attn package; none where it is not installed.
 
     The function is imported, not looked up: `flash-attn-4`, which SGLang installs, is a package of the same name
     without it.
@@ -291,7 +291,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale
 
 @cache
 def varlen_function() -> Callable[..., Tensor] | None:
-    """Of torch, where it is new enough."""
+    """The kernel of torch; none where torch is too old."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

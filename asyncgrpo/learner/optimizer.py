@@ -114,7 +114,7 @@ class OptimizerOffload:
             self._chunks = [_Chunk(group["params"], optimizer.state) for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """What the optimizer's `step` would do, bit for bit."""
+        """Make the optimizer's step, with bitwise identical results."""
         if not self._chunks:
             self._optimizer.step()
             return

@@ -224,7 +224,7 @@ def test_the_reference_is_kept_in_the_dtype_in_which_it_is_gathered(tmp_path, on
 
 @pytest.mark.parametrize("algorithm", [{}, {"kl_coef": 0.1}, {"advantage": "gae", "kl_coef": 0.1, "kl_kind": "full"}])
 @pytest.mark.parametrize("lora", [0, 2])
-def test_a_step_is_the_same_to_the_bit_however_the_frozen_weights_are_kept(tmp_path, monkeypatch, algorithm, lora):
+def test_a_step_is_bitwise_identical_however_the_frozen_weights_are_kept(tmp_path, monkeypatch, algorithm, lora):
     if lora:
         pytest.importorskip("peft")
     path, groups = saved_as(make_tiny_qwen3(tmp_path), torch.bfloat16), random_groups(3, 4)
