@@ -51,6 +51,8 @@ class Learner:
         """Optimizer updates made."""
         self.kl_coef = config.algorithm.kl_coef
         """The present one: it moves where `algorithm.kl_target` is set."""
+        self._keeps_gathered = world == 1 and not config.model.lora.rank
+        """Between micro-batches. A frozen base would be there twice, to save next to nothing."""
         self._precomputes = objective.needs_precompute(config.algorithm, config.learner.updates_per_step)
         mesh = _mesh(self.device, rank, world)
         dtype = getattr(torch, config.model.dtype)
@@ -178,7 +180,7 @@ class Learner:
     def _accumulate(self, batch: StepBatch, precomputed: Sequence[Precomputed], version: PolicyVersion) -> Sums:
         """Forward and backward of a minibatch; gradients of its share are left in the parameters."""
         sums = []
-        keep_gathered(self.model, self.world == 1)
+        keep_gathered(self.model, self._keeps_gathered)
         for microbatch in batch.forward_only:
             with torch.no_grad():
                 sums.append(self._loss(microbatch.to(self.device), batch, Precomputed(), version)[1])
@@ -231,7 +233,7 @@ class Learner:
             return self._reference(batch)
         with without_adapters(self.model):
             scored: Scored = self.model(batch)
-        if self.world > 1:
+        if not self._keeps_gathered:
             reshard(self.model)
         return scored
 

@@ -4,9 +4,9 @@ Only positions that predict a sampled token go through the head, and only a tile
 is the root of what FSDP shards, because embedding and head are used inside its forward.
 
 One path for every number of ranks: FSDP2 on a one-dimensional mesh, a shard for each decoder layer and one for the
-rest. Weights and optimizer are float32; where `dtype` is bfloat16, layers are gathered and run in bfloat16 and
-gradients are summed in float32. Gradients are *summed* over ranks, not averaged: losses are already shares of the
-step's loss.
+rest. What is trained, and its optimizer, are float32; where `dtype` is bfloat16, layers are gathered and run in bfloat16
+and gradients are summed in float32. Frozen weights are kept in `dtype`, where that loses nothing. Gradients are *summed*
+over ranks, not averaged: losses are already shares of the step's loss.
 """
 
 import contextlib
@@ -131,7 +131,7 @@ def build_model(
 
     Args:
         path: folder of a Hugging Face model, or its hub id.
-        dtype: of the forward pass and of the gathered weights; the master copy is float32.
+        dtype: of the forward pass and of the gathered weights; the master copy of what is trained is float32.
         device: of this rank.
         mesh: the ranks that share the weights, one dimension.
         config: for LoRA, attention, activation checkpointing, reference offload and the sampling temperature.
@@ -366,8 +366,7 @@ def _shard(
 def keep_gathered(scorer: TokenScorer, keep: bool) -> None:
     """Whether gathered weights stay from one micro-batch to the next, and gradients are only reduced at the end.
 
-    Saves gathering and reducing for each micro-batch, for the memory of one whole copy of weights and gradients. With
-    one rank that copy is there anyway.
+    Saves gathering and reducing for each micro-batch, for the memory of one whole copy of weights and gradients.
     """
     for module in _sharded(scorer):
         module.set_reshard_after_forward(not keep, recurse=False)

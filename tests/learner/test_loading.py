@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -173,6 +174,18 @@ def test_files_of_another_kind_are_loaded_whole_and_it_is_said(tmp_path, caplog,
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
     (said,) = [record.getMessage() for record in caplog.records if record.name == learner_model.__name__]
     assert said.startswith(f"model.path ({path}): every rank loads the whole model, because") and reason in said
+
+
+def test_a_hub_id_is_downloaded_without_what_is_not_read(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda path, **how: asked.append((path, how)) or folder)
+    model = without_memory(str(folder / "llama"))
+    with pytest.raises(WeightsError, match="no readable"):  # the folder of all models is none
+        ShardReader(model, "some/model")
+    assert asked[0] == ("some/model", {"allow_patterns": ["*.json", "model*.safetensors"]})
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda path, **how: 1 / 0)
+    with pytest.raises(WeightsError, match="some/model cannot be downloaded: division by zero"):
+        ShardReader(model, "some/model")
 
 
 def test_a_model_that_is_not_there_is_not_looked_for_twice(tmp_path, caplog):

@@ -74,6 +74,32 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on_bit_for_bit(path, tmp_path)
     assert sum(file.stat().st_size for file in (tmp_path / "checkpoint").iterdir()) < base_bytes
 
 
+def gathered_bytes(ours: Learner) -> int:
+    """Memory of the gathered weights of the decoder layers."""
+    layers = ours.model.language_model.model.layers
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]
+    gathered = [p._unsharded_param for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    return sum(parameter.untyped_storage().nbytes() for parameter in gathered)
+
+
+def test_a_base_is_not_kept_twice_between_microbatches(path, monkeypatch):
+    """One rank keeps gathered weights only where all are trained: a base is as wide as what is gathered of it."""
+
+    def trained(rank: int, **attributes) -> tuple[int, dict[str, torch.Tensor]]:
+        ours = learner(path, rank=rank, learner={"lr": 1e-2, "tokens_per_microbatch": 40})
+        kept, loss = [], ours._loss
+        monkeypatch.setattr(ours, "_loss", lambda *given: kept.append(gathered_bytes(ours)) or loss(*given))
+        for name, value in attributes.items():
+            monkeypatch.setattr(ours, name, value)
+        ours.step(GROUPS, VERSION)
+        assert len(kept) > 2, "micro-batches"
+        return max(kept), weights(ours)
+
+    (adapted, ours), (whole, _), (_, as_before) = trained(4), trained(0), trained(4, _keeps_gathered=True)
+    assert adapted == 0 < whole
+    assert all(as_before[name].equal(tensor) for name, tensor in ours.items()), "it changes no number"
+
+
 def test_targets_that_fit_nothing_are_an_error(path):
     with pytest.raises(ConfigError, match="no_such_layer"):
         learner(path, targets=("no_such_layer",))
