@@ -149,6 +149,8 @@ class ShardReader:
 
 def _pieces(model: PreTrainedModel, name: str, shape: torch.Size) -> _Pieces:
     """Raises WeightsError where a piece is not of one row alone, so that ranks cannot each read their own."""
+    if not shape:
+        raise WeightsError(f"{name} is a single number")
     whole = torch.empty(shape, device="meta")
     try:
         parts = disk_pieces(model, name, whole)

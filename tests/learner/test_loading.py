@@ -176,6 +176,13 @@ def test_files_of_another_kind_are_loaded_whole_and_it_is_said(tmp_path, caplog,
     assert said.startswith(f"model.path ({path}): every rank loads the whole model, because") and reason in said
 
 
+def test_a_buffer_of_one_number_has_no_rows_to_read(folder):
+    model = without_memory(str(folder / "llama"))
+    model.register_buffer("scale", torch.tensor(2.0))
+    with pytest.raises(WeightsError, match="scale is a single number"):
+        ShardReader(model, str(folder / "llama"))
+
+
 def test_a_hub_id_is_downloaded_without_what_is_not_read(folder, monkeypatch):
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda path, **how: asked.append((path, how)) or folder)
