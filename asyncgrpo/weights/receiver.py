@@ -181,7 +181,7 @@ class Receiver:
 
 
 def _to_host(flat: Tensor) -> Tensor:
-    """The same bytes in host memory, page-locked if they come from a GPU: that copy is several times as fast."""
+    """Copy to host memory, page-locked if the bytes come from a GPU: that copy is several times as fast."""
     if flat.device.type == "cpu":
         return flat
     return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
