@@ -12,15 +12,21 @@ Import this module before an SGLang engine with metrics is started: SGLang sets 
 prometheus_client reads it once, when it is imported.
 """
 
+import contextlib
+import hmac
 import itertools
 import json
 import os
+import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any, Literal, get_args
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import prometheus_client as prometheus
 
@@ -219,13 +225,14 @@ actor_restarts_total = _counter(
 # -- the export of a process -------------------------------------------------------------------------------------------
 
 
-def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1") -> int:
+def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> int:
     """Export the metrics of `roles` at http://host:port/metrics from a daemon thread. Call it once in a process.
 
     Args:
         roles: the roles of this process, usually one.
         port: 0 takes a free one.
-        host: loopback unless a Prometheus on another machine scrapes us; the endpoint has no authentication.
+        host: loopback, unless other nodes take part in the run.
+        token: replies go only to requests with `Authorization: Bearer <token>`; None: to all.
     Returns:
         The port.
     Raises:
@@ -235,8 +242,32 @@ def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1") -> int:
         last_step_timestamp_seconds.set_to_current_time()
         checkpoint_last_success_timestamp_seconds.set_to_current_time()
         eval_reward_mean.set(float("nan"))
-    server, _ = prometheus.start_http_server(port, host, registry(*roles))
+    app = prometheus.make_wsgi_app(registry(*roles))
+    server = make_server(host, port, app if token is None else _only_with(token, app), _ThreadingServer, _Silent)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server.server_port
+
+
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape is no event."""
+
+
+def _only_with(token: str, app: Callable[..., Any]) -> Callable[..., Any]:
+    """`app` for requests with the token; the others get 401."""
+    expected = f"Bearer {token}".encode()
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), expected):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
+        return [b""]
+
+    return guarded
 
 
 def registry(*roles: Role) -> prometheus.CollectorRegistry:
@@ -411,6 +442,18 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
     temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
     return path
+
+
+def token_beside(run_dir: Path) -> str:
+    """The token that scrapes of all runs in the same parent folder send; made when there is none. Only this user can read it."""
+    path = targets_path(run_dir).with_name("token")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as made:  # its mode is 0600
+        made.write(secrets.token_urlsafe(32))
+        made.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(made.name, path)
+    return path.read_text(encoding="utf-8").strip()
 
 
 def remove_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> None:

@@ -3,9 +3,12 @@
 import importlib.util
 import re
 import shutil
+import stat
 import subprocess
 import threading
+import urllib.error
 import urllib.request
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -91,6 +94,32 @@ def test_an_endpoint_answers_on_a_free_port_with_the_metrics_of_its_role():
         text = completion.read().decode()
     assert "asyncgrpo_actor_restarts_total" in text and "asyncgrpo_build_info" in text
     assert "asyncgrpo_loss" not in text
+
+
+def test_an_endpoint_with_a_token_answers_only_who_sends_it():
+    port = metrics.serve("driver", token="7f3c")
+
+    def asked(**headers: str) -> int:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as completion:
+                assert b"asyncgrpo_actor_restarts_total" in completion.read()
+                return completion.status
+        except urllib.error.HTTPError as error:
+            assert b"asyncgrpo" not in error.read()
+            return error.code
+
+    wrong = ["Bearer 7f3", "Bearer ", "7f3c", "Basic 7f3c", "Bearer \xff"]
+    assert asked() == 401 and [asked(Authorization=text) for text in wrong] == [401] * len(wrong)
+    assert asked(Authorization="Bearer 7f3c") == 200
+
+
+def test_the_runs_of_a_folder_share_a_token_that_only_we_can_read(tmp_path: Path):
+    token = metrics.token_beside(tmp_path / "run")
+    assert len(token) >= 32 and metrics.token_beside(tmp_path / "other") == token
+    assert metrics.token_beside(tmp_path / "elsewhere" / "run") != token
+    path = tmp_path / "prometheus" / "token"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and [*path.parent.iterdir()] == [path]
 
 
 def test_a_learner_that_has_not_stepped_yet_counts_from_its_start():
