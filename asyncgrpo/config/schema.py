@@ -309,6 +309,9 @@ class GeneratorConfig(Section, frozen=True):
         int, Meta(ge=0, description="times that one completion is sampled again after its request or its reward failed")
     ] = 0
     extra: Annotated[dict[str, Any], Meta(description="further arguments of sglang.Engine, as they are")] = {}
+    ray_resources: Annotated[
+        dict[str, float], Meta(description="custom resources of Ray that one generator takes, to choose its nodes")
+    ] = {}
     restarts: Annotated[
         int, Meta(ge=0, description="restarts of one generator within an hour before the run gives up")
     ] = 10
@@ -375,6 +378,9 @@ class LearnerConfig(Section, frozen=True):
         bool,
         Meta(description="keep the optimizer's moments on the CPU; an update has 1 GiB of them on the GPU at a time"),
     ] = False
+    ray_resources: Annotated[
+        dict[str, float], Meta(description="custom resources of Ray that one rank takes, to choose its nodes")
+    ] = {}
     attention: Annotated[
         Literal["auto", "sdpa", "varlen", "flash_attention_2"],
         Meta(
