@@ -136,8 +136,16 @@ def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
 def test_no_meeting_place_listens_everywhere():
     """The doctor's is there for a second."""
     stores = [(file, call) for file, call in calls_of("dist.TCPStore") if file != "cli/doctor.py"]
-    assert {file for file, _ in stores} == {"weights/group.py", "cluster/wiring.py"}
+    assert {file for file, _ in stores} == {"weights/group.py"}
     assert [call for _, call in stores if "is_master=True" in call and "master_listen_fd" not in call] == []
+
+
+def test_metrics_leave_loopback_with_a_token_only():
+    served = list(calls_of("metrics.serve"))
+    assert {file for file, _ in served} == {"cluster/run.py", "cluster/wiring.py"}
+    assert [call for _, call in served if "host=host, token=" not in call] == []
+    run = (PACKAGE / "cluster" / "run.py").read_text(encoding="utf-8")
+    assert run.count("metrics_token = None if keys is None else token_beside(self._folder.path)") == 1
 
 
 def publisher(bind: str, keys: Keys | None) -> Publisher:

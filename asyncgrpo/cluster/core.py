@@ -6,22 +6,26 @@ with them. A standby core has started its processes and imported everything befo
 """
 
 import contextlib
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
 
 from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.ray_session import Placement, Reference, has_ended, result, results
+from asyncgrpo.cluster.nodes import environment_to_share
+from asyncgrpo.cluster.ray_session import NO_PLACE_S, Placement, Reference, has_ended, result, results
 from asyncgrpo.cluster.wiring import BufferActor, BufferReady, LearnerActor, LearnerReady, Setup, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.wire.sockets import Client
 from asyncgrpo.wire.supervision import Drain, EndpointsChanged, GeneratorLost
+
+log = logging.getLogger(__name__)
 
 
 class Core:
@@ -32,10 +36,12 @@ class Core:
     """The step of the checkpoint that it starts from."""
 
     def __init__(self, ranks: int, placement: Placement, watch: Watch) -> None:
-        self._watch = watch
-        self._buffer = ray.remote(BufferActor).options(**placement.anywhere()).remote()
+        self._placement, self._watch = placement, watch
+        environment = environment_to_share()
+        self._buffer = ray.remote(BufferActor).options(**placement.here()).remote(environment)
         self._learners = [
-            ray.remote(LearnerActor).options(**placement.learner(rank)).remote(rank) for rank in range(ranks)
+            ray.remote(LearnerActor).options(**placement.learner(rank)).remote(environment, rank)
+            for rank in range(ranks)
         ]
         self._training: list[Reference] = []
         self._began_s: float | None = None
@@ -62,12 +68,38 @@ class Core:
         setup = self.setup
         references = {"buffer": self._buffer.start.remote(setup)}
         references |= {f"learner-{rank}": learner.start.remote(setup) for rank, learner in enumerate(self._learners)}
-        ready, *leaders = results(references, while_waiting)
+        began_s, late = time.monotonic(), set[str]()
+
+        def while_starting() -> None:
+            while_waiting()
+            self._follow_start(references.keys(), time.monotonic() - began_s, late)
+
+        ready, *leaders = results(references, while_starting)
         self.addresses = {f"learner-{i}": leader.metrics_address for i, leader in enumerate(leaders)}
         self.addresses["buffer"] = ready.metrics_address
         self._control = Client(ready.endpoint, "driver", setup.keys)
         self.endpoints = EndpointsChanged(buffer_endpoint=ready.endpoint, weights_endpoint=leaders[0].weights_endpoint)
         return ready, leaders
+
+    def _follow_start(self, names: Iterable[str], waited_s: float, late: set[str]) -> None:
+        """Say once of each process if Ray finds no place for it.
+
+        Args:
+            late: those of which it was said; others are added.
+        Raises:
+            StalledError: it found none for `cluster.stall_timeout_s`.
+        """
+        incarnation, stall_s = str(self.setup.lineage), self.setup.config.cluster.stall_timeout_s
+        if waited_s < min(NO_PLACE_S, stall_s):
+            return
+        for name in names:
+            if self._watch.has_heard(name, incarnation):
+                continue
+            if waited_s >= stall_s:
+                raise StalledError(f"{self._placement.waits(name, waited_s)} (cluster.stall_timeout_s)")
+            if name not in late:
+                late.add(name)
+                log.warning(self._placement.waits(name, waited_s))
 
     def run(self, leader: LearnerReady, about: dict[str, Any]) -> None:
         """Begin to train.

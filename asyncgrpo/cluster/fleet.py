@@ -15,7 +15,8 @@ import ray
 from asyncgrpo import metrics
 from asyncgrpo.cluster.core import Budget, Core
 from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.ray_session import Actor, Placement, Reference, has_ended, result
+from asyncgrpo.cluster.nodes import environment_to_share
+from asyncgrpo.cluster.ray_session import NO_PLACE_S, Actor, Placement, Reference, has_ended, result
 from asyncgrpo.cluster.wiring import GeneratorActor, Setup, incarnation_of
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.recording.events import EventLog
@@ -41,6 +42,10 @@ class _Generator:
     """Returned by `start`: where it exports its metrics. None once it is known."""
     running: Reference
     """Returned by `run`, when it ends."""
+    asked_s: float
+    """When Ray was asked to start it."""
+    is_late: bool = False
+    """It was said that Ray has not started it."""
 
 
 class Fleet:
@@ -113,10 +118,7 @@ class Fleet:
         missing = self._watch.missing()
         for index, generator in list(self._running.items()):
             name = f"generator-{index}"
-            if generator.address is not None and has_ended(generator.address):
-                with contextlib.suppress(AsyncGRPOError):  # then `running` has failed too, or is about to
-                    self._on_address(name, result(generator.address, name))
-                generator.address = None
+            self._follow_start(name, generator)
             if reason := self._unhealthy_reason(name, generator, missing.get(f"{name}-{generator.incarnation}")):
                 self._ended(index, generator, reason, may_restart)
             elif self._core is not None:
@@ -134,14 +136,27 @@ class Fleet:
         if references:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
+    def _follow_start(self, name: str, generator: _Generator) -> None:
+        """Note where it exports its metrics, once it has started. Say so once if Ray finds no place for it."""
+        if generator.address is None:
+            return
+        if has_ended(generator.address):
+            with contextlib.suppress(AsyncGRPOError):  # then it is unhealthy
+                self._on_address(name, result(generator.address, name))
+                generator.address = None
+        elif not generator.is_late and time.monotonic() - generator.asked_s > NO_PLACE_S:
+            generator.is_late = True
+            log.warning("%s; the others go on", self._placement.waits(name, NO_PLACE_S))
+
     def _unhealthy_reason(self, name: str, generator: _Generator, witness: str | None) -> str | None:
         """Why this generator has to be replaced, or None.
 
         Args:
             witness: the process that has lost touch with it, if one has.
         """
-        if has_ended(generator.running):
-            return _reason(generator.running, name)
+        for reference in (generator.address, generator.running):  # `run` of one that did not start tells nothing
+            if reference is not None and has_ended(reference):
+                return _reason(reference, name)
         limit_s = self._setup.config.cluster.silent_timeout_s
         unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
         if reason := unhealthy_reason(silent_s=limit_s):
@@ -152,9 +167,10 @@ class Fleet:
 
     def _start(self, index: int) -> None:
         options, start = self._placement.generator(index), self._budgets[index].count
-        actor = ray.remote(GeneratorActor).options(**options).remote(self._setup, index, start)
+        actor = ray.remote(GeneratorActor).options(**options).remote(environment_to_share(), self._setup, index, start)
         address = actor.start.remote(self._endpoints)
-        self._running[index] = _Generator(actor, incarnation_of(self._setup, start), address, actor.run.remote())
+        incarnation, running = incarnation_of(self._setup, start), actor.run.remote()
+        self._running[index] = _Generator(actor, incarnation, address, running, time.monotonic())
         if (reason := self._ended_by.pop(index, None)) is not None:
             self._events.write("restart", actor=f"generator-{index}", reason=reason, count=start)
             metrics.actor_restarts_total.labels(actor="generator").inc()
@@ -180,10 +196,10 @@ class Fleet:
         self._due[index] = time.monotonic() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
 
-def _reason(running: Reference, name: str) -> str:
-    """Why a generator's `run` ended."""
+def _reason(reference: Reference, name: str) -> str:
+    """Why a generator's `start` failed, or its `run` ended."""
     try:
-        result(running, name)
+        result(reference, name)
         return "it ended by itself"
     except ProcessLost as loss:
         return str(loss).removeprefix(f"{name}: ")

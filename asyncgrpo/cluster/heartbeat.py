@@ -164,6 +164,10 @@ class Watch:
             return f"its loop stands still for {known.heartbeat.loop_age_s:.0f} s"
         return None
 
+    def has_heard(self, name: str, incarnation: str) -> bool:
+        """Whether it has sent a heartbeat."""
+        return self._of(name, incarnation) is not None
+
     def has_begun(self, name: str, incarnation: str) -> bool:
         """Whether its main loop has run at least once."""
         known = self._of(name, incarnation)

@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 import ray
 from msgspec.structs import replace
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncgrpo import scratch
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, WeightsError, WireError
+from asyncgrpo.wire.sockets import is_loopback
 
 # -- the session -------------------------------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
     """Connect to the cluster at `address`, or start one here.
 
     Raises:
-        ConfigError: there is no cluster at `address`.
+        ConfigError: there is no cluster at `address`, or we do not have its token.
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -76,8 +77,11 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
                 **common,
             )
             _protect_token()
-    except ConnectionError as error:
-        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there") from error
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise ConfigError(
+            f"cluster.ray_address {address}: no Ray cluster lets us in there; if it asks for a token, set "
+            "RAY_AUTH_MODE=token, and give its token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
+        ) from error
     session = _session_folder() if address is None else None
     try:
         yield
@@ -189,6 +193,8 @@ def has_ended(reference: Reference) -> bool:
 
 RESERVE_TIMEOUT_S = 60.0
 """How long Ray may take to reserve the GPUs of a run."""
+NO_PLACE_S = 60.0
+"""A process that Ray has not started after so long has no place yet: to start one takes seconds."""
 
 
 def decide_device(config: Config) -> Config:
@@ -222,56 +228,79 @@ def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
 
 
 class Placement:
-    """The GPUs of one run in Ray's placement group: one bundle for each learner rank, then one for each generator.
+    """The places of one run in Ray's placement group: one bundle for each learner rank, then one for each generator.
 
     A shared GPU is one bundle, of which learner and generator take half each. How much of its memory each of them may
     take is not Ray's affair.
     """
 
     def __init__(self, config: Config, *, learner_on_gpu: bool) -> None:
-        """Reserve all GPUs at once. Raises ConfigError when the cluster has too few."""
-        self._learner_gpus = 1.0 if learner_on_gpu else 0.0
-        self._generator_gpus = float(config.generators.gpus_each)
-        self._first_generator = config.learner.ranks
+        """Reserve all GPUs, and what else the roles ask for, at once. Raises ConfigError when the cluster has too few."""
+        count, ranks, half = config.generators.count, config.learner.ranks, 0.5 if config.cluster.share_gpu else 1.0
+        self._learner = _needs(half * learner_on_gpu, config.learner.ray_resources)
+        self._generator = _needs(half * config.generators.gpus_each, config.generators.ray_resources)
+        self._first_generator = 0 if config.cluster.share_gpu else ranks
+        self._stays_here = is_loopback(config.cluster.bind)
         self._group: PlacementGroup | None = None
         wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
-        if not wanted:
+        if not (wanted or config.learner.ray_resources or config.generators.ray_resources):
             return
         check_gpus(config, int(ray.cluster_resources().get("GPU", 0)), learner_on_gpu=learner_on_gpu)
+        bundles = [self._learner] * ranks + [self._generator] * count
         if config.cluster.share_gpu:
-            bundles = [{"CPU": 2.0, "GPU": 1.0}]
-            self._learner_gpus, self._generator_gpus = self._learner_gpus / 2, self._generator_gpus / 2
-            self._first_generator = 0
-        else:
-            bundles = [self._bundle(self._learner_gpus)] * config.learner.ranks
-            bundles += [self._bundle(self._generator_gpus)] * config.generators.count
+            bundles = [self._learner | self._generator | {"CPU": 2.0, "GPU": 1.0}]
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(RESERVE_TIMEOUT_S):
-            raise ConfigError(f"no place for {wanted} GPUs within {RESERVE_TIMEOUT_S:.0f} s; other jobs hold them")
+            raise ConfigError(
+                f"Ray has no place within {RESERVE_TIMEOUT_S:.0f} s for learner.ranks {ranks} (each {_in_words(self._learner)}) "
+                f"and generators.count {count} (each {_in_words(self._generator)}); no node has it, or other jobs hold it"
+            )
 
-    @staticmethod
-    def _bundle(gpus: float) -> dict[str, float]:
-        return {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+    @property
+    def addresses(self) -> set[str]:
+        """The addresses of the nodes with places of this run; empty where none are reserved."""
+        if self._group is None:
+            return set()
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return {nodes[node] for node in placement_group_table(self._group)["bundles_to_node_id"].values()}
 
     def learner(self, rank: int) -> dict[str, Any]:
         """Ray options of a learner rank."""
-        return self._options(rank, self._learner_gpus)
+        return self._options(rank, self._learner)
 
     def generator(self, index: int) -> dict[str, Any]:
         """Ray options of a generator."""
-        return self._options(self._first_generator + index, self._generator_gpus)
+        return self._options(self._first_generator + index, self._generator)
 
-    def anywhere(self) -> dict[str, Any]:
-        """Ray options of the buffer."""
-        return {"num_cpus": 0, "max_restarts": 0}
+    def here(self) -> dict[str, Any]:
+        """Ray options of the buffer: it runs on the driver's node, so that it does not end with another one."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        return {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
 
-    def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
+    def waits(self, name: str, seconds: float) -> str:
+        """That this process has not started for so long, and what for, in a sentence."""
+        needs = _in_words(self._learner if name.startswith("learner") else self._generator)
+        place = f"a node with {needs} free" if self._group is not None and name != "buffer" else "a node"
+        return f"{name} has not started for {seconds:.0f} s: it waits for {place}"
+
+    def _options(self, bundle: int, needs: dict[str, float]) -> dict[str, Any]:
         if self._group is None:
-            return self.anywhere()
+            return self.here() if self._stays_here else {"num_cpus": 0, "max_restarts": 0}
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        others = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+        counts = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0.0), "resources": others}
+        return counts | {"max_restarts": 0, "scheduling_strategy": strategy}
 
     def release(self) -> None:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def _needs(gpus: float, others: dict[str, float]) -> dict[str, float]:
+    """What one process takes, by Ray's names."""
+    return {"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) | others
+
+
+def _in_words(needs: dict[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in needs.items())

@@ -23,12 +23,13 @@ from asyncgrpo.cluster.core import Budget, Core, Cores
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.cluster.nodes import check_bind_reaches, host_of, with_absolute_paths
 from asyncgrpo.cluster.ray_session import POLL_S, Placement, decide_device, ray_session
-from asyncgrpo.cluster.wiring import BufferReady, Setup, host_of, uses_cuda
+from asyncgrpo.cluster.wiring import BufferReady, Setup, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
-from asyncgrpo.metrics import remove_targets_beside, write_targets
+from asyncgrpo.metrics import remove_targets_beside, token_beside, write_targets
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.sockets import Keys, is_loopback
 from asyncgrpo.wire.supervision import EndpointsChanged
@@ -84,7 +85,7 @@ class Run:
             chaos: faults to inject into this run.
         """
         self._plan = chaos
-        self._config = config
+        self._config = with_absolute_paths(config)
         self._folder = folder
         self._sizes = sizes
         self._asked_to_stop = 0
@@ -101,13 +102,13 @@ class Run:
         """
         logs.setup("driver", None, self._folder.path)
         remove_targets_beside(self._folder.path, is_abandoned)
-        self._targets["driver"] = "127.0.0.1", metrics.serve("driver")
         config, before = self._config, self._folder.checkpoint()
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
         with ray_session(config.cluster.ray_address, config.generators.gpus_each == 0), _on_signals(self._stop):
             self._config = config = decide_device(config)
             placement = Placement(config, learner_on_gpu=uses_cuda(config))
             try:
+                check_bind_reaches(config, placement.addresses)
                 status = self._keep_going(placement, tell)
             except KeyboardInterrupt:
                 if self._asked_to_stop > 1:
@@ -129,14 +130,18 @@ class Run:
     def _keep_going(self, placement: Placement, tell: Callable[[str], None]) -> str:
         """Run one core after another until one has ended training. The generators live on between them."""
         config = self._config
+        host = host_of(config)
         keys = None if is_loopback(config.cluster.bind) else Keys.make()
-        watch = Watch(config.cluster.bind, keys, host=host_of(config))
+        metrics_token = None if keys is None else token_beside(self._folder.path)
+        self._targets["driver"] = host, metrics.serve("driver", host=host, token=metrics_token)
+        watch = Watch(config.cluster.bind, keys, host=host)
         setup = Setup(
             config=config,
             run_dir=self._folder.path,
             lineage=self._folder.next_lineage(),
             checkpoint=self._folder.checkpoint(),
             keys=keys,
+            metrics_token=metrics_token,
             watch_endpoint=watch.endpoint,
             start_with=config.generators.count,
         )

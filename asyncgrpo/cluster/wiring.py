@@ -6,13 +6,14 @@ the run is over. An error ends `run` with its exception, which the driver sees.
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import ray
 import xxhash
 
 from asyncgrpo import logs, metrics
@@ -24,6 +25,7 @@ from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.cluster.folder import hold
 from asyncgrpo.cluster.heartbeat import Heart
+from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, set_environment
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
@@ -35,10 +37,12 @@ from asyncgrpo.recording.events import EventLog
 from asyncgrpo.rewards import build_reward
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
-from asyncgrpo.wire.sockets import Client, Keys, Server, is_loopback
+from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
 
 if TYPE_CHECKING:  # these import torch, so the actors import them where they use them
+    from torch.distributed import Store
+
     from asyncgrpo.generators.service import GeneratorService
     from asyncgrpo.learner.learner import Learner
     from asyncgrpo.learner.ranks import Team
@@ -51,6 +55,8 @@ LOCK_TIMEOUT_S = 60.0
 """How long a buffer waits for the buffer of an earlier start, which has been killed or is about to be."""
 RANKS_START_TIMEOUT_S = 300.0
 """How long the learner ranks wait for each other."""
+STALL_IS_SAID_S = 60.0
+"""How much longer a rank waits for rank 0 than rank 0 for the buffer, so that rank 0 can say what it waited for."""
 
 
 # -- what the driver and the actors tell each other --------------------------------------------------------------------
@@ -70,6 +76,8 @@ class Setup:
     """Where the driver's `Watch` listens."""
     start_with: int
     """Generators that the learner waits for before its first publication."""
+    metrics_token: str | None = None
+    """What a scrape must send; None: metrics are exported on loopback only, and to anyone."""
     reward_has_worked: bool = False
     """Whether an earlier core of the same command trained a step, so that its reward calls worked."""
 
@@ -124,22 +132,22 @@ def _begin(
     Args:
         service: the service of this process once it exists, whose loop the heartbeats report.
         heart: further arguments of `Heart`.
+    Raises:
+        ConfigError: a file that this process reads is not on this node.
     """
 
     def loop_age_s() -> float | None:
         running = service()
         return None if running is None else running.progress.age_s
 
+    host = host_of(setup.config)
+    check_files(setup.config, role, setup.run_dir, host)
+    set_environment(network_environment(host))
     prepare_environment(setup.config)
     logs.setup(role, rank, setup.run_dir)
     name = role if rank is None else f"{role}-{rank}"
     Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, loop_age_s=loop_age_s, **heart)
-    return "127.0.0.1", metrics.serve(role)
-
-
-def host_of(config: Config) -> str:
-    """The address at which the other processes reach this one."""
-    return "127.0.0.1" if is_loopback(config.cluster.bind) else ray.util.get_node_ip_address()
+    return host, metrics.serve(role, host=host, token=setup.metrics_token)
 
 
 def uses_cuda(config: Config) -> bool:
@@ -175,7 +183,12 @@ def prepare_environment(config: Config) -> None:
 class BufferActor:
     """Owns the prompts, the leases and the ready groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
+        """
+        Args:
+            environment: of the driver, as far as its processes share it.
+        """
+        set_environment(environment)
         self._service: BufferService | None = None
 
     def warm_up(self) -> None:
@@ -318,11 +331,13 @@ def incarnation_of(setup: Setup, start: int) -> str:
 class GeneratorActor:
     """Owns one engine and its reward workers."""
 
-    def __init__(self, setup: Setup, index: int, start: int) -> None:
+    def __init__(self, environment: dict[str, str], setup: Setup, index: int, start: int) -> None:
         """
         Args:
+            environment: of the driver, as far as its processes share it.
             start: how often this generator was started before.
         """
+        set_environment(environment)
         self._setup = setup
         self._index = index
         self._start = start
@@ -407,7 +422,12 @@ def _adapter_merger(config: Config) -> "AdapterMerger | None":
 class LearnerActor:
     """One rank of the learner."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, environment: dict[str, str], rank: int) -> None:
+        """
+        Args:
+            environment: of the driver, as far as its processes share it.
+        """
+        set_environment(environment)
         self._rank = rank
         self._service: LearnerService | None = None
         self._publisher: Publisher | None = None
@@ -461,18 +481,15 @@ class LearnerActor:
         Args:
             about: fields of the run's `start` event.
         """
-        import torch.distributed as dist
-
         from asyncgrpo.learner.learner import Learner
         from asyncgrpo.learner.ranks import Team
         from asyncgrpo.learner.service import follow
+        from asyncgrpo.weights.group import visit_store
 
         config, rank, world = self._setup.config, self._rank, self._setup.config.learner.ranks
-        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        store = self._store if rank == 0 else visit_store(leader.host, leader.group_port, RANKS_START_TIMEOUT_S)
         _limit_gpu_memory(config, 1 - CONTEXTS_SHARE - config.generators.memory_fraction)
-        store = self._store if rank == 0 else dist.TCPStore(leader.host, leader.group_port)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-        try:
+        with joined_ranks(store, rank, world, self._device.type, ranks_timeout_s(config)):
             learner = Learner(config, rank=rank, world=world, device=self._device)
             if self._setup.checkpoint is not None:
                 learner.load(str(self._setup.checkpoint / "resume"))
@@ -481,8 +498,6 @@ class LearnerActor:
                 follow(learner, team)
                 return "done"
             return self._lead(learner, team, buffer_endpoint, about)
-        finally:
-            dist.destroy_process_group()
 
     def _lead(self, learner: "Learner", team: "Team", buffer_endpoint: str, about: dict[str, Any]) -> str:
         from asyncgrpo.learner.ranks import Inbox
@@ -513,6 +528,31 @@ class LearnerActor:
         start = {"lineage": setup.lineage, "version": str(service.version), "step": service.step}
         recorder.events.write("start", **start, **recorder.undone, **about)
         return service.run()
+
+
+def ranks_timeout_s(config: Config) -> float:
+    """How long a rank waits for the others in one collective, seconds.
+
+    While rank 0 waits for a batch the others wait for rank 0, so the limit on a stall of the run must come first.
+    """
+    return max(RANKS_START_TIMEOUT_S, config.cluster.stall_timeout_s + STALL_IS_SAID_S)
+
+
+@contextmanager
+def joined_ranks(store: "Store", rank: int, world: int, device: str, timeout_s: float) -> Iterator[None]:
+    """The default process group of the learner's ranks, as long as the block runs.
+
+    Args:
+        device: `cuda` adds NCCL; what ranks tell each other goes through gloo in any case.
+    """
+    import torch.distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _weights_backend(config: Config) -> "Backend":

@@ -1,5 +1,6 @@
 """The fleet without Ray: which generators it ends, tells and starts again."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from asyncgrpo.cluster import fleet as module
 from asyncgrpo.cluster.fleet import BACKOFF_S, Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
-from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.errors import AsyncGRPOError, ConfigError
 from asyncgrpo.wire.supervision import EndpointsChanged
 
 ENDPOINTS = EndpointsChanged(buffer_endpoint="b", weights_endpoint="w")
@@ -21,12 +22,19 @@ class Ray:
 
     def __init__(self) -> None:
         self.killed: list[Any] = []
+        self.started: list[object] = []
+        """What `start` of each actor returned."""
 
     def remote(self, kind: type) -> Any:
-        method = SimpleNamespace(remote=lambda *arguments: object())
+        run = SimpleNamespace(remote=lambda *arguments: object())
+        start = SimpleNamespace(remote=self._start)
         return SimpleNamespace(
-            options=lambda **options: SimpleNamespace(remote=lambda *a: SimpleNamespace(start=method, run=method))
+            options=lambda **options: SimpleNamespace(remote=lambda *a: SimpleNamespace(start=start, run=run))
         )
+
+    def _start(self, endpoints: EndpointsChanged) -> object:
+        self.started.append(object())
+        return self.started[-1]
 
     def kill(self, actor: Any) -> None:
         self.killed.append(actor)
@@ -69,9 +77,8 @@ class Core:
 @pytest.fixture
 def plane(monkeypatch):
     """A fleet of two generators, its watch, its core, and the events that it has written."""
-    ended: set[int] = set()
     monkeypatch.setattr(module, "ray", Ray())
-    monkeypatch.setattr(module, "has_ended", lambda reference: id(reference) in ended)
+    monkeypatch.setattr(module, "has_ended", lambda reference: False)
     monkeypatch.setattr(module, "BACKOFF_S", (0.0,) * len(BACKOFF_S))
     config = Config(
         model=ModelConfig(path="m"), data=DataConfig(train="t"), generators=GeneratorConfig(count=2, restarts=1)
@@ -79,7 +86,9 @@ def plane(monkeypatch):
     setup = Setup(config, Path("run"), 1, None, None, "", config.generators.count)
     watch, core, written = Watch(), Core(), []
     events = SimpleNamespace(write=lambda event, **fields: written.append({"event": event, **fields}))
-    placement = SimpleNamespace(generator=lambda index: {})
+    placement = SimpleNamespace(
+        generator=lambda index: {}, waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s for 1 GPU"
+    )
     fleet = Fleet(setup, placement, watch, events, on_address=lambda name, address: None)  # type: ignore[arg-type]
     fleet.work_for(core, ENDPOINTS)  # type: ignore[arg-type]
     fleet.reconcile()
@@ -123,3 +132,37 @@ def test_one_that_may_not_start_again_is_no_restart_and_nothing_starts_while_the
         fleet.reconcile()
     fleet.reconcile(may_restart=False)
     assert [event["actor"] for event in written] == ["generator-0"] and not fleet._running
+
+
+def test_one_that_ray_finds_no_place_for_is_said_once_and_the_others_go_on(plane, monkeypatch, caplog):
+    fleet, watch, core, _ = plane
+    watch.silent_s = {"generator-1 1.0": 500.0}  # its node is lost, and what replaces it has no place
+    now_s, ray = [time.monotonic()], module.ray
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(module, "has_ended", lambda reference: reference is ray.started[0])
+    monkeypatch.setattr(module, "result", lambda reference, name: ("127.0.0.1", 1))
+    fleet.reconcile()
+    assert len(ray.started) == 3 and "waits since" not in caplog.text
+    for _ in range(3):
+        now_s[0] += module.NO_PLACE_S
+        fleet.reconcile()
+    assert caplog.text.count("generator-1 waits since 60 s for 1 GPU; the others go on") == 1
+    assert "generator-0 waits" not in caplog.text
+    assert len(ray.started) == 3 and core.lost == [("generator-1", "1.0")], "it is not given up"
+    monkeypatch.setattr(module, "has_ended", lambda reference: reference in (ray.started[0], ray.started[2]))
+    fleet.reconcile()
+    assert len(ray.started) == 3, "a node has joined"
+
+
+def test_one_that_cannot_start_ends_by_its_own_reason(plane, monkeypatch):
+    fleet, _, core, written = plane
+    failed = module.ray.started[1]
+
+    def result(reference: object, name: str) -> None:
+        raise ConfigError("model.path: /models/a is not there on the node 10.0.0.7")
+
+    monkeypatch.setattr(module, "result", result)
+    monkeypatch.setattr(module, "has_ended", lambda reference: reference is failed)
+    fleet.reconcile()
+    assert core.lost == [("generator-1", "1.0")]
+    assert written[-1]["reason"] == "model.path: /models/a is not there on the node 10.0.0.7"

@@ -24,7 +24,7 @@ class Process:
 def run(*overrides):
     config = decide_device(load_config(None, ["model.path=m", "data.train=d", *overrides]))
     placement = Placement(config, learner_on_gpu=config.learner.device == "cuda")
-    options = {"learner": placement.learner(0), "generator": placement.generator(0), "buffer": placement.anywhere()}
+    options = {"learner": placement.learner(0), "generator": placement.generator(0), "buffer": placement.here()}
     actors = {name: ray.remote(Process).options(**chosen).remote() for name, chosen in options.items()}
     found = {name: ray.get(actor.gpus.remote()) for name, actor in actors.items()} | {"device": config.learner.device}
     for actor in actors.values():

@@ -1,0 +1,128 @@
+"""What a process on another node needs, without another node."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.cluster.folder import RunFolder
+from asyncgrpo.cluster.nodes import (
+    check_bind_reaches,
+    check_files,
+    environment_to_share,
+    network_environment,
+    set_environment,
+    with_absolute_paths,
+)
+from asyncgrpo.cluster.run import Run
+from asyncgrpo.cluster.wiring import joined_ranks, ranks_timeout_s
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import ConfigError
+
+
+def configured(*overrides: str) -> Config:
+    return load_config(None, ["model.path=model", "data.train=train.jsonl", *overrides])
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with all the files that a run names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "run").mkdir()
+    for name in ("train.jsonl", "eval.jsonl", "reward.py", "run/lineage"):
+        (tmp_path / name).write_text("")
+    return tmp_path
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+
+def test_processes_are_told_absolute_paths(files: Path):
+    config = configured("data.eval=eval.jsonl", "reward.function=reward.py:judge", "run.out=run")
+    told = Run(config, RunFolder(files / "run"), "")._config
+    assert told == with_absolute_paths(config)
+    assert told.model.path == str(files / "model")
+    assert (told.data.train, told.data.eval) == (str(files / "train.jsonl"), str(files / "eval.jsonl"))
+    assert told.reward.function == str(files / "reward.py:judge")
+    assert told.run.out == str(files / "run")
+
+
+def test_a_hub_id_stays_one(files: Path):
+    told = with_absolute_paths(configured("model.path=Qwen/Qwen3-8B"))
+    assert told.model.path == "Qwen/Qwen3-8B" and told.data.eval is None and told.reward.function is None
+    check_files(told, "learner", files / "run", "10.0.0.7")
+
+
+@pytest.mark.parametrize(
+    ("role", "key", "lost"),
+    [
+        ("buffer", "data.train", "train.jsonl"),
+        ("buffer", "data.eval", "eval.jsonl"),
+        ("learner", "model.path", "model"),
+        ("generator", "model.path", "model"),
+        ("generator", "reward.function", "reward.py"),
+        ("generator", "run.out", "run/lineage"),
+        ("learner", "run.out", "run/lineage"),
+    ],
+)
+def test_a_file_that_a_node_does_not_see_is_named_with_the_node(files: Path, role, key, lost):
+    config = with_absolute_paths(configured("data.eval=eval.jsonl", "reward.function=reward.py:judge", "run.out=run"))
+    check_files(config, role, files / "run", "10.0.0.7")
+    (files / lost).rename(files / "elsewhere")
+    named = files / "run" if key == "run.out" else files / lost
+    with pytest.raises(
+        ConfigError, match=rf"^{key}: {named}.* is not there on the node 10\.0\.0\.7, where a {role} runs"
+    ):
+        check_files(config, role, files / "run", "10.0.0.7")
+
+
+def test_a_role_needs_only_what_it_reads(files: Path):
+    config = with_absolute_paths(configured("reward.function=reward.py", "run.out=run"))
+    (files / "train.jsonl").unlink()
+    check_files(config, "generator", files / "run", "10.0.0.7")
+    (files / "reward.py").unlink()
+    check_files(config, "learner", files / "run", "10.0.0.7")
+
+
+# -- addresses and the environment -------------------------------------------------------------------------------------
+
+
+def test_loopback_is_refused_where_ray_places_the_run_on_several_nodes():
+    check_bind_reaches(configured(), {"10.0.0.1"})
+    check_bind_reaches(configured(), set())
+    check_bind_reaches(configured("cluster.bind=0.0.0.0"), {"10.0.0.1", "10.0.0.2"})
+    with pytest.raises(
+        ConfigError, match=r"cluster\.bind is 127\.0\.0\.1, .*2 nodes \(10\.0\.0\.1, 10\.0\.0\.2\); set"
+    ):
+        check_bind_reaches(configured(), {"10.0.0.2", "10.0.0.1"})
+
+
+def test_gloo_and_nccl_are_told_the_interface_of_an_address():
+    assert network_environment("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert network_environment("192.0.2.1") == {}, "no interface has it"
+
+
+def test_settings_of_libraries_travel_and_a_nodes_own_stay(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        os, "environ", {"NCCL_DEBUG": "INFO", "HF_HOME": "/hub", "CUDA_VISIBLE_DEVICES": "3", "PATH": "/b"}
+    )
+    shared = environment_to_share()
+    assert shared == {"NCCL_DEBUG": "INFO", "HF_HOME": "/hub"}
+    monkeypatch.setattr(os, "environ", {"HF_HOME": "/local"})
+    set_environment(shared)
+    assert os.environ == {"NCCL_DEBUG": "INFO", "HF_HOME": "/local"}
+
+
+@pytest.mark.parametrize("stall_s", [1.0, 3600.0])
+def test_a_rank_waits_longer_for_the_others_than_rank_0_for_a_batch(stall_s: float):
+    import torch
+    import torch.distributed as dist
+
+    timeout_s = ranks_timeout_s(configured(f"cluster.stall_timeout_s={stall_s}"))
+    assert timeout_s > stall_s and timeout_s >= 300.0
+    with joined_ranks(dist.HashStore(), 0, 1, "cpu", timeout_s):
+        assert dist.group.WORLD is not None
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        assert options._timeout.total_seconds() == timeout_s
