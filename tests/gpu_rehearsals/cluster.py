@@ -1,0 +1,171 @@
+"""A Ray cluster of several nodes on one machine: a network namespace each, joined by a bridge. Needs root and `ip`.
+
+Processes of two nodes share neither loopback nor addresses, as on two machines. They share the disk, and the kernel.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import REPOSITORY
+
+PORT = 6399
+_COUNT = """
+import sys
+from ray._raylet import GcsClient
+
+print(sum(node.state == 0 for node in GcsClient(address=sys.argv[1]).get_all_node_info().values()))
+"""
+BIN = Path(sys.executable).parent
+
+
+def why_not() -> str | None:
+    """Why this machine cannot have network namespaces; None if it can."""
+    if shutil.which("ip") is None:
+        return "network namespaces need `ip` (iproute2)"
+    name = f"agt{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces need root: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return None
+
+
+needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+class Cluster:
+    """Nodes by number, from 1. `close` ends all that runs in them."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] = {}) -> None:
+        """
+        Args:
+            folder: the home of Ray and of every process; a short path, because Ray keeps sockets below it.
+            environment: of every process in every node.
+        """
+        self._folder = folder
+        self._environment = dict(environment)
+        self._name = f"ag{os.getpid()}"
+        self._there: set[int] = set()
+        self._running: list[subprocess.Popen[str]] = []
+        ip("netns", "add", self._hub)
+        ip("-n", self._hub, "link", "add", "hub", "type", "bridge")
+        ip("-n", self._hub, "link", "set", "hub", "up")
+
+    @property
+    def _hub(self) -> str:
+        return f"{self._name}hub"
+
+    def _node(self, number: int) -> str:
+        return f"{self._name}n{number}"
+
+    @staticmethod
+    def address(number: int) -> str:
+        return f"10.77.0.{number}"
+
+    @property
+    def ray_address(self) -> str:
+        return f"{self.address(1)}:{PORT}"
+
+    def add(self, number: int) -> None:
+        """Make a node: its own loopback, and one interface that the other nodes reach."""
+        node, plug = self._node(number), f"p{number}"
+        self._there.add(number)
+        ip("netns", "add", node)
+        ip("-n", self._hub, "link", "add", plug, "type", "veth", "peer", "name", "net0", "netns", node)
+        ip("-n", self._hub, "link", "set", plug, "master", "hub", "up")
+        ip("-n", node, "addr", "add", f"{self.address(number)}/24", "dev", "net0")
+        ip("-n", node, "link", "set", "net0", "up")
+        ip("-n", node, "link", "set", "lo", "up")
+
+    def start_ray(self, number: int, resources: str) -> None:
+        """Start Ray on a node, the head on node 1. `resources` is JSON."""
+        where = ["--address", self.ray_address]
+        if number == 1:
+            where = [
+                "--head",
+                "--port",
+                str(PORT),
+                "--include-dashboard",
+                "false",
+                "--temp-dir",
+                str(self._folder / "ray"),
+            ]
+        # With --block, so that what it starts is ours to end.
+        self.start(
+            number,
+            *[str(BIN / "ray"), "start", "--block", "--node-ip-address", self.address(number), "--num-cpus", "4"],
+            *["--num-gpus", "0", "--object-store-memory", str(100 * 2**20), "--resources", resources, *where],
+            output=self._folder / f"ray-{number}.txt",
+        )
+
+    def wait_for_ray(self, nodes: int, timeout_s: float = 60.0) -> None:
+        """Until so many nodes are alive, as Ray says."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self._alive()) < nodes:
+            assert time.monotonic() < deadline, f"{found} of {nodes} nodes: {self._folder}/ray-*.txt say why"
+            time.sleep(0.5)
+
+    def _alive(self) -> int:
+        done = self.run(1, sys.executable, "-c", _COUNT, self.ray_address)
+        return int(done.stdout) if done.returncode == 0 else 0
+
+    def start(self, number: int, *arguments: str, output: Path, cwd: Path | None = None) -> subprocess.Popen[str]:
+        """Start a program on a node and go on."""
+        with open(output, "a") as file:
+            where = {"stdout": file, "stderr": file, "cwd": cwd or self._folder, "env": self._all_settings}
+            process = subprocess.Popen(self._inside(number, arguments), text=True, **where)
+        self._running.append(process)
+        return process
+
+    def run(
+        self, number: int, *arguments: str, cwd: Path | None = None, **settings: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program on a node to its end."""
+        where: dict[str, Any] = {"cwd": cwd or self._folder, "env": self._all_settings | settings}
+        return subprocess.run(self._inside(number, arguments), capture_output=True, text=True, timeout=120, **where)
+
+    def _inside(self, number: int, arguments: tuple[str, ...]) -> list[str]:
+        return ["ip", "netns", "exec", self._node(number), *arguments]
+
+    @property
+    def _all_settings(self) -> dict[str, str]:
+        plain = {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(self._folder), "PYTHONPATH": str(REPOSITORY)}
+        plain |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        return plain | self._environment
+
+    def processes(self, number: int) -> list[int]:
+        done = subprocess.run(["ip", "netns", "pids", self._node(number)], capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def lose(self, number: int) -> None:
+        """Take a node away as a power cut does: nothing that ran there says goodbye."""
+        ip("-n", self._hub, "link", "del", f"p{number}")
+        self._kill(number)
+        ip("netns", "del", self._node(number))
+        self._there.discard(number)
+
+    def _kill(self, number: int) -> None:
+        for pid in self.processes(number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+    def close(self) -> None:
+        for number in sorted(self._there):
+            self._kill(number)
+            subprocess.run(["ip", "netns", "del", self._node(number)], capture_output=True)
+        subprocess.run(["ip", "netns", "del", self._hub], capture_output=True)
+        for process in self._running:
+            process.wait(timeout=20)
