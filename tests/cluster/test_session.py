@@ -10,9 +10,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import ray
 
 from asyncgrpo import scratch
-from asyncgrpo.cluster.ray_session import check_ray
+from asyncgrpo.cluster.ray_session import check_ray, ray_session
 from asyncgrpo.errors import ConfigError
 from tests.runs import assert_nothing_left, environment
 
@@ -93,3 +94,18 @@ def test_a_cluster_that_is_not_there_is_known_at_once():
     with pytest.raises(ConfigError, match=r"cluster.ray_address 127.0.0.1:1: no Ray cluster answers there"):
         check_ray("127.0.0.1:1")
     check_ray("auto")
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("Failed to connect"), ray.exceptions.AuthenticationError("no token")]
+)
+def test_a_cluster_that_does_not_let_us_in_is_said_with_the_way_to_its_token(monkeypatch, error):
+    def refuse(**arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with (
+        pytest.raises(ConfigError, match=r"cluster\.ray_address auto: .* set RAY_AUTH_MODE=token"),
+        ray_session("auto", False),
+    ):
+        raise AssertionError("it let us in")

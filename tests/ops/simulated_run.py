@@ -1,7 +1,11 @@
-"""Exports the metrics of all roles and moves them as a healthy run would. Prints its port, then runs until killed."""
+"""Exports the metrics of all roles and moves them as a healthy run would. Prints its port, then runs until killed.
+
+Its argument is the token that a scrape must send.
+"""
 
 import itertools
 import random
+import sys
 import time
 
 from asyncgrpo import metrics
@@ -80,7 +84,7 @@ def one_step(rng: random.Random, step: int) -> None:
 def main() -> None:
     rng = random.Random(0)
     start()
-    print(metrics.serve(*metrics.ROLES), flush=True)
+    print(metrics.serve(*metrics.ROLES, token=sys.argv[1]), flush=True)
     for step in itertools.count(1):
         one_step(rng, step)
         time.sleep(0.2)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.metrics import write_targets
+from asyncgrpo.metrics import token_beside, write_targets
 
 OPS = Path(__file__).parents[2] / "ops"
 
@@ -99,18 +99,19 @@ def test_check_fills_in_grafanas_variables():
 
 @pytest.fixture
 def prometheus(tmp_path):
-    """URL of a Prometheus that scrapes, with our rules and discovery, a process that exports our metrics."""
+    """URL of a Prometheus that scrapes, with our rules, discovery and token, a process that exports our metrics."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
+    token = token_beside(tmp_path / "runs" / "sim")
     run = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("simulated_run.py")],
+        [sys.executable, Path(__file__).with_name("simulated_run.py"), token],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(OPS.parent)},
     )
     assert run.stdout
     write_targets(tmp_path / "runs" / "sim", {"learner-0": ("127.0.0.1", int(run.stdout.readline()))})
-    ours = (OPS / "prometheus" / "prometheus.yml").read_text(encoding="utf-8")
+    ours = (OPS / "prometheus" / "nodes.yml").read_text(encoding="utf-8")
     ours = ours.replace("scrape_interval: 5s", "scrape_interval: 1s").replace("../../runs", "runs")
     (tmp_path / "prometheus.yml").write_text(ours)
     shutil.copy(OPS / "prometheus" / "alerts.yml", tmp_path)

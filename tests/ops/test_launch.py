@@ -1,0 +1,129 @@
+"""The files that start a run on several nodes: read as Slurm, Ray and Kubernetes read them, as far as these are here."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncgrpo.config.load import load_config
+from tests.runs import wait_until
+
+LAUNCH = Path(__file__).parents[2] / "ops" / "launch"
+NEEDED = ["model.path=m", "data.train=t"]
+
+
+def assert_is_a_run_on_several_nodes(command: str) -> None:
+    """Every key is one of ours, and the processes reach each other."""
+    program, serve, name, *settings = shlex.split(command)
+    assert (program, serve) == ("asyncgrpo", "serve")
+    cluster = load_config(name, [*NEEDED, *settings]).cluster
+    assert cluster.ray_address is not None and cluster.bind == "0.0.0.0"
+
+
+# -- Slurm -------------------------------------------------------------------------------------------------------------
+
+STUBS = {
+    "scontrol": "printf 'node1\\nnode2\\n'",
+    "getent": "printf '127.0.1.1 STREAM node1\\n10.0.0.7 STREAM node1\\n'",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "ray": 'echo "ray $RAY_AUTH_MODE $*" >> "$SAID"; exec /usr/bin/sleep 60',
+    "python": "echo 2",
+    "sleep": "",
+    "asyncgrpo": """
+trap 'echo drained >> "$SAID"; exit ${CODE:-0}' TERM
+echo "asyncgrpo $*" >> "$SAID"
+while :; do /usr/bin/sleep 0.1; done""",
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    """Starts the script of a job of two nodes, in which nothing is real but the shell."""
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    settings = {
+        "BIN": str(tmp_path),
+        "HOME": str(tmp_path),
+        "SAID": str(tmp_path / "said"),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
+    started = []
+
+    def start(**more: str) -> subprocess.Popen:
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | settings | more
+        script = [str(LAUNCH / "slurm.sh"), "cluster_64gpu", "run.out=/shared/run"]
+        started.append(subprocess.Popen(["bash", *script], env=environment, start_new_session=True))
+        return started[-1]
+
+    yield start, tmp_path / "said"
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_slurm_job_starts_ray_on_every_node_and_the_end_of_its_time_drains_the_run(job, code):
+    start, said = job
+    process = start(CODE=str(code))
+    wait_until(lambda: said.exists() and "asyncgrpo" in said.read_text(), "start of the driver", 20.0)
+    wait_until(lambda: said.read_text().count("ray token") == 2, "Ray on two nodes", 20.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == code
+    lines = said.read_text().splitlines()
+    assert lines[-1] == "drained"
+    (driver,) = [line for line in lines if line.startswith("asyncgrpo")]
+    assert_is_a_run_on_several_nodes(driver)
+    assert "cluster.ray_address=10.0.0.7:6379" in driver, "not the loopback address of the node's name"
+    first, other = sorted((line for line in lines if line.startswith("ray")), key=lambda line: "--head" not in line)
+    assert first == "ray token start --block --head --node-ip-address=10.0.0.7 --port=6379 --include-dashboard=false"
+    assert other == "ray token start --block --address=10.0.0.7:6379"
+
+
+# -- Ray's launcher ----------------------------------------------------------------------------------------------------
+
+
+def test_ray_takes_the_file_of_its_launcher():
+    text = (LAUNCH / "ray-cluster.yaml").read_text(encoding="utf-8")
+    check = "import sys, yaml; from ray.autoscaler._private.util import prepare_config, validate_config; "
+    check += "validate_config(prepare_config(yaml.safe_load(sys.stdin)))"
+    done = subprocess.run([sys.executable, "-c", check], input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-500:]
+    read = yaml.safe_load(text)
+    for command in (read["head_start_ray_commands"][-1], read["worker_start_ray_commands"][-1]):
+        assert "RAY_AUTH_MODE=token" in command
+    (typed,) = re.findall(r"'RAY_AUTH_MODE=token (asyncgrpo serve .*?)'", text.replace("\n#", " "), re.DOTALL)
+    assert_is_a_run_on_several_nodes(typed)
+
+
+# -- Kubernetes --------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_is_a_ray_job_whose_pods_only_the_run_reaches():
+    job, policy = yaml.safe_load_all((LAUNCH / "kuberay.yaml").read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert_is_a_run_on_several_nodes(job["spec"]["entrypoint"])
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [group["template"] for group in groups]
+    chosen = policy["spec"]["podSelector"]["matchLabels"].items()
+    assert [pod for pod in pods if not chosen <= pod["metadata"]["labels"].items()] == []
+    assert policy["spec"]["policyTypes"] == ["Ingress"] and {} not in policy["spec"]["ingress"]
+    gpus = 0
+    for group, pod in zip(groups, pods, strict=True):
+        (container,) = pod["spec"]["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        assert set(mounts.values()) == set(volumes) and volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        gpus += group.get("replicas", 1) * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    config = load_config("cluster_64gpu", shlex.split(job["spec"]["entrypoint"])[3:])
+    assert config.learner.ranks + config.generators.count * config.generators.gpus_each == gpus
