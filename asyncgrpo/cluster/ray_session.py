@@ -6,6 +6,7 @@ and has no dashboard. docs/security.md says what stays open all the same.
 
 import logging
 import os
+import re
 import shutil
 import socket
 import stat
@@ -165,7 +166,17 @@ def result(reference: Reference, name: str) -> Any:
         loss.is_error = True
         raise loss from error
     except ray.exceptions.RayActorError as error:
-        raise ProcessLost(f"{name}: its process died") from error
+        loss = ProcessLost(f"{name}: {_failed_start(error) or 'its process died'}")
+        loss.is_error = error.actor_init_failed
+        raise loss from error
+
+
+def _failed_start(error: ray.exceptions.RayActorError) -> str:
+    """Why and where a process could not be made an actor, as when asyncgrpo is not installed there; else empty."""
+    if not error.actor_init_failed:
+        return ""
+    address = re.search(r"\bip=([^,)]+)", str(error))
+    return f"it cannot start on {address[1] if address else 'its node'}: {str(error).strip().splitlines()[-1][:300]}"
 
 
 def results(references: dict[str, Reference], while_waiting: Callable[[], None]) -> list[Any]:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.exceptions import RayTaskError
 
 from asyncgrpo import scratch
-from asyncgrpo.cluster.ray_session import check_ray, ray_session
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.cluster.ray_session import check_ray, ray_session, result
+from asyncgrpo.errors import ConfigError, ProcessLost
 from tests.runs import assert_nothing_left, environment
 
 PROGRAM = """
@@ -109,3 +110,35 @@ def test_a_cluster_that_does_not_let_us_in_is_said_with_the_way_to_its_token(mon
         ray_session("auto", False),
     ):
         raise AssertionError("it let us in")
+
+
+TEXT = """\x1b[36mray::A.__init__()\x1b[39m (pid=7, ip=10.0.0.7, actor_id=bc64)
+RuntimeError: The actor with name A failed to import on the worker.
+ModuleNotFoundError: No module named 'asyncgrpo'
+"""
+"""What Ray 2.60 says of a class that a worker cannot import, shortened."""
+
+
+def test_a_node_without_our_package_is_named(monkeypatch):
+    missing = ModuleNotFoundError("No module named 'asyncgrpo'")
+    failed = RayTaskError("A.__init__", TEXT, missing)
+
+    def get(reference: object) -> None:
+        raise ray.exceptions.ActorDiedError(failed)
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(
+        ProcessLost, match=r"^learner-1: it cannot start on 10\.0\.0\.7: ModuleNotFoundError: No module"
+    ) as loss:
+        result(object(), "learner-1")
+    assert loss.value.is_error, "another one would find the same"
+
+
+def test_a_process_that_was_killed_may_be_replaced(monkeypatch):
+    def get(reference: object) -> None:
+        raise ray.exceptions.ActorDiedError()
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(ProcessLost, match=r"^learner-1: its process died$") as loss:
+        result(object(), "learner-1")
+    assert not loss.value.is_error
