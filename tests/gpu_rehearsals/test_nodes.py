@@ -80,36 +80,72 @@ def test_ranks_on_two_nodes_meet_though_the_name_of_each_leads_to_loopback(clust
     wait_until(lambda: all("sum 2.0" in path.read_text() for path in said), "sum over two nodes", 40.0)
 
 
-REMOTE = ["learner.ray_resources={first: 1}", "generators.ray_resources={second: 1}", "cluster.bind=0.0.0.0"]
-QUICK = ["run.eval_every=100", "run.checkpoint_every=6", "weights.timeout_s=4", "cluster.silent_timeout_s=8"]
+DEMO = ["demo", "--engine", "torch", "--max-lag", "1", "--out", "run", "learner.ranks=2", "run.eval_every=100"]
+APART = ["learner.ray_resources={first: 1}", "generators.ray_resources={second: 1}"]
+SOON = ["run.checkpoint_every=6", "weights.timeout_s=4", "cluster.silent_timeout_s=8"]
 
 
-def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluster, folder: Path):
-    token, work = folder / ".ray" / "auth_token", folder / "work"
+def start_ray(cluster: Cluster, folder: Path) -> None:
+    """On two nodes, the second of which holds the generators."""
+    token = folder / ".ray" / "auth_token"
     token.parent.mkdir()
-    work.mkdir()
     token.write_text(secrets.token_hex(32))
     cluster.start_ray(1, '{"first": 4}')
     cluster.wait_for_ray(1)
     cluster.start_ray(2, '{"second": 4}')
     cluster.wait_for_ray(2)
-    demo = ["demo", "--engine", "torch", "--max-lag", "1", "--out", "run", "--steps", "24"]
-    demo += [f"cluster.ray_address={cluster.ray_address}", "learner.ranks=2", *QUICK]
 
-    loopback = cluster.run(1, *command(*demo, *REMOTE[:2]), cwd=work)
-    assert loopback.returncode == 1 and "set cluster.bind=0.0.0.0" in loopback.stdout + loopback.stderr
 
-    run, output = work / "run", folder / "output.txt"
-    process = cluster.start(1, *command(*demo, *REMOTE), output=output, cwd=work)
-    wait_until(lambda: len(events(run, "step")) >= 8 or process.poll() is not None, "eighth step", 100.0)
+def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str, gap_s: float = 2.0) -> None:
+    """Run the demo, and lose the second node at half of its steps; after `gap_s` a third one joins. It ends well."""
+    run, output = work / "run", work / "output.txt"
+    arguments = [*DEMO, *APART, "--steps", str(steps), f"cluster.ray_address={cluster.ray_address}", *settings]
+    process = cluster.start(1, *command(*arguments, "cluster.bind=0.0.0.0"), output=output, cwd=work)
+    half = steps // 2
+    wait_until(lambda: len(events(run, "step")) >= half or process.poll() is not None, f"step {half}", 120.0)
     assert process.poll() is None, output.read_text()
     cluster.lose(2)
-    time.sleep(2.0)
+    time.sleep(gap_s)
     cluster.add(3)
     cluster.start_ray(3, '{"second": 4}')
-    assert process.wait(timeout=120) == 0, output.read_text()
-    assert [event["step"] for event in events(run, "step")] == list(range(1, 25))
+    assert process.wait(timeout=240) == 0, output.read_text()
+    assert [event["step"] for event in events(run, "step")] == list(range(1, steps + 1))
     assert {event["actor"] for event in events(run, "restart")} == {"generator-0", "generator-1"}
     assert all(event["checksum"] == "ok" for event in events(run, "sync")) and events(run, "sync")[-1]["engines"] == 2
     audit = cluster.run(1, *command("audit", "run"), cwd=work)
     assert audit.returncode == 0, audit.stdout
+
+
+def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluster, folder: Path):
+    start_ray(cluster, folder)
+    work = folder / "work"  # not the working directory of Ray's workers, and the demo's paths are relative
+    work.mkdir()
+    loopback = cluster.run(1, *command(*DEMO, *APART, f"cluster.ray_address={cluster.ray_address}"), cwd=work)
+    assert loopback.returncode == 1 and "set cluster.bind=0.0.0.0" in loopback.stdout + loopback.stderr
+    lose_the_generators(cluster, work, 24, *SOON)
+
+
+def main() -> None:
+    """The same for longer, with the limits of a real run; prints what happened when."""
+    steps, gap_s = int(sys.argv[1]), float(sys.argv[2])
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    cluster = Cluster(folder, {"RAY_AUTH_MODE": "token"})
+    try:
+        cluster.add(1)
+        cluster.add(2)
+        start_ray(cluster, folder)
+        lose_the_generators(cluster, folder, steps, *sys.argv[3:], gap_s=gap_s)
+    finally:
+        cluster.close()
+    run = folder / "run"
+    began_s = events(run, "start")[0]["time"]
+    for kind in ("restart", "sync", "end"):
+        for event in events(run, kind):
+            if kind != "sync" or event["ms"] > 1000 or event.get("left_out"):
+                said = {name: text for name, text in event.items() if name not in ("time", "event", "tokens", "digest")}
+                print(f"{event['time'] - began_s:7.1f} s  {kind}  {said}")
+    print(f"{len(events(run, 'sync'))} publications, all proved; {(run / 'logs' / 'driver.log').read_text()}")
+
+
+if __name__ == "__main__":  # python -m tests.gpu_rehearsals.test_nodes STEPS SECONDS-WITHOUT-THE-NODE [key=value ...]
+    main()
