@@ -14,12 +14,17 @@ from asyncgrpo.config.load import load_config
 PROGRAM = """
 import json, os
 import ray
+from asyncgrpo.cluster import ray_session
 from asyncgrpo.cluster.ray_session import Placement, decide_device
 from asyncgrpo.config.load import load_config
+from asyncgrpo.errors import ConfigError
 
 class Process:
     def gpus(self):
         return ray.get_gpu_ids()
+
+    def taken(self):
+        return ray.get_runtime_context().get_assigned_resources()
 
 def run(*overrides):
     config = decide_device(load_config(None, ["model.path=m", "data.train=d", *overrides]))
@@ -32,10 +37,28 @@ def run(*overrides):
     placement.release()
     return found
 
-ray.init(num_gpus=2, num_cpus=4, include_dashboard=False, log_to_driver=False)
+def pinned(*overrides):
+    config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "generators.gpus_each=0", *overrides])
+    placement = Placement(config, learner_on_gpu=False)
+    actor = ray.remote(Process).options(**placement.generator(0)).remote()
+    taken = {name for name in ray.get(actor.taken.remote()) if "group" not in name}
+    ray.kill(actor)
+    addresses, said = placement.addresses, placement.waits("generator-0", 60.0)
+    placement.release()
+    return {"taken": sorted(taken), "is_here": addresses == {ray.util.get_node_ip_address()}, "said": said}
+
+def refused():
+    ray_session.RESERVE_TIMEOUT_S = 0.5
+    try:
+        pinned("generators.ray_resources={shelf: 1}")
+    except ConfigError as error:
+        return str(error)
+
+ray.init(num_gpus=2, num_cpus=4, resources={"rack": 2}, include_dashboard=False, log_to_driver=False)
 shared = ("cluster.share_gpu=true", "generators.count=1")
 found = {"shared": run(*shared), "apart": run("generators.count=1", "learner.ranks=1"),
-         "again": run(*shared), "learner on CPU": run(*shared, "learner.device=cpu")}
+         "again": run(*shared), "learner on CPU": run(*shared, "learner.device=cpu"),
+         "pinned": pinned("generators.ray_resources={rack: 1}"), "free": pinned(), "refused": refused()}
 print(json.dumps(found))
 """
 
@@ -72,6 +95,17 @@ def test_auto_is_the_gpu_that_ray_has_though_the_driver_has_none(placed):
 @pytest.mark.slow
 def test_a_learner_on_the_cpu_takes_no_part_of_the_gpu(placed):
     assert placed["learner on CPU"]["learner"] == []
+
+
+@pytest.mark.slow
+def test_a_role_takes_the_resources_by_which_its_nodes_are_chosen(placed):
+    assert placed["pinned"] == {
+        "taken": ["CPU", "rack"],
+        "is_here": True,
+        "said": "generator-0 has not started for 60 s: it waits for a node with 1 CPU and 1 rack free",
+    }
+    assert placed["free"]["taken"] == [] and not placed["free"]["is_here"], "nothing is reserved"
+    assert "generators.count 1 (each 1 CPU and 1 shelf); no node has it" in placed["refused"]
 
 
 def test_both_sides_of_nccl_get_the_same_settings_and_a_persons_own_stay(monkeypatch):
