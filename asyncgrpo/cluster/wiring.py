@@ -8,7 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,8 +76,8 @@ class Setup:
     """Where the driver's `Watch` listens."""
     start_with: int
     """Generators that the learner waits for before its first publication."""
-    metrics_token: str | None = None
-    """What a scrape must send; None: metrics are exported on loopback only, and to anyone."""
+    metrics_token: str | None = field(default=None, repr=False)
+    """What a scrape must send; None: metrics are exported on loopback only, and to anyone. Secret: never logged."""
     reward_has_worked: bool = False
     """Whether an earlier core of the same command trained a step, so that its reward calls worked."""
 

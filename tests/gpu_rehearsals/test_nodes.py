@@ -104,6 +104,7 @@ def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str
     half = steps // 2
     wait_until(lambda: len(events(run, "step")) >= half or process.poll() is not None, f"step {half}", 120.0)
     assert process.poll() is None, output.read_text()
+    assert_metrics_ask_for_the_token(cluster, work)
     cluster.lose(2)
     time.sleep(gap_s)
     cluster.add(3)
@@ -114,6 +115,29 @@ def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str
     assert all(event["checksum"] == "ok" for event in events(run, "sync")) and events(run, "sync")[-1]["engines"] == 2
     audit = cluster.run(1, *command("audit", "run"), cwd=work)
     assert audit.returncode == 0, audit.stdout
+
+
+SCRAPE = """
+import json, pathlib, sys, urllib.request
+
+token, found = pathlib.Path("prometheus/token").read_text(), {}
+for entry in json.loads(pathlib.Path("prometheus/run.json").read_text()):
+    for headers in ({}, {"Authorization": f"Bearer {token}"}):
+        request = urllib.request.Request(f"http://{entry['targets'][0]}/metrics", headers=headers)
+        try:
+            status = urllib.request.urlopen(request, timeout=10).status
+        except urllib.error.HTTPError as error:
+            status = error.code
+        found.setdefault(entry["targets"][0].partition(":")[0], set()).add((len(headers), status))
+print({address: sorted(replies) for address, replies in sorted(found.items())})
+"""
+
+
+def assert_metrics_ask_for_the_token(cluster: Cluster, work: Path) -> None:
+    """The processes of both nodes are found and scraped from the first one."""
+    scraped = cluster.run(1, sys.executable, "-c", SCRAPE, cwd=work)
+    expected = {cluster.address(node): [(0, 401), (1, 200)] for node in (1, 2)}
+    assert scraped.stdout.strip() == str(expected), scraped.stdout + scraped.stderr
 
 
 def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluster, folder: Path):
