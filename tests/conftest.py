@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
 ALONE = {
+    "tests/gpu_rehearsals/test_nodes.py",
     "tests/simulation/test_simulation.py",
     "tests/test_benchmarks.py",
     "tests/test_reward_outages.py",

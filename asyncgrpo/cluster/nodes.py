@@ -28,7 +28,7 @@ def check_bind_reaches(config: Config, addresses: set[str]) -> None:
     """Raise ConfigError where sockets would be bound to loopback, and processes run on several nodes.
 
     Args:
-        addresses: of the nodes on which Ray has reserved places.
+        addresses: of the driver's node, and of those on which Ray has reserved places.
     """
     bind = config.cluster.bind
     if len(addresses) > 1 and is_loopback(bind):

@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -259,7 +260,7 @@ class Placement:
         check_gpus(config, int(ray.cluster_resources().get("GPU", 0)), learner_on_gpu=learner_on_gpu)
         bundles = [self._learner] * ranks + [self._generator] * count
         if config.cluster.share_gpu:
-            bundles = [self._learner | self._generator | {"CPU": 2.0, "GPU": 1.0}]
+            bundles = [dict(Counter(self._learner) + Counter(self._generator)) | {"GPU": 1.0}]
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(RESERVE_TIMEOUT_S):
             raise ConfigError(
@@ -269,11 +270,11 @@ class Placement:
 
     @property
     def addresses(self) -> set[str]:
-        """The addresses of the nodes with places of this run; empty where none are reserved."""
-        if self._group is None:
-            return set()
-        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        return {nodes[node] for node in placement_group_table(self._group)["bundles_to_node_id"].values()}
+        """The addresses of the driver's node and of those with places that are reserved for this run."""
+        nodes = {ray.get_runtime_context().get_node_id()}
+        if self._group is not None:
+            nodes |= set(placement_group_table(self._group)["bundles_to_node_id"].values())
+        return {node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in nodes}
 
     def learner(self, rank: int) -> dict[str, Any]:
         """Ray options of a learner rank."""

@@ -104,7 +104,10 @@ def test_a_role_takes_the_resources_by_which_its_nodes_are_chosen(placed):
         "is_here": True,
         "said": "generator-0 has not started for 60 s: it waits for a node with 1 CPU and 1 rack free",
     }
-    assert placed["free"]["taken"] == [] and not placed["free"]["is_here"], "nothing is reserved"
+    assert placed["free"] == placed["pinned"] | {
+        "taken": [],
+        "said": "generator-0 has not started for 60 s: it waits for a node",
+    }
     assert "generators.count 1 (each 1 CPU and 1 shelf); no node has it" in placed["refused"]
 
 

@@ -27,23 +27,28 @@ print(sum(node.state == 0 for node in GcsClient(address=sys.argv[1]).get_all_nod
 BIN = Path(sys.executable).parent
 
 
-def why_not() -> str | None:
-    """Why this machine cannot have network namespaces; None if it can."""
+def why_not() -> str:
+    """Why this machine cannot have joined network namespaces; empty if it can."""
     if shutil.which("ip") is None:
         return "network namespaces need `ip` (iproute2)"
     name = f"agt{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"network namespaces need root: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return None
-
-
-needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+    try:
+        ip("netns", "add", name)
+        ip("-n", name, "link", "add", "hub", "type", "bridge")
+        ip("-n", name, "link", "add", "one", "type", "veth", "peer", "name", "other")
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces need root and a kernel with bridges: {error.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return ""
 
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+WHY_NOT = why_not()
+needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 class Cluster:

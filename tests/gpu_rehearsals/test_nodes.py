@@ -144,7 +144,8 @@ def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluste
     start_ray(cluster, folder)
     work = folder / "work"  # not the working directory of Ray's workers, and the demo's paths are relative
     work.mkdir()
-    loopback = cluster.run(1, *command(*DEMO, *APART, f"cluster.ray_address={cluster.ray_address}"), cwd=work)
+    elsewhere = ["learner.ray_resources={second: 1}", "generators.ray_resources={second: 1}"]
+    loopback = cluster.run(1, *command(*DEMO, *elsewhere, f"cluster.ray_address={cluster.ray_address}"), cwd=work)
     assert loopback.returncode == 1 and "set cluster.bind=0.0.0.0" in loopback.stdout + loopback.stderr
     lose_the_generators(cluster, work, 24, *SOON)
 
