@@ -51,8 +51,8 @@ class Learner:
         """Optimizer updates made."""
         self.kl_coef = config.algorithm.kl_coef
         """The present one: it moves where `algorithm.kl_target` is set."""
-        self._keeps_gathered = world == 1 and not config.model.lora.rank
-        """Between micro-batches. A frozen base would be there twice, to save next to nothing."""
+        self._keeps_gathered = world == 1 and not config.model.lora.rank and not config.cluster.share_gpu
+        """Between micro-batches: a second copy, which a frozen base hardly profits from, and an engine beside it needs."""
         self._precomputes = objective.needs_precompute(config.algorithm, config.learner.updates_per_step)
         mesh = _mesh(self.device, rank, world)
         dtype = getattr(torch, config.model.dtype)
