@@ -2,7 +2,7 @@
 
 import sys
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +10,9 @@ from asyncgrpo.cli import options
 from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
 from asyncgrpo.cli.output import JsonOption, print_json, wrapped
 from asyncgrpo.errors import ConfigError
+
+if TYPE_CHECKING:  # the schema is read where it is used
+    from asyncgrpo.config.schema import Config
 
 
 def register(app: typer.Typer) -> None:
@@ -71,7 +74,7 @@ def show(
     """Check a configuration and print all of it.
 
     It is that of the file, with the preset of --algorithm and the settings over it. Comments say the sizes of a step, the
-    objective, the processes and the end of the run in words.
+    objective, the processes and the end of the run in words, and what a run on GPUs holds of their memory.
     """
     import msgspec
 
@@ -84,9 +87,18 @@ def show(
     if as_json:
         print_json(msgspec.to_builtins(config))
         return
-    typer.echo(
-        "".join(f"# {line}\n" for line in sizes_in_words(config, algorithm).splitlines()) + to_yaml(config), nl=False
-    )
+    said = f"{sizes_in_words(config, algorithm)}\n{_memory(config)}"
+    typer.echo("".join(f"# {line}\n" for line in said.splitlines()) + to_yaml(config), nl=False)
+
+
+def _memory(config: "Config") -> str:
+    """What the run holds, as a table; empty where the model is not here."""
+    from asyncgrpo.cli.running import memory_table
+
+    try:
+        return memory_table(config)
+    except ConfigError:  # there is no such model, which is no fault of a configuration that is only shown
+        return ""
 
 
 def algorithms(as_json: JsonOption = False) -> None:

@@ -52,6 +52,7 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_ray()
     yield check_torch()
     yield check_cuda()
+    yield check_fit()
     yield check_gloo()
     yield check_nccl()
     yield check_torch_engine()
@@ -179,6 +180,22 @@ def check_cuda() -> Finding:
         fix = "pip install --force-reinstall torch"
         return Finding("GPUs", "failed", "there is a driver, but torch is built for the CPU", fix, needed=False)
     return Finding("GPUs", "failed", "there is a driver, but torch sees no device", "nvidia-smi", needed=False)
+
+
+def check_fit() -> Finding:
+    """The largest published models that the GPUs here can train, by arithmetic."""
+    try:
+        import torch
+    except Exception:
+        return Finding("models", "note", "unknown without torch")
+    from asyncgrpo.config.fit import largest
+
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    if not sizes:
+        return Finding("models", "note", "without a GPU, those of some million parameters")
+    full, adapted = (largest(len(sizes), min(sizes), adapters=rank) or "none" for rank in (0, 32))
+    detail = f"all weights up to {full}, adapters up to {adapted}, with 1,536 tokens a sequence (docs/memory.md)"
+    return Finding("models", "ok" if adapted != "none" else "warning", detail)
 
 
 def check_gloo() -> Finding:

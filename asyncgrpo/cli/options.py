@@ -4,10 +4,11 @@ A flag wins over the file, and an explicit `key=value` wins over a flag. A flag 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from asyncgrpo.config.schema import Config
 from asyncgrpo.config.verl import split_gpus
 
 # -- completions after Tab ---------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
             "learner.ranks": 1,
             "learner.device": "cuda",
             "cluster.share_gpu": True,
-            "generators.memory_fraction": 0.35,
+            "generators.memory_fraction": 0.35,  # until `fitted` knows the model
         }
     gpus_each = _explicit_int("generators.gpus_each", explicit) or 1
     count, ranks = split_gpus(
@@ -215,6 +216,46 @@ def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
         "learner.ranks": ranks,
         "learner.device": "cuda",
     }
+
+
+_FITTED = (
+    "generators.count",
+    "generators.gpus_each",
+    "generators.groups_in_flight",
+    "generators.memory_fraction",
+    "learner.ranks",
+    "learner.offload_optimizer",
+    "learner.tokens_per_microbatch",
+)
+"""What `fitted` may choose."""
+
+
+def fitted(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
+    """The overrides that make a run of these GPUs fit them, by the size of the model; none where it is not known.
+
+    Args:
+        config: with the split that `train_overrides` made without knowing the model.
+        explicit: `key=value` as the person wrote them; what they set is not chosen.
+    Raises:
+        ConfigError: learner and generator do not fit one GPU.
+    """
+    from asyncgrpo.cli.running import card_of
+    from asyncgrpo.config.fit import choose, share_one_gpu
+    from asyncgrpo.config.shapes import shape_at
+
+    shape = shape_at(config.model.path, may_download=True) if n_gpus > 0 else None
+    if shape is None:
+        return []
+    written = {override.partition("=")[0].strip() for override in explicit}
+    kept = {key: _value_at(config, key) for key in _FITTED if key in written}
+    card = card_of(config)
+    chosen = share_one_gpu(shape, config, card, kept) if n_gpus == 1 else choose(shape, config, card, n_gpus, kept)
+    return [f"{key}={value}" for key, value in chosen.items() if key not in kept]
+
+
+def _value_at(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def _explicit_int(key: str, explicit: Sequence[str]) -> int | None:

@@ -23,6 +23,7 @@ from asyncgrpo.errors import ConfigError
 if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.folder import RunFolder
     from asyncgrpo.cluster.run import Outcome
+    from asyncgrpo.config.memory import Card
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.tools.chaos import Plan
 
@@ -50,6 +51,7 @@ def check_run(config: Config) -> None:
     check_loggers(config.run.loggers)
     _check_gpus(config, learner_on_gpu=uses_cuda(config))
     check_inputs(config)
+    check_fit(config)
     _check_training(config, learner_on_gpu=uses_cuda(config))
 
 
@@ -100,6 +102,40 @@ def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
     from asyncgrpo.cluster.ray_session import check_gpus
 
     check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
+
+
+def card_of(config: Config) -> "Card":
+    """The GPU that a run has: the smallest one here, unless the configuration names its memory."""
+    import torch
+
+    from asyncgrpo.config.memory import Card
+
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    return Card.of(config, min(sizes, default=None))
+
+
+def check_fit(config: Config) -> None:
+    """Raise ConfigError for what cannot fit its GPU."""
+    from asyncgrpo.config.fit import refuse
+    from asyncgrpo.config.shapes import shape_at
+
+    if (shape := shape_at(config.model.path, may_download=True)) is not None:
+        refuse(shape, config, card_of(config))
+
+
+def memory_table(config: Config) -> str:
+    """What a run on GPUs holds, as a table; empty for one on the CPU, or a model that is not known yet."""
+    import psutil
+
+    from asyncgrpo.config.fit import estimate, report
+    from asyncgrpo.config.shapes import shape_at
+
+    shape = shape_at(config.model.path)
+    if shape is None:
+        return ""
+    fit = estimate(shape, config, card_of(config))
+    is_here = fit.card.known == "found" and config.cluster.ray_address is None
+    return report(fit, psutil.virtual_memory().total if is_here else None) if fit.learner or fit.engine else ""
 
 
 def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
@@ -153,6 +189,8 @@ def preview(config: Config, algorithm: str | None = None, *, shown: Config | Non
     typer.echo(sizes_in_words(config, algorithm))
     for name, text in rows:
         typer.echo(f"{name:<11} {text}")
+    if table := memory_table(config):
+        typer.echo(table)
     typer.echo("dry run: nothing was started, and nothing was written")
 
 
@@ -241,7 +279,7 @@ def execute(
     folder.claim()
     try:
         standing = look(config, folder)
-        for line in (sizes, *standing.lines(config.run.out)):
+        for line in (sizes, *filter(None, [memory_table(config)]), *standing.lines(config.run.out)):
             say(line)
         record(config, folder, standing)
         with _screen(folder, console):

@@ -56,6 +56,8 @@ def train(
         out=str(folder),
         explicit=overrides or (),
     )
+    if n_gpus:
+        settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
     resolved = load_config(config, settings, algorithm=algorithm, tell=typer.echo)
     if dry_run:
         return preview(resolved, algorithm)

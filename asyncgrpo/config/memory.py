@@ -135,7 +135,7 @@ class _Rank:
 
     @property
     def has_reference_copy(self) -> bool:
-        """With adapters the reference is the model without them."""
+        """Whether there is a reference beside the model; with adapters it is the model without them."""
         algorithm = self.config.algorithm
         return (algorithm.kl_coef > 0 or bool(algorithm.loss_args.get("reference"))) and not self.adapters
 
@@ -185,7 +185,7 @@ class _Rank:
 
     @property
     def head_gradient(self) -> int:
-        """In the dtype of the model; it waits until the end of the backward pass."""
+        """The gradient of the head in the dtype of the model, which waits until the end of the backward pass."""
         return 0 if self.adapters else self.item * self.head_numbers
 
     def moments_of_a_step(self) -> list[dict[str, int]]:

@@ -106,7 +106,7 @@ class ModelShape:
 
     @cached_property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Of each layer. Of an unknown architecture, equal shares of what the files leave."""
+        """Parameters of each layer; equal shares of what the files leave, for an architecture that is not known."""
         if self.total is None:
             return tuple(layer.parameters for layer in self.layers)
         return (max(self.total - self.root_parameters, 0) // len(self.layers),) * len(self.layers)

@@ -20,22 +20,18 @@ from asyncgrpo.errors import ConfigError
 
 # -- GPUs for generators and learner, where only their sum is known ----------------------------------------------------
 
-# Above this share of the GPUs the learner gets no more. Half: full training keeps 16 bytes a parameter on the learner's
-# GPUs alone, so that an 8B model fits 4 of 8 GPUs and not 2, and the learner passes over each token two to three times.
-_LEARNER_SHARE = 0.5
-
 
 def split_gpus(
     n_gpus: int, gpus_each: int = 1, *, count: int | None = None, ranks: int | None = None
 ) -> tuple[int, int]:
-    """Shares GPUs between generators and learner.
+    """Shares GPUs between generators and learner, without knowing the model: half and half.
 
-    The learner gets the largest power of two that is at most half (so that its ranks share the usual batch sizes
-    equally), generators of `gpus_each` GPUs get the rest, and what is too little for one more generator goes back to
-    the learner as far as that makes a larger power of two: 8 is 4 + 4, 12 is 8 + 4, 3 is 2 + 1.
+    Half, because full training keeps 16 bytes a parameter on the learner's GPUs alone, and the learner passes over each
+    token two to three times. FSDP takes any number of ranks. Of an odd number the generators get one more; what is too
+    little for one more generator of `gpus_each` GPUs is the learner's: 8 is 4 + 4, 5 is 3 + 2.
 
     Args:
-        n_gpus: at least 2, because learner and generators do not share one.
+        n_gpus: at least 2; `cluster.share_gpu` is for one.
         count: generators, where that is decided already; the learner then gets the rest.
         ranks: learner ranks, where that is decided already; the generators then get the rest.
     Returns:
@@ -44,26 +40,18 @@ def split_gpus(
         ConfigError: one side would get nothing.
     """
     if n_gpus < 2:
-        raise ConfigError(
-            f"--n-gpus {n_gpus} is too few: learner and generators do not share a GPU, so give at least 2, or 0 for CPU"
-        )
-    if ranks is None:
-        rest = n_gpus - _power_of_two(int(n_gpus * _LEARNER_SHARE))
-        wanted = max(1, rest // gpus_each) if count is None else count
-        ranks = _power_of_two(n_gpus - wanted * gpus_each)
+        raise ConfigError(f"--n-gpus {n_gpus} is too few to split; give 2 or more, 1 for a shared GPU, or 0 for CPU")
     if count is None:
-        count = (n_gpus - ranks) // gpus_each
+        left = n_gpus - (n_gpus // 2 if ranks is None else ranks)
+        count = left // gpus_each if ranks is not None else max(1, left // gpus_each)
+    if ranks is None:
+        ranks = n_gpus - count * gpus_each
     if count < 1 or ranks < 1:
         raise ConfigError(
             f"--n-gpus {n_gpus} cannot hold {max(count, 1)} x {gpus_each} GPUs of generators and {max(ranks, 1)} "
             "learner ranks; give more GPUs, or lower generators.gpus_each, generators.count or learner.ranks"
         )
     return count, ranks
-
-
-def _power_of_two(at_most: int) -> int:
-    """The largest power of two that is not above `at_most`; 0 for none."""
-    return 1 << (at_most.bit_length() - 1) if at_most > 0 else 0
 
 
 # -- translations that a table cannot say ------------------------------------------------------------------------------

@@ -1,0 +1,107 @@
+"""Commands say what a run holds of its GPUs, refuse what cannot fit, and choose a split that does."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from asyncgrpo.cli import doctor, options, running
+from asyncgrpo.config import shapes
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.memory import GIB
+from asyncgrpo.config.shapes import PUBLISHED
+from asyncgrpo.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Path of a folder with the `config.json` of a published model and nothing else."""
+
+    def make(name: str) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(PUBLISHED[name]))
+        return str(tmp_path / name)
+
+    return make
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Makes torch see so many GPUs of so many GiB."""
+
+    def see(count: int, gib: float) -> None:
+        properties = SimpleNamespace(name="Card", total_memory=int(gib * GIB))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+    return see
+
+
+def test_config_show_says_what_a_run_holds(asyncgrpo, model, tmp_path):
+    said = asyncgrpo("config", "show", "one_node_8gpu", f"model.path={model('Qwen3-8B')}").out
+    assert "# learner rank" in said and "# engine GPU" in said and "KV cache:" in said
+    assert "for cards of 80 GB" in said
+    assert (
+        "for cards of"
+        not in asyncgrpo(
+            "config", "show", "one_node_8gpu", f"model.path={model('Qwen3-8B')}", "cluster.gpu_memory_gb=141"
+        ).out
+    )
+    (tmp_path / "copy.yaml").write_text(said)
+    assert load_config(tmp_path / "copy.yaml").learner.ranks == 4
+
+
+@pytest.mark.parametrize("arguments", [["quickstart"], ["one_node_8gpu"], ["one_node_8gpu", "model.path=/no/model"]])
+def test_config_show_says_nothing_of_a_model_that_is_not_here_or_of_a_cpu(asyncgrpo, arguments):
+    ended = asyncgrpo("config", "show", *arguments)
+    assert ended.code == 0 and "learner rank  " not in ended.out
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(model, cards):
+    config = load_config(None, [f"model.path={model('Qwen3-32B')}", "data.train=d", "learner.device=cuda"])
+    running.check_fit(config)  # without a GPU to look at, nothing is refused
+    cards(8, 79)
+    with pytest.raises(ConfigError, match="a learner rank does not fit its GPU"):
+        running.check_fit(config)
+
+
+def test_gpus_are_split_by_the_size_of_the_model(model, cards):
+    def placed(name: str, n_gpus: int, *explicit: str):
+        flags = options.train_overrides(model=model(name), data="d", n_gpus=n_gpus, explicit=explicit)
+        chosen = options.fitted(load_config(None, flags), n_gpus, explicit)
+        return load_config(None, [*flags, *chosen])
+
+    cards(8, 79)
+    for name, count, each, ranks in (("Qwen3-8B", 4, 1, 4), ("Qwen3-32B", 1, 2, 6)):
+        config = placed(name, 8)
+        assert (config.generators.count, config.generators.gpus_each, config.learner.ranks) == (count, each, ranks)
+        running.check_fit(config)
+    assert placed("Qwen3-32B", 8, "learner.ranks=5").learner.ranks == 5
+    cards(1, 23.5)
+    config = placed("Qwen3-0.6B", 1)
+    assert config.cluster.share_gpu and config.generators.groups_in_flight < 32
+    running.check_fit(config)
+    assert placed("Qwen3-0.6B", 1, "generators.memory_fraction=0.2").generators.memory_fraction == 0.2
+
+
+def test_a_model_that_is_not_here_is_looked_up_and_else_split_in_halves(monkeypatch, model, cards):
+    cards(8, 79)
+    flags = options.train_overrides(model="Qwen/Qwen3-32B", data="d", n_gpus=8)
+    config = load_config(None, flags)
+    monkeypatch.setattr(shapes, "_downloaded", lambda hub_id: None)
+    assert options.fitted(config, 8, ()) == []
+    monkeypatch.setattr(shapes, "_downloaded", lambda hub_id: shapes.Path(model("Qwen3-32B")))
+    assert "learner.ranks=6" in options.fitted(config, 8, ())
+
+
+def test_doctor_says_which_models_these_gpus_can_train(cards):
+    cards(8, 79)
+    found = doctor.check_fit()
+    assert found.status == "ok"
+    assert "all weights up to Qwen3-32B" in found.detail and "adapters up to Llama-3.1-70B" in found.detail
+    cards(1, 23.5)
+    assert "all weights up to Qwen3-0.6B, adapters up to Qwen2.5-3B" in doctor.check_fit().detail
+    cards(0, 0)
+    assert doctor.check_fit().status == "note"

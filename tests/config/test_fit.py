@@ -1,0 +1,233 @@
+"""What does not fit is refused with what would, and what nobody wrote is chosen so that it fits."""
+
+import itertools
+
+import pytest
+
+from asyncgrpo.config.fit import COMFORTABLE, as_json, changed, choose, estimate, refuse, report, share_one_gpu
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.memory import GIB, Card, engine_gpu, fullest_host, learner_rank, learner_tensors
+from asyncgrpo.config.schema import Config
+from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
+from asyncgrpo.errors import ConfigError
+
+
+def shape(name: str) -> ModelShape:
+    return shape_of(PUBLISHED[name])
+
+
+def run(*overrides: str, gb: float | None = 80) -> Config:
+    named = [f"cluster.gpu_memory_gb={gb}"] if gb is not None else []
+    return load_config(None, ["model.path=m", "data.train=d", "learner.device=cuda", *named, *overrides])
+
+
+def parts(name: str, *overrides: str) -> dict[str, int]:
+    return learner_rank(shape(name), run(*overrides)).parts
+
+
+# -- what a rank holds -------------------------------------------------------------------------------------------------
+
+
+def test_full_training_takes_16_bytes_a_parameter_divided_by_the_ranks():
+    numbers = shape("Qwen3-8B").parameters
+    held = parts("Qwen3-8B", "learner.ranks=4")
+    assert 4 * held["weights"] == pytest.approx(4 * numbers, rel=1e-6)
+    assert 4 * held["gradients"] == pytest.approx(4 * numbers, rel=1e-6)
+    assert 4 * held["moments"] == pytest.approx(8 * numbers, rel=1e-6)
+
+
+def test_adapters_leave_the_base_in_its_dtype_and_without_gradients():
+    held = parts("Qwen3-8B", "model.lora.rank=32")
+    assert held["weights"] == 2 * shape("Qwen3-8B").parameters + 4 * shape("Qwen3-8B").adapter_parameters(32)
+    assert held["gradients"] == 4 * shape("Qwen3-8B").adapter_parameters(32)
+
+
+def test_moments_off_the_gpu_are_on_the_host():
+    there, off = run("learner.ranks=4"), run("learner.ranks=4", "learner.offload_optimizer=true")
+    model = shape("Qwen3-8B")
+    assert "moments" not in learner_tensors(model, off).parts
+    assert fullest_host(model, off).parts["moments"] == 8 * model.parameters
+    assert "moments" not in fullest_host(model, there).parts
+    assert learner_rank(model, off).total < learner_rank(model, there).total
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("learner.activation_checkpointing=false", "activations"),
+        ("learner.tokens_per_microbatch=32768", "activations"),
+        ("algorithm.kl_coef=0.1", "reference"),
+        ("sampling.temperature=0.7", "head"),
+    ],
+)
+def test_a_setting_moves_its_part(override, part):
+    before, after = parts("Qwen3-0.6B", "learner.ranks=2"), parts("Qwen3-0.6B", "learner.ranks=2", override)
+    assert after.get(part, 0) > before.get(part, 0)
+
+
+def test_the_reference_is_on_the_host_unless_it_is_to_stay():
+    model, kl = shape("Qwen3-8B"), "algorithm.kl_coef=0.1"
+    away, here = run("learner.ranks=4", kl), run("learner.ranks=4", kl, "learner.offload_reference=false")
+    assert fullest_host(model, away).parts["reference"] == 2 * model.parameters
+    assert learner_rank(model, here).parts["reference"] - learner_rank(model, away).parts["reference"] == (
+        pytest.approx(2 * model.parameters / 4, abs=2)
+    )
+    assert "reference" not in learner_rank(model, run(kl, "model.lora.rank=8")).parts, (
+        "it is the model without adapters"
+    )
+
+
+def test_the_kv_cache_is_what_the_weights_leave():
+    model, config = shape("Qwen3-8B"), run("generators.memory_fraction=0.5")
+    fit = engine_gpu(model, config, Card(80 * GIB, "found"))
+    assert fit.gpu.parts["weights"] == 2 * model.parameters
+    assert fit.gpu.total == 80 * GIB
+    per_completion = 1536 * 36 * 8 * 2 * 128 * 2  # tokens, layers, heads, keys and values, width, bytes
+    assert fit.completions == fit.gpu.parts["KV cache"] // per_completion
+    assert fit.wanted == 32 * 8
+
+
+def test_a_card_is_the_one_found_unless_another_is_named():
+    assert Card.of(run(gb=None), 24 * GIB) == Card(24 * GIB, "found")
+    assert (
+        Card.of(run(gb=40), 24 * GIB).known == "given" and 39 * GIB < Card.of(run(gb=40), 24 * GIB).num_bytes < 40 * GIB
+    )
+    assert Card.of(run(gb=None)).known == "assumed" and Card.of(run(gb=None)).num_bytes == Card.of(run(gb=80)).num_bytes
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def refusal(name: str, *overrides: str, gb: float = 80) -> str:
+    config = run(*overrides, gb=gb)
+    with pytest.raises(ConfigError) as error:
+        refuse(shape(name), config, Card.of(config))
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_fit_is_refused_with_what_would():
+    said = refusal("Qwen3-8B", "learner.ranks=2", "learner.tokens_per_microbatch=65536")
+    assert "a learner rank does not fit its GPU" in said and "of 78.8 GiB" in said and "\n" not in said
+    offered = [choice.split() for choice in said.partition("it fits with ")[2].split(" or with ")]
+    assert len(offered) > 1
+    for choice in offered:
+        config = run("learner.ranks=2", "learner.tokens_per_microbatch=65536", *choice)
+        refuse(shape("Qwen3-8B"), config, Card.of(config))
+
+
+def test_an_engine_without_room_for_one_completion_is_refused():
+    said = refusal("Qwen3-32B", "learner.ranks=48", gb=66)
+    assert "too little for one completion of 1,536 tokens" in said
+    config = run("learner.ranks=48", *said.partition("it fits with ")[2].split(" or with ")[0].split(), gb=66)
+    refuse(shape("Qwen3-32B"), config, Card.of(config))
+    assert "generators.gpus_each=" in said
+
+
+def test_what_fits_in_no_way_says_so():
+    assert refusal("Llama-3.1-70B", gb=8).endswith("use larger GPUs or a smaller model")
+
+
+def test_a_shared_gpu_is_refused_where_only_one_of_the_two_fits():
+    said = refusal("Qwen3-8B", "model.lora.rank=8", "cluster.share_gpu=true", "generators.memory_fraction=0.8")
+    assert "do not fit one GPU together" in said
+
+
+def test_an_assumed_card_refuses_nothing():
+    config = run(gb=None)
+    refuse(shape("Llama-3.1-70B"), config, Card.of(config))
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+def fits(model: ModelShape, config: Config, card: Card) -> bool:
+    held = engine_gpu(model, config, card)
+    return learner_rank(model, config).total <= COMFORTABLE * card.num_bytes and held.completions > 0
+
+
+def any_fits(model: ModelShape, config: Config, card: Card, n_gpus: int) -> bool:
+    for each, offload, tokens in itertools.product((1, 2, 4, 8), (False, True), (16384, 8192, 4096)):
+        if each < n_gpus and model.heads % each == 0:
+            most = {"generators.gpus_each": each, "generators.count": 1, "learner.ranks": n_gpus - each}
+            most |= {"learner.offload_optimizer": offload, "learner.tokens_per_microbatch": tokens}
+            if fits(model, changed(config, most), card):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("gb", [24, 80, 141])
+@pytest.mark.parametrize("rank", [0, 32])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_split_fits_where_any_fits(name, rank, gb):
+    model, config = shape(name), run(f"model.lora.rank={rank}", gb=gb)
+    card = Card.of(config)
+    for n_gpus in (2, 3, 4, 6, 8, 16, 24, 64):
+        chosen = choose(model, config, card, n_gpus, {})
+        used = chosen["generators.count"] * chosen["generators.gpus_each"] + chosen["learner.ranks"]
+        assert used == n_gpus
+        assert fits(model, changed(config, chosen), card) is any_fits(model, config, card, n_gpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_gpus", "split"),
+    [("Qwen3-0.6B", 8, (4, 1, 4)), ("Qwen3-8B", 8, (4, 1, 4)), ("Qwen3-32B", 8, (1, 2, 6)), ("Qwen3-32B", 16, (4, 2, 8)),
+     ("Qwen3-32B", 64, (16, 2, 32)), ("Llama-3.1-70B", 16, (1, 4, 12))],
+)  # fmt: skip
+def test_half_is_the_generators_unless_memory_says_otherwise(name, n_gpus, split):
+    config = run()
+    chosen = choose(shape(name), config, Card.of(config), n_gpus, {})
+    assert tuple(chosen[f"{key}"] for key in ("generators.count", "generators.gpus_each", "learner.ranks")) == split
+
+
+def test_all_weights_of_32b_are_trained_on_8_gpus_of_80_gb():
+    model, config = shape("Qwen3-32B"), run()
+    card = Card.of(config)
+    chosen = choose(model, config, card, 8, {})
+    assert chosen["learner.offload_optimizer"] is True
+    refuse(model, changed(config, chosen), card)
+
+
+def test_what_was_decided_is_kept():
+    config = run("learner.tokens_per_microbatch=8192")
+    decided = {"learner.ranks": 2, "learner.offload_optimizer": False, "learner.tokens_per_microbatch": 8192}
+    chosen = choose(shape("Qwen3-14B"), config, Card.of(config), 8, decided)
+    assert chosen["learner.ranks"] == 2 and chosen["generators.count"] * chosen["generators.gpus_each"] == 6
+    assert "learner.offload_optimizer" not in chosen and "learner.tokens_per_microbatch" not in chosen
+
+
+@pytest.mark.parametrize(("name", "rank"), [("Qwen3-0.6B", 0), ("Qwen2.5-3B", 32)])
+def test_a_24_gb_card_is_shared(name, rank):
+    model, config = shape(name), run(f"model.lora.rank={rank}", "algorithm.group_size=8", gb=24)
+    card = Card.of(config)
+    values = share_one_gpu(model, config, card) | {"cluster.share_gpu": True}
+    shared = changed(config, values)
+    refuse(model, shared, card)
+    held = engine_gpu(model, shared, card)
+    assert learner_rank(model, shared).total + held.gpu.total <= COMFORTABLE * card.num_bytes
+    assert held.completions >= held.wanted >= 16
+
+
+def test_a_model_that_cannot_share_one_gpu_is_refused():
+    config = run(gb=24)
+    with pytest.raises(ConfigError, match=r"do not fit one GPU of 23.6 GiB.*model\.lora\.rank=32"):
+        share_one_gpu(shape("Qwen3-8B"), config, Card.of(config))
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_says_what_for_and_what_is_assumed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    config = run("generators.groups_in_flight=64", gb=None)
+    fit = estimate(shape("Qwen3-8B"), config, Card.of(config))
+    said = report(fit, 512 * GIB)
+    assert "learner rank  158" in said and "weights 30.5" in said and "512.0" in said
+    assert "512 wanted; if all are so long, some wait" in said
+    assert "an engine pauses about 8.6 s" in said and "cluster.gpu_memory_gb" in said
+    assert as_json(fit)["learner_rank"]["weights"] == 4 * shape("Qwen3-8B").parameters
+
+
+def test_a_run_on_the_cpu_holds_nothing_of_a_gpu():
+    config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "generators.gpus_each=0"])
+    fit = estimate(shape("Qwen3-0.6B"), config, Card.of(config))
+    assert fit.learner is None and fit.engine is None

@@ -1,0 +1,56 @@
+"""What `config/memory.py` predicts of a rank's GPU is what a real step of the learner holds."""
+
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from asyncgrpo.config import memory
+from asyncgrpo.config.fit import changed
+from asyncgrpo.config.shapes import shape_at
+from asyncgrpo.learner import head
+from asyncgrpo.learner.learner import Learner
+from tests.gpu_rehearsals.step_memory import fake_ranks, peak_bytes
+from tests.learner.helpers import VERSION, config, random_groups
+
+TILE = 2**18
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Large enough that weights, activations and logits each matter."""
+    path = tmp_path_factory.mktemp("model")
+    shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4000, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, **none)).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (4, {"learner.activation_checkpointing": False}),
+        (4, {"learner.activation_checkpointing": True}),
+        (4, {"model.lora.rank": 8, "model.dtype": "float32", "weights.adapters_only": False}),
+        (1, {"learner.activation_checkpointing": True, "cluster.share_gpu": True}),
+        pytest.param(1, {"learner.activation_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_peak_of_a_step_is_as_predicted(model, monkeypatch, ranks, settings):
+    for where, name in ((head.TILE_LOGITS, "cpu"), (head.BLOCK_LOGITS, "cpu")):
+        monkeypatch.setitem(where, name, TILE)
+    monkeypatch.setattr(memory, "TILE_LOGITS", TILE)
+    base = config(model, model={"dtype": "bfloat16"}, sampling={"max_tokens": 128}, data={"max_prompt_tokens": 64})
+    run = changed(base, {"learner.ranks": ranks, "learner.tokens_per_microbatch": 300} | settings)
+    groups = random_groups(4 * ranks, 4, vocab=4000, prompt=(20, 40), answer=(40, 60))
+    with fake_ranks(ranks):
+        learner = Learner(run, rank=0, world=ranks, device="cpu")
+        learner.step(groups[:1], VERSION)  # makes the moments
+        peak = peak_bytes(learner, lambda: learner.step(groups, VERSION))
+        sizes = [batch.token_ids.numel() for batch in learner._pack(groups, VERSION).trained]
+    assert len(sizes) > 1, "a later micro-batch finds the gradients of the first"
+    filled = changed(run, {"learner.tokens_per_microbatch": max(sizes)})
+    if "learner.activation_checkpointing" not in settings:
+        filled = changed(filled, {"learner.activation_checkpointing": False})  # the default of a CPU
+    predicted = memory.learner_tensors(shape_at(model), filled).total
+    assert predicted == pytest.approx(peak, rel=0.1)
+    assert predicted > 0.97 * peak, "rather too much than too little"
