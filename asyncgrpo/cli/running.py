@@ -117,8 +117,11 @@ def card_of(config: Config) -> "Card":
 def check_fit(config: Config) -> None:
     """Raise ConfigError for what cannot fit its GPU."""
     from asyncgrpo.config.fit import refuse
+    from asyncgrpo.config.memory import runs_on_gpu
     from asyncgrpo.config.shapes import shape_at
 
+    if not runs_on_gpu(config) and not config.generators.gpus_each:
+        return
     if (shape := shape_at(config.model.path, may_download=True)) is not None:
         refuse(shape, config, card_of(config))
 

@@ -206,6 +206,7 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
     engines += f", {_count(config.generators.gpus_each, 'GPU')} each)" if engine_gpus else ", on CPU)"
     ranks = _count(config.learner.ranks, "learner rank")
     total = f" = {engine_gpus + config.learner.ranks} GPUs" if engine_gpus and config.learner.device != "cpu" else ""
+    total = " sharing 1 GPU" if config.cluster.share_gpu else total
     lora = config.model.lora
     trained = f"LoRA of rank {lora.rank}" if lora.rank else "all weights"
     places = (

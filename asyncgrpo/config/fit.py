@@ -265,7 +265,7 @@ def engine_gpus(shape: ModelShape, config: Config, card: Card, n_gpus: int) -> l
     """GPUs of one engine, the best number first; never none.
 
     The best is the smallest whose KV cache holds all completions wanted at once, or is large; where none is, that with the
-    largest cache. Then come the others that hold a completion, fewest first.
+    largest cache. Then come the others that hold a group, fewest first.
     """
     if config.generators.engine != "sglang":
         return [1]
@@ -277,7 +277,7 @@ def engine_gpus(shape: ModelShape, config: Config, card: Card, n_gpus: int) -> l
             break
     else:
         best = max(fits, key=lambda n: fits[n].completions, default=1)
-    return [best, *(n for n, fit in fits.items() if n != best and fit.completions)]
+    return [best, *(n for n, fit in fits.items() if n != best and fit.completions >= config.algorithm.group_size)]
 
 
 def share_one_gpu(

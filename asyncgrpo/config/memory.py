@@ -1,8 +1,8 @@
 """What a run holds: each GPU of the learner and of the engines at its fullest moment, and each node's host memory.
 
 Arithmetic on a model's shape and the configuration, without torch; docs/memory.md says what each figure is made of and
-where it comes from. A learner rank is at its fullest at one of four moments of a step: in the loss, in the backward pass
-of a layer, when the gradients of embedding and head are reduced, and in the update.
+where it comes from. A learner rank is at its fullest in one of four phases of a step: in the loss, in the backward pass
+of a layer, when the gradients of embedding and head are reduced, or in the update.
 
 bytes of a number: 4 for master weights, gradients and each of AdamW's two moments, those of `model.dtype` for gathered
 and for frozen weights, activations, engines and publications.
@@ -33,7 +33,7 @@ ENGINE_WORK = 2 * GIB
 sequences (2 MiB each, as SGLang reckons), a prefill of 4,096 tokens, and what SGLang keeps for itself (512 MiB)."""
 
 STREAMED_MOMENTS = GIB
-"""Moments on the GPU at once, where `learner.offload_optimizer` streams them through the update."""
+"""Moments on the GPU at once, where `learner.offload_optimizer` streams them through the update, or one parameter's."""
 GATHERED_LAYERS = 3
 """Layers that FSDP2 has in whole at once: the one that runs, the next one, and the buffer that it is copied out of."""
 TILE_LOGITS = 2**27
@@ -44,8 +44,8 @@ SHOWN_OF_NOMINAL = 0.985
 """Of the memory that a card is named after, in GiB: what CUDA shows of it. An H100 of 80 GB shows 79.2."""
 GPUS_PER_NODE = 8
 ASSUMED_CARD_GB = 80.0
-SHARED_EXPORT = 5 * 10**9
-"""Bytes of one file of a Hugging Face folder, which rank 0 gathers whole."""
+EXPORTED_FILE = 4 * GIB
+"""Bytes of one file of a checkpoint's Hugging Face folder, which rank 0 gathers whole."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Rank:
         return self.of_each(8 * self.trained_numbers)
 
     def always(self) -> dict[str, int]:
-        """What is there at every moment of a step but moments."""
+        """What is there in every phase, but for the moments of AdamW."""
         frozen = self.all_numbers - self.trained_numbers
         reference = 0
         if self.has_reference_copy:
@@ -188,13 +188,14 @@ class _Rank:
         """The gradient of the head in the dtype of the model, which waits until the end of the backward pass."""
         return 0 if self.adapters else self.item * self.head_numbers
 
-    def moments_of_a_step(self) -> list[dict[str, int]]:
-        """What is held at each of the four moments, without what torch does not count."""
+    def phases(self) -> list[dict[str, int]]:
+        """What is held in each of the four phases: loss, backward pass, reduction at its end, update."""
         always, waiting = self.always(), 0 if self.config.learner.offload_optimizer else self.moments
         running = always | {"moments": waiting, "gathered": self.gathered()}
         summed = 0 if self.adapters else 4 * self.head_numbers  # the head's gradient, in float32
         layer = (self.item + 4) * self.trained_layer_numbers + self.of_each(4 * self.trained_layer_numbers)
         root = 0 if self.adapters else (self.item + 4) * self.shape.root_parameters
+        largest = 0 if self.adapters else self.of_each(8 * self.head_numbers)
         return [
             running
             | {
@@ -208,7 +209,7 @@ class _Rank:
                 "reduced gradients": layer,
             },
             running | {"reduced gradients": root},
-            always | {"moments": waiting or min(self.moments, STREAMED_MOMENTS)},
+            always | {"moments": waiting or min(self.moments, max(STREAMED_MOMENTS, largest))},
         ]
 
 
@@ -220,7 +221,7 @@ def kept_for_backward(shape: ModelShape, config: Config) -> int:
 
 def learner_tensors(shape: ModelShape, config: Config) -> Holding:
     """The tensors of one learner rank at the fullest moment of a step."""
-    fullest = max(_Rank(shape, config).moments_of_a_step(), key=lambda parts: sum(parts.values()))
+    fullest = max(_Rank(shape, config).phases(), key=lambda parts: sum(parts.values()))
     return Holding({name: size for name, size in fullest.items() if size})
 
 
@@ -280,7 +281,8 @@ def publication_seconds(shape: ModelShape, config: Config) -> float:
 def fullest_host(shape: ModelShape, config: Config) -> Holding:
     """The host memory of the node that holds most. Ray fills one node with learner ranks before the next.
 
-    A rank first holds the weights that it loads, then what is kept off its GPU. A generator holds one publication.
+    A rank loads its shard tensor by tensor, and holds what is kept off its GPU; rank 0 also one file of a checkpoint. A
+    generator holds one publication.
     """
     ranks, each, count = config.learner.ranks, max(config.generators.gpus_each, 1), config.generators.count
     together = 1 if config.cluster.share_gpu else ranks + each * count
@@ -293,17 +295,14 @@ def fullest_host(shape: ModelShape, config: Config) -> Holding:
 
 def _host(shape: ModelShape, config: Config, ranks: int, generators: int) -> Holding:
     rank = _Rank(shape, config)
-    frozen = rank.all_numbers - rank.trained_numbers
-    loading = rank.of_each(4 * rank.trained_numbers + rank.item * frozen)
     moments = rank.moments if config.learner.offload_optimizer else 0
     kept = rank.has_reference_copy and config.learner.offload_reference
     reference = rank.of_each(rank.item * shape.parameters) if kept else 0
-    export = min(published_bytes(shape, config), SHARED_EXPORT) if ranks else 0
     processes = 1 + ranks + generators * (1 + max(config.generators.gpus_each, 1))
     parts = {
         "moments": ranks * moments,
         "reference": ranks * reference,
-        "loading and saving": max(ranks * (loading - moments - reference), export),
+        "checkpoint": min(published_bytes(shape, config), EXPORTED_FILE) if ranks else 0,
         "publication": generators * published_bytes(shape, config),
         "processes": processes * PROCESS,
     }

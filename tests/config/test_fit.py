@@ -4,12 +4,16 @@ import itertools
 
 import pytest
 
+from asyncgrpo.config import memory
+from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.fit import COMFORTABLE, as_json, changed, choose, estimate, refuse, report, share_one_gpu
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB, Card, engine_gpu, fullest_host, learner_rank, learner_tensors
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.learner import head, saving
+from benchmarks import memory_table
 
 
 def shape(name: str) -> ModelShape:
@@ -95,6 +99,11 @@ def test_a_card_is_the_one_found_unless_another_is_named():
     assert Card.of(run(gb=None)).known == "assumed" and Card.of(run(gb=None)).num_bytes == Card.of(run(gb=80)).num_bytes
 
 
+def test_the_constants_are_those_of_the_learner():
+    assert memory.TILE_LOGITS == head.TILE_LOGITS["cuda"] == head.BLOCK_LOGITS["cuda"]
+    assert memory.EXPORTED_FILE == saving.FILE_BYTES
+
+
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
@@ -141,8 +150,10 @@ def test_an_assumed_card_refuses_nothing():
 
 
 def fits(model: ModelShape, config: Config, card: Card) -> bool:
+    """The learner with some room, and an engine with room for a group."""
     held = engine_gpu(model, config, card)
-    return learner_rank(model, config).total <= COMFORTABLE * card.num_bytes and held.completions > 0
+    rank = learner_rank(model, config).total
+    return rank <= COMFORTABLE * card.num_bytes and held.completions >= config.algorithm.group_size
 
 
 def any_fits(model: ModelShape, config: Config, card: Card, n_gpus: int) -> bool:
@@ -225,6 +236,18 @@ def test_the_table_says_what_for_and_what_is_assumed(monkeypatch):
     assert "512 wanted; if all are so long, some wait" in said
     assert "an engine pauses about 8.6 s" in said and "cluster.gpu_memory_gb" in said
     assert as_json(fit)["learner_rank"]["weights"] == 4 * shape("Qwen3-8B").parameters
+
+
+def test_the_sizes_of_a_run_say_that_a_gpu_is_shared():
+    shared = run("cluster.share_gpu=true", "generators.count=1", "generators.gpus_each=1", "learner.ranks=1")
+    assert "1 learner rank sharing 1 GPU;" in sizes_in_words(shared)
+    assert "1 learner rank = 2 GPUs;" in sizes_in_words(run("learner.ranks=1"))
+
+
+def test_the_page_has_the_tables_of_today():
+    assert memory_table.tables() in memory_table.PAGE.read_text(encoding="utf-8"), (
+        "python -m benchmarks.memory_table --write"
+    )
 
 
 def test_a_run_on_the_cpu_holds_nothing_of_a_gpu():

@@ -1,0 +1,127 @@
+"""What models hold of 80 GB GPUs, by the arithmetic of `asyncgrpo/config/memory.py`: the tables of docs/memory.md.
+
+python -m benchmarks.memory_table            prints them
+python -m benchmarks.memory_table --write    puts them into docs/memory.md
+
+Nothing is measured: the settings are those that `--n-gpus` would choose, the sequences have 512 + 1,024 tokens.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from asyncgrpo.config.fit import changed, choose, estimate, refuse, share_one_gpu
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.memory import GIB, Card
+from asyncgrpo.config.schema import Config
+from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
+from asyncgrpo.errors import ConfigError
+from benchmarks.measuring import ROOT
+
+PAGE = ROOT / "docs" / "memory.md"
+BEGIN, END = "<!-- memory_table -->", "<!-- /memory_table -->"
+MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")
+GPUS = (1, 8, 16)
+RANK = 32
+MOST_GPUS = 64
+VERL = {
+    ("Qwen3-0.6B", 0): "not found",
+    ("Qwen3-0.6B", RANK): "0.5B: 1 x H100",
+    ("Qwen3-8B", 0): "7B: 2 x H800",
+    ("Qwen3-8B", RANK): "7B: 1 x H100",
+    ("Qwen3-32B", 0): "32B: 8 x H20 (96 GB), Megatron",
+    ("Qwen3-32B", RANK): "32B: 4 x H100",
+    ("Llama-3.1-70B", 0): "70B: 32 x H800",
+    ("Llama-3.1-70B", RANK): "72B: 8 x H100",
+}
+"""`MIN` rows of docs/perf/device_tuning.rst in verl-project/verl (commit a74fc52e, "last updated 06/25/2025")."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/memory.md")
+    if not parser.parse_args(argv).write:
+        print(tables())
+        return
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def tables() -> str:
+    """Both tables, as Markdown."""
+    head = "| model | trained | GPUs | generators | ranks | beside | rank, GiB | at once | host, GiB |"
+    fewest = "| model | trained | here | verl reports |"
+    rows = [_row(name, rank, n_gpus) for name in MODELS for rank in (0, RANK) for n_gpus in GPUS]
+    least = [_fewest(name, rank) for name in MODELS for rank in (0, RANK)]
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|---|", *rows, "", fewest, "|---|---|---|---|", *least])
+
+
+def _row(name: str, rank: int, n_gpus: int) -> str:
+    shape, config = shape_of(PUBLISHED[name]), _config(rank)
+    trained = f"LoRA {rank}" if rank else "all"
+    try:
+        chosen = fitting(shape, config, n_gpus)
+    except ConfigError:
+        return f"| {name} | {trained} | {n_gpus} | does not fit | | | | | |"
+    run = changed(config, chosen)
+    fit = estimate(shape, run, Card.of(run))
+    assert fit.learner is not None and fit.engine is not None
+    cells = [
+        "1, shared" if run.cluster.share_gpu else f"{run.generators.count} x {run.generators.gpus_each}",
+        str(run.learner.ranks),
+        ", ".join(_beside(chosen)),
+        f"{fit.learner.total / GIB:.0f}",
+        f"{fit.engine.completions:,}",
+        f"{fit.host.total / GIB:.0f}",
+    ]
+    return f"| {name} | {trained} | {n_gpus} | {' | '.join(cells)} |"
+
+
+def _beside(chosen: dict[str, Any]) -> Iterator[str]:
+    """What is chosen beside the split."""
+    if chosen.get("learner.offload_optimizer"):
+        yield "moments on the host"
+    if tokens := chosen.get("learner.tokens_per_microbatch"):
+        yield f"{tokens:,} tokens"
+
+
+def _fewest(name: str, rank: int) -> str:
+    shape, config = shape_of(PUBLISHED[name]), _config(rank)
+    here = next((str(n) for n in range(1, MOST_GPUS + 1) if _fits(shape, config, n)), f"more than {MOST_GPUS}")
+    return f"| {name} | {f'LoRA {rank}' if rank else 'all'} | {here} | {VERL[name, rank]} |"
+
+
+def _fits(shape: ModelShape, config: Config, n_gpus: int) -> bool:
+    try:
+        fitting(shape, config, n_gpus)
+    except ConfigError:
+        return False
+    return True
+
+
+def fitting(shape: ModelShape, config: Config, n_gpus: int) -> dict[str, Any]:
+    """What `--n-gpus` chooses. Raises ConfigError if it does not fit."""
+    card = Card.of(config)
+    if n_gpus == 1:
+        shared = {"cluster.share_gpu": True, "generators.count": 1, "generators.gpus_each": 1, "learner.ranks": 1}
+        return shared | share_one_gpu(shape, config, card)
+    chosen = choose(shape, config, card, n_gpus, {})
+    refuse(shape, changed(config, chosen), card)
+    return chosen
+
+
+def _config(rank: int) -> Config:
+    return load_config(
+        None,
+        [
+            "model.path=any",
+            "data.train=any",
+            "learner.device=cuda",
+            f"model.lora.rank={rank}",
+            "cluster.gpu_memory_gb=80",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
