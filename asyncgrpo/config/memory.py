@@ -121,14 +121,14 @@ class _Rank:
 
     def always(self) -> dict[str, int]:
         """What is there in every phase, but for the moments of AdamW."""
-        frozen = self.all_numbers - self.trained_numbers
+        frozen = (self.all_numbers - self.trained_numbers) * max(self.item, self.shape.stored_bytes)
         reference = 0
         if self.has_reference_copy:
             reference = self.item * self.shape.root_parameters  # gathered, and not dropped after its forward pass
             if not self.config.learner.offload_reference:
                 reference += self.of_each(self.item * self.shape.parameters)
         return {
-            "weights": self.of_each(4 * self.trained_numbers + self.item * frozen),
+            "weights": self.of_each(4 * self.trained_numbers + frozen),
             "gradients": self.of_each(4 * self.trained_numbers),
             "reference": reference,
         }

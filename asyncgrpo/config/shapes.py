@@ -92,6 +92,8 @@ class ModelShape:
     """Of keys and values; 1 where all share one latent vector."""
     cache_width: int
     """Numbers that the KV cache keeps of a token, in one layer and head."""
+    stored_bytes: int = 2
+    """Bytes of a number in the files."""
     total: int | None = None
     """Parameters by the size of the files, for an architecture that is not known. None: they are counted."""
 
@@ -165,11 +167,11 @@ def shape_of(settings: Settings, num_bytes: int = 0) -> ModelShape:
     settings = settings.get("text_config") or settings
     kind = str(settings.get("model_type"))
     total = None
+    stored_bytes = 4 if str(settings.get("dtype") or settings.get("torch_dtype")) == "float32" else 2
     if kind not in _KINDS:
         if not num_bytes:
             raise ValueError(f"{kind} is not known, and there are no files to tell its size")
-        stored = str(settings.get("dtype") or settings.get("torch_dtype"))
-        total = num_bytes // (4 if stored == "float32" else 2)
+        total = num_bytes // stored_bytes
     layer, cache = _KINDS.get(kind, (_llama, _grouped_cache))
     heads, width = cache(settings)
     return ModelShape(
@@ -181,6 +183,7 @@ def shape_of(settings: Settings, num_bytes: int = 0) -> ModelShape:
         heads=settings["num_attention_heads"],
         cache_heads=heads,
         cache_width=width,
+        stored_bytes=stored_bytes,
         total=total,
     )
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,6 +92,20 @@ def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
     assert f"{files / 'train.jsonl'}: {rows:,} prompts, 0 longer" in ended.out
     assert "buffer 1; learner 1 (on CPU); generator 1 (torch, on CPU)" in ended.out and "0 wanted" in ended.out
     assert f"{files / 'a run'}\n" in ended.out and "new: it would begin at step 0" in ended.out
+
+
+def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files, monkeypatch):
+    card = SimpleNamespace(name="Card", total_memory=79 * 2**30)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card)
+    gpus = [word if word != "0" else "4" for word in TRAIN]
+    ended = preview(asyncgrpo, "train", "--model", "model1", *gpus)
+    assert ended.code == 0 and not started, ended
+    assert "learner 2 (one GPU each); generator 2 (torch, 1 GPUs each)" in ended.out
+    assert "learner rank  " in ended.out and "  79.0 " in ended.out and "host, a node" in ended.out
+    refused = preview(asyncgrpo, "train", "--model", "model1", *gpus, "cluster.gpu_memory_gb=0.5")
+    assert refused.code == 1 and refused.err.startswith("error: a learner rank does not fit its GPU"), refused
+    assert asyncgrpo("train", "--model", "model1", *gpus).out.count("learner rank  ") == 1 and len(started) == 1
 
 
 def test_a_dry_run_of_a_resume_says_what_changed_or_is_refused_as_the_run_would_be(asyncgrpo, started, files):

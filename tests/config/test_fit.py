@@ -12,7 +12,7 @@ from asyncgrpo.config.memory import GIB, Card, engine_gpu, fullest_host, learner
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner import head, saving
+from asyncgrpo.learner import head, optimizer, saving
 from benchmarks import memory_table
 
 
@@ -44,6 +44,10 @@ def test_adapters_leave_the_base_in_its_dtype_and_without_gradients():
     held = parts("Qwen3-8B", "model.lora.rank=32")
     assert held["weights"] == 2 * shape("Qwen3-8B").parameters + 4 * shape("Qwen3-8B").adapter_parameters(32)
     assert held["gradients"] == 4 * shape("Qwen3-8B").adapter_parameters(32)
+    wide = shape_of(PUBLISHED["Qwen3-8B"] | {"dtype": "float32"})
+    assert learner_rank(wide, run("model.lora.rank=32")).parts["weights"] > 1.9 * held["weights"], (
+        "files of float32 stay"
+    )
 
 
 def test_moments_off_the_gpu_are_on_the_host():
@@ -102,6 +106,7 @@ def test_a_card_is_the_one_found_unless_another_is_named():
 def test_the_constants_are_those_of_the_learner():
     assert memory.TILE_LOGITS == head.TILE_LOGITS["cuda"] == head.BLOCK_LOGITS["cuda"]
     assert memory.EXPORTED_FILE == saving.FILE_BYTES
+    assert memory.STREAMED_MOMENTS == optimizer.CHUNK_BYTES
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def model(tmp_path_factory) -> str:
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4000, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, **none)).save_pretrained(path)
+    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, **none)).bfloat16().save_pretrained(path)
     return str(path)
 
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> str:
     [
         (4, {"learner.activation_checkpointing": False}),
         (4, {"learner.activation_checkpointing": True}),
-        (4, {"model.lora.rank": 8, "model.dtype": "float32", "weights.adapters_only": False}),
+        (4, {"model.lora.rank": 8, "weights.adapters_only": False}),
         (1, {"learner.activation_checkpointing": True, "cluster.share_gpu": True}),
         pytest.param(1, {"learner.activation_checkpointing": True}, marks=pytest.mark.slow),
     ],
