@@ -246,6 +246,8 @@ class EngineFit:
     """That the generator would have run at once."""
     longest: int
     """Tokens of a prompt and a completion of full length."""
+    tokens: int
+    """That the KV cache holds."""
 
 
 def engine_gpu(shape: ModelShape, config: Config, card: Card) -> EngineFit:
@@ -253,16 +255,17 @@ def engine_gpu(shape: ModelShape, config: Config, card: Card) -> EngineFit:
     generators, item = config.generators, itemsize(config)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     wanted = generators.groups_in_flight * (config.algorithm.group_size + generators.extra_completions)
-    each = longest * shape.cache_bytes_per_token(item, generators.gpus_each)
+    of_token = shape.cache_bytes_per_token(item, generators.gpus_each)
+    each = longest * of_token
     weights = ceil(item * shape.parameters / generators.gpus_each)
     outside = CONTEXT + NCCL * (generators.gpus_each > 1)
     if generators.engine == "torch":  # it makes room for all of them, and computes on one GPU
         parts = {"weights": item * shape.parameters, "KV cache": wanted * each, "rest": outside + GIB}
-        return EngineFit(Holding(parts), wanted, wanted, longest)
+        return EngineFit(Holding(parts), wanted, wanted, longest, wanted * longest)
     cache = max(int(generators.memory_fraction * (card.num_bytes - outside)) - weights, 0)
     rest = outside + ENGINE_WORK if config.cluster.share_gpu else max(card.num_bytes - weights - cache, 0)
     parts = {"weights": weights, "KV cache": cache, "rest": rest}
-    return EngineFit(Holding(parts), cache // each, wanted, longest)
+    return EngineFit(Holding(parts), cache // each, wanted, longest, cache // of_token)
 
 
 # -- a node, and a publication -----------------------------------------------------------------------------------------

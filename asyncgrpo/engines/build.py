@@ -7,11 +7,14 @@ import ast
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from asyncgrpo.config.explain import near
+from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.schema import Config, GeneratorConfig
+from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import ConfigError, EngineError
 
@@ -48,7 +51,7 @@ def build_engine(config: Config, *, seed: int) -> Engine:
             memory_fraction=generators.memory_fraction,
             prefix_cache=generators.prefix_cache,
             random_seed=seed,
-            extra=dict(generators.extra),
+            extra=_beside_a_learner(config) | generators.extra,
         )
     if generators.engine == "torch":
         from asyncgrpo.engines.torch.engine import TorchEngine
@@ -63,6 +66,24 @@ def build_engine(config: Config, *, seed: int) -> Engine:
     # Tokens that take no time would leave other processes of a small machine none either.
     own = {"vocab_size": vocabulary_size(config.model.path) or 256, "seconds_per_token": 0.005}
     return FakeEngine(**own | generators.extra)
+
+
+SHARED_FRACTION = 0.9
+"""Of what is free of a shared GPU when SGLang starts: what weights and cache may take of it at most."""
+
+
+def _beside_a_learner(config: Config) -> dict[str, Any]:
+    """SGLang's arguments for its part of a shared GPU; none for a GPU of its own.
+
+    By itself it takes a share of what is free when it starts. That is all before the learner has loaded, and little when a
+    generator is started again beside one that trains. So the cache gets its size in tokens.
+    """
+    shape = shape_at(config.model.path) if config.cluster.share_gpu and config.generators.gpus_each else None
+    if shape is None:
+        return {}
+    found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    fit = engine_gpu(shape, config, Card.of(config, found))
+    return {"max_total_tokens": fit.tokens, "mem_fraction_static": SHARED_FRACTION}
 
 
 def why_sglang_cannot_run() -> str | None:
