@@ -141,7 +141,7 @@ class _Rank:
 
     def gathered(self) -> int:
         """Whole weights in the dtype of the model, while it runs."""
-        if self.ranks == 1 and not self.config.cluster.share_gpu:  # kept from one micro-batch to the next
+        if self.ranks == 1 and not self.adapters and not self.config.cluster.share_gpu:  # kept between micro-batches
             return self.item * self.all_numbers
         return self.item * (self.shape.root_parameters + GATHERED_LAYERS * self.layer_numbers)
 
