@@ -167,7 +167,7 @@ def prepare_environment(config: Config) -> None:
     """Set the environment variables that NCCL and torch read, before either is used in this process.
 
     They must be the same in learner and generators, and the processes of a Ray cluster inherit nothing from the driver.
-    What is set already stays. docs/gpus.md says why each of them is there.
+    What is set already stays. docs/gpu.md says why each of them is there.
     """
     for name, value in {
         "NCCL_CUMEM_ENABLE": "0",  # as SGLang sets it in the generators' processes
