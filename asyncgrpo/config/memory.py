@@ -1,8 +1,9 @@
 """What a run holds: each GPU of the learner and of the engines at its fullest moment, and each node's host memory.
 
 Arithmetic on a model's shape and the configuration, without torch; docs/memory.md says what each figure is made of and
-where it comes from. A learner rank is at its fullest in one of four phases of a step: in the loss, in the backward pass
-of a layer, when the gradients of embedding and head are reduced, or in the update.
+where it comes from. A learner rank is at its fullest in one of five phases of a step: when embedding and head are copied out
+of the buffer that they were gathered in, in the loss, in the backward pass of a layer, when the gradients of embedding and
+head are reduced, or in the update.
 
 bytes of a number: 4 for master weights, gradients and each of AdamW's two moments, those of `model.dtype` for gathered
 and for frozen weights, activations, engines and publications.
@@ -189,14 +190,17 @@ class _Rank:
         return 0 if self.adapters else self.item * self.head_numbers
 
     def phases(self) -> list[dict[str, int]]:
-        """What is held in each of the four phases: loss, backward pass, reduction at its end, update."""
+        """What is held in each phase: start, loss, backward pass, reduction at its end, update."""
         always, waiting = self.always(), 0 if self.config.learner.offload_optimizer else self.moments
         running = always | {"moments": waiting, "gathered": self.gathered()}
         summed = 0 if self.adapters else 4 * self.head_numbers  # the head's gradient, in float32
         layer = (self.item + 4) * self.trained_layer_numbers + self.of_each(4 * self.trained_layer_numbers)
         root = 0 if self.adapters else (self.item + 4) * self.shape.root_parameters
+        root += 0 if self.adapters else self.of_each(4 * self.shape.root_parameters)
         largest = 0 if self.adapters else self.of_each(8 * self.head_numbers)
+        start = self.item * (2 * self.shape.root_parameters + GATHERED_LAYERS * self.layer_numbers)
         return [
+            running | {"gathered": max(start, self.gathered())},
             running
             | {
                 "activations": self.kept() + self.last(),
@@ -208,7 +212,7 @@ class _Rank:
                 "head": self.head_gradient,
                 "reduced gradients": layer,
             },
-            running | {"reduced gradients": root},
+            running | {"gathered": self.item * self.shape.root_parameters, "reduced gradients": root},
             always | {"moments": waiting or min(self.moments, max(STREAMED_MOMENTS, largest))},
         ]
 
