@@ -28,7 +28,7 @@ from asyncgrpo.scratch import SHARED_MEMORY
 Backend = Literal["nccl", "gloo", "shared_memory"]
 
 POLL_S = 0.0005
-"""How often a broadcast of NCCL is looked at."""
+"""How often a broadcast is looked at that cannot be waited for with a deadline."""
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -69,6 +69,9 @@ class WeightGroup(Protocol):
             RuntimeError: a member is gone or late. The group is of no further use.
         """
 
+    def cancel(self) -> None:
+        """End the broadcast under way, if it can be, because a member of it is gone. May be called from any thread."""
+
     def close(self) -> None:
         """Drop the group without waiting for its members."""
 
@@ -90,7 +93,7 @@ def form_group(
         return NcclGroup(prefixed, rank, world, timeout_s)
     if backend == "gloo":
         return GlooGroup(prefixed, rank, world, host, timeout_s)
-    return SharedMemoryGroup(prefixed, number, rank, world)
+    return SharedMemoryGroup(prefixed, number, rank, world, timeout_s)
 
 
 class GlooGroup:
@@ -107,6 +110,9 @@ class GlooGroup:
 
     def broadcast(self, flat: Tensor) -> None:
         self._group.broadcast([flat], _from_rank_0(self._timeout)).wait(self._timeout)
+
+    def cancel(self) -> None:
+        """Gloo ends a broadcast at its deadline only."""
 
     def close(self) -> None:
         self._group.abort()
@@ -125,6 +131,7 @@ class NcclGroup:
     def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._timeout_s = timeout_s
+        self._is_cancelled = False
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         options.config.blocking = 0
@@ -136,10 +143,13 @@ class NcclGroup:
         deadline = time.monotonic() + self._timeout_s
         work = self._group.broadcast([flat], _from_rank_0(timedelta(seconds=self._timeout_s)))
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            if self._is_cancelled or time.monotonic() > deadline:
                 self._group.abort()
-                raise RuntimeError(f"a broadcast of NCCL was not done within {self._timeout_s:.0f} s")
+                raise RuntimeError(f"a broadcast of NCCL was {_ended(self._is_cancelled, self._timeout_s)}")
             time.sleep(POLL_S)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
 
     def close(self) -> None:
         self._group.abort()
@@ -150,10 +160,12 @@ class SharedMemoryGroup:
     """A broadcast within one machine: rank 0 writes into a file in memory, and the others copy out of it.
 
     The store says when: rank 0 announces a broadcast once its bytes are there, and goes on when all members have copied
-    them. A member that is late or gone lets the store's deadline pass.
+    them.
     """
 
-    def __init__(self, store: dist.Store, number: int, rank: int, world: int) -> None:
+    def __init__(self, store: dist.Store, number: int, rank: int, world: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._is_cancelled = False
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self._store, self._number, self._rank, self._world = store, number, rank, world
         self._broadcasts = 0
@@ -168,7 +180,8 @@ class SharedMemoryGroup:
         self._broadcasts += 1
         ready, copies, copied = (f"{what}/{self._broadcasts}" for what in ("ready", "copies", "copied"))
         if self._rank > 0:
-            self._open(self._store.get(ready).decode())  # waits until it is set
+            self._wait(ready)
+            self._open(self._store.get(ready).decode())
             flat.copy_(self._shared[: flat.numel()])
             if self._store.add(copies, 1) == self._world - 1:
                 self._store.set(copied, "")
@@ -177,9 +190,20 @@ class SharedMemoryGroup:
             self._create(flat.numel())
         self._shared[: flat.numel()].copy_(flat)
         self._store.set(ready, self._name)
-        self._store.wait([copied])
+        self._wait(copied)
         for key in (ready, copies, copied):
             self._store.delete_key(key)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def _wait(self, key: str) -> None:
+        """Wait until another member sets `key`."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check([key]):
+            if self._is_cancelled or time.monotonic() > deadline:
+                raise RuntimeError(f"a broadcast was {_ended(self._is_cancelled, self._timeout_s)}")
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         self._shared = _NOTHING
@@ -218,6 +242,10 @@ def _allocate(file: Path, size: int) -> None:
         ) from error
     finally:
         os.close(descriptor)
+
+
+def _ended(is_cancelled: bool, timeout_s: float) -> str:
+    return "given up, because a member is gone" if is_cancelled else f"not done within {timeout_s:.0f} s"
 
 
 def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

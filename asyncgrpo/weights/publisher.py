@@ -126,6 +126,9 @@ class Publisher:
     def give_up(self, generator_id: str, incarnation: str) -> None:
         """Wait for this generator no more: it is gone. May be called from any thread."""
         self._given_up.put((generator_id, incarnation))
+        group, member = self._group, self._members.get(generator_id)
+        if group is not None and member is not None and member.in_group and member.incarnation == incarnation:
+            group.cancel()  # a broadcast to it would last until its deadline
 
     def forget(self, generator_id: str) -> None:
         """Forget a generator that is gone; the group is formed again without it."""

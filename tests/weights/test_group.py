@@ -93,6 +93,15 @@ def test_too_little_shared_memory_is_one_sentence(tmp_path, monkeypatch):
     assert not files()
 
 
+def test_a_broadcast_to_a_member_that_is_given_up_ends_at_once():
+    """Without `cancel` it would last longer than a test may."""
+    first, _ = members(2, timeout_s=1000.0, number=5)
+    threading.Timer(0.1, first.cancel).start()
+    with pytest.raises(RuntimeError, match="a member is gone"):
+        first.broadcast(torch.zeros(8, dtype=torch.uint8))
+    first.close()
+
+
 # -- NCCL --------------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +165,15 @@ def test_a_broadcast_whose_member_is_gone_is_given_up_at_the_deadline(nccl, monk
     monkeypatch.setattr(nccl, "done_s", None)
     group = nccl_group()
     with pytest.raises(RuntimeError, match="within 0 s"):
+        group.broadcast(torch.zeros(8, dtype=torch.uint8))
+    assert nccl.made[0].calls[-1] == "abort"
+
+
+def test_a_broadcast_whose_member_is_given_up_ends_before_the_deadline(nccl, monkeypatch):
+    monkeypatch.setattr(nccl, "done_s", None)
+    group = nccl_group(timeout_s=1000.0)
+    threading.Timer(0.05, group.cancel).start()
+    with pytest.raises(RuntimeError, match="a member is gone"):
         group.broadcast(torch.zeros(8, dtype=torch.uint8))
     assert nccl.made[0].calls[-1] == "abort"
 
