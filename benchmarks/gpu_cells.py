@@ -16,7 +16,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner import head
@@ -25,6 +25,7 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import keep_gathered
 from asyncgrpo.learner.packing import StepBatch
 from asyncgrpo.learner.report import PhaseClock
+from benchmarks.gpu_models import qwen3
 from benchmarks.measuring import PeakMemory, line, rounded, show
 from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths
 from benchmarks.shapes import SHAPES, Shape, Work, train_flops
@@ -121,17 +122,7 @@ def _tiles(device: str, tile: int, block: int) -> Iterator[None]:
 
 def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
     """The learner of a cell, with random weights."""
-    settings = Qwen3Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.is_tied,
-        max_position_embeddings=40_960,
-    )
+    settings = qwen3(shape)
     config = {
         "model": {"path": f"random Qwen3 {cell['shape']}", "dtype": "bfloat16", "lora": {"rank": cell["lora"]}},
         "data": {"train": "unused"},
@@ -223,7 +214,7 @@ def _lengths(cell: Cell) -> Lengths:
 
 def _about(cell: Cell) -> dict[str, Any]:
     """Fields about the cell, the card, and what to compare with."""
-    measured, is_cuda = _matmul_tflops(cell["device"]), cell["device"] == "cuda"
+    measured, is_cuda = matmul_tflops(cell["device"]), cell["device"] == "cuda"
     return {
         "card": torch.cuda.get_device_name() if is_cuda else "no card",
         "matmul_tflops": measured,
@@ -232,7 +223,7 @@ def _about(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _matmul_tflops(device: str) -> float:
+def matmul_tflops(device: str) -> float:
     """Teraflops of a large bfloat16 product of random matrices, median of five."""
     size, repeats = (8192, 10) if device == "cuda" else (1024, 2)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
