@@ -1,0 +1,133 @@
+"""Weights on the card reach another process whole, and NCCL's errors end nothing but its group."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights.broadcast import digest, digest_of
+from asyncgrpo.weights.group import form_group, serve_store, visit_store
+from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.weights.receiver import Receiver
+
+HOST = "127.0.0.1"
+SIZES = (1000, 4, 5_000_000)
+LAYOUT = [
+    TensorInfo(name="embed", shape=(700, 33), dtype="bfloat16"),
+    TensorInfo(name="norm", shape=(5,), dtype="float32"),
+    TensorInfo(name="head", shape=(33, 700), dtype="bfloat16"),
+]
+
+
+def drawn(number: int, device: torch.device | str) -> torch.Tensor:
+    """[SIZES[number]] uint8, the same for every process."""
+    numbers = torch.randint(0, 256, (SIZES[number],), generator=torch.Generator().manual_seed(number))
+    return numbers.byte().to(device)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., None]]:
+    """Starts a function in a process of its own, which ends with the test."""
+    processes = []
+
+    def started(work: Callable[..., None], *arguments: Any) -> None:
+        process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
+        process.start()
+        processes.append(process)
+
+    yield started
+    for process in processes:
+        process.terminate()
+        process.join()
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+def take_broadcasts(port: int, device: str) -> None:
+    store = visit_store(HOST, port, 60)
+    group = form_group(store, number=1, rank=1, world=2, backend="shared_memory", host=HOST, timeout_s=60)
+    for number, size in enumerate(SIZES):
+        flat = torch.zeros(size, dtype=torch.uint8, device=device)
+        group.broadcast(flat)
+        store.set(f"digest/{number}", str(digest(flat)))
+
+
+def test_shared_memory_between_two_processes(device, start):
+    store = serve_store(HOST, 60)
+    start(take_broadcasts, store.port, str(device))
+    group = form_group(store, number=1, rank=0, world=2, backend="shared_memory", host=HOST, timeout_s=60)
+    if device.type == "cuda":
+        assert group.device.type == "cuda", "tensors of the card are broadcast as they are"
+    for number in range(len(SIZES)):
+        flat = drawn(number, device)
+        group.broadcast(flat)
+        assert store.get(f"digest/{number}").decode() == str(digest(flat)) == str(digest(drawn(number, "cpu")))
+    group.close()
+
+
+def generate(endpoint: str) -> None:
+    """Receive as a generator whose engine reports a digest of what it was given."""
+
+    def apply(tensors, version: PolicyVersion) -> str:
+        held = dict(tensors)
+        return digest_of(LAYOUT, ((info, held[info.name]) for info in LAYOUT), 2**14)
+
+    receiver = Receiver(endpoint, generator_id="generator-0", incarnation="0", host=HOST, apply=apply, keys=None)
+    receiver.start()
+    while True:
+        time.sleep(1.0)
+
+
+def test_a_publication_from_the_card(device, start):
+    settings = WeightsConfig(bucket_mb=1, timeout_s=60.0)
+    publisher = Publisher(settings, backend="shared_memory", bind=HOST, host=HOST, keys=None)
+    publisher.describe(LAYOUT)
+    start(generate, publisher.endpoint)
+    publisher.wait_for(1, 60.0, lambda what, seconds: None)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        tensors = [(i, torch.randn(i.shape, generator=generator).to(getattr(torch, i.dtype))) for i in LAYOUT]
+        on_card = [(info, tensor.to(device)) for info, tensor in tensors]
+        publication = publisher.publish(PolicyVersion(1, step), lambda on_card=on_card: iter(on_card))
+        assert publication.generators == ("generator-0",) and publication.attempts == 1
+        assert publication.checksums == {"generator-0": digest_of(LAYOUT, tensors, 2**14)}
+    publisher.close()
+
+
+# -- NCCL --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_nccl_alone(card):
+    group = form_group(dist.HashStore(), number=1, rank=0, world=1, backend="nccl", host=HOST, timeout_s=30)
+    assert group.device == card
+    flat = drawn(2, card)
+    for _ in range(3):
+        group.broadcast(flat)
+    assert torch.equal(flat.cpu(), drawn(2, "cpu"))
+    group.close()
+
+
+@pytest.mark.timeout(90)
+def test_nccl_gives_up_a_member_that_never_comes(card):
+    """This process goes on, and can form the next group."""
+    store = serve_store(HOST, 30)
+    started = time.monotonic()
+
+    def form_and_send() -> None:
+        group = form_group(store, number=1, rank=0, world=2, backend="nccl", host=HOST, timeout_s=5)
+        try:
+            group.broadcast(drawn(0, card))
+        finally:
+            group.close()
+
+    with pytest.raises(RuntimeError):
+        form_and_send()
+    assert time.monotonic() - started < 60
+    test_a_group_of_nccl_alone(card)
