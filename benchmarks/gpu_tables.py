@@ -1,0 +1,174 @@
+"""The tables of a GPU day as Markdown, out of the lines of its state file."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import gpu_learner
+from benchmarks.measuring import rounded
+
+BEGIN, END = "<!-- gpu day: tables begin -->", "<!-- gpu day: tables end -->"
+
+Record = dict[str, Any]
+Line = dict[str, Any]
+
+
+def tables(state: dict[str, list[Record]]) -> str:
+    """All tables.
+
+    Args:
+        state: records of each part's last run, as `State.read` gives them.
+    """
+    lines = {
+        part: [record["line"] for record in records if record["kind"] == "line"] for part, records in state.items()
+    }
+    text = [_heading(state, lines), _parts(state)]
+    learner = [one for part, found in lines.items() if part.startswith("learner-") for one in found]
+    for part, found in lines.items():
+        if part in MAKERS and found:
+            text += [f"**{part}**", MAKERS[part](found)]
+    if learner:
+        text += ["**learner**", gpu_learner.table(learner).rstrip()]
+    return "\n\n".join(text) + "\n"
+
+
+def replace_tables(page: Path, text: str) -> None:
+    """Put `text` between the two markers of a page. Raises SystemExit where the page has none."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"{page} lacks the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _heading(state: dict[str, list[Record]], lines: dict[str, list[Line]]) -> str:
+    begun = [record for records in state.values() for record in records if record["kind"] == "begin"]
+    facts = {one["name"]: one["value"] for one in lines.get("facts", []) if one["what"] == "fact"}
+    measured = [one for found in lines.values() for one in found]
+    dates = " and ".join(sorted({record["date"] for record in begun}))
+    commits = {record["commit"] for record in begun if record.get("commit")} or {
+        str(one["commit"]) for one in measured if one.get("commit")
+    }
+    return f"{dates}, {facts.get('card', 'no card')}, commit {', '.join(sorted(commits)) or 'unknown'}."
+
+
+def _parts(state: dict[str, list[Record]]) -> str:
+    rows = []
+    for part, records in state.items():
+        last = records[-1]
+        is_over = last["kind"] == "end"
+        rows.append([part, *((last["outcome"], last["seconds"], last["said"]) if is_over else ("cut off", "", ""))])
+    return markdown(["part", "outcome", "s", "last words"], rows)
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; None is an empty cell."""
+    shown = [headers, *([_cell(cell) for cell in row] for row in rows)]
+    first, *others = (f"| {' | '.join(row)} |" for row in shown)
+    return "\n".join([first, "|" + "---|" * len(headers), *others])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+
+
+# -- one table a part --------------------------------------------------------------------------------------------------
+
+
+def _facts(lines: list[Line]) -> str:
+    return markdown(["fact", "value"], ([one["name"], one["value"]] for one in lines))
+
+
+def _attention(lines: list[Line]) -> str:
+    errors = [one for one in lines if one["what"] == "attention error"]
+    times = {_key(one): one for one in lines if one["what"] == "attention forward"}
+    both = [one for one in lines if one["what"] == "attention forward and backward"]
+    names = ("output", "dQ", "dK", "dV")
+    text = [
+        markdown(
+            ["heads", "kernel", "row", *(f"error of {name}" for name in names)],
+            ([one["heads"], one["kernel"], one["row"], *(one[name] for name in names)] for one in errors),
+        ),
+        markdown(
+            ["heads", "kernel", "row", "forward ms", "TFLOP/s", "forward and backward ms", "TFLOP/s", "peak GiB"],
+            (
+                [
+                    *_key(one),
+                    rounded(1000 * times[_key(one)]["value"]),
+                    times[_key(one)]["tflops"],
+                    rounded(1000 * one["value"]),
+                    one["tflops"],
+                    one["peak_gib"],
+                ]
+                for one in both
+            ),
+        ),
+    ]
+    failed = [
+        f"- {one['heads']}, {one['kernel']}: {one['error']}" for one in lines if one["what"] == "attention failed"
+    ]
+    return "\n\n".join([*text, *(["\n".join(failed)] if failed else [])])
+
+
+def _key(one: Line) -> tuple[str, str, str]:
+    return one["heads"], one["kernel"], one["row"]
+
+
+def _rates(lines: list[Line]) -> str:
+    return markdown(
+        ["what", "bucket MiB", "GB/s, median", "least to largest", "bytes arrived as sent"],
+        (
+            [one["what"], one.get("bucket_mib"), one["value"], " to ".join(map(str, one["spread"])), one.get("same")]
+            for one in lines
+        ),
+    )
+
+
+def _nccl(lines: list[Line]) -> str:
+    rows = [
+        [one["case"], member, one["seconds"], _words(said)] for one in lines for member, said in enumerate(one["said"])
+    ]
+    return markdown(["case", "member", "s", "what it said"], rows)
+
+
+def _words(said: Any) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in said.items()) if isinstance(said, dict) else said
+
+
+def _memory(lines: list[Line]) -> str:
+    rows = []
+    for one in lines:
+        predicted = one.get("predicted_gib")
+        counted = rounded(sum(size for name, size in predicted.items() if name != "rest")) if predicted else None
+        phases = ", ".join(f"{name} {seconds}" for name, seconds in one.get("phases", {}).items())
+        figures = [counted, one.get("measured_gib"), one.get("reserved_gib"), one.get("used_gib"), phases]
+        rows.append([one["shape"], one["budget"], one["way"], *figures, one.get("error")])
+    headers = ["shape", "row budget", "way", "predicted GiB", "measured GiB", "reserved GiB", "used on the card GiB"]
+    return markdown([*headers, "phases, s", "error"], rows)
+
+
+def _demo(lines: list[Line]) -> str:
+    rows = []
+    for one in lines:
+        rewards, proved = f"{one['reward_first']} to {one['reward_last']}", f"{one['proved']} of {one['publications']}"
+        phases = ", ".join(f"{name} {seconds}" for name, seconds in one["phases"].items())
+        about = [one["shape"], one["steps"], one["ended"], rewards, proved]
+        about += [one["publication_ms"], one["publication_bytes"], one["logprob_gap_mean"], one["step_s"], phases]
+        rows.append([*about, one["peak_card_gib"], one["restarts"], one["audit_exit"] == 0])
+    headers = ["model", "steps", "ended", "reward, first to last tenth", "versions proved", "publication ms", "bytes"]
+    headers += ["log-prob gap", "step s", "phases, s", "card GiB, both", "restarts", "audit clean"]
+    return markdown(headers, rows)
+
+
+MAKERS: dict[str, Callable[[list[Line]], str]] = {
+    "facts": _facts,
+    "attention": _attention,
+    "hand-over": _rates,
+    "shared-memory": _rates,
+    "nccl": _nccl,
+    "memory": _memory,
+    "demo": _demo,
+    "demo-0.6b": _demo,
+}

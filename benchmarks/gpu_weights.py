@@ -1,0 +1,323 @@
+"""How weights get from a learner to an engine on one card: each copy of the way, the two groups, and NCCL's errors.
+
+    python -m benchmarks.gpu_weights copies          GB/s of each leg, and of the digest
+    python -m benchmarks.gpu_weights shared-memory   `SharedMemoryGroup` between two processes, and a whole publication
+    python -m benchmarks.gpu_weights nccl            `NcclGroup`: alone; a member that never comes; two members on one card
+
+Each case of `nccl` is a process of its own with a deadline, because what it must show is whether NCCL ends, and how.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.scratch import SHARED_MEMORY
+from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights.broadcast import digest
+from asyncgrpo.weights.group import form_group, serve_store, visit_store
+from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.weights.receiver import Receiver
+from benchmarks.measuring import ROOT, line, rounded, show
+
+HOST = "127.0.0.1"
+SEED = 1234
+START_S = 90.0
+"""How long a process may take to be there."""
+NEVER_S = 5.0
+"""The deadline of a group whose second member never comes."""
+CASE_S = 60.0
+"""What is not over then hangs: the other end gave up long before."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["copies", "shared-memory", "nccl"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--case", choices=list(CASES), help="of nccl: this one, in this process")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    if arguments.case:
+        CASES[arguments.case](arguments)
+    elif arguments.what == "copies":
+        copies(arguments.device, 2**16 if arguments.tiny else 2**29)
+    elif arguments.what == "shared-memory":
+        shared_memory(arguments.device, [1] if arguments.tiny else [16, 64, 256], 2**21 if arguments.tiny else 2**31)
+    else:
+        nccl(arguments.device)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def copies(device: str, size: int) -> None:
+    """GB/s of each leg between the card and the memory of two processes, `size` bytes each, and of the digest."""
+    on_card = random_bytes(size, device)
+    pageable = torch.empty(size, dtype=torch.uint8)
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+    pageable.copy_(on_card)
+    pinned.copy_(on_card)
+    with file_in_memory(size) as shared:
+        legs: dict[str, tuple[Tensor, Tensor]] = {
+            "card to pageable": (pageable, on_card),
+            "card to pinned": (pinned, on_card),
+            "pinned to /dev/shm": (shared, pinned),
+            "card to /dev/shm": (shared, on_card),
+            "/dev/shm to pageable": (pageable, shared),
+            "/dev/shm to card": (on_card, shared),
+            "pageable to card": (on_card, pageable),
+            "pinned to card": (on_card, pinned),
+        }
+        for name, (target, source) in legs.items():
+            show_rate(name, size, device, lambda target=target, source=source: target.copy_(source))
+        if device == "cuda" and register(shared):
+            show_rate("card to /dev/shm, registered", size, device, lambda: shared.copy_(on_card))
+            show_rate("/dev/shm, registered, to card", size, device, lambda: on_card.copy_(shared))
+            torch.cuda.cudart().cudaHostUnregister(shared.data_ptr())
+    show_rate(f"digest on the {'card' if device == 'cuda' else 'CPU'}", size, device, lambda: digest(on_card))
+    few = pageable[: size // 8]
+    show_rate("digest on the host", len(few), device, lambda: digest(few))
+
+
+def show_rate(what: str, size: int, device: str, work: Callable[[], object]) -> None:
+    """Show the GB/s at which `work` gets through `size` bytes, median of 5 after one that is not counted."""
+    rates = []
+    for _ in range(6):
+        started = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        rates.append(size / (time.perf_counter() - started) / 1e9)
+    show(line(what, rates[1:], "GB/s", seed=SEED, bytes=size))
+
+
+def register(shared: Tensor) -> bool:
+    """Let CUDA pin memory that is mapped from a file; whether it did."""
+    return int(torch.cuda.cudart().cudaHostRegister(shared.data_ptr(), len(shared), 0)) == 0
+
+
+@contextmanager
+def file_in_memory(size: int) -> Iterator[Tensor]:
+    """[size] uint8 in /dev/shm, all of it there, as `SharedMemoryGroup` makes it."""
+    file = SHARED_MEMORY / f"gpu-weights-{os.getpid()}"
+    with file.open("wb") as opened:
+        os.posix_fallocate(opened.fileno(), 0, size)
+    try:
+        yield torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+    finally:
+        file.unlink()
+
+
+def random_bytes(size: int, device: str) -> Tensor:
+    """[size] uint8, the same for every process."""
+    return torch.randint(0, 256, (size,), generator=torch.Generator(device).manual_seed(SEED), device=device).byte()
+
+
+# -- shared memory between two processes -------------------------------------------------------------------------------
+
+
+def shared_memory(device: str, buckets_mib: list[int], total: int) -> None:
+    """GB/s of broadcasts in buckets of each size, and of a publication with all its digests, to a second process."""
+    for mib in buckets_mib:
+        with second_process(receive_broadcasts, device, mib, total) as (store, _):
+            group = form_group(store, number=1, rank=0, world=2, backend="shared_memory", host=HOST, timeout_s=START_S)
+            flat, rates = random_bytes(mib * 2**20, device), []
+            for _ in range(rounds(mib, total)):
+                started = time.perf_counter()
+                group.broadcast(flat)
+                rates.append(len(flat) / (time.perf_counter() - started) / 1e9)
+            same = store.get("digest").decode() == str(digest(flat))
+            group.close()
+        show(line("broadcast in shared memory", rates[1:], "GB/s", seed=SEED, bucket_mib=mib, same=same))
+        show(publication(device, mib, total))
+
+
+def rounds(mib: int, total: int) -> int:
+    return max(3, total // (mib * 2**20))
+
+
+def receive_broadcasts(port: int, device: str, mib: int, total: int) -> None:
+    store = visit_store(HOST, port, START_S)
+    group = form_group(store, number=1, rank=1, world=2, backend="shared_memory", host=HOST, timeout_s=START_S)
+    flat = torch.zeros(mib * 2**20, dtype=torch.uint8, device=device)
+    for _ in range(rounds(mib, total)):
+        group.broadcast(flat)
+    store.set("digest", str(digest(flat)))
+
+
+def publication(device: str, mib: int, total: int) -> dict[str, Any]:
+    """The line of publications of `total` bytes from this process's Publisher to a Receiver in another."""
+    count = max(2, total // 2**25)
+    layout = [TensorInfo(name=f"w{i}", shape=(total // count // 2,), dtype="bfloat16") for i in range(count)]
+    tensor = random_bytes(total // count, device).view(torch.int16).to(torch.bfloat16)
+    publisher = Publisher(
+        WeightsConfig(bucket_mb=mib, timeout_s=60), backend="shared_memory", bind=HOST, host=HOST, keys=None
+    )
+    publisher.describe(layout)
+    process = multiprocessing.get_context("spawn").Process(target=receive, args=(publisher.endpoint,), daemon=True)
+    process.start()
+    try:
+        publisher.wait_for(1, START_S, lambda what, seconds: None)
+        found = [publisher.publish(PolicyVersion(1, n), lambda: ((info, tensor) for info in layout)) for n in range(4)]
+    finally:
+        process.terminate()
+        process.join()
+        publisher.close()
+    rates = [one.num_bytes / one.seconds / 1e9 for one in found]
+    about = {"bucket_mib": mib, "bytes": found[0].num_bytes, "first_s": rounded(found[0].seconds)}
+    return line("publication in shared memory", rates[1:], "GB/s", seed=SEED, **about)
+
+
+def receive(endpoint: str) -> None:
+    """Receive as a generator whose engine takes weights at no cost, until the process is ended."""
+    receiver = Receiver(
+        endpoint, generator_id="generator-0", incarnation="0", host=HOST, apply=lambda *_: "applied", keys=None
+    )
+    receiver.start()
+    while True:
+        time.sleep(1.0)
+
+
+@contextmanager
+def second_process(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[dist.TCPStore, Any]]:
+    """A store, and a process that visits it."""
+    store = serve_store(HOST, START_S)
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(store.port, *arguments), daemon=True)
+    process.start()
+    try:
+        yield store, process
+    finally:
+        process.join(30)
+        process.terminate()
+
+
+# -- NCCL --------------------------------------------------------------------------------------------------------------
+
+
+def nccl(device: str) -> None:
+    """Run each case in processes of its own, and show what it said, or that it hung."""
+    if device == "cpu":
+        raise SystemExit("skipped: NCCL does not run without a card")
+    for case in CASES:
+        with serving(CASE_S) as port:
+            ranks = range(2 if case == "two members on one card" else 1)
+            command = [sys.executable, "-m", "benchmarks.gpu_weights", "nccl", "--case", case, "--port", str(port)]
+            started = time.monotonic()
+            members = [_member([*command, "--rank", str(rank)]) for rank in ranks]
+            said = [_words(member, CASE_S) for member in members]
+        seconds = rounded(time.monotonic() - started)
+        show({"what": "nccl", "case": case, "seconds": seconds, "said": said})
+
+
+def _member(command: list[str]) -> subprocess.Popen[str]:
+    """A process with NCCL's settings of a run, whose warnings are shown."""
+    settings = {"NCCL_CUMEM_ENABLE": "0", "NCCL_DEBUG": "WARN"}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def serving(timeout_s: float) -> Iterator[int]:
+    """The port of a store."""
+    store = serve_store(HOST, timeout_s)
+    try:
+        yield store.port
+    finally:
+        del store
+
+
+def _words(member: subprocess.Popen[str], within_s: float) -> Any:
+    """What a member showed, or its last words; and that it hung, if it did."""
+    try:
+        text, _ = member.communicate(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(member.pid, signal.SIGKILL)
+        text = member.communicate()[0]
+        return f"HANGS, killed after {within_s:.0f} s: {' | '.join(text.strip().splitlines()[-3:])[:600]}"
+    shown = [json.loads(row) for row in text.splitlines() if row.startswith("{")]
+    last = " | ".join(text.strip().splitlines()[-3:])[:600]
+    return shown[0] if shown else f"exit status {member.returncode}: {last}"
+
+
+def alone(arguments: argparse.Namespace) -> None:
+    """A group of one: does the communicator that does not block come up, and does a broadcast end?"""
+    started = time.monotonic()
+    group = form_group(dist.HashStore(), number=1, rank=0, world=1, backend="nccl", host=HOST, timeout_s=30)
+    formed = time.monotonic() - started
+    flat, rates = random_bytes(2**26, "cuda"), []
+    before = digest(flat)
+    for _ in range(10):
+        begun = time.monotonic()
+        group.broadcast(flat)
+        rates.append(time.monotonic() - begun)
+    group.close()
+    figures = {"formed_s": rounded(formed), "broadcast_ms": rounded(1000 * statistics.median(rates))}
+    print(json.dumps(figures | {"same": digest(flat) == before}), flush=True)
+
+
+def without_the_second(arguments: argparse.Namespace) -> None:
+    """A group of two whose second member never comes: does this process get an error at the deadline?"""
+    _report(lambda: _form(arguments.port, 0, NEVER_S))
+
+
+def two_members(arguments: argparse.Namespace) -> None:
+    """Two members on one card, which NCCL refuses: what does it say, and when?"""
+    _report(lambda: _form(arguments.port, arguments.rank, 20.0))
+
+
+def _form(port: int, rank: int, timeout_s: float) -> None:
+    torch.cuda.init()
+    group = form_group(
+        visit_store(HOST, port, timeout_s), number=1, rank=rank, world=2, backend="nccl", host=HOST, timeout_s=timeout_s
+    )
+    try:
+        group.broadcast(torch.zeros(2**20, dtype=torch.uint8, device="cuda"))
+    finally:
+        group.close()
+
+
+def _report(work: Callable[[], None]) -> None:
+    """Print how `work` ended, and that this process goes on after it."""
+    started = time.monotonic()
+    try:
+        work()
+        error = "no error"
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:400]}"
+    seconds = rounded(time.monotonic() - started)
+    time.sleep(2.0)  # a watchdog that ends the process would do it now
+    goes_on = bool(torch.ones(1, device="cuda").item())
+    print(json.dumps({"error": error, "seconds": seconds, "goes_on": goes_on}), flush=True)
+
+
+CASES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "alone": alone,
+    "the second member never comes": without_the_second,
+    "two members on one card": two_members,
+}
+
+
+if __name__ == "__main__":
+    main()
