@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.learner.attention import KERNELS, Family, Segments
-from benchmarks.gpu_cells import Stopwatch
+from benchmarks.gpu_clock import Stopwatch
 from benchmarks.measuring import line, rounded, show
 
 

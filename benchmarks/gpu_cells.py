@@ -7,7 +7,6 @@ replaced: sharding, attention, adapters, optimizer and compiler are the learner'
 import json
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +24,9 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import keep_gathered
 from asyncgrpo.learner.packing import StepBatch
 from asyncgrpo.learner.report import PhaseClock
+from benchmarks.gpu_clock import Stopwatch, matmul_tflops
 from benchmarks.gpu_models import qwen3
-from benchmarks.measuring import PeakMemory, line, rounded, show
+from benchmarks.measuring import line, rounded, show
 from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths
 from benchmarks.shapes import SHAPES, Shape, Work, train_flops
 
@@ -174,37 +174,6 @@ def _mean_of(num_tokens: int) -> head.Objective:
     return gradients
 
 
-class Stopwatch:
-    """Seconds and peak memory of each block: of the clock and the card, or of the process where the CPU computes."""
-
-    def __init__(self, device: str) -> None:
-        self.is_cuda = device == "cuda"
-        self.unit = "s" if self.is_cuda else "CPU s"
-        self.seconds: list[float] = []
-        self._peaks: list[float] = []
-
-    def peak_gib(self) -> float:
-        """The largest but for the first: all that was allocated on the card, or what a block added to the process."""
-        return rounded(max(self._peaks[1:]) / 2**30)
-
-    def __enter__(self) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._memory = PeakMemory()
-        self._started = self._now()
-
-    def __exit__(self, *_: object) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize()
-        self.seconds.append(self._now() - self._started)
-        self._peaks.append(torch.cuda.max_memory_allocated() if self.is_cuda else 1e6 * self._memory.mb())
-
-    def _now(self) -> float:
-        return time.perf_counter() if self.is_cuda else time.process_time()
-
-
 def _lengths(cell: Cell) -> Lengths:
     wanted: dict[str, Any] = {"tokens": cell["tokens"], "seed": cell["seed"]}
     if cell["shape"] == "tiny":
@@ -221,18 +190,6 @@ def _about(cell: Cell) -> dict[str, Any]:
         "peak_tflops": cell["peak"] or (VENDOR_TFLOPS if is_cuda else measured),
         "cell": cell,
     }
-
-
-def matmul_tflops(device: str) -> float:
-    """Teraflops of a large bfloat16 product of random matrices, median of five."""
-    size, repeats = (8192, 10) if device == "cuda" else (1024, 2)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    clock = Stopwatch(device)
-    for _ in range(6):
-        with clock:
-            for _ in range(repeats):
-                torch.mm(a, b)
-    return rounded(2 * size**3 * repeats / statistics.median(clock.seconds[1:]) / 1e12)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cells import Stopwatch, matmul_tflops
+from benchmarks.gpu_clock import Stopwatch, matmul_tflops
 from benchmarks.measuring import rounded, show, where
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "flash_attn", "ray", "sglang", "msgspec", "pyzmq", "omegaconf")

@@ -9,7 +9,6 @@ given back. Two steps on random rollouts: the first makes the optimizer's moment
 
 import argparse
 import gc
-import importlib.util
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Any
 import msgspec
 import torch
 
+from asyncgrpo.config.memory import learner_rank
 from asyncgrpo.config.schema import Config
+from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import Group
 from benchmarks.gpu_models import write_model
@@ -86,13 +87,8 @@ def measure(config: Config, groups: list[Group], device: str) -> dict[str, Any]:
     return figures | {"phases": phases, "grad_norm": rounded(report.grad_norm), "skipped": report.skipped} | where()
 
 
-def predicted_gib(config: Config) -> dict[str, float] | None:
-    """What each part is to take, in GiB; none where this checkout has no prediction."""
-    if importlib.util.find_spec("asyncgrpo.config.memory") is None:
-        return None
-    from asyncgrpo.config.memory import learner_rank
-    from asyncgrpo.config.shapes import shape_at
-
+def predicted_gib(config: Config) -> dict[str, float]:
+    """What each part is to take, in GiB."""
     shape = shape_at(config.model.path)
     assert shape is not None, "the model's folder is there"
     return {name: gib(size) for name, size in learner_rank(shape, config).parts.items()}
