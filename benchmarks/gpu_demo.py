@@ -27,6 +27,7 @@ SHARED = (
     "cluster.share_gpu=true",
     "generators.count=1",
     "generators.gpus_each=1",
+    "generators.memory_fraction=0.35",
     "learner.ranks=1",
     "learner.device=cuda",
 )
