@@ -26,6 +26,7 @@ from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.cluster.folder import hold
 from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, set_environment
+from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
@@ -371,7 +372,7 @@ class GeneratorActor:
         from asyncgrpo.generators.service import GeneratorService
 
         config = self._setup.config
-        _limit_gpu_memory(config, config.generators.memory_fraction)
+        _limit_gpu_memory(config, is_learner=False)
         seed = group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
         service = self._service = GeneratorService(
             f"generator-{self._index}",
@@ -393,16 +394,20 @@ class GeneratorActor:
         asyncio.run(service.run())
 
 
-CONTEXTS_SHARE = 0.06
-"""Share of a shared GPU that CUDA itself takes in the two processes, beside what torch counts: 1.4 of 24 GB."""
+def _limit_gpu_memory(config: Config, *, is_learner: bool) -> None:
+    """Hold torch to this process's part of a GPU that two processes share: its cache would grow over the other's.
 
-
-def _limit_gpu_memory(config: Config, share: float) -> None:
-    """Let torch take only this share of a GPU that two processes share: its cache would grow over the other's part."""
+    SGLang's memory is that of another process, and limited by its arguments (`engines/build.py`).
+    """
     import torch
 
-    if config.cluster.share_gpu and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(share)
+    if not (config.cluster.share_gpu and torch.cuda.is_available()):
+        return
+    if is_learner:
+        card = Card.of(config, torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.set_per_process_memory_fraction(max(learner_share(config, card), 0.05))
+    elif config.generators.engine == "torch":
+        torch.cuda.set_per_process_memory_fraction(config.generators.memory_fraction)
 
 
 def _adapter_merger(config: Config) -> "AdapterMerger | None":
@@ -488,7 +493,8 @@ class LearnerActor:
 
         config, rank, world = self._setup.config, self._rank, self._setup.config.learner.ranks
         store = self._store if rank == 0 else visit_store(leader.host, leader.group_port, RANKS_START_TIMEOUT_S)
-        _limit_gpu_memory(config, 1 - CONTEXTS_SHARE - config.generators.memory_fraction)
+        if self._device.type == "cuda":
+            _limit_gpu_memory(config, is_learner=True)
         with joined_ranks(store, rank, world, self._device.type, ranks_timeout_s(config)):
             learner = Learner(config, rank=rank, world=world, device=self._device)
             if self._setup.checkpoint is not None:

@@ -16,6 +16,7 @@ from asyncgrpo.config.memory import (
     ENGINE_WORK,
     GIB,
     GPUS_PER_NODE,
+    SLACK,
     Card,
     EngineFit,
     Holding,
@@ -23,6 +24,8 @@ from asyncgrpo.config.memory import (
     fullest_host,
     itemsize,
     learner_rank,
+    learner_share,
+    learner_tensors,
     publication_seconds,
     runs_on_gpu,
 )
@@ -86,6 +89,13 @@ def refuse(shape: ModelShape, config: Config, card: Card) -> None:
         )
     if config.cluster.share_gpu and fit.learner is not None and fit.engine is not None:
         _refuse_together(fit.learner, fit.engine, card)
+        share, wanted = learner_share(config, card), (1 + SLACK) * learner_tensors(shape, config).total
+        if wanted > share * card.num_bytes:
+            raise ConfigError(
+                f"generators.memory_fraction={config.generators.memory_fraction:g} leaves the learner "
+                f"{_gib(max(share, 0) * card.num_bytes)} GiB of the shared GPU, and it needs {_gib(wanted)} GiB; lower it, or "
+                "use --n-gpus 1, which chooses it"
+            )
 
 
 def _refuse_together(learner: Holding, engine: EngineFit, card: Card) -> None:

@@ -236,6 +236,13 @@ def learner_rank(shape: ModelShape, config: Config) -> Holding:
     return Holding(tensors.parts | {"rest": outside + int(SLACK * tensors.total)})
 
 
+def learner_share(config: Config, card: Card) -> float:
+    """Share of a shared GPU that torch in the learner may take: what the engine leaves, and CUDA in every process."""
+    is_sglang = config.generators.engine == "sglang"  # its scheduler is a process beside the generator's
+    outside = (3 if is_sglang else 2) * CONTEXT + (ENGINE_WORK if is_sglang else 0)
+    return 1 - config.generators.memory_fraction - outside / card.num_bytes
+
+
 # -- an engine ---------------------------------------------------------------------------------------------------------
 
 

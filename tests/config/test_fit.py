@@ -223,6 +223,16 @@ def test_a_24_gb_card_is_shared(name, rank):
     assert held.completions >= held.wanted >= 16
 
 
+@pytest.mark.parametrize("engine", ["sglang", "torch"])
+def test_an_engine_that_leaves_the_learner_too_little_of_a_shared_gpu_is_refused(engine):
+    """Torch in the learner is held to what the fraction leaves, whatever else the engine would take."""
+    settings = ["cluster.share_gpu=true", "generators.count=1", "learner.ranks=1", "model.lora.rank=8"]
+    settings += ["generators.memory_fraction=0.85", f"generators.engine={engine}", "generators.groups_in_flight=1"]
+    config = run(*settings, gb=24)
+    with pytest.raises(ConfigError, match=r"memory_fraction|lower generators\.memory_fraction"):
+        refuse(shape("Qwen3-0.6B"), config, Card.of(config))
+
+
 def test_a_model_that_cannot_share_one_gpu_is_refused():
     config = run(gb=24)
     with pytest.raises(ConfigError, match=r"do not fit one GPU of 23.6 GiB.*model\.lora\.rank=32"):

@@ -11,10 +11,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from asyncgrpo.cluster.wiring import CONTEXTS_SHARE
 from asyncgrpo.config.fit import refuse
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.memory import Card, engine_gpu, learner_rank
+from asyncgrpo.config.memory import Card, engine_gpu, learner_rank, learner_share
 from asyncgrpo.config.shapes import shape_of
 from benchmarks import gpu_day, gpu_demo, gpu_tables, gpu_wheels
 from benchmarks.gpu_day import PARTS, Part, State
@@ -198,7 +197,7 @@ def test_the_demos_fit_a_card_of_80_gb(tmp_path):
         refuse(shape, config, Card.of(config))
         engine = engine_gpu(shape, config, Card.of(config)).gpu.total
         assert engine < config.generators.memory_fraction * Card.of(config).num_bytes
-        left = 1 - CONTEXTS_SHARE - config.generators.memory_fraction
+        left = learner_share(config, Card.of(config))
         assert learner_rank(shape, config).total < left * Card.of(config).num_bytes
 
 
