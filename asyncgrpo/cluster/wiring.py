@@ -230,7 +230,7 @@ class BufferActor:
             buffer,
             evaluations,
             vocabulary_size(config.model.path),
-            reward_name=f"reward function {reward}" if reward else "the rules of rewards",
+            reward_name=f"reward function {os.path.basename(reward)}" if reward else "the rules of rewards",
             reward_has_worked=setup.reward_has_worked,
             tell=EventLog(setup.run_dir / "metrics.jsonl").write,
         )
