@@ -15,19 +15,21 @@ of leases that were dropped or cancelled for their age, `wasted` the share of to
 """
 
 import argparse
+import itertools
 import json
 import logging
 import math
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.group_health import ks_distance
 from asyncgrpo.types import Group, PolicyVersion
 from benchmarks.measuring import line, rounded, show
@@ -39,40 +41,34 @@ MEDIAN, LONGEST = 600, 16384
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--admissions", nargs="+", choices=list(ADMISSIONS), default=["eager"])
     parser.add_argument("--lags", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5])
+    parser.add_argument(
+        "--train-s", nargs="+", type=float, default=[12.0], help="seconds of a step, on the virtual clock"
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--real", action="store_true", help="real runs instead of the virtual clock")
     parser.add_argument("--out", type=Path, default=Path("runs/policies"), help="folder of the real runs")
     arguments = parser.parse_args(argv)
     logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
-    for sigma in arguments.sigmas:
-        for max_lag in arguments.lags:
-            for policy in arguments.policies:
-                if arguments.real:
-                    found = [
-                        whole_run(policy, max_lag, sigma, arguments.steps, seed, arguments.out)
-                        for seed in arguments.seeds
-                    ]
-                else:
-                    found = [virtual_run(policy, max_lag, sigma, arguments.steps, seed) for seed in arguments.seeds]
-                report(
-                    "whole run" if arguments.real else "virtual clock",
-                    found,
-                    arguments.seeds[0],
-                    policy,
-                    max_lag,
-                    sigma,
-                )
+    settings = itertools.product(
+        arguments.sigmas, arguments.train_s, arguments.lags, arguments.policies, arguments.admissions
+    )
+    for sigma, train_s, max_lag, policy, admission in settings:
+        case = LongTail(max_lag, arguments.steps, 0, policy=policy, admission=admission, train_s=train_s, sigma=sigma)
+        run = partial(whole_run, out=arguments.out) if arguments.real else virtual_run
+        report("whole run" if arguments.real else "virtual clock", case, arguments.seeds, run)
 
 
-def report(where: str, found: list[dict[str, float]], seed: int, policy: str, max_lag: int, sigma: float) -> None:
+def report(where: str, case: "LongTail", seeds: list[int], run: Callable[["LongTail"], dict[str, float]]) -> None:
     """One line: groups trained per second, and the medians of the other figures."""
+    found = [run(replace(case, seed=seed)) for seed in seeds]
     medians = {name: rounded(statistics.median(one[name] for one in found), 3) for name in found[0] if name != "rate"}
+    fields = {name: getattr(case, name) for name in ("policy", "admission", "max_lag", "sigma", "train_s")}
     rates = [one["rate"] for one in found]
-    fields = {"where": where, "policy": policy, "max_lag": max_lag, "sigma": sigma, **medians}
-    show(line("groups trained per second", rates, "1/s", seed=seed, **fields))
+    show(line("groups trained per second", rates, "1/s", seed=seeds[0], where=where, **fields, **medians))
 
 
 # -- on the virtual clock ----------------------------------------------------------------------------------------------
@@ -104,22 +100,21 @@ class LongTail(Case):
         return float(drawn > self._hardness[prompt_index])
 
 
-def virtual_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int) -> dict[str, float]:
+def virtual_run(case: LongTail) -> dict[str, float]:
     """The figures of one run on the virtual clock."""
-    case = LongTail(max_lag, steps, seed, policy=policy, sigma=sigma)
     product = Product(case).run()
     elapsed_s = product.trained_at[-1][0]
     outcomes, tokens = product.buffer.outcomes, product.buffer.tokens
     aborted = sum(engine.aborted_tokens for engine in product.engines)
     first = range(len(product.groups))
     lags = [version.number - group.versions[0].number for group, version in product.groups]
-    lengths = [trained_length(group, version, policy, max_lag) for group, version in product.groups]
+    lengths = [trained_length(group, version, case.policy, case.max_lag) for group, version in product.groups]
     rewards = [statistics.fmean(r.score.value or 0.0 for r in group.rollouts) for group, _ in product.groups]
     completions = range(1, case.group_size + 1)
     monitor = product.buffer.bias.distances()
     return {
         "rate": len(product.groups) / elapsed_s,
-        "idle": 1 - steps * (case.train_s + TRANSFER_S + SWAP_S) / elapsed_s,
+        "idle": 1 - case.steps * (case.train_s + TRANSFER_S + SWAP_S) / elapsed_s,
         "given_up": given_up(outcomes) / outcomes["leased"],
         "prompts_given_up": outcomes["dropped_always_stale"] / outcomes["leased"],
         "wasted": (tokens["stale"] + tokens["masked"] + aborted) / (tokens["generated"] + aborted),
@@ -132,6 +127,8 @@ def virtual_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int) 
         "monitor_length": monitor.get("length", math.nan),
         "monitor_reward": monitor.get("reward", math.nan),
         "lag_mean": statistics.fmean(lags),
+        "lag_p90": float(np.quantile(lags, 0.9, method="inverted_cdf")),
+        "lag_above_8": sum(lag > 8 for lag in lags) / len(lags),
         "lag_max": max(lags),
     }
 
@@ -155,16 +152,28 @@ DEMO = (
 )  # fmt: skip
 
 
-def whole_run(policy: str, max_lag: int, sigma: float, steps: int, seed: int, out: Path) -> dict[str, float]:
+def whole_run(case: LongTail, out: Path) -> dict[str, float]:
     """The figures of a run with real processes: Ray, ZeroMQ, journal, a learner with a tiny model. Only tokens are random.
 
     Raises:
         subprocess.CalledProcessError: the run failed, or its audit found a difference.
     """
-    folder = out / f"{policy}-{max_lag}-{sigma:g}-{seed}"
-    engine = f"{{vocab_size: 261, seconds_per_token: 0.02, median_tokens: 25, sigma: {sigma:g}}}"
-    command = [sys.executable, "-m", "asyncgrpo", "demo", "--engine", "fake", "--out", str(folder), "--seed", str(seed)]
-    command += ["--steps", str(steps), "--max-lag", str(max_lag), f"buffer.policy={policy}", *DEMO]
+    folder = out / f"{case.policy}-{case.admission}-{case.max_lag}-{case.sigma:g}-{case.seed}"
+    engine = f"{{vocab_size: 261, seconds_per_token: 0.02, median_tokens: 25, sigma: {case.sigma:g}}}"
+    command = [
+        sys.executable,
+        "-m",
+        "asyncgrpo",
+        "demo",
+        "--engine",
+        "fake",
+        "--out",
+        str(folder),
+        "--seed",
+        str(case.seed),
+    ]
+    command += ["--steps", str(case.steps), "--max-lag", str(case.max_lag), f"buffer.policy={case.policy}"]
+    command += [f"buffer.admission={case.admission}", *DEMO]
     subprocess.run([*command, f"generators.extra={engine}"], check=True, capture_output=True, text=True)
     subprocess.run(
         [sys.executable, "-m", "asyncgrpo", "audit", str(folder)], check=True, capture_output=True, text=True

@@ -71,6 +71,7 @@ class Case:
     per_step: int = 16
     train_s: float = 12.0
     policy: str = "wait"
+    admission: str = "eager"
 
     @property
     def num_groups(self) -> int:
@@ -320,6 +321,7 @@ class Product:
                 prompts_per_step=case.per_step,
                 max_lag=case.max_lag,
                 policy=case.policy,  # type: ignore[arg-type]
+                admission=case.admission,  # type: ignore[arg-type]
                 lease_timeout_s=1e9,
             ),
             generators=GeneratorConfig(engine="fake", count=case.generators),

@@ -1,4 +1,4 @@
-"""The bound on staleness, and the policies that keep it (`buffer.policy`).
+"""The bound on staleness, the policies that keep it (`buffer.policy`), and how much of it is used (`buffer.admission`).
 
 A group that was leased at version u may be trained at version u + max_lag at the latest: that is its *deadline*.
 Admission lets at most `(max_lag + 1) * P` groups hold a slot, and each step trains P of them. A batch may be taken at
@@ -35,6 +35,7 @@ L steps after its lease. For these two, `evict` is a second check: it would catc
 weights than it claimed.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, Protocol, TypeVar
 
@@ -193,3 +194,55 @@ class Train(Policy):
 
 
 POLICIES: dict[str, type[Policy]] = {"wait": Wait, "window": Window, "drop": Drop, "mask": Mask, "train": Train}
+
+
+# -- admission: how many groups are under way --------------------------------------------------------------------------
+
+
+class Eager:
+    """Begins a group whenever a slot is free. Where generators are the faster side, the lag climbs to the bound."""
+
+    def __init__(self, config: BufferConfig) -> None:
+        """Takes what every admission takes, and needs none of it."""
+
+    @property
+    def wanted(self) -> int | None:
+        """Groups to have under way (leased or ready); None: as many as there are slots."""
+        return None
+
+    def batch_asked(self, in_flight: int) -> None:
+        """Note that the learner asks for the batch of its next step, while `in_flight` groups are leased."""
+
+
+class Fresh(Eager):
+    """Begins a group just in time, so that the bound is insurance against the tail and not where the run operates.
+
+    When the learner asks for a batch, P groups should be ready, no more and no fewer. So with F groups in flight at that
+    moment, F + P groups under way would have been right: had there been fewer, some of the P would be missing; had there
+    been more, they would wait ready and grow old. It is Little's law, measured where it counts: F is what the time of a
+    group, its tail included, and the speed of the learner make it, and no model of either is needed. To lack groups costs
+    more than to have some too many, so the most that was right in the last `STEPS` steps is kept under way.
+
+    It reacts at once to what takes longer: then more than before are in flight, or, with too few under way, the ready
+    ones are fewer than P by d, and F + P is d above what was under way. What gets quicker shows when the last high value
+    is `STEPS` old. Where the generators cannot keep up, F is all that they can hold, and everything goes on as with
+    `Eager`. The bound and its proof are untouched, for this only ever begins fewer groups than the slots allow; at least
+    P are always under way, so a batch always comes.
+    """
+
+    STEPS = 8
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._per_step = config.prompts_per_step
+        self._right = deque([2 * self._per_step], maxlen=self.STEPS)
+        """Groups under way that would have been right, at the last steps. It begins with a batch and the next one."""
+
+    @property
+    def wanted(self) -> int:
+        return max(self._right)
+
+    def batch_asked(self, in_flight: int) -> None:
+        self._right.append(in_flight + self._per_step)
+
+
+ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}

@@ -17,7 +17,7 @@ Time is an argument, and nothing is random: the same calls give the same replies
 from collections import Counter
 from collections.abc import Callable
 
-from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.group_health import (
     BLAMED,
     CUT_AT,
@@ -63,6 +63,8 @@ class Buffer:
         self.journal: Ledger = journal or InMemory()
         self._config = config
         self._policy = POLICIES[config.policy](config)
+        self._admission = ADMISSIONS[config.admission](config)
+        self._asked_at: PolicyVersion | None = None  # the version whose step the learner last asked a batch for
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
         self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
@@ -141,7 +143,7 @@ class Buffer:
         prompts, num_quarantined = self._prompts, 0
         may_join, may_be_alone = self._isolated.may_lease(holder, self._held[holder], is_waiting=prompts.has_isolated)
         while self.journal.is_blocked is None:  # a blocked journal could not keep what would come of a lease
-            joins = may_join and self._policy.admit(len(self._entries), prompts.num_isolated)
+            joins = may_join and not self._is_enough and self._policy.admit(len(self._entries), prompts.num_isolated)
             issued = prompts.next_isolated() if may_be_alone else prompts.next() if joins else None
             if issued is None:
                 return None
@@ -294,6 +296,9 @@ class Buffer:
         When no prompt is left, the last batch of the run may be smaller. Groups and leases that this step, or the one
         after it, would find too old are given up and counted; admission replaces each by exactly one.
         """
+        if version != self._asked_at:
+            self._asked_at = version
+            self._admission.batch_asked(self._in_state[State.LEASED])
         self._give_up_what_is_late_for(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
@@ -405,7 +410,19 @@ class Buffer:
         """What a checkpoint must hold: which prompts are done. The journal knows the groups in flight."""
         return self._prompts.state()
 
+    @property
+    def num_wanted(self) -> int:
+        """Groups that should be leased or ready."""
+        wanted = self._admission.wanted
+        return self._config.num_slots if wanted is None else min(wanted, self._config.num_slots)
+
     # -- private -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_enough(self) -> bool:
+        """Whether as many groups are under way as the learner's next batches need."""
+        wanted = self._admission.wanted
+        return wanted is not None and self._in_state[State.LEASED] + self._in_state[State.READY] >= wanted
 
     def _leased(self, lease_id: str) -> GroupEntry | None:
         entry = self._entries.get(lease_id.rpartition(".")[0])

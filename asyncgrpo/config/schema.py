@@ -251,6 +251,10 @@ class BufferConfig(Section, frozen=True):
             description="too old for max_lag: wait for it, wait in prompt order, drop the group, mask tokens, or train all"
         ),
     ] = "wait"
+    admission: Annotated[
+        Literal["eager", "fresh"],
+        Meta(description="when a group begins: eager, as soon as there is a slot; fresh, just in time for its batch"),
+    ] = "eager"
     bias_threshold: Annotated[
         float,
         Meta(ge=0, le=1, description="distance of trained from generated groups (0 to 1) that is warned of"),
