@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, Fresh
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.config.schema import BufferConfig
@@ -233,10 +233,15 @@ def test_a_suspect_that_is_cancelled_for_its_age_is_alone_the_next_time_as_well(
 class AnyPolicy(RuleBasedStateMachine):
     """Leases, groups of one or two versions, failures, losses and steps in any order, under any policy."""
 
-    @initialize(policy=st.sampled_from(list(POLICIES)), per_step=st.integers(1, 3), max_lag=st.integers(0, 2))
-    def start(self, policy, per_step, max_lag):
+    @initialize(
+        policy=st.sampled_from(list(POLICIES)),
+        admission=st.sampled_from(list(ADMISSIONS)),
+        per_step=st.integers(1, 3),
+        max_lag=st.integers(0, 2),
+    )
+    def start(self, policy, admission, per_step, max_lag):
         self.policy, self.per_step, self.max_lag, self.count = policy, per_step, max_lag, 14
-        self.buffer = make_buffer(self.count, per_step, max_lag, policy=policy, max_attempts=3)
+        self.buffer = make_buffer(self.count, per_step, max_lag, policy=policy, admission=admission, max_attempts=3)
         self.version = 0
         self.buffer.published(v(0))
         self.leases: dict[str, tuple[Lease, int]] = {}
@@ -319,6 +324,72 @@ TestAnyPolicy = AnyPolicy.TestCase
 TestAnyPolicy.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_the_configuration_offers_these_policies():
-    (field,) = [f for f in msgspec.inspect.type_info(BufferConfig).fields if f.name == "policy"]
-    assert set(field.type.type.values) == set(POLICIES)
+@pytest.mark.parametrize(("name", "offered"), [("policy", POLICIES), ("admission", ADMISSIONS)])
+def test_the_configuration_offers_these(name, offered):
+    (field,) = [f for f in msgspec.inspect.type_info(BufferConfig).fields if f.name == name]
+    assert set(field.type.type.values) == set(offered)
+
+
+# -- admission just in time --------------------------------------------------------------------------------------------
+
+
+def under_way(buffer: Buffer) -> int:
+    return buffer.count(State.LEASED) + buffer.count(State.READY)
+
+
+def fresh_step(buffer: Buffer, version: int, leases: list[Lease], *, done: int) -> None:
+    """One step of a learner that asks while all but the `done` oldest leases are in flight."""
+    for lease in leases[:done]:
+        assert buffer.accept(spanning(lease, version), b"") is None
+    del leases[:done]
+    if buffer.take(v(version)) is None:  # asked for, and not there yet
+        missing = buffer._config.prompts_per_step - buffer.count(State.READY)
+        for lease in leases[:missing]:
+            assert buffer.accept(spanning(lease, version), b"") is None
+        del leases[:missing]
+        assert buffer.take(v(version)) is not None
+    buffer.published(v(version + 1))
+    leases += lease_all(buffer)
+
+
+def test_fresh_begins_with_a_batch_and_the_next_one_and_never_holds_less_than_a_batch():
+    buffer = make_buffer(count=100, per_step=4, max_lag=8, admission="fresh")
+    buffer.published(v(0))
+    leases = lease_all(buffer)
+    assert len(leases) == 8
+    for version in range(2 * Fresh.STEPS):  # whatever is leased is ready when the learner asks
+        fresh_step(buffer, version, leases, done=len(leases))
+    assert buffer.num_wanted == under_way(buffer) == 4
+
+
+def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
+    buffer = make_buffer(count=300, per_step=4, max_lag=20, admission="fresh")
+    buffer.published(v(0))
+    leases = lease_all(buffer)
+    wanted = []
+    for version in range(12):  # of a batch one group is ready in time: three more are needed under way each time
+        fresh_step(buffer, version, leases, done=1)
+        wanted.append(buffer.num_wanted)
+    assert wanted[:3] == [11, 14, 17]
+    assert under_way(buffer) == buffer.num_wanted <= 21 * 4
+    most = buffer.num_wanted
+    for version in range(12, 12 + Fresh.STEPS):  # and now all of a batch are
+        fresh_step(buffer, version, leases, done=8 - buffer.count(State.READY))
+    assert 4 <= buffer.num_wanted < most
+
+
+def test_fresh_does_not_grow_while_the_generators_have_no_room():
+    """Eager takes all slots. With fresh, waiting for generators that are full asks for nothing that they cannot begin."""
+    buffer = make_buffer(count=300, per_step=4, max_lag=20, admission="fresh")
+    buffer.published(v(0))
+    leases = [buffer.lease("g", 0.0) for _ in range(6)]
+    for version in range(30):  # the generators hold six groups at most
+        done = leases[:4]
+        del leases[:4]
+        assert buffer.take(v(version)) is None
+        for lease in done:
+            assert buffer.accept(spanning(lease, version), b"") is None
+        assert buffer.take(v(version)) is not None
+        buffer.published(v(version + 1))
+        leases += [buffer.lease("g", 0.0) for _ in range(6 - len(leases))]
+    assert buffer.num_wanted == 6 + 4

@@ -392,6 +392,12 @@ def granted_twice_worked_twice() -> list[Change]:
 
 
 @mutant
+def fewer_than_a_batch() -> list[Change]:
+    """So few groups are wanted under way that a batch is never complete, and the learner waits for ever."""
+    return [(admission.Fresh, "wanted", property(lambda self: self._per_step - 1))]
+
+
+@mutant
 def outage_charges_prompts() -> list[Change]:
     """A group that no call of a reward could score is let go as it is, also when none works."""
 

@@ -1,10 +1,11 @@
 """No seed breaks a promise of the rollout plane; and the simulation itself is a function of its seed."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.buffer import Buffer
 from tests.simulation.schedules import _short, failure_of, report
 from tests.simulation.world import World, without_faults
@@ -35,7 +36,7 @@ def test_no_promise_is_broken_in_200_seeds_and_every_kind_of_fault_was_among_the
         some = [world for world in worlds if world.max_lag == max_lag]
         lags = {lag for world in some if POLICIES[world.policy].counts_from == "oldest" for lag in world.checker.lags}
         assert max(lags) == max_lag, f"max_lag {max_lag} was never reached, only {lags}"
-        assert {world.policy for world in some} == set(POLICIES)
+        assert {(world.policy, world.admission) for world in some} == set(itertools.product(POLICIES, ADMISSIONS))
 
 
 @pytest.mark.parametrize("seed", [228, 560, 684, 706, 943, 1731])
@@ -50,9 +51,11 @@ def test_no_promise_is_broken_in_2000_seeds(first: int):
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int, policy: str):
-    world = without_faults(max_lag, max_lag=max_lag, policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "admission"), [*((policy, "eager") for policy in POLICIES), ("wait", "fresh"), ("window", "fresh")]
+)
+def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int, policy: str, admission: str):
+    world = without_faults(max_lag, max_lag=max_lag, policy=policy, admission=admission)
     assert failure_of(world) is None
     poisoned = sum(prompt.info["poison"] for prompt in world._prompts) * world.config.run.epochs
     outcomes = world._buffer.outcomes

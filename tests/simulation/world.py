@@ -76,11 +76,12 @@ class World:
         outages: tuple[Outage, ...] | None = None,
         max_lag: int | None = None,
         policy: str | None = None,
+        admission: str | None = None,
     ) -> None:
         """
         Args:
             faults, of_completions, outages: instead of those that the seed draws.
-            max_lag, policy: instead of those that the seed takes in turn.
+            max_lag, policy, admission: instead of those that the seed takes in turn.
         """
         self.seed = seed
         self.rng = rng = random.Random(seed)
@@ -91,6 +92,8 @@ class World:
         self.network = Network(self.loop, rng, self.faults, self.note)
         self.max_lag = LAGS[seed % len(LAGS)] if max_lag is None else max_lag
         self.policy = list(POLICIES)[seed // len(LAGS) % len(POLICIES)] if policy is None else policy
+        turn = seed // (len(LAGS) * len(POLICIES)) % 5
+        self.admission = ("eager" if turn in (0, 2) else "fresh") if admission is None else admission
         self.window = rng.randint(1, 4)
         self.resend_after_s = 6.0
         per_step, epochs = rng.choice((1, 1, 2, 3)), rng.randint(1, 2)
@@ -104,6 +107,7 @@ class World:
                 prompts_per_step=per_step,
                 max_lag=self.max_lag,
                 policy=self.policy,  # type: ignore[arg-type]
+                admission=self.admission,  # type: ignore[arg-type]
                 lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
                 max_attempts=rng.randint(2, 5),
                 durability=rng.choice(DURABILITIES),
