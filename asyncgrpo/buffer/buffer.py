@@ -410,12 +410,6 @@ class Buffer:
         """What a checkpoint must hold: which prompts are done. The journal knows the groups in flight."""
         return self._prompts.state()
 
-    @property
-    def num_wanted(self) -> int:
-        """Groups that should be leased or ready."""
-        wanted = self._admission.wanted
-        return self._config.num_slots if wanted is None else min(wanted, self._config.num_slots)
-
     # -- private -------------------------------------------------------------------------------------------------------
 
     @property

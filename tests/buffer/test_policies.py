@@ -359,7 +359,7 @@ def test_fresh_begins_with_a_batch_and_the_next_one_and_never_holds_less_than_a_
     assert len(leases) == 8
     for version in range(2 * Fresh.STEPS):  # whatever is leased is ready when the learner asks
         fresh_step(buffer, version, leases, done=len(leases))
-    assert buffer.num_wanted == under_way(buffer) == 4
+    assert buffer._admission.wanted == under_way(buffer) == 4
 
 
 def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
@@ -369,13 +369,13 @@ def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
     wanted = []
     for version in range(12):  # of a batch one group is ready in time: three more are needed under way each time
         fresh_step(buffer, version, leases, done=1)
-        wanted.append(buffer.num_wanted)
+        wanted.append(buffer._admission.wanted)
     assert wanted[:3] == [11, 14, 17]
-    assert under_way(buffer) == buffer.num_wanted <= 21 * 4
-    most = buffer.num_wanted
+    assert under_way(buffer) == buffer._admission.wanted <= 21 * 4
+    most = buffer._admission.wanted
     for version in range(12, 12 + Fresh.STEPS):  # and now all of a batch are
         fresh_step(buffer, version, leases, done=8 - buffer.count(State.READY))
-    assert 4 <= buffer.num_wanted < most
+    assert 4 <= buffer._admission.wanted < most
 
 
 def test_fresh_does_not_grow_while_the_generators_have_no_room():
@@ -392,4 +392,4 @@ def test_fresh_does_not_grow_while_the_generators_have_no_room():
         assert buffer.take(v(version)) is not None
         buffer.published(v(version + 1))
         leases += [buffer.lease("g", 0.0) for _ in range(6 - len(leases))]
-    assert buffer.num_wanted == 6 + 4
+    assert buffer._admission.wanted == 6 + 4
