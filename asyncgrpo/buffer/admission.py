@@ -226,8 +226,8 @@ class Fresh(Eager):
     It reacts at once to what takes longer: then more than before are in flight, or, with too few under way, the ready
     ones are fewer than P by d, and F + P is d above what was under way. What gets quicker shows when the last high value
     is `STEPS` old. Where the generators cannot keep up, F is all that they can hold, and everything goes on as with
-    `Eager`. The bound and its proof are untouched, for this only ever begins fewer groups than the slots allow; at least
-    P are always under way, so a batch always comes.
+    `Eager`. The bound and its proof are untouched, for this only ever begins fewer groups than the slots allow. A batch
+    always comes: at least P are always under way, and a prompt that others have overtaken begins however many there are.
     """
 
     STEPS = 8

@@ -65,6 +65,7 @@ class Buffer:
         self._policy = POLICIES[config.policy](config)
         self._admission = ADMISSIONS[config.admission](config)
         self._asked_at: PolicyVersion | None = None  # the version whose step the learner last asked a batch for
+        self._last_begun = -1  # the largest prompt index of a group that was leased or recovered
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
         self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
@@ -414,9 +415,15 @@ class Buffer:
 
     @property
     def _is_enough(self) -> bool:
-        """Whether as many groups are under way as the learner's next batches need."""
-        wanted = self._admission.wanted
-        return wanted is not None and self._in_state[State.LEASED] + self._in_state[State.READY] >= wanted
+        """Whether as many groups are under way as the learner's next batches need.
+
+        A prompt that stands before one that has begun is never enough: it was given back, or its group was lost with an
+        earlier start, and under `window` the learner waits for it, however many others are ready.
+        """
+        wanted, index = self._admission.wanted, self._prompts.next_ordinary_index
+        if wanted is None or (index is not None and index < self._last_begun):
+            return False
+        return self._in_state[State.LEASED] + self._in_state[State.READY] >= wanted
 
     def _leased(self, lease_id: str) -> GroupEntry | None:
         entry = self._entries.get(lease_id.rpartition(".")[0])
@@ -437,6 +444,7 @@ class Buffer:
 
     def _enter(self, entry: GroupEntry) -> None:
         self._entries[entry.lease.group_id] = entry
+        self._last_begun = max(self._last_begun, entry.prompt_index)
         self._in_state[entry.state] += 1
         self._held[entry.holder] += 1
 

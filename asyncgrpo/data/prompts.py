@@ -296,9 +296,14 @@ class PromptSource:
     @property
     def next_prompt_index(self) -> int | None:
         """The smallest prompt index that `next` or `next_isolated` would issue; None: nothing to issue now."""
+        ordinary = self.next_ordinary_index
+        return min(self._isolated[:1] + ([ordinary] if ordinary is not None else []), default=None)
+
+    @property
+    def next_ordinary_index(self) -> int | None:
+        """The prompt index that `next` would issue; None: nothing to issue now."""
         new = self._peek_new()
-        heads = self._given_back[:1] + self._isolated[:1] + ([new] if new is not None else [])
-        return min(heads, default=None)
+        return min(self._given_back[:1] + ([new] if new is not None else []), default=None)
 
     @property
     def has_next(self) -> bool:

@@ -393,3 +393,19 @@ def test_fresh_does_not_grow_while_the_generators_have_no_room():
         buffer.published(v(version + 1))
         leases += [buffer.lease("g", 0.0) for _ in range(6 - len(leases))]
     assert buffer._admission.wanted == 6 + 4
+
+
+def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready():
+    """Under `window` the learner waits for it. A crash of the buffer leaves such gaps too."""
+    buffer = make_buffer(count=40, per_step=2, max_lag=4, policy="window", admission="fresh")
+    buffer.published(v(0))
+    first, *others = lease_all(buffer)
+    for lease in others:
+        assert buffer.accept(spanning(lease, 0), b"") is None
+    buffer.fail(first.lease_id, "failed")
+    while under_way(buffer) < buffer._admission.wanted:  # as if the wanted number had fallen meanwhile
+        buffer._admission._right.append(0)
+    assert buffer.take(v(0)) is None
+    again = buffer.lease("a", 0.0)
+    assert again is not None and again.prompt_index == first.prompt_index
+    assert buffer.lease("a", 0.0) is None, "but no new one"
