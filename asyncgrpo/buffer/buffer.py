@@ -420,10 +420,11 @@ class Buffer:
         A prompt that stands before one that has begun is never enough: it was given back, or its group was lost with an
         earlier start, and under `window` the learner waits for it, however many others are ready.
         """
-        wanted, index = self._admission.wanted, self._prompts.next_ordinary_index
-        if wanted is None or (index is not None and index < self._last_begun):
+        wanted = self._admission.wanted
+        if wanted is None or self._in_state[State.LEASED] + self._in_state[State.READY] < wanted:
             return False
-        return self._in_state[State.LEASED] + self._in_state[State.READY] >= wanted
+        index = self._prompts.next_ordinary_index
+        return index is None or index >= self._last_begun
 
     def _leased(self, lease_id: str) -> GroupEntry | None:
         entry = self._entries.get(lease_id.rpartition(".")[0])

@@ -170,12 +170,13 @@ def prepare_environment(config: Config) -> None:
     They must be the same in learner and generators, and the processes of a Ray cluster inherit nothing from the driver.
     What is set already stays. docs/gpu.md says why each of them is there.
     """
-    for name, value in {
-        "NCCL_CUMEM_ENABLE": "0",  # as SGLang sets it in the generators' processes
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": f"{config.weights.timeout_s:.0f}",
-    }.items():
-        os.environ.setdefault(name, value)
+    set_environment(
+        {
+            "NCCL_CUMEM_ENABLE": "0",  # as SGLang sets it in the generators' processes
+            "NCCL_NVLS_ENABLE": "0",
+            "TORCH_NCCL_NONBLOCKING_TIMEOUT": f"{config.weights.timeout_s:.0f}",
+        }
+    )
 
 
 # -- the buffer --------------------------------------------------------------------------------------------------------
