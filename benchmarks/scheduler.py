@@ -282,7 +282,7 @@ class Product:
         self.largest_lag = max(self.largest_lag, *lags)
         self.groups += [(group, version) for group in groups]
         self.trained_at.append((self._loop.time(), tuple(group.prompt_index for group in groups)))
-        return SimpleNamespace(seconds={})
+        return SimpleNamespace(seconds={}, shares_within={})
 
     def publish(self, version: PolicyVersion, tensors: object) -> SimpleNamespace:
         self._loop.run_until(self._loop.time() + TRANSFER_S)

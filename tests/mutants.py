@@ -131,13 +131,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # -- the bound of staleness ----------------------------------------------------------------------------------------
     "one group more may remain than can be trained in time": Mutant(
-        "buffer.admission:lag_is_kept",
+        "buffer.admission:deadlines_are_kept",
         "position < max",
         "position <= max",
         "buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still",
     ),
     "a take waits although all that remains can be trained in time": Mutant(
-        "buffer.admission:lag_is_kept",
+        "buffer.admission:deadlines_are_kept",
         "position < max(0, k)",
         "position < max(0, k - 1)",
         "buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still",

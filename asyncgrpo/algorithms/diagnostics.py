@@ -38,13 +38,18 @@ def merge(parts: Iterable[Sums]) -> Sums:
 def report(parts: Iterable[Sums]) -> dict[str, float]:
     """What the sums of one or several micro-batches say, divided once.
 
-    The reports of `ratio_sums`, `update_sums` and `lag_sums`, and the shares of every `kept_sums` and `outside_sums`, as
-    far as these are there; other sums are left to the caller.
+    The reports of `ratio_sums`, `update_sums`, `lag_sums` and `share_sums`, and the shares of every `kept_sums` and
+    `outside_sums`, as far as these are there; other sums are left to the caller.
     """
     sums = {name: total.item() for name, total in merge(parts).items()}
     found: dict[str, float] = {}
-    for name, divide in (("rho", ratio_report), ("update", update_report), ("lag", lag_report)):
-        if f"{name}_tokens" in sums:
+    for name, divide in (
+        ("rho", ratio_report),
+        ("update", update_report),
+        ("lag", lag_report),
+        ("share", share_report),
+    ):
+        if f"{name}_tokens" in sums or f"{name}_tokens_0" in sums:
             found |= divide(sums)
     for name in [key.removesuffix("_sequences") for key in sums if key.endswith("_sequences")]:
         if name not in ("rho", "lag"):
@@ -301,6 +306,56 @@ def lag_report(sums: Mapping[str, float]) -> dict[str, float]:
         "lag_mixed_share": sums["lag_mixed"] / sequences,
         "lag_span_mean": sums["lag_span"] / sequences,
     }
+
+
+LAGS = (0, 1, 2, 4, 8, 16, 32)
+"""Largest lag of each class of completions in `share_sums`; what is older is one class more."""
+
+
+@torch.no_grad()
+def share_sums(
+    log_rho: Tensor, token_versions: Tensor, version: int | Tensor, mask: Tensor, cu_seqlens: Tensor
+) -> Sums:
+    """Sums of ρ by the lag of a completion, which is that of its oldest trained token.
+
+    Names: `share_tokens_i`, `share_sum_i`, `share_squares_i` for class i of `LAGS`, log ρ cut to ±20.
+    """
+    lag = torch.where(mask, (version - token_versions).to(torch.float64), -torch.inf)
+    sequence = sequence_of_token(cu_seqlens, lag.numel())
+    oldest = lag.new_full((cu_seqlens.numel() - 1,), -torch.inf).scatter_reduce(0, sequence, lag, "amax")
+    lag_class = torch.bucketize(oldest[sequence], lag.new_tensor(LAGS))
+    rho = _ratio(log_rho)
+    sums: Sums = {}
+    for i in range(len(LAGS) + 1):
+        of_class = mask & (lag_class == i)
+        sums |= {
+            f"share_tokens_{i}": _count(of_class),
+            f"share_sum_{i}": _total(rho, of_class),
+            f"share_squares_{i}": _total(rho.square(), of_class),
+        }
+    return sums
+
+
+def share_report(sums: Mapping[str, float]) -> dict[str, float]:
+    """Divide merged `share_sums`, once: the effective sample share of the completions of each class that is there,
+    `ess_lag_0` to `ess_lag_32` by its largest lag, `ess_lag_more` beyond."""
+    names = [*map(str, LAGS), "more"]
+    found = {name: [sums[f"share_{of}_{i}"] for of in ("sum", "squares", "tokens")] for i, name in enumerate(names)}
+    return {f"ess_lag_{name}": effective_sample_share(*one) for name, one in found.items() if one[2]}
+
+
+def shares_within(sums: Mapping[str, float]) -> dict[int, float]:
+    """By lag: the effective sample share of all completions of at most that lag, from merged `share_sums` and `lag_sums`.
+
+    The largest lag is that of the oldest token, so its share is that of the step. Empty of nothing.
+    """
+    total, squares, tokens, found = 0.0, 0.0, 0.0, {}
+    for i, lag in enumerate([*LAGS, math.inf]):
+        if sums[f"share_tokens_{i}"]:
+            total, squares = total + sums[f"share_sum_{i}"], squares + sums[f"share_squares_{i}"]
+            tokens += sums[f"share_tokens_{i}"]
+            found[int(min(lag, sums["lag_max"]))] = effective_sample_share(total, squares, tokens)
+    return found
 
 
 def effective_sample_share(weight_sum: float, weight_squares: float, count: float) -> float:

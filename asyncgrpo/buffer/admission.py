@@ -1,19 +1,21 @@
 """The bound on staleness, the policies that keep it (`buffer.policy`), and how much of it is used (`buffer.admission`).
 
-A group that was leased at version u may be trained at version u + max_lag at the latest: that is its *deadline*.
-Admission lets at most `(max_lag + 1) * P` groups hold a slot, and each step trains P of them. A batch may be taken at
-version v only if the groups that remain, in flight or ready, can still meet their deadlines at P groups a step:
+A group that is leased at version u, while the bound is L, may be trained at version u + L at the latest: that is its
+*deadline*. L is `buffer.max_lag`; with `auto` it changes between steps (`auto_lag.py`), and a group keeps the L of its
+lease. Each step trains P groups. At version v,
 
-    for every k >= 0:   #{remaining groups with deadline <= v + k}  <=  k * P
+    a group may begin      while fewer than (L + 1) * P hold a slot, those in training included
+    a batch may be taken   if for every k >= 0:   #{remaining groups with deadline <= v + k}  <=  k * P
 
-This is earliest-deadline-first scheduling. It drops nothing. The proof: let D(k) be that count before the take.
-Admission gives D(max_lag) <= (max_lag + 1) P. If D(k) <= (k + 1) P for all k at version v, and the batch is feasible,
-then the same holds at v + 1. And once every group is ready, taking the P oldest is always feasible. So the learner waits
-only where going on would break the bound, no group is dropped for its age, and long completions are not filtered away.
+This is earliest-deadline-first scheduling. It drops nothing. The proof: let D(k) be the number of groups with a slot whose
+deadline is at most v + k. While nothing is held, D(k) <= (k + 1) P for every k. A group that begins has the deadline
+v + L, so it counts only where k >= L; and there D(k) is at most what is held, (L + 1) P, so at most (k + 1) P. After a
+batch that may be taken, the same holds at v + 1. And once every group is ready, the P earliest deadlines may always be
+taken. So the learner waits only where going on would break the bound, no group is dropped for its age, and long
+completions are not filtered away. Where L becomes smaller, new groups wait until fewer are held, and no older deadline
+is touched.
 
-A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D. The group that is leased in its
-place at v has the deadline v + max_lag, the last there is, and the slots bound how many have it. So a refill endangers
-no other deadline.
+A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D. So a refill endangers no deadline.
 
 A policy decides four things, with L for `max_lag` and P for `prompts_per_step`:
 
@@ -29,10 +31,9 @@ A policy decides four things, with L for `max_lag` and P for `prompts_per_step`:
     mask      the same                                      even its newest token's lag is       tokens of lag at most L
     train     the same                                      (never)                              all, at any lag
 
-The proof above is that of `wait`. `window` keeps the same bound for the same reason: slots go to prompts in their order,
-so at most (L + 1) * P prompts that are not trained stand before the end of what is leased, and a group is trained at most
-L steps after its lease. For these two, `evict` is a second check: it would catch a generator that sampled with older
-weights than it claimed.
+The proof above is that of `wait`. `window` keeps the same bound more simply: a group begins while fewer than (L + 1) * P
+prompts that are not trained stand before its own, so it is trained at most L steps after its lease, whatever L becomes.
+For these two, `evict` is a second check: it would catch a generator that sampled with older weights than it claimed.
 """
 
 from collections import deque
@@ -44,16 +45,15 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Deliver
 
 
-def lag_is_kept(remaining: Iterable[int], version: int, max_lag: int, groups_per_step: int) -> bool:
+def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: int) -> bool:
     """Whether the groups that a take at `version` leaves behind can all be trained in time.
 
     Args:
-        remaining: for each group left, in flight or ready, its oldest policy version (in flight: that of its lease).
+        remaining: the deadline of each group left, in flight or ready.
         version: the learner's policy version, optimizer steps.
-        max_lag: the bound, optimizer steps.
         groups_per_step: P.
     """
-    slack = sorted(oldest + max_lag - version for oldest in remaining)
+    slack = sorted(deadline - version for deadline in remaining)
     return all(position < max(0, k) * groups_per_step for position, k in enumerate(slack))
 
 
@@ -79,6 +79,14 @@ class Candidate(Protocol):
     def newest(self) -> PolicyVersion:
         """The version of its newest token, once the group is here."""
 
+    @property
+    def max_lag(self) -> int:
+        """The bound in force at its lease."""
+
+    @property
+    def deadline(self) -> int:
+        """`oldest` + `max_lag`: the number of the last version at which a step may take it."""
+
 
 Some = TypeVar("Some", bound=Candidate)
 
@@ -92,16 +100,17 @@ class Policy:
     """Whether a group waits for all prompts before it."""
 
     def __init__(self, config: BufferConfig) -> None:
-        self._max_lag, self._per_step, self._slots = config.max_lag, config.prompts_per_step, config.num_slots
+        self._config, self._per_step = config, config.prompts_per_step
 
-    def admit(self, held: int, isolated: int = 0) -> bool:
+    def admit(self, held: int, max_lag: int) -> bool:
         """Whether another group may begin: the bound on slots that the proof above needs.
 
         Args:
-            held: groups that hold a slot, taken ones included.
-            isolated: prompts before this one that wait for a generator of their own (`group_health.IsolatedPrompts`).
+            held: groups that hold a slot, taken ones included; for a policy `is_in_order` those that are before it, and
+                those that will be.
+            max_lag: the bound in force.
         """
-        return held + (isolated if self.is_in_order else 0) < self._slots
+        return held < (max_lag + 1) * self._per_step
 
     def select(self, waiting: Sequence[Some], version: int, next_prompt_index: int | None) -> list[Some] | None:
         """The batch of the step that starts at `version`, or None if it must wait.
@@ -112,14 +121,14 @@ class Policy:
             waiting: all groups that hold a slot and are not taken.
             next_prompt_index: that of the prompt that would be leased next; None: none is left.
         """
-        ready = sorted((e for e in waiting if e.is_ready), key=lambda e: (e.oldest, e.prompt_index))
+        ready = sorted((e for e in waiting if e.is_ready), key=lambda e: (e.deadline, e.prompt_index))
         if len(ready) < self._per_step and not (ready and len(ready) == len(waiting) and next_prompt_index is None):
             return None
         return ready[: self._per_step]
 
     def evict(self, waiting: Iterable[Some], version: int) -> list[Some]:
         """The groups that are here and too old for the step that starts at `version`, and so for every later step."""
-        return [e for e in waiting if e.is_ready and self._lag(e, version) > self._max_lag]
+        return [e for e in waiting if e.is_ready and self._lag(e, version) > e.max_lag]
 
     def should_abort(self, lease: Candidate, version: int) -> bool:
         """Whether the group of this lease would be too old for the step that starts at `version`."""
@@ -141,14 +150,15 @@ class Wait(Policy):
         if batch is None:
             return None
         chosen = {e.prompt_index for e in batch}
-        remaining = [e.oldest.number for e in waiting if e.prompt_index not in chosen]
-        return batch if lag_is_kept(remaining, version, self._max_lag, self._per_step) else None
+        remaining = [e.deadline for e in waiting if e.prompt_index not in chosen]
+        return batch if deadlines_are_kept(remaining, version, self._per_step) else None
 
 
 class Window(Policy):
     """Trains strictly in prompt order: which prompts make a batch is known before anything is generated.
 
-    An isolated prompt will be waited for, so `admit` counts it as if it held a slot already.
+    A prompt that was given back begins before all that have overtaken it, so these do not count against it. An isolated
+    prompt will be waited for, and counts as if it held a slot already.
     """
 
     is_in_order: ClassVar[bool] = True
@@ -168,7 +178,7 @@ class Drop(Policy):
     """Trains what comes first, drops groups that have become too old, and cancels leases whose groups would be."""
 
     def should_abort(self, lease: Candidate, version: int) -> bool:
-        return version - lease.oldest.number > self._max_lag
+        return version > lease.deadline
 
 
 class Mask(Policy):
@@ -180,8 +190,9 @@ class Mask(Policy):
     counts_from: ClassVar[Literal["oldest", "newest"] | None] = "newest"
 
     def masked_tokens(self, message: Deliver, version: int) -> int:
+        max_lag = self._config.largest_max_lag  # rules.py lets it be a number only
         spans = (span for rollout in message.rollouts for span in rollout.spans)
-        return sum(s.end - s.start for s in spans if version - s.version.number > self._max_lag)
+        return sum(s.end - s.start for s in spans if version - s.version.number > max_lag)
 
 
 class Train(Policy):
@@ -226,23 +237,27 @@ class Fresh(Eager):
     It reacts at once to what takes longer: then more than before are in flight, or, with too few under way, the ready
     ones are fewer than P by d, and F + P is d above what was under way. What gets quicker shows when the last high value
     is `STEPS` old. Where the generators cannot keep up, F is all that they can hold, and everything goes on as with
-    `Eager`. The bound and its proof are untouched, for this only ever begins fewer groups than the slots allow. A batch
-    always comes: at least P are always under way, and a prompt that others have overtaken begins however many there are.
+    `Eager`. So it does until the second request of a start, the first one before which a step was trained. The bound and
+    its proof are untouched, for this only ever begins fewer groups than the slots allow. A batch always comes: at least P
+    are always under way, and a prompt that others have overtaken begins however many there are.
     """
 
-    STEPS = 8
+    STEPS = 12
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
-        self._right = deque([2 * self._per_step], maxlen=self.STEPS)
-        """Groups under way that would have been right, at the last steps. It begins with a batch and the next one."""
+        self._right: deque[int] = deque(maxlen=self.STEPS)
+        """Groups under way that would have been right, at the last steps."""
+        self._has_begun = False
 
     @property
-    def wanted(self) -> int:
-        return max(self._right)
+    def wanted(self) -> int | None:
+        return max(self._right, default=None)
 
     def batch_asked(self, in_flight: int) -> None:
-        self._right.append(in_flight + self._per_step)
+        if self._has_begun:
+            self._right.append(in_flight + self._per_step)
+        self._has_begun = True
 
 
 ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}

@@ -15,9 +15,10 @@ Time is an argument, and nothing is random: the same calls give the same replies
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
+from asyncgrpo.buffer.auto_lag import AutoLag
 from asyncgrpo.buffer.group_health import (
     BLAMED,
     CUT_AT,
@@ -34,7 +35,7 @@ from asyncgrpo.buffer.groups import GroupEntry, State, ZeroSignalStreak, group_s
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import DataError
-from asyncgrpo.journal.format import BatchIssued, Dropped, Interrupted, delivered
+from asyncgrpo.journal.format import BatchIssued, BoundChanged, Dropped, Interrupted, delivered
 from asyncgrpo.journal.log import InMemory, Ledger
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver
@@ -54,16 +55,24 @@ class Buffer:
         lineage: int,
         journal: Ledger | None = None,
         quarantine: Quarantine | None = None,
+        max_lag: int | None = None,
     ) -> None:
         """
         Args:
             journal: is told of every group that is kept, handed over or dropped; None: nothing is written down.
             quarantine: prompts not to be leased; None: none so far, and nothing is written down.
+            max_lag: with `buffer.max_lag: auto`, the bound in force when the run ended that this start goes on from;
+                None: it is new.
         """
         self.journal: Ledger = journal or InMemory()
         self._config = config
         self._policy = POLICIES[config.policy](config)
         self._admission = ADMISSIONS[config.admission](config)
+        self._auto = AutoLag(config.auto_lag, max_lag) if config.max_lag == "auto" else None
+        self.max_lag: int = self._auto.max_lag if self._auto is not None else config.largest_max_lag
+        """The bound in force, for the groups leased from now on."""
+        self.is_held_back = False
+        """Whether it was the bound that made the learner wait when it was last refused a batch."""
         self._asked_at: PolicyVersion | None = None  # the version whose step the learner last asked a batch for
         self._last_begun = -1  # the largest prompt index of a group that was leased or recovered
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
@@ -100,9 +109,10 @@ class Buffer:
     def lease(self, holder: str, now_s: float) -> Lease | None:
         """A lease for `holder`.
 
-        None if no slot is free, no prompt is left, nothing is published, the disk refuses, or the run drains.
+        None if no slot is free, enough is under way, no prompt is left, nothing is published, the disk refuses, or the run
+        drains.
         """
-        if self.draining or self.version is None or not self._policy.admit(len(self._entries)):
+        if self.draining or self.version is None:
             return None
         issued = self._issue(holder)
         if issued is None:
@@ -125,7 +135,9 @@ class Buffer:
             min_completions=self._min_completions,
             cut_after_s=CUT_AT * limit_s,
         )
-        self._enter(GroupEntry(prompt_index, prompt, attempt, lease, holder, now_s, self.version, limit_s=limit_s))
+        self._enter(
+            GroupEntry(prompt_index, prompt, attempt, lease, holder, now_s, self.version, self.max_lag, limit_s=limit_s)
+        )
         self._deadlines.begin(lease.lease_id, now_s + limit_s)
         self.outcomes["leased"] += 1
         return lease
@@ -144,8 +156,10 @@ class Buffer:
         prompts, num_quarantined = self._prompts, 0
         may_join, may_be_alone = self._isolated.may_lease(holder, self._held[holder], is_waiting=prompts.has_isolated)
         while self.journal.is_blocked is None:  # a blocked journal could not keep what would come of a lease
-            joins = may_join and not self._is_enough and self._policy.admit(len(self._entries), prompts.num_isolated)
-            issued = prompts.next_isolated() if may_be_alone else prompts.next() if joins else None
+            may_begin = self._has_slot(prompts.next_isolated_index) if may_be_alone else may_join and self._may_begin
+            if not may_begin:
+                return None
+            issued = prompts.next_isolated() if may_be_alone else prompts.next()
             if issued is None:
                 return None
             prompt_index, prompt = issued
@@ -283,7 +297,7 @@ class Buffer:
         entry.arrived(message, payload)
         self.outcomes["accepted"] += 1
         self.outcomes["accepted_short"] += len(message.rollouts) < self._group_size + self._with_greedy
-        self.journal.append_group(message, payload)
+        self.journal.append_group(message, payload, entry.max_lag)
         return None
 
     def count_aborted(self, num_tokens: int) -> None:
@@ -300,10 +314,12 @@ class Buffer:
         if version != self._asked_at:
             self._asked_at = version
             self._admission.batch_asked(self._in_state[State.LEASED])
+            self.is_held_back = False
         self._give_up_what_is_late_for(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
         if batch is None:
+            self.is_held_back = self._is_bound_to_wait
             return None
         for entry in batch:
             assert entry.message is not None
@@ -328,6 +344,19 @@ class Buffer:
             self._finish(entry.prompt_index, "trained")
         self._give_up_what_is_late_for(version)
 
+    def step_ended(self, version: PolicyVersion, shares: Mapping[int, float], waited: float) -> None:
+        """Choose the bound in force from the step that made `version`, where it is `auto`.
+
+        Args:
+            shares, waited: as in `AutoLag.step_ended`.
+        """
+        if self._auto is None:
+            return
+        max_lag = self._auto.step_ended(version.number, shares, waited)
+        if max_lag != self.max_lag:
+            self.max_lag = max_lag
+            self.journal.append(BoundChanged(version=version, max_lag=max_lag))
+
     # -- what earlier starts left: before the first lease --------------------------------------------------------------
 
     def restore_failures(self, earlier: EarlierFailures) -> None:
@@ -337,8 +366,8 @@ class Buffer:
         self._ended.update(earlier.attempts)  # so that they are sampled with other seeds than those that failed
         self._isolated.restore(earlier.interruptions)
 
-    def restore(self, message: Deliver, payload: bytes) -> None:
-        """Make a group ready that an earlier start accepted and did not train."""
+    def restore(self, message: Deliver, payload: bytes, max_lag: int) -> None:
+        """Make a group ready that an earlier start accepted and did not train; `max_lag` was in force at its lease."""
         self._prompts.claim(message.prompt_index)
         lease = Lease(
             lease_id=message.lease_id,
@@ -352,7 +381,7 @@ class Buffer:
             seed=0,  # it is not sampled any more
         )
         oldest = message.versions[0]
-        entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest)
+        entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, max_lag)
         entry.arrived(message, payload)
         self._enter(entry)
         self._turn(entry, State.READY)
@@ -414,17 +443,32 @@ class Buffer:
     # -- private -------------------------------------------------------------------------------------------------------
 
     @property
-    def _is_enough(self) -> bool:
-        """Whether as many groups are under way as the learner's next batches need.
+    def _may_begin(self) -> bool:
+        """Whether the next ordinary prompt may begin: the bound allows it, and the learner's next batches need it.
 
-        A prompt that stands before one that has begun is never enough: it was given back, or its group was lost with an
-        earlier start, and under `window` the learner waits for it, however many others are ready.
+        A prompt that stands before one that has begun was given back, or its group was lost with an earlier start. It is
+        always needed, for under `window` the learner waits for it, however many others are ready.
         """
         wanted = self._admission.wanted
         if wanted is None or self._in_state[State.LEASED] + self._in_state[State.READY] < wanted:
-            return False
+            return self._has_slot(self._prompts.next_ordinary_index if self._policy.is_in_order else None)
         index = self._prompts.next_ordinary_index
-        return index is None or index >= self._last_begun
+        return index is not None and index < self._last_begun and self._has_slot(index)
+
+    def _has_slot(self, prompt_index: int | None) -> bool:
+        """Whether a slot is free for this prompt; its index counts only where the policy is in order."""
+        held = len(self._entries)
+        if self._policy.is_in_order and prompt_index is not None:
+            if prompt_index < self._last_begun:  # it was given back
+                held = sum(entry.prompt_index < prompt_index for entry in self._entries.values())
+            held += self._prompts.isolated_before(prompt_index)
+        return self._policy.admit(held, self.max_lag)
+
+    @property
+    def _is_bound_to_wait(self) -> bool:
+        """Whether a larger bound would give the learner a batch sooner: it forbids one, or generators to begin more."""
+        forbids = not self._policy.is_in_order and self._in_state[State.READY] >= self._config.prompts_per_step
+        return forbids or not self._policy.admit(len(self._entries), self.max_lag)
 
     def _leased(self, lease_id: str) -> GroupEntry | None:
         entry = self._entries.get(lease_id.rpartition(".")[0])
@@ -471,7 +515,7 @@ class Buffer:
         self._leave(entry)
         self.filtered[kind] += 1
         self.tokens["filtered"] += message.num_tokens
-        self.journal.append(delivered(message, b"")[0])
+        self.journal.append(delivered(message, b"", entry.max_lag)[0])
         self._record_drop(entry.lease.lease_id, entry.prompt_index, "zero_signal", is_final=True)
         self._finish(entry.prompt_index, "filtered_zero_signal")
 

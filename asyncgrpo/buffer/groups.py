@@ -31,6 +31,8 @@ class GroupEntry:
     leased_at_s: float
     oldest: PolicyVersion
     """The oldest version that sampled in it; while leased, the version at the lease."""
+    max_lag: int
+    """The bound in force at the lease, optimizer steps."""
     newest: PolicyVersion = field(init=False)
     """The newest version that sampled in it; while leased, the version at the lease."""
     state: State = State.LEASED
@@ -43,6 +45,11 @@ class GroupEntry:
 
     def __post_init__(self) -> None:
         self.newest = self.oldest
+
+    @property
+    def deadline(self) -> int:
+        """The number of the last version at which a step may take it."""
+        return self.oldest.number + self.max_lag
 
     @property
     def is_ready(self) -> bool:

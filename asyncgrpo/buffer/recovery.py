@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from asyncgrpo.buffer.admission import POLICIES
+from asyncgrpo.buffer.auto_lag import AutoLag
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import BLAMED, EarlierFailures
 from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import BatchIssued, Delivered, Dropped, Interrupted, RunStarted
+from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, Dropped, Interrupted, RunStarted
 from asyncgrpo.journal.history import Found, History, read_history, repair
 from asyncgrpo.journal.log import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
 from asyncgrpo.types import PolicyVersion
@@ -33,6 +36,8 @@ class Verdict:
     record: Delivered
     reason: str | None
     """Why the group is not trained; None: it is ready."""
+    max_lag: int
+    """The bound that holds for it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Reopened:
     history: History
     verdicts: list[Verdict]
     failures: EarlierFailures
+    max_lag: int | None = None
+    """The bound in force, with `buffer.max_lag: auto`; None: nothing is known of an earlier one."""
 
 
 def reopen(
@@ -68,6 +75,9 @@ def reopen(
         return Reopened(InMemory(), History(folder, []), [], EarlierFailures.none())
     history = read_history(folder)
     repair(history)
+    if config.max_lag == "auto":
+        auto = AutoLag(config.auto_lag, bound_in_force(history, run_started.parent))
+        run_started = msgspec.structs.replace(run_started, max_lag=auto.max_lag)
     verdicts = judge(history, prompts, run_started, config)
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
     journal = Journal(
@@ -80,7 +90,7 @@ def reopen(
         disk=disk,
         segment_bytes=segment_bytes,
     )
-    return Reopened(journal, history, verdicts, earlier_failures(history, prompts))
+    return Reopened(journal, history, verdicts, earlier_failures(history, prompts), run_started.max_lag)
 
 
 def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
@@ -95,7 +105,7 @@ def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
         record, reason = verdict.record, verdict.reason
         group = reopened.history.group(verdict.found) if reason is None else None
         if group is not None:
-            buffer.restore(*group)
+            buffer.restore(*group, verdict.max_lag)
         else:
             buffer.drop_recovered(record.lease_id, record.prompt_index, record.tokens, reason or "damaged")
         counts["ready" if group is not None else reason or "damaged"] += 1
@@ -129,6 +139,25 @@ def surviving_path(starts: Mapping[int, RunStarted], checkpoint: PolicyVersion |
         elif start.parent is not None and is_on(path, start.parent):
             path.setdefault(lineage, start.parent.number)
     return path
+
+
+def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | None:
+    """The bound on lag at the end of the surviving path, where `buffer.max_lag` was `auto`; None where it never was."""
+    path, seen, max_lag = surviving_path(history.starts, checkpoint), set[int](), None
+    for found in history.found:
+        match found.record:
+            # Every segment begins with the record of its start.
+            case RunStarted(lineage=lineage, max_lag_is_auto=True) if lineage in path and lineage not in seen:
+                seen.add(lineage)
+                max_lag = found.record.max_lag
+            case BoundChanged(version=version) if is_on(path, version):
+                max_lag = found.record.max_lag
+    return max_lag
+
+
+def bound_of(record: Delivered, start: RunStarted) -> int:
+    """The bound that holds for a group in a start: that of its lease, unless all groups of the start have the same."""
+    return start.max_lag if record.max_lag is None or not start.max_lag_is_auto else record.max_lag
 
 
 def is_on(path: Mapping[int, int], version: PolicyVersion) -> bool:
@@ -187,10 +216,11 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
                 reasons[earlier] = "superseded"
             by_prompt_index[record.prompt_index] = lease_id
     ready = [undecided[lease_id][1] for lease_id in by_prompt_index.values()]
+    bounds = {record.lease_id: bound_of(record, run_started) for _, record in undecided.values()}
     in_order = POLICIES[config.policy].is_in_order
-    late = _late_in_order(ready, prompts, step, config) if in_order else _late(ready, step, config)
+    late = _late_in_order(ready, bounds, prompts, step, config) if in_order else _late(ready, bounds, step, config)
     reasons |= dict.fromkeys(late, "stale")
-    return [Verdict(found, record, reasons[lease_id]) for lease_id, (found, record) in undecided.items()]
+    return [Verdict(found, record, reasons[name], bounds[name]) for name, (found, record) in undecided.items()]
 
 
 FAILED_ATTEMPTS = BLAMED | {"lease_timeout", "incomplete", "unscored", "lineage", "stale", "cancelled"}
@@ -215,7 +245,7 @@ def earlier_failures(history: History, prompts: PromptSource) -> EarlierFailures
     return earlier
 
 
-def _late(records: list[Delivered], step: int, config: BufferConfig) -> list[str]:
+def _late(records: list[Delivered], bounds: Mapping[str, int], step: int, config: BufferConfig) -> list[str]:
     """Lease ids of the groups that P groups a step would not train before they are too old, though they are ready now.
 
     Under `wait` there are none, unless `max_lag` or P became smaller: admission bounds them (`admission.py`).
@@ -223,17 +253,20 @@ def _late(records: list[Delivered], step: int, config: BufferConfig) -> list[str
     counts_from = POLICIES[config.policy].counts_from
     if counts_from is None:
         return []
-    late, place, decisive = [], 0, 0 if counts_from == "oldest" else -1
-    for record in sorted(records, key=lambda r: (r.versions[decisive], r.prompt_index)):
-        steps_left = record.versions[decisive].number + config.max_lag - step
-        if place < (steps_left + 1) * config.prompts_per_step:
+    decisive = 0 if counts_from == "oldest" else -1
+    deadlines = {r.lease_id: r.versions[decisive].number + bounds[r.lease_id] for r in records}
+    late, place = [], 0
+    for record in sorted(records, key=lambda r: (deadlines[r.lease_id], r.prompt_index)):
+        if place < (deadlines[record.lease_id] - step + 1) * config.prompts_per_step:
             place += 1
         else:
             late.append(record.lease_id)
     return late
 
 
-def _late_in_order(records: list[Delivered], prompts: PromptSource, step: int, config: BufferConfig) -> list[str]:
+def _late_in_order(
+    records: list[Delivered], bounds: Mapping[str, int], prompts: PromptSource, step: int, config: BufferConfig
+) -> list[str]:
     """Do as `_late` does, where a group waits for all prompts before it, also for those that are to be generated again.
 
     Those were filtered or dropped after the checkpoint, and other groups took their slots, further from their turn than
@@ -243,6 +276,6 @@ def _late_in_order(records: list[Delivered], prompts: PromptSource, step: int, c
     for record in sorted(records, key=lambda r: r.prompt_index):
         place += sum(map(prompts.is_wanted, range(prompt_index, record.prompt_index)))
         prompt_index = record.prompt_index
-        if place >= (record.versions[0].number + config.max_lag - step + 1) * config.prompts_per_step:
+        if place >= (record.versions[0].number + bounds[record.lease_id] - step + 1) * config.prompts_per_step:
             late.append(record.lease_id)
     return late

@@ -122,6 +122,8 @@ class BufferService:
         # The learner.
         self._learner: str | None = None
         self._take: Take | None = None
+        self._asked_for: PolicyVersion | None = None  # the version that its last request named
+        self._asked_s = self._held_back_s = 0.0  # when that came; how long it then waited for the bound
         self._may_take = False  # whether anything changed since the last time a batch was looked for
         self._batch: list[GroupEntry] | None = None  # taken, and not yet in the journal
         self._waiting_sent_s = 0.0
@@ -243,7 +245,8 @@ class BufferService:
                     self._rewards.failed(message)
             case Take():
                 self._published(message.version)
-                self._learner, self._take, self._waiting_sent_s = peer, message, now_s
+                self._learner, self._waiting_sent_s = peer, now_s
+                self._asked(message, now_s)
             case Published(version=version):
                 self._published(version)
             case RequestEval(step=step):
@@ -440,6 +443,13 @@ class BufferService:
         if version is not None and (self._buffer.version is None or version > self._buffer.version):
             self._buffer.published(version)
 
+    def _asked(self, take: Take, now_s: float) -> None:
+        """Note a request for a batch, and what it says of the step before it."""
+        if self._asked_for is not None and take.version > self._asked_for:
+            waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
+            self._buffer.step_ended(take.version, take.shares_within, waited)
+        self._take, self._asked_for, self._asked_s, self._held_back_s = take, take.version, now_s, 0.0
+
     def _reply_to_take(self, now_s: float) -> None:
         """Reply to the learner as soon as there is a batch, or will be none; until then say now and then what is awaited."""
         if self._learner is None:
@@ -458,6 +468,8 @@ class BufferService:
         if self._batch is None and self._may_take and self._journal.is_blocked is None:
             self._may_take = False
             self._batch = self._buffer.take(self._take.version)
+            if self._batch is not None and self._buffer.is_held_back:
+                self._held_back_s = now_s - self._asked_s
         if self._batch is not None and self._journal.is_blocked is None:  # so its manifest is written
             self._send_batch(self._take, self._batch)
         elif self._buffer.exhausted and not self._evaluations.in_flight:

@@ -91,7 +91,7 @@ def demo(
 
 
 def _settings(
-    folder: Path, seed: int, engine: str | None, *, max_lag: int | None, steps: int | None, chaos: float | None
+    folder: Path, seed: int, engine: str | None, *, max_lag: str | None, steps: int | None, chaos: float | None
 ) -> list[str]:
     """The settings of the demo that its flags decide."""
     if chaos is not None and chaos <= 0:

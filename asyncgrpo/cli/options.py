@@ -98,7 +98,8 @@ EngineOption = Annotated[
 ]
 OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
 MaxLagOption = Annotated[
-    int | None, typer.Option("--max-lag", help="Optimizer steps that generators may run ahead; 0 is synchronous.")
+    str | None,
+    typer.Option("--max-lag", help="Optimizer steps that generators may run ahead; 0 is synchronous; or auto."),
 ]
 DryRunOption = Annotated[
     bool,
@@ -153,7 +154,7 @@ def train_overrides(
     steps: int | None = None,
     engine: str | None = None,
     out: str | None = None,
-    max_lag: int | None = None,
+    max_lag: str | None = None,
     explicit: Sequence[str] = (),
 ) -> list[str]:
     """The overrides for `load_config`: those of the flags, then the explicit ones.

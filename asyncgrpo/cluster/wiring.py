@@ -261,7 +261,8 @@ def _recovered_buffer(setup: Setup, prompts: tuple[Prompt, ...], sampling: Sampl
         lineage=setup.lineage,
         parent=PolicyVersion(state.lineage, state.step) if state is not None else None,
         compatibility_key=compatibility_key_of(config, sampling, source.state().fingerprint),
-        max_lag=config.buffer.max_lag,
+        max_lag=config.buffer.largest_max_lag,
+        max_lag_is_auto=config.buffer.max_lag == "auto",
         prompts=source.state(),
         config=msgspec.to_builtins(config),
         policy=config.buffer.policy,
@@ -276,9 +277,10 @@ def _recovered_buffer(setup: Setup, prompts: tuple[Prompt, ...], sampling: Sampl
         lineage=setup.lineage,
         journal=reopened.journal,
         quarantine=Quarantine(setup.run_dir / QUARANTINE_FILE),
+        max_lag=reopened.max_lag,
     )
     metrics.buffer_slots.set(config.buffer.num_slots)
-    metrics.max_lag_steps.set(config.buffer.max_lag)
+    metrics.max_lag_steps.set(buffer.max_lag)
     metrics.bias_threshold.set(config.buffer.bias_threshold)
     return buffer, bring_back(buffer, reopened)
 

@@ -252,16 +252,17 @@ def _count(number: int, noun: str) -> str:
 
 
 def _lag_in_words(config: Config) -> str:
-    lag, policy = config.buffer.max_lag, config.buffer.policy
+    lag, policy, auto = config.buffer.max_lag, config.buffer.policy, config.buffer.auto_lag
     if lag == 0:
         return "synchronous (lag 0)"
-    bound = f"lag at most {_count(lag, 'step')}"
+    steps = f"{auto.min} to {_count(auto.max, 'step')} (auto)" if lag == "auto" else _count(lag, "step")
+    bound = f"lag at most {steps}"
     return {
         "wait": bound,
         "window": f"{bound}, in prompt order",
         "drop": f"{bound}, older groups are dropped",
         "mask": f"{bound}, older tokens are masked",
-        "train": f"{_count(lag, 'step')} ahead at most, lag without bound",
+        "train": f"{steps} ahead at most, lag without bound",
     }[policy]
 
 

@@ -59,6 +59,21 @@ def _min_completions(config: Config) -> str | None:
     return f"algorithm.min_completions ({least}) is more than algorithm.group_size ({size}), the completions of a group; lower it"
 
 
+def _auto_lag(config: Config) -> str | None:
+    buffer, auto = config.buffer, config.buffer.auto_lag
+    if buffer.max_lag != "auto":
+        return None
+    if auto.min > auto.max:
+        return f"buffer.auto_lag.min ({auto.min}) is more than buffer.auto_lag.max ({auto.max})"
+    if buffer.policy in ("mask", "train"):
+        return (
+            f"buffer.max_lag=auto chooses the bound of each group, but buffer.policy={buffer.policy} "
+            + ("bounds tokens; " if buffer.policy == "mask" else "bounds no lag; ")
+            + "use wait, window or drop, or a number"
+        )
+    return None
+
+
 def _straggler_factor(config: Config) -> str | None:
     factor = config.buffer.straggler_factor
     if factor == 0 or factor >= 1.5:
@@ -155,6 +170,7 @@ def _extra_is_for_this_engine(config: Config) -> str | None:
 _RULES = (
     _microbatch_holds_one,
     _min_completions,
+    _auto_lag,
     _straggler_factor,
     _betas,
     _top_k,

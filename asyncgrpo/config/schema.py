@@ -235,16 +235,29 @@ class AlgorithmConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
 
 
+class AutoLagConfig(Section, frozen=True):
+    """How `buffer.max_lag: auto` chooses the bound."""
+
+    min: Annotated[int, Meta(ge=0, description="smallest bound")] = 1
+    max: Annotated[int, Meta(ge=0, description="largest bound")] = 32
+    sample_share: Annotated[
+        float,
+        Meta(gt=0, lt=1, description="effective sample share of a step below which the bound is lowered"),
+    ] = 0.5
+
+
 class BufferConfig(Section, frozen=True):
     """How far generators may run ahead of the learner."""
 
     prompts_per_step: Annotated[int, Meta(ge=1, description="groups trained by one optimizer step")] = 64
     max_lag: Annotated[
-        int,
+        Annotated[int, Meta(ge=0)] | Literal["auto"],
         Meta(
-            ge=0, description="optimizer steps from a group's oldest token to the step that trains it; 0 is synchronous"
+            description="optimizer steps from a group's oldest token to the step that trains it; 0 is synchronous; "
+            "auto: as many as the importance ratios bear"
         ),
     ] = 4
+    auto_lag: AutoLagConfig = AutoLagConfig()
     policy: Annotated[
         Literal["wait", "window", "drop", "mask", "train"],
         Meta(
@@ -284,9 +297,14 @@ class BufferConfig(Section, frozen=True):
     ] = False
 
     @property
+    def largest_max_lag(self) -> int:
+        """`max_lag`, or the largest bound that `auto` may choose."""
+        return self.auto_lag.max if self.max_lag == "auto" else self.max_lag
+
+    @property
     def num_slots(self) -> int:
-        """Groups that may be in flight or ready at once."""
-        return (self.max_lag + 1) * self.prompts_per_step
+        """Groups that may be in flight or ready at once, at most."""
+        return (self.largest_max_lag + 1) * self.prompts_per_step
 
 
 class GeneratorConfig(Section, frozen=True):

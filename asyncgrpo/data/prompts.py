@@ -311,9 +311,13 @@ class PromptSource:
         return self.next_prompt_index is not None
 
     @property
-    def num_isolated(self) -> int:
-        """How many prompts wait for `next_isolated`."""
-        return len(self._isolated)
+    def next_isolated_index(self) -> int | None:
+        """The prompt index that `next_isolated` would issue; None: none waits for it."""
+        return self._isolated[0] if self._isolated else None
+
+    def isolated_before(self, prompt_index: int) -> int:
+        """How many prompts with a smaller index wait for `next_isolated`."""
+        return sum(index < prompt_index for index in self._isolated)
 
     @property
     def has_isolated(self) -> bool:

@@ -42,11 +42,14 @@ class RunStarted(_RecordBase, frozen=True):
     compatibility_key: dict[str, str]
     """What must be equal for a group of one start to be trained by another, by name."""
     max_lag: int
+    """The bound in force when it began."""
     prompts: PromptState
     config: dict[str, Any] = {}
     """The whole configuration as plain values, for a replay; empty where an older release wrote the journal."""
     policy: str = "wait"
     """`buffer.policy`, which says what lag `max_lag` bounds."""
+    max_lag_is_auto: bool = False
+    """Whether `max_lag` changes (`BoundChanged`), and a group keeps that of its lease; else all groups have the same."""
 
 
 class Delivered(_RecordBase, frozen=True):
@@ -60,6 +63,8 @@ class Delivered(_RecordBase, frozen=True):
     """All versions that sampled in it, each once, oldest first."""
     head_bytes: int
     """Bytes of the first frame in the body; the rest is the payload."""
+    max_lag: int | None = None
+    """The bound in force at its lease; None: that of the start that wrote it."""
 
 
 class BatchIssued(_RecordBase, frozen=True):
@@ -90,6 +95,14 @@ class Interrupted(_RecordBase, frozen=True):
     prompt_indices: tuple[int, ...]
 
 
+class BoundChanged(_RecordBase, frozen=True):
+    """Another bound on staleness, for the groups leased from now on (`buffer.max_lag: auto`)."""
+
+    version: PolicyVersion
+    """The weights that are served."""
+    max_lag: int
+
+
 class Committed(_RecordBase, frozen=True):
     """A checkpoint that is on the disk."""
 
@@ -97,14 +110,18 @@ class Committed(_RecordBase, frozen=True):
     prompts: PromptState
 
 
-JournalRecord = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | Committed
+JournalRecord = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | BoundChanged | Committed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[JournalRecord] = msgspec.msgpack.Decoder(JournalRecord)
 
 
-def delivered(message: Deliver, payload: Buffer) -> tuple[Delivered, list[Buffer]]:
-    """The record of a delivered group, and its body in two parts."""
+def delivered(message: Deliver, payload: Buffer, max_lag: int | None = None) -> tuple[Delivered, list[Buffer]]:
+    """The record of a delivered group, and its body in two parts.
+
+    Args:
+        max_lag: the bound in force at its lease; None: that of the start that writes the record.
+    """
     head, body = encode(message, payload)
     record = Delivered(
         lease_id=message.lease_id,
@@ -112,6 +129,7 @@ def delivered(message: Deliver, payload: Buffer) -> tuple[Delivered, list[Buffer
         tokens=message.num_tokens,
         versions=tuple(message.versions),
         head_bytes=len(head),
+        max_lag=max_lag,
     )
     return record, [head, body]
 

@@ -101,7 +101,7 @@ class InMemory:
     def append(self, record: JournalRecord) -> None:
         pass
 
-    def append_group(self, message: Deliver, payload: Buffer) -> None:
+    def append_group(self, message: Deliver, payload: Buffer, max_lag: int) -> None:
         pass
 
     def is_durable(self, position: int) -> bool:
@@ -201,9 +201,9 @@ class Journal:
         if self._trouble is None:
             self._attempt(self._write)
 
-    def append_group(self, message: Deliver, payload: Buffer) -> None:
-        """Write the record of a group that came."""
-        self.append(*delivered(message, payload))
+    def append_group(self, message: Deliver, payload: Buffer, max_lag: int) -> None:
+        """Write the record of a group that came; `max_lag` was in force at its lease."""
+        self.append(*delivered(message, payload, max_lag))
 
     def is_durable(self, position: int) -> bool:
         """Whether this record and all before it have reached the chosen durability."""

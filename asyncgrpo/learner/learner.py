@@ -212,7 +212,9 @@ class Learner:
             version=version.number,
             max_length=self.config.sampling.max_tokens,
             kl_coef=self.kl_coef,
-            oldest_trained=version.number - self.config.buffer.max_lag if self.config.buffer.policy == "mask" else None,
+            oldest_trained=version.number - self.config.buffer.largest_max_lag
+            if self.config.buffer.policy == "mask"
+            else None,
         )
         scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
         sums = objective.report(scored.scores)

@@ -241,6 +241,7 @@ class MicrobatchObjective:
                 high_ratio=bounded.high_ratio,
             )
         sums |= diagnostics.lag_sums(tokens.versions, self.version, tokens.mask, batch.cu_seqlens)
+        sums |= diagnostics.share_sums(terms.log_rho, tokens.versions, self.version, tokens.mask, batch.cu_seqlens)
         at_start = scores.logprobs if tokens.precomputed.proximal is None else tokens.precomputed.proximal
         sums |= diagnostics.gap_sums(at_start, tokens.behaviour, batch.is_current)
         return sums | {"loss": weighted_sum(value, tokens.weights).double()}

@@ -116,6 +116,7 @@ class Inbox:
         self,
         step: int,
         version: PolicyVersion,
+        shares_within: dict[int, float],
         *,
         on_eval: Callable[[EvalResult], None],
         while_waiting: Callable[[str, float], None],
@@ -123,6 +124,7 @@ class Inbox:
         """The groups of the step that starts at `version`; blocks until there are enough.
 
         Args:
+            shares_within: of the step before (`report.StepReport`); empty before the first one of this start.
             on_eval: called with every evaluation that has ended.
             while_waiting: called about once a second with what is awaited and for how long, seconds.
         Raises:
@@ -130,7 +132,7 @@ class Inbox:
             RewardError: none will come, because no reward call ever worked.
             WireError: the buffer itself is silent.
         """
-        self._client.send(Take(step=step, version=version))
+        self._client.send(Take(step=step, version=version, shares_within=shares_within))
         return self._wait(on_eval, while_waiting)
 
     def last_evals(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncgrpo.algorithms.diagnostics import Sums, merge, report
+from asyncgrpo.algorithms.diagnostics import Sums, merge, report, shares_within
 from asyncgrpo.learner.packing import StepBatch
 
 RolloutKey = tuple[str, int]
@@ -47,6 +47,8 @@ class StepReport:
     """Share of tokens above the upper bound of the first importance correction."""
     effective_sample_share: float
     """(Σρ)² / (n Σρ²) of those ratios: 1 when all are equal."""
+    shares_within: dict[int, float]
+    """By lag: that share of all completions of at most this lag; the largest lag is that of the oldest token."""
     kl_reference: float | None
     """Mean estimate of the KL to the reference; None without a reference."""
     kl_coef: float
@@ -108,6 +110,7 @@ def build_report(
         importance_mean=diagnostics["ratio_mean"],
         importance_capped=diagnostics.get("bounded_above", 0.0),
         effective_sample_share=diagnostics["ess_token"],
+        shares_within=shares_within(sums),
         kl_reference=sums["kl"] / tokens if "kl" in sums else None,
         kl_coef=kl_coef,
         value_loss=sums["value_loss"] / len(updates) if "value_loss" in sums else None,

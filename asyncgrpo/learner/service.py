@@ -87,6 +87,7 @@ class LearnerService:
         self._stall_told_s = 0.0
         self._evaluated = -1
         self.version = PolicyVersion(lineage, 0)
+        self._shares_within: dict[int, float] = {}  # of the last step
         self._updates = learner.steps  # that are in the weights of `version`
 
     @property
@@ -126,7 +127,7 @@ class LearnerService:
                 self._share(taken)
                 report = self._learner.step(taken.groups, self.version)
             started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
-            self._updates = self._learner.steps
+            self._updates, self._shares_within = self._learner.steps, report.shares_within
             try:
                 self._publish()
             finally:  # the step is made, whether or not its weights reach anyone
@@ -150,7 +151,11 @@ class LearnerService:
     def _take(self) -> Taken:
         with self._clock("wait_data"):
             taken = self._inbox.take(
-                self.step, self.version, on_eval=self._recorder.evaluation, while_waiting=self._while_waiting
+                self.step,
+                self.version,
+                self._shares_within,
+                on_eval=self._recorder.evaluation,
+                while_waiting=self._while_waiting,
             )
         return taken
 

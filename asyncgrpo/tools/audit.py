@@ -5,16 +5,16 @@ checkpoint say, and every promise of `docs/reliability.md` that files can show i
 sentence that names the group, the prompt or the step.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from asyncgrpo.buffer.admission import POLICIES
-from asyncgrpo.buffer.recovery import surviving_path
+from asyncgrpo.buffer.recovery import bound_of, surviving_path
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.journal.format import BatchIssued, Delivered, Dropped, RunStarted
+from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, Dropped, RunStarted
 from asyncgrpo.journal.history import History, read_run
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import read_events
@@ -83,6 +83,7 @@ class _Auditor:
         self._every_step_has_one_manifest()
         self._nothing_is_trained_twice()
         self._nothing_is_too_old()
+        self._every_bound_was_in_force()
         self._no_prompt_is_skipped()
         self._every_group_has_one_fate()
         self._events_agree()
@@ -140,14 +141,30 @@ class _Auditor:
                 lag = manifest.version.number - record.versions[0].number
                 newest = record.versions[-1].number
                 bounded = _bounded_lag(record, manifest, start) if start is not None else None
-                if start is not None and bounded is not None and bounded > start.max_lag:
-                    self._differ(
-                        f"group {record.lease_id}: lag {bounded} in step {manifest.step}, max_lag {start.max_lag}"
-                    )
+                if start is not None and bounded is not None and bounded > (most := bound_of(record, start)):
+                    self._differ(f"group {record.lease_id}: lag {bounded} in step {manifest.step}, max_lag {most}")
                 if newest > manifest.version.number:
                     self._differ(f"group {record.lease_id} is of weights {newest}, newer than step {manifest.step}")
                 if manifest in self._manifests:
                     self.result.lags[lag] += 1
+
+    def _every_bound_was_in_force(self) -> None:
+        """A group's bound, which its record names, was in force before its oldest token was sampled."""
+        changes: dict[int, list[tuple[int, int]]] = defaultdict(
+            list
+        )  # by lineage: from which version on, and the bound
+        for found in self._history.found:
+            if isinstance(change := found.record, BoundChanged):
+                changes[change.version.lineage].append((change.version.number, change.max_lag))
+        for record in self._delivered.values():
+            start, oldest = self._history.starts.get(_lineage(record.lease_id)), record.versions[0]
+            if start is None or not start.max_lag_is_auto or record.max_lag in (None, start.max_lag):
+                continue
+            known = {max_lag for since, max_lag in changes[start.lineage] if since <= oldest.number}
+            if record.max_lag not in known:
+                self._differ(
+                    f"group {record.lease_id}: max_lag {record.max_lag} was not in force before version {oldest}"
+                )
 
     def _no_prompt_is_skipped(self) -> None:
         if self._prompts is None:

@@ -168,6 +168,8 @@ class Take(Message):
 
     step: Count
     version: PolicyVersion
+    shares_within: dict[int, float] = msgspec.field(default_factory=dict)
+    """Of the step that made `version` (`StepReport`), for `buffer.max_lag: auto`. Empty: there was no step."""
 
 
 class Published(Message):

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, Fresh
+from asyncgrpo.buffer.auto_lag import STEPS
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import State
-from asyncgrpo.config.schema import BufferConfig
+from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
 from asyncgrpo.types import Lease, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 from tests.buffer.test_buffer import lease_all, make_buffer, v
@@ -238,10 +239,15 @@ class AnyPolicy(RuleBasedStateMachine):
         admission=st.sampled_from(list(ADMISSIONS)),
         per_step=st.integers(1, 3),
         max_lag=st.integers(0, 2),
+        is_auto=st.booleans(),
     )
-    def start(self, policy, admission, per_step, max_lag):
+    def start(self, policy, admission, per_step, max_lag, is_auto):
         self.policy, self.per_step, self.max_lag, self.count = policy, per_step, max_lag, 14
-        self.buffer = make_buffer(self.count, per_step, max_lag, policy=policy, admission=admission, max_attempts=3)
+        self.is_auto = is_auto and policy in ("wait", "window", "drop")
+        chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(min=0, max=max_lag)} if self.is_auto else {}
+        settings = {"max_lag": max_lag, "policy": policy, "admission": admission, "max_attempts": 3} | chosen
+        self.buffer = make_buffer(self.count, per_step, **settings)
+        self.bounds: dict[str, int] = {}  # of every lease
         self.version = 0
         self.buffer.published(v(0))
         self.leases: dict[str, tuple[Lease, int]] = {}
@@ -252,6 +258,16 @@ class AnyPolicy(RuleBasedStateMachine):
         if (lease := self.buffer.lease("g", 0.0)) is not None:
             assert self.buffer._attempts[lease.prompt_index] < 3
             self.leases[lease.lease_id] = lease, self.version
+            self.bounds[lease.lease_id] = self.buffer.max_lag
+
+    @precondition(lambda self: self.is_auto)
+    @rule(data=st.data())
+    def change_the_bound(self, data):
+        """A step that says so: the share of its lag alone, or a wait, in whatever order."""
+        low, waited = data.draw(st.booleans()), data.draw(st.sampled_from([0.0, 0.5]))
+        for _ in range(STEPS):
+            self.buffer.step_ended(v(self.version), {0: 1.0, self.buffer.max_lag: 0.1 if low else 1.0}, waited)
+        assert 0 <= self.buffer.max_lag <= self.max_lag
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -285,7 +301,8 @@ class AnyPolicy(RuleBasedStateMachine):
             assert all(entry.masked < entry.num_tokens for entry in batch)
             assert all((entry.masked > 0) == (lag > self.max_lag) for entry, lag in zip(batch, lags, strict=True))
         elif self.policy != "train":
-            assert max(lags) <= self.max_lag
+            bounds = [self.bounds[entry.lease.lease_id] for entry in batch]
+            assert all(lag <= bound <= self.max_lag for lag, bound in zip(lags, bounds, strict=True))
         left = self.buffer.count(State.READY) + self.buffer.count(State.LEASED) + self.buffer._prompts.has_next
         assert len(batch) == self.per_step or not left
         self.trained += [entry.prompt_index for entry in batch]
@@ -312,6 +329,7 @@ class AnyPolicy(RuleBasedStateMachine):
         self.lose()
         for _ in range(100):
             while (lease := self.buffer.lease("g", 0.0)) is not None:
+                self.bounds[lease.lease_id] = self.buffer.max_lag
                 assert self.buffer.accept(spanning(lease, self.version), b"") is None
             self.step()
         assert self.buffer.exhausted
@@ -337,8 +355,8 @@ def under_way(buffer: Buffer) -> int:
     return buffer.count(State.LEASED) + buffer.count(State.READY)
 
 
-def fresh_step(buffer: Buffer, version: int, leases: list[Lease], *, done: int) -> None:
-    """One step of a learner that asks while all but the `done` oldest leases are in flight."""
+def fresh_step(buffer: Buffer, version: int, leases: list[Lease], *, done: int, room: int = 1000) -> None:
+    """One step of a learner that asks while all but the `done` oldest leases are in flight; generators hold `room`."""
     for lease in leases[:done]:
         assert buffer.accept(spanning(lease, version), b"") is None
     del leases[:done]
@@ -349,14 +367,15 @@ def fresh_step(buffer: Buffer, version: int, leases: list[Lease], *, done: int) 
         del leases[:missing]
         assert buffer.take(v(version)) is not None
     buffer.published(v(version + 1))
-    leases += lease_all(buffer)
+    while len(leases) < room and (lease := buffer.lease("g", 0.0)) is not None:
+        leases.append(lease)
 
 
-def test_fresh_begins_with_a_batch_and_the_next_one_and_never_holds_less_than_a_batch():
-    buffer = make_buffer(count=100, per_step=4, max_lag=8, admission="fresh")
+def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
+    buffer = make_buffer(count=200, per_step=4, max_lag=8, admission="fresh")
     buffer.published(v(0))
     leases = lease_all(buffer)
-    assert len(leases) == 8
+    assert len(leases) == 9 * 4, "as many as there are slots: nothing is measured yet"
     for version in range(2 * Fresh.STEPS):  # whatever is leased is ready when the learner asks
         fresh_step(buffer, version, leases, done=len(leases))
     assert buffer._admission.wanted == under_way(buffer) == 4
@@ -365,12 +384,12 @@ def test_fresh_begins_with_a_batch_and_the_next_one_and_never_holds_less_than_a_
 def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
     buffer = make_buffer(count=300, per_step=4, max_lag=20, admission="fresh")
     buffer.published(v(0))
-    leases = lease_all(buffer)
+    leases = [buffer.lease("g", 0.0) for _ in range(8)]
     wanted = []
     for version in range(12):  # of a batch one group is ready in time: three more are needed under way each time
-        fresh_step(buffer, version, leases, done=1)
+        fresh_step(buffer, version, leases, done=1, room=1000 if version else 8)
         wanted.append(buffer._admission.wanted)
-    assert wanted[:3] == [11, 14, 17]
+    assert wanted[:4] == [None, 11, 14, 17], "no step was trained before the first request"
     assert under_way(buffer) == buffer._admission.wanted <= 21 * 4
     most = buffer._admission.wanted
     for version in range(12, 12 + Fresh.STEPS):  # and now all of a batch are
@@ -403,8 +422,7 @@ def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready
     for lease in others:
         assert buffer.accept(spanning(lease, 0), b"") is None
     buffer.fail(first.lease_id, "failed")
-    while under_way(buffer) < buffer._admission.wanted:  # as if the wanted number had fallen meanwhile
-        buffer._admission._right.append(0)
+    buffer._admission._right.append(under_way(buffer))  # so that what is under way is enough
     assert buffer.take(v(0)) is None
     again = buffer.lease("a", 0.0)
     assert again is not None and again.prompt_index == first.prompt_index

@@ -7,7 +7,7 @@ import pytest
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.recovery import bring_back, reopen, surviving_path
-from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.journal.format import FORMAT, Committed, Dropped, RunStarted
 from asyncgrpo.journal.history import read_history
@@ -38,8 +38,9 @@ def start(
         lineage=lineage,
         parent=checkpoint[0] if checkpoint is not None else None,
         compatibility_key=compatibility_key,
-        max_lag=settings_.max_lag,
+        max_lag=settings_.largest_max_lag,
         prompts=source.state(),
+        max_lag_is_auto=settings_.max_lag == "auto",
     )
     reopened = reopen(folder, began, source, settings_)
     buffer = Buffer(
@@ -50,6 +51,7 @@ def start(
         seed=0,
         lineage=lineage,
         journal=reopened.journal,
+        max_lag=reopened.max_lag,
     )
     return buffer, bring_back(buffer, reopened)
 
@@ -176,3 +178,47 @@ def test_a_group_whose_body_was_damaged_is_generated_again(one_step_done):
     assert counts == {"ready": 3}
     buffer.published(PolicyVersion(2, 1))
     assert lease(buffer).prompt_index == 3
+
+
+# -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------
+
+AUTO = {"max_lag": "auto", "auto_lag": AutoLagConfig(min=0, max=8)}
+
+
+def test_a_start_goes_on_with_the_bound_in_force_at_its_checkpoint(tmp_path):
+    buffer, _ = start(tmp_path, 1, **AUTO)
+    buffer.published(PolicyVersion(1, 0))
+    assert buffer.max_lag == 4
+    for version, bound in ((1, 3), (2, 2), (3, 1)):  # every completion as old as the bound, and too old
+        for _ in range(2):
+            accept(buffer, lease(buffer), version - 1)
+        buffer.take(PolicyVersion(1, version - 1))
+        buffer.published(PolicyVersion(1, version))
+        buffer.step_ended(PolicyVersion(1, version), {buffer.max_lag: 0.1}, 0.0)
+        assert buffer.max_lag == bound
+        if version == 2:
+            kept = buffer.snapshot()
+    again, _ = start(tmp_path, 2, checkpoint=(PolicyVersion(1, 2), kept), **AUTO)
+    assert again.max_lag == 2, "the last change is gone with its step"
+    again, _ = start(tmp_path, 3, checkpoint=(PolicyVersion(1, 2), kept), **AUTO)
+    assert again.max_lag == 2, "and the start between changed nothing"
+    again, _ = start(tmp_path, 4, checkpoint=(PolicyVersion(1, 2), kept), max_lag=5)
+    assert again.max_lag == 5
+
+
+@pytest.mark.parametrize("policy", ["wait", "window"])
+def test_a_group_comes_back_with_the_bound_of_its_lease(tmp_path, policy):
+    buffer, _ = start(tmp_path, 1, policy=policy, **AUTO)
+    buffer.published(PolicyVersion(1, 0))
+    first = [lease(buffer) for _ in range(6)]
+    for one in first:
+        accept(buffer, one, 0)
+    buffer.take(PolicyVersion(1, 0))
+    buffer.published(PolicyVersion(1, 1))
+    buffer.step_ended(PolicyVersion(1, 1), {0: 0.1}, 0.0)
+    assert buffer.max_lag == 0
+    kept = buffer.snapshot()
+    again, counts = start(tmp_path, 2, checkpoint=(PolicyVersion(1, 1), kept), policy=policy, **AUTO)
+    assert counts == {"ready": 4} and again.max_lag == 0, "under the bound of now they would all be too old"
+    assert {entry.deadline for entry in again._entries.values()} == {4}
+    assert [e.prompt_index for e in again.take(PolicyVersion(2, 1))] == [2, 3]

@@ -12,7 +12,13 @@ from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 COMPATIBILITY_KEY = {"model": "m"}
 
 
-def began(lineage: int = 1, parent: PolicyVersion | None = None, max_lag: int = 4, policy: str = "wait") -> RunStarted:
+def began(
+    lineage: int = 1,
+    parent: PolicyVersion | None = None,
+    max_lag: int = 4,
+    policy: str = "wait",
+    max_lag_is_auto: bool = False,
+) -> RunStarted:
     prompts = PromptState(frontier=0, done_beyond=(), seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
     return RunStarted(
         format=FORMAT,
@@ -22,6 +28,7 @@ def began(lineage: int = 1, parent: PolicyVersion | None = None, max_lag: int = 
         max_lag=max_lag,
         prompts=prompts,
         policy=policy,
+        max_lag_is_auto=max_lag_is_auto,
     )
 
 
@@ -48,12 +55,12 @@ def group(
 
 
 def journal(
-    folder: Path, lineage: int = 1, durability="fsync_each", parent=None, policy="wait", **arguments
+    folder: Path, lineage: int = 1, durability="fsync_each", parent=None, policy="wait", is_auto=False, **arguments
 ) -> Journal:
     """Another start's journal in `folder`."""
     history = read_history(folder)
     repair(history)
-    return Journal(history, began(lineage, parent, policy=policy), durability, **arguments)
+    return Journal(history, began(lineage, parent, policy=policy, max_lag_is_auto=is_auto), durability, **arguments)
 
 
 def groups_in(history: History) -> dict[int, bytes]:

@@ -28,7 +28,7 @@ class Inbox:
         self.version: PolicyVersion | None = None
         self.trained_in_snapshot: int | None = None
 
-    def take(self, step: int, version: PolicyVersion, **_: Any) -> Taken:
+    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **_: Any) -> Taken:
         if step < STEPS:
             return Taken([], None, memoryview(b""), {}, 0.0)
         if isinstance(self.end, AsyncGRPOError):
@@ -87,7 +87,7 @@ class Learner:
             self.steps += self.at > 0
             raise self.error
         self.steps += 1
-        return SimpleNamespace(seconds={})
+        return SimpleNamespace(seconds={}, shares_within={})
 
     def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)

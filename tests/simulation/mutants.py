@@ -128,7 +128,7 @@ def no_check_at_take() -> list[Change]:
     """Only admission bounds the lag: a batch is taken as it comes."""
     return [
         (Policy, "evict", lambda self, waiting, version: []),
-        (admission, "lag_is_kept", lambda *arguments: True),
+        (admission, "deadlines_are_kept", lambda *arguments: True),
     ]
 
 

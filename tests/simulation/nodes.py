@@ -281,7 +281,7 @@ class Trainer:
         self._world.checker.trained(groups, version)
         self._world.note("step", "learner", str(version), [g.group_id for g in groups])
         self._world.spend(self._rng.choice((0.1, 0.1, 2.0)) * self._rng.uniform(0.5, 2.0))
-        return SimpleNamespace(seconds={})
+        return SimpleNamespace(seconds={}, shares_within={})
 
     def export(self, folder: str, tokenizer: str) -> None:
         """Nothing to write."""

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from asyncgrpo.cli import app
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError
-from asyncgrpo.journal.format import BatchIssued, Committed, Dropped, Interrupted
+from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, Dropped, Interrupted
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.tools.audit import audit
@@ -25,18 +25,19 @@ def state(frontier: int, *beyond: int) -> PromptState:
 class FakeRun:
     """The files of a run, step by step."""
 
-    def __init__(self, folder: Path, policy: str = "wait") -> None:
+    def __init__(self, folder: Path, policy: str = "wait", *, is_auto: bool = False) -> None:
         self.folder = folder
         self.events = EventLog(folder / "metrics.jsonl")
-        self.journal = journal(folder / "journal", durability="written", policy=policy)
+        self.journal = journal(folder / "journal", durability="written", policy=policy, is_auto=is_auto)
 
     def restart(self, lineage: int, parent: PolicyVersion) -> None:
         self.journal.close()
         self.journal = journal(self.folder / "journal", lineage=lineage, parent=parent, durability="written")
 
-    def deliver(self, *prompt_indices: int, lineage: int = 1, version: int = 0, attempt: int = 0) -> None:
+    def deliver(self, *prompt_indices: int, lineage=1, version=0, attempt=0, max_lag: int | None = None) -> None:
         for prompt_index in prompt_indices:
-            self.journal.append(*delivered(*group(prompt_index, lineage=lineage, version=version, attempt=attempt)))
+            message, payload = group(prompt_index, lineage=lineage, version=version, attempt=attempt)
+            self.journal.append(*delivered(message, payload, max_lag))
 
     def train(self, step: int, *lease_ids: str, lineage: int = 1, lag: int = 0) -> None:
         self.journal.append(BatchIssued(step=step, version=PolicyVersion(lineage, step - 1), lease_ids=lease_ids))
@@ -99,6 +100,22 @@ def test_prompts_in_quarantine_and_ends_of_generators_are_no_difference(run: Fak
     run.drop("2.8.0", "quarantined", is_final=True)
     run.checkpoint(2, state(5, 7, 8))
     assert audit(run.folder).differences == []
+
+
+def test_with_auto_each_group_has_the_bound_of_its_lease_and_that_was_in_force(tmp_path):
+    run = FakeRun(tmp_path / "run", is_auto=True)
+    run.deliver(0, max_lag=4)
+    run.journal.append(BoundChanged(version=PolicyVersion(1, 2), max_lag=1))
+    run.deliver(1, version=2, max_lag=1)
+    run.train(4, "1.0.0", "1.1.0")
+    late = "lag 3 in step 4, max_lag"
+    assert not any(late in difference for difference in audit(run.folder).differences)
+    run.deliver(2, version=2, max_lag=1)
+    run.deliver(3, version=1, max_lag=1)
+    run.train(5, "1.2.0", "1.3.0")
+    found = audit(run.folder).differences
+    assert "group 1.2.0: lag 2 in step 5, max_lag 1" in found
+    assert "group 1.3.0: max_lag 1 was not in force before version 1.1" in found
 
 
 @pytest.mark.parametrize(
