@@ -1,9 +1,14 @@
-"""Demo runs over engines, lags and seeds: how many steps and seconds to a reward of 0.9. One JSON line a run.
+"""Demo runs over engines, lags, admissions and seeds: how many steps and seconds to a reward of 0.9. One JSON line a run.
 
 python -m benchmarks.demo_runs --engines torch --lags 0 1 2 4 8 --seeds 0 1 2
+python -m benchmarks.demo_runs --engines torch sglang --admissions eager fresh --seeds 0 1 2 3 4
+python -m benchmarks.demo_runs --lags 0 2 8 32 auto --admissions eager fresh
+
+Runs of the same seed follow each other, so that what is compared meets the machine in the same state.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -17,24 +22,27 @@ WINDOW = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["torch"], choices=["torch", "sglang"])
-    parser.add_argument("--lags", nargs="+", type=int, default=[2])
+    parser.add_argument("--lags", nargs="+", default=["2"])
+    parser.add_argument("--admissions", nargs="+", default=["fresh"], choices=["eager", "fresh"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     arguments = parser.parse_args()
-    for engine in arguments.engines:
-        for lag in arguments.lags:
-            for seed in arguments.seeds:
-                print(json.dumps(measure(engine, lag, seed, arguments.steps, arguments.overrides)), flush=True)
+    for engine, seed, lag, admission in itertools.product(
+        arguments.engines, arguments.seeds, arguments.lags, arguments.admissions
+    ):
+        overrides = [f"buffer.admission={admission}", *arguments.overrides]
+        found = measure(engine, lag, seed, arguments.steps, overrides)
+        print(json.dumps({"admission": admission} | found), flush=True)
 
 
-def measure(engine: str, lag: int, seed: int, steps: int | None, overrides: list[str]) -> dict:
+def measure(engine: str, lag: str, seed: int, steps: int | None, overrides: list[str]) -> dict:
     """Run the demo once, and return what its events say."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "-m", "asyncgrpo", "demo", "--engine", engine, "--max-lag", str(lag)]
+        command = [sys.executable, "-m", "asyncgrpo", "demo", "--engine", engine, "--max-lag", lag]
         command += ["--seed", str(seed), "--out", str(run), *overrides]
         if steps is not None:
             command += ["--steps", str(steps)]
@@ -61,6 +69,7 @@ def measure(engine: str, lag: int, seed: int, steps: int | None, overrides: list
         "training_seconds": round(taken[-1]["time"] - began, 1),
         "lag_mean": round(statistics.fmean(lags), 2),
         "lag_max": max(lags),
+        "max_lag_at_the_end": taken[-1].get("max_lag"),
         "syncs_ok": sum(event["event"] == "sync" and event["checksum"] == "ok" for event in events),
         "logprob_gap_max": max(gaps, default=None),
         "wait_share": round(

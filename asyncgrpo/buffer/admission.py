@@ -126,6 +126,10 @@ class Policy:
             return None
         return ready[: self._per_step]
 
+    def available(self, waiting: Sequence[Some]) -> int:
+        """How many groups no other one keeps from being taken."""
+        return sum(e.is_ready for e in waiting)
+
     def evict(self, waiting: Iterable[Some], version: int) -> list[Some]:
         """The groups that are here and too old for the step that starts at `version`, and so for every later step."""
         return [e for e in waiting if e.is_ready and self._lag(e, version) > e.max_lag]
@@ -172,6 +176,10 @@ class Window(Policy):
         ):
             return None  # a prompt that was given back belongs to this batch
         return batch
+
+    def available(self, waiting: Sequence[Some]) -> int:
+        in_order = sorted(waiting, key=lambda e: e.prompt_index)
+        return next((place for place, e in enumerate(in_order) if not e.is_ready), len(in_order))
 
 
 class Drop(Policy):
@@ -221,8 +229,13 @@ class Eager:
         """Groups to have under way (leased or ready); None: as many as there are slots."""
         return None
 
-    def batch_asked(self, in_flight: int) -> None:
-        """Note that the learner asks for the batch of its next step, while `in_flight` groups are leased."""
+    def batch_asked(self, in_flight: int, ready: int) -> None:
+        """Note that the learner asks for the batch of its next step.
+
+        Args:
+            in_flight: groups that are leased; with `window` those behind one that is leased too.
+            ready: all others under way.
+        """
 
 
 class Fresh(Eager):
@@ -234,9 +247,9 @@ class Fresh(Eager):
     group, its tail included, and the speed of the learner make it, and no model of either is needed. To lack groups costs
     more than to have some too many, so the most that was right in the last `STEPS` steps is kept under way.
 
-    It reacts at once to what takes longer: then more than before are in flight, or, with too few under way, the ready
-    ones are fewer than P by d, and F + P is d above what was under way. What gets quicker shows when the last high value
-    is `STEPS` old. Where the generators cannot keep up, F is all that they can hold, and everything goes on as with
+    It reacts at once to what takes longer: the ready ones are fewer than P by d then, and F + P is d above what was under
+    way. Since F itself still grows while groups are missing, d is added once more: a change is caught up with in half the
+    steps, and no change costs nothing. What gets quicker shows when the last high value is `STEPS` old. Where the generators cannot keep up, F is all that they can hold, and everything goes on as with
     `Eager`. So it does until the second request of a start, the first one before which a step was trained. The bound and
     its proof are untouched, for this only ever begins fewer groups than the slots allow. A batch always comes: at least P
     are always under way, and a prompt that others have overtaken begins however many there are.
@@ -254,9 +267,10 @@ class Fresh(Eager):
     def wanted(self) -> int | None:
         return max(self._right, default=None)
 
-    def batch_asked(self, in_flight: int) -> None:
+    def batch_asked(self, in_flight: int, ready: int) -> None:
+        missing = max(0, self._per_step - ready)
         if self._has_begun:
-            self._right.append(in_flight + self._per_step)
+            self._right.append(in_flight + self._per_step + missing)
         self._has_begun = True
 
 

@@ -311,12 +311,12 @@ class Buffer:
         When no prompt is left, the last batch of the run may be smaller. Groups and leases that this step, or the one
         after it, would find too old are given up and counted; admission replaces each by exactly one.
         """
-        if version != self._asked_at:
-            self._asked_at = version
-            self._admission.batch_asked(self._in_state[State.LEASED])
-            self.is_held_back = False
         self._give_up_what_is_late_for(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
+        if version != self._asked_at:
+            self._asked_at, self.is_held_back = version, False
+            ready = self._policy.available(waiting)
+            self._admission.batch_asked(len(waiting) - ready, ready)
         batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
         if batch is None:
             self.is_held_back = self._is_bound_to_wait

@@ -386,10 +386,10 @@ def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
     buffer.published(v(0))
     leases = [buffer.lease("g", 0.0) for _ in range(8)]
     wanted = []
-    for version in range(12):  # of a batch one group is ready in time: three more are needed under way each time
+    for version in range(12):  # of a batch one group is ready in time: three are missing, and three more will be
         fresh_step(buffer, version, leases, done=1, room=1000 if version else 8)
         wanted.append(buffer._admission.wanted)
-    assert wanted[:4] == [None, 11, 14, 17], "no step was trained before the first request"
+    assert wanted[:4] == [None, 14, 20, 26], "no step was trained before the first request"
     assert under_way(buffer) == buffer._admission.wanted <= 21 * 4
     most = buffer._admission.wanted
     for version in range(12, 12 + Fresh.STEPS):  # and now all of a batch are
@@ -411,7 +411,7 @@ def test_fresh_does_not_grow_while_the_generators_have_no_room():
         assert buffer.take(v(version)) is not None
         buffer.published(v(version + 1))
         leases += [buffer.lease("g", 0.0) for _ in range(6 - len(leases))]
-    assert buffer._admission.wanted == 6 + 4
+    assert buffer._admission.wanted == 6 + 4 + 4
 
 
 def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready():
@@ -427,3 +427,17 @@ def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready
     again = buffer.lease("a", 0.0)
     assert again is not None and again.prompt_index == first.prompt_index
     assert buffer.lease("a", 0.0) is None, "but no new one"
+
+
+def test_under_window_a_group_behind_one_in_flight_counts_as_in_flight():
+    """It cannot be taken. If it counted as ready, fresh would hold back what the learner needs after the slow one."""
+    buffer = make_buffer(count=60, per_step=2, max_lag=10, policy="window", admission="fresh")
+    buffer.published(v(0))
+    leases = [buffer.lease("g", 0.0) for _ in range(10)]
+    for lease in leases[:2]:
+        buffer.accept(spanning(lease, 0), b"")
+    assert step(buffer, 0) is not None
+    for lease in [leases[2], *leases[4:]]:
+        buffer.accept(spanning(lease, 0), b"")
+    assert buffer.take(v(1)) is None, "of its batch the second prompt is missing"
+    assert buffer._admission.wanted == 7 + 2 + 1, "all from that one on, a batch, and what is missing of it"
