@@ -36,6 +36,7 @@ from benchmarks.measuring import line, rounded, show
 from benchmarks.scheduler import SWAP_S, TRANSFER_S, Case, Product
 
 MEDIAN, LONGEST = 600, 16384
+SLOWEST = "how many times as long as the others one generator takes for a token, on the virtual clock"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--train-s", nargs="+", type=float, default=[12.0], help="seconds of a step, on the virtual clock"
     )
+    parser.add_argument("--slowest", nargs="+", type=float, default=[1.0], help=SLOWEST)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--real", action="store_true", help="real runs instead of the virtual clock")
@@ -54,10 +56,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
     settings = itertools.product(
-        arguments.sigmas, arguments.train_s, arguments.lags, arguments.policies, arguments.admissions
+        arguments.sigmas, arguments.train_s, arguments.slowest, arguments.lags, arguments.policies, arguments.admissions
     )
-    for sigma, train_s, max_lag, policy, admission in settings:
-        case = LongTail(max_lag, arguments.steps, 0, policy=policy, admission=admission, train_s=train_s, sigma=sigma)
+    for sigma, train_s, slowest, max_lag, policy, admission in settings:
+        how = {"policy": policy, "admission": admission, "train_s": train_s, "slowest": slowest, "sigma": sigma}
+        case = LongTail(max_lag, arguments.steps, 0, **how)
         run = partial(whole_run, out=arguments.out) if arguments.real else virtual_run
         report("whole run" if arguments.real else "virtual clock", case, arguments.seeds, run)
 
@@ -66,7 +69,7 @@ def report(where: str, case: "LongTail", seeds: list[int], run: Callable[["LongT
     """One line: groups trained per second, and the medians of the other figures."""
     found = [run(replace(case, seed=seed)) for seed in seeds]
     medians = {name: rounded(statistics.median(one[name] for one in found), 3) for name in found[0] if name != "rate"}
-    fields = {name: getattr(case, name) for name in ("policy", "admission", "max_lag", "sigma", "train_s")}
+    fields = {name: getattr(case, name) for name in ("policy", "admission", "max_lag", "sigma", "train_s", "slowest")}
     rates = [one["rate"] for one in found]
     show(line("groups trained per second", rates, "1/s", seed=seeds[0], where=where, **fields, **medians))
 

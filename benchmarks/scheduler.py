@@ -72,6 +72,8 @@ class Case:
     train_s: float = 12.0
     policy: str = "wait"
     admission: str = "eager"
+    slowest: float = 1.0
+    """How many times as long as the others the last generator takes for a token. The event model knows only equal ones."""
 
     @property
     def num_groups(self) -> int:
@@ -141,12 +143,13 @@ def main(argv: list[str] | None = None) -> None:
 class BatchingEngine:
     """`generators.Engine` of continuous batching: one event for each completion that ends, whatever its length."""
 
-    def __init__(self, lengths_of: Callable[[int, int], np.ndarray]) -> None:
+    def __init__(self, lengths_of: Callable[[int, int], np.ndarray], slowness: float = 1.0) -> None:
         """
         Args:
             lengths_of: [completions] tokens of the group of this prompt index and attempt.
+            slowness: factor on the time of a token.
         """
-        self._lengths_of = lengths_of
+        self._lengths_of, self._slowness = lengths_of, slowness
         self.aborted_tokens = 0.0
         self._tokens = 0.0  # that a completion has got which runs since the start
         self._since_s = 0.0
@@ -203,17 +206,22 @@ class BatchingEngine:
     async def close(self) -> None:
         """Nothing runs."""
 
+    @property
+    def _token_s(self) -> float:
+        """Seconds of a token of all that run."""
+        return self._slowness * (BASE_S + PER_COMPLETION_S * len(self._running))
+
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if not self._paused:
-            self._tokens += (now_s - self._since_s) / (BASE_S + PER_COMPLETION_S * len(self._running))
+            self._tokens += (now_s - self._since_s) / self._token_s
         self._since_s = now_s
 
     def _set_alarm(self) -> None:
         if self._wake is not None:
             self._wake.cancel()
         if self._running and not self._paused:
-            wait_s = (self._running[0][0] - self._tokens) * (BASE_S + PER_COMPLETION_S * len(self._running))
+            wait_s = (self._running[0][0] - self._tokens) * self._token_s
             self._wake = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._complete)
 
     def _complete(self) -> None:
@@ -355,7 +363,8 @@ class Product:
 
     def _generator(self, index: int) -> GeneratorService:
         peer = f"generator-{index}"
-        self.engines.append(engine := BatchingEngine(self.case.lengths_of))
+        slowness = self.case.slowest if index == self.case.generators - 1 else 1.0
+        self.engines.append(engine := BatchingEngine(self.case.lengths_of, slowness))
         self._lines[peer] = socket = GeneratorLine(lambda m, p: self._to_buffer(peer, m, p))
         service = _Generator(
             peer, "0", engine, self._reward, lambda ids: "", window=self.case.window, keep_kv=True,
