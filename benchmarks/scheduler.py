@@ -18,7 +18,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
                 rollouts_per_virtual_s=[rounded(rate) for rate in rates],
                 cpu_us_per_rollout=[rounded(one, 3) for one in cpu_us],
                 buffer_us_per_rollout=[rounded(one, 3) for one in buffer_us],
-                **{k: v for k, v in vars(case).items() if k not in ("max_lag", "seed")},
+                **{k: v for k, v in asdict(case).items() if k not in ("max_lag", "seed")},
             )
         )
 
