@@ -249,10 +249,12 @@ class Fresh(Eager):
 
     It reacts at once to what takes longer: the ready ones are fewer than P by d then, and F + P is d above what was under
     way. Since F itself still grows while groups are missing, d is added once more: a change is caught up with in half the
-    steps, and no change costs nothing. What gets quicker shows when the last high value is `STEPS` old. Where the generators cannot keep up, F is all that they can hold, and everything goes on as with
-    `Eager`. So it does until the second request of a start, the first one before which a step was trained. The bound and
-    its proof are untouched, for this only ever begins fewer groups than the slots allow. A batch always comes: at least P
-    are always under way, and a prompt that others have overtaken begins however many there are.
+    steps, and where nothing is missing it costs nothing. What gets quicker shows when the last high value is `STEPS` old.
+
+    Where the generators cannot keep up, F is all that they can hold, and everything goes on as with `Eager`. So it does
+    until the second request of a start, the first one before which a step was trained. The bound and its proof are
+    untouched, for this only ever begins fewer groups than the slots allow. A batch always comes: at least P are always
+    under way, and a prompt that others have overtaken begins however many there are.
     """
 
     STEPS = 12
