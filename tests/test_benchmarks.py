@@ -35,6 +35,7 @@ from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, train_flops
 from benchmarks.soak import Seen, balance, stops_of, tenths, times_of_trouble
+from benchmarks.step_changes import steps_until_settled
 from benchmarks.trials import Ended, Fence
 from tests.journal.journals import group, journal
 
@@ -287,3 +288,9 @@ def test_a_soak_is_summed_up():
     assert balance("tokens  1,200 generated, 1,000 trained, 200 dropped") == "yes"
     assert balance("tokens  1,200 generated = 1,000 trained + 150 dropped (stale 100, failed 50) + 50 waiting") == "yes"
     assert balance("tokens  1,200 generated, 1,300 trained, 0 dropped") == "no: 1,200 is not 1,300"
+
+
+def test_settled_is_what_stays_near_its_last_values():
+    assert steps_until_settled([10] * 20) == 0
+    assert steps_until_settled([40, 30, 12, *[10] * 20]) == 2
+    assert steps_until_settled([10, 10, 30, 10, *[10] * 20]) == 3
