@@ -348,6 +348,8 @@ class BiasMonitor:
         distances = self.distances()
         above = {name for name in WARNED_OF if distances.get(name, 0.0) > self._threshold}
         new, self._above = above - self._above, above
+        if not new:
+            return []
         given_up = sum(g.trained_length is None for g in self._settled)
         return [
             f"trained groups differ from generated ones in {name}: distance {distances[name]:.2f}, "

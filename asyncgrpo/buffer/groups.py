@@ -40,6 +40,8 @@ class GroupEntry:
     payload: bytes | memoryview = b""
     limit_s: float = 0.0
     """The lease expires this many seconds after `leased_at_s`."""
+    num_tokens: int = field(init=False, default=0)
+    """Sampled tokens, once the group is here."""
     masked: int = 0
     """Sampled tokens that have no weight in the step that took it."""
 
@@ -55,14 +57,9 @@ class GroupEntry:
     def is_ready(self) -> bool:
         return self.state is State.READY
 
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens, once the group is here."""
-        return self.message.num_tokens if self.message is not None else 0
-
     def arrived(self, message: Deliver, payload: bytes | memoryview) -> None:
         """Keep the group that came for this lease. `message` has at least one version span."""
-        self.message, self.payload = message, payload
+        self.message, self.payload, self.num_tokens = message, payload, message.num_tokens
         self.oldest, self.newest = min(message.versions), max(message.versions)
 
 
