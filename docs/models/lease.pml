@@ -1,7 +1,7 @@
 /* Leases and lag, small enough to look at every order of events. docs/simulation.md says what comes out.
  *
  * Two generators answer N prompts, the learner trains P groups a step, and no token of a step may be older than L
- * versions. The rule for taking a batch is that of asyncgrpo/buffer/staleness.py, the transitions are buffer.py's:
+ * versions. The rule for taking a batch is that of asyncgrpo/buffer/admission.py, the transitions are buffer.py's:
  *
  *     WAITING -> LEASED -> READY -> TAKEN -> DONE        expired or released: WAITING again, under another attempt
  *
@@ -11,10 +11,14 @@
  * lease may expire while its group is under way. A frame may arrive twice. Each fault has a budget, so that every
  * execution ends, and `Monitor` asks at its end whether every prompt was trained: if not, it is a deadlock.
  *
+ * With -DCHANGES the bound becomes anything from 0 to L at each publication, and a group keeps the bound of its lease;
+ * admission wants a batch under way, or as much as there is, and that changes too.
+ *
  *     spin -a -DCRASHES=1 lease.pml && gcc -w -O2 -DSAFETY -DCOLLAPSE -DCRASHES=1 -o pan pan.c && ./pan -m100000
  *
  * Planted mistakes, each found: -DTAKE_WITHOUT_RULE, -DGRANT_BEHIND, -DKEEP_TWICE (with -DCOPIES=1), -DSAME_NAME (with
- * -DCRASHES=1). tests/simulation/test_model.py runs them.
+ * -DCRASHES=1), and with -DCHANGES -DSLOTS_ALONE, -DFORGET_TAKEN, -DOLDEST_FIRST, -DBOUND_OF_NOW, -DLESS_THAN_A_BATCH.
+ * tests/simulation/test_model.py runs them.
  */
 
 #define N 6
@@ -49,6 +53,9 @@
 
 byte state[N], holder[N], attempt[N], trained[N];
 byte oldest[N];                         /* while leased: the version at the lease; then: of the oldest token */
+byte kept[N];                           /* the bound at the lease */
+byte bound = L;                         /* of the next lease */
+byte wanted = N;                        /* groups under way, above which none begins */
 byte work[N * ATTEMPTS], worker[N * ATTEMPTS];
 byte late[N * ATTEMPTS];                /* 1 + version: sent by a generator that was given up */
 byte serves[2], held[2];
@@ -60,8 +67,13 @@ byte crashes = CRASHES, expiries = EXPIRIES, copies = COPIES;
 /* -- the rule: of the groups in slots, count those due by version + k, and those of them that are ready ------------- */
 
 #define UNTAKEN(i) (state[i] == LEASED || state[i] == READY)
-#define DUE(i, k) (UNTAKEN(i) && oldest[i] + L <= version + (k))
-#define RIPE(i, k) (state[i] == READY && oldest[i] + L <= version + (k))
+#ifdef BOUND_OF_NOW
+#define DEADLINE(i) (oldest[i] + bound)
+#else
+#define DEADLINE(i) (oldest[i] + kept[i])
+#endif
+#define DUE(i, k) (UNTAKEN(i) && DEADLINE(i) <= version + (k))
+#define RIPE(i, k) (state[i] == READY && DEADLINE(i) <= version + (k))
 #define SUM(F, k) (F(0, k) + F(1, k) + F(2, k) + F(3, k) + F(4, k) + F(5, k))
 #define LEFT_BEHIND(k) (SUM(DUE, k) - (SUM(RIPE, k) < P -> SUM(RIPE, k) : P))
 #define FITS(k) (LEFT_BEHIND(k) <= (k) * P)
@@ -73,6 +85,29 @@ byte crashes = CRASHES, expiries = EXPIRIES, copies = COPIES;
 #define IS_READY(i, k) (state[i] == READY)
 #define IS_LEFT(i, k) (state[i] == LEASED || state[i] == WAITING)
 #define ENOUGH (SUM(IS_READY, 0) >= P || (SUM(IS_READY, 0) > 0 && SUM(IS_LEFT, 0) == 0))
+
+/* -- admission: another group may begin if all that are held can be trained in time with it; one in training is due --- */
+
+#define IS_TAKEN(i, k) (state[i] == TAKEN)
+#ifdef FORGET_TAKEN
+#define HELD(k) SUM(DUE, k)
+#else
+#define HELD(k) (SUM(IS_TAKEN, k) + SUM(DUE, k))
+#endif
+#define HAS_ROOM(k) (k < bound || HELD(k) < ((k) + 1) * P)
+#ifdef SLOTS_ALONE
+#define ADMITS (used < SLOTS)
+#else
+#define ADMITS (used < SLOTS && HAS_ROOM(0) && HAS_ROOM(1) && HAS_ROOM(2))   /* a first token may be of weights to come */
+#endif
+#define IS_UNDER_WAY(i, k) UNTAKEN(i)
+#define HAS_OVERTAKEN(j, i) (UNTAKEN(j) && (j) > (i))
+#define IS_WANTED(i) (SUM(IS_UNDER_WAY, 0) < wanted || SUM(HAS_OVERTAKEN, i) > 0)
+#ifdef LESS_THAN_A_BATCH
+#define A_BATCH (P - 1)
+#else
+#define A_BATCH P
+#endif
 
 /* -- the buffer ------------------------------------------------------------------------------------------------------ */
 
@@ -86,13 +121,13 @@ byte crashes = CRASHES, expiries = EXPIRIES, copies = COPIES;
 #define LEASE(i) ((i) * ATTEMPTS + attempt[i])
 
 inline grant(i, g) {
-    state[i] = LEASED; holder[i] = g; oldest[i] = version; held[g]++; used++;
+    state[i] = LEASED; holder[i] = g; oldest[i] = version; kept[i] = bound; held[g]++; used++;
     assert(used <= SLOTS);              /* never more groups than slots */
     work[LEASE(i)] = GRANTED; worker[LEASE(i)] = g
 }
 
 inline take_back(i) {                   /* its slot is free, and no late answer has the name of its next lease */
-    held[holder[i]]--; used--; state[i] = WAITING; oldest[i] = 0; holder[i] = 0; attempt[i]++;
+    held[holder[i]]--; used--; state[i] = WAITING; oldest[i] = 0; kept[i] = 0; holder[i] = 0; attempt[i]++;
     assert(attempt[i] < ATTEMPTS)
 }
 
@@ -110,8 +145,8 @@ inline accept(i, a, v) {
 proctype Prompt(byte me) {
 end:
     do
-    :: atomic { IS_NEXT(me) && used < SLOTS && MAY_HAVE(0) -> grant(me, 0) }
-    :: atomic { IS_NEXT(me) && used < SLOTS && MAY_HAVE(1) -> grant(me, 1) }
+    :: atomic { IS_NEXT(me) && ADMITS && IS_WANTED(me) && MAY_HAVE(0) -> grant(me, 0) }
+    :: atomic { IS_NEXT(me) && ADMITS && IS_WANTED(me) && MAY_HAVE(1) -> grant(me, 1) }
     :: atomic { expiries > 0 && state[me] == LEASED -> expiries--; take_back(me) }
     od
 }
@@ -168,6 +203,12 @@ end:
 
 /* -- the learner ----------------------------------------------------------------------------------------------------- */
 
+#ifdef OLDEST_FIRST
+#define COMES_FIRST(i, j) (oldest[i] < oldest[j])
+#else
+#define COMES_FIRST(i, j) (DEADLINE(i) < DEADLINE(j))
+#endif
+
 proctype Learner() {
     byte i, n, best;
 end:
@@ -175,15 +216,15 @@ end:
     :: atomic { coming == version && ENOUGH && RULE ->
         n = 0;
         do
-        :: n < P && SUM(IS_READY, 0) > 0 ->      /* the oldest, and of these the first in the prompts' order */
+        :: n < P && SUM(IS_READY, 0) > 0 ->      /* what is due first, and of these the first in the prompts' order */
             best = N;
             for (i : 0 .. N - 1) {
                 if
-                :: state[i] == READY && (best == N || oldest[i] < oldest[best]) -> best = i
+                :: state[i] == READY && (best == N || COMES_FIRST(i, best)) -> best = i
                 :: else
                 fi
             }
-            assert(oldest[best] <= version && version - oldest[best] <= L);     /* no token is too old */
+            assert(oldest[best] <= version && version - oldest[best] <= kept[best]);    /* no token is too old */
             state[best] = TAKEN; trained[best]++; n++;
             assert(trained[best] == 1)                                          /* and none is trained twice */
         :: else -> break
@@ -192,9 +233,14 @@ end:
     :: atomic { coming > version && (serves[0] == coming || serves[1] == coming) ->
         version = coming;
         for (i : 0 .. N - 1) {
-            if :: state[i] == TAKEN -> state[i] = DONE; oldest[i] = 0; used--; done++ :: else fi
+            if :: state[i] == TAKEN -> state[i] = DONE; oldest[i] = 0; kept[i] = 0; used--; done++ :: else fi
         }
-        i = 0 }
+        i = 0;
+#ifdef CHANGES
+        select(bound : 0 .. L);
+        if :: wanted = A_BATCH :: wanted = N fi
+#endif
+        }
     od
 }
 

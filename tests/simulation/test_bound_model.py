@@ -4,7 +4,8 @@ The model is of `asyncgrpo/buffer/admission.py` with a bound for each lease. All
 steps are left to train it, so prompts need no end: the states are finite all the same, and `reached` finds them all. At
 each publication the bound becomes any of `BOUNDS`. Groups arrive in any order, are filtered, or are given back.
 
-Promised: no group is trained after its deadline, and the learner is never stuck once all that is in flight has ended.
+Promised: no group is trained after its deadline, none is held beyond the slots of the largest bound, and the learner is
+never stuck once all that is in flight has ended.
 The wishes of just-in-time admission are any: fewer than a batch under way *must* be followed by a lease, and a prompt
 that was given back too; everything else *may*.
 """
@@ -63,7 +64,15 @@ def held(state: State) -> list[Group]:
 
 
 def fits(state: State, place: int) -> bool:
-    """Another group with the deadline of today's bound leaves enough steps for all: what is in training counts as due."""
+    """Another group with the deadline of today's bound leaves enough steps for all; what is in training counts as due.
+
+    The slots are counted too: a group whose first token is of weights to come is due after them.
+    """
+    return fits_alone(state, place) and slots_of_the_largest(state, place)
+
+
+def fits_alone(state: State, place: int) -> bool:
+    """Mistake: the steps suffice, but not the slots."""
     deadlines = [group.left for group in held(state)]
     taken = P * state.is_training
     return all(
@@ -136,7 +145,7 @@ def other_events(state: State, rules: Rules) -> Iterator[State]:
     for place, group in enumerate(state.groups):
         before, after = state.groups[:place], state.groups[place + 1 :]
         if group.left is not None and not group.is_ready:
-            for left in range(group.left, group.bound + 1):  # its first token may be younger than its lease
+            for left in range(group.left, group.bound + 1 + state.is_training):  # the first token may be younger
                 yield state._replace(groups=(*before, group._replace(left=left, is_ready=True), *after))
             yield state._replace(groups=(*before, GIVEN_BACK, *after))
             yield state._replace(groups=before + after)  # filtered
@@ -151,6 +160,8 @@ def other_events(state: State, rules: Rules) -> Iterator[State]:
 def verdict(state: State, rules: Rules) -> str | None:
     if any(group.left < 0 for group in held(state)):
         return "too old"
+    if len(held(state)) + P * state.is_training > MOST:
+        return "too many"
     is_over = not state.is_training and all(group.is_ready for group in held(state))
     if is_over and rules.take(state) is None and not any(must for _, must in leases(state, rules)):
         return "stuck"
@@ -158,11 +169,7 @@ def verdict(state: State, rules: Rules) -> str | None:
 
 
 def reached(rules: Rules) -> tuple[int, list[State]]:
-    """The number of states that can be reached, and the way to the first wrong one, or an empty one.
-
-    Raises:
-        AssertionError: more groups than the slots of the largest bound.
-    """
+    """The number of states that can be reached, and the way to the first wrong one, or an empty one."""
     first = [State(bound, False, ()) for bound in BOUNDS]
     came_from: dict[State, State | None] = dict.fromkeys(first)
     for state in (queue := list(first)):
@@ -171,7 +178,6 @@ def reached(rules: Rules) -> tuple[int, list[State]]:
             while (before := came_from[way[-1]]) is not None:
                 way.append(before)
             return len(came_from), way[::-1]
-        assert len(state.groups) <= MOST
         for then in [*(then for then, _ in leases(state, rules)), *other_events(state, rules)]:
             if not rules.is_in_order:
                 then = then._replace(groups=tuple(sorted(then.groups, key=lambda g: (g.left is None, g))))
@@ -199,6 +205,7 @@ def test_in_no_order_of_events_is_a_group_too_old_or_the_learner_stuck(name: str
     [
         pytest.param(Rules(slots_of_the_largest, earliest_deadline), "stuck", id="slots of a bound that was larger"),
         pytest.param(Rules(fits_without_taken, earliest_deadline), "too old", id="what is in training is forgotten"),
+        pytest.param(Rules(fits_alone, earliest_deadline), "too many", id="deadlines without slots"),
         pytest.param(Rules(fits, oldest_version), "stuck", id="oldest version first"),
         pytest.param(Rules(fits, without_rule), "too old", id="taken whatever is left behind"),
         pytest.param(SAFE["slots"]._replace(least=P - 1), "stuck", id="fewer than a batch under way"),

@@ -18,7 +18,7 @@ def check(folder: Path, *defines: str) -> tuple[int, int]:
     """(errors, states) of the model under these `-D` settings, all its states if there is no error."""
     flags = [f"-D{define}" for define in defines]
     subprocess.run(["spin", "-a", *flags, str(MODEL)], cwd=folder, check=True, capture_output=True)
-    compiler = ["gcc", "-w", "-O2", "-DSAFETY", "-DCOLLAPSE", *flags, "-o", "pan", "pan.c"]
+    compiler = ["gcc", "-w", "-O1", "-DSAFETY", "-DCOLLAPSE", *flags, "-o", "pan", "pan.c"]
     subprocess.run(compiler, cwd=folder, check=True, capture_output=True)
     said = subprocess.run(["./pan", "-m100000", "-w24"], cwd=folder, capture_output=True, text=True).stdout
     assert "max search depth too small" not in said and "out of memory" not in said, said
@@ -33,6 +33,9 @@ def check(folder: Path, *defines: str) -> tuple[int, int]:
         (("L=0",), 200),
         ((), 30_000),
         (("COPIES=1",), 250_000),
+        (("CHANGES",), 50_000),
+        pytest.param(("CHANGES", "L=2"), 1_900_000, marks=pytest.mark.slow),
+        pytest.param(("CHANGES", "EXPIRIES=1"), 2_000_000, marks=pytest.mark.slow),
         pytest.param(("EXPIRIES=1",), 1_000_000, marks=pytest.mark.slow),
         pytest.param(("CRASHES=1",), 2_000_000, marks=pytest.mark.slow),
     ],
@@ -46,7 +49,17 @@ def test_in_no_order_of_events_is_a_token_too_old_a_group_trained_twice_or_the_l
 
 @pytest.mark.parametrize(
     "defines",
-    [("TAKE_WITHOUT_RULE",), ("GRANT_BEHIND",), ("COPIES=1", "KEEP_TWICE"), ("CRASHES=1", "SAME_NAME")],
+    [
+        ("TAKE_WITHOUT_RULE",),
+        ("GRANT_BEHIND",),
+        ("COPIES=1", "KEEP_TWICE"),
+        ("CRASHES=1", "SAME_NAME"),
+        ("CHANGES", "SLOTS_ALONE"),
+        ("CHANGES", "FORGET_TAKEN"),
+        ("CHANGES", "OLDEST_FIRST"),
+        ("CHANGES", "L=2", "BOUND_OF_NOW"),
+        ("CHANGES", "LESS_THAN_A_BATCH"),
+    ],
 )
 def test_a_planted_mistake_is_found(tmp_path: Path, defines: tuple[str, ...]):
     errors, _ = check(tmp_path, *defines)
