@@ -3,8 +3,9 @@
 It follows the promises of the rollout plane (docs/simulation.md numbers them) and raises the first that is broken.
 """
 
+import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import xxhash
@@ -66,6 +67,10 @@ class Life:
     """Those of them that ended because their generator did, or fell silent."""
     given_back: set[str] = field(default_factory=set)
     """Leases whose completions could not be scored because no reward worked."""
+    bounds: list[int] = field(default_factory=list)
+    """On lag, in the order in which they came into force; the first is that of the start."""
+    shares: list[float] = field(default_factory=list)
+    """Effective sample shares of the steps since the last change that say something of the bound in force."""
 
 
 class Checker:
@@ -101,7 +106,9 @@ class Checker:
         self._vocab_size = vocab_size
         self._num_prompts = num_prompts
         buffer = config.buffer
-        self._policy, self._max_lag, self._max_attempts = buffer.policy, buffer.max_lag, buffer.max_attempts
+        self._policy, self._max_attempts = buffer.policy, buffer.max_attempts
+        self._auto = buffer.auto_lag if buffer.max_lag == "auto" else None
+        self._bounds: dict[str, int] = {}  # on lag, by lease, over all lives
         self._per_step, self._slots = buffer.prompts_per_step, buffer.num_slots
         self._window = windows
         self._history: list[tuple[int, ...]] = []  # steps that a checkpoint holds
@@ -120,12 +127,15 @@ class Checker:
         """The run starts, or goes on from a checkpoint of `step`; the buffer has what the journal brought back."""
         self._require(step == len(self._history), "resume", f"goes on at step {step} of {len(self._history)}")
         self._weights.started(PolicyVersion(lineage, step))
-        self.life = life = Life(lineage, step, source.num_done, buffer, source)
+        self.life = life = Life(lineage, step, source.num_done, buffer, source, bounds=[buffer.max_lag])
         life.num_stale = buffer.outcomes["dropped_stale"]
         if (broken := self.promises.broken(buffer, source, self._weights, history, self._history)) is not None:
             raise Violation(broken)
         for entry in buffer._entries.values():
             self._keep(entry.lease.lease_id, entry.lease.group_id)
+        if self._auto is not None and history is not None:
+            known = self.promises.bound_in_force(self._weights, history)
+            self._require(known in (None, buffer.max_lag), "P26 the bound", f"{buffer.max_lag}, and it was {known}")
         self.counts["recovered"] += len(buffer._entries)
 
     def checkpointed(self, state: RunState) -> None:
@@ -161,6 +171,8 @@ class Checker:
         """The run is done: every prompt of every epoch was trained once, or is counted by name."""
         if (broken := self.promises.at_the_end(self._weights, history, self._history)) is not None:
             raise Violation(broken)
+        if (broken := self.promises.wrong_bounds(self._life.bounds, self._life.lineage, history)) is not None:
+            raise Violation(broken)
         trained = [prompt_index for prompt_indices in self._history for prompt_index in prompt_indices]
         self._require(len(trained) == len(set(trained)), "P6 no prompt twice", "an order was trained twice")
         skipped = self._num_prompts - len(trained) - sum(self._dropped.values())
@@ -190,7 +202,7 @@ class Checker:
             life.trained.add(group.prompt_index)
             self._completions_are_in_order_of_launch(group)
             versions = self._true_versions(group, life.source)
-            self._lag_is_bounded(group.group_id, versions, version)
+            self._lag_is_bounded(group, versions, version)
             self.lags[version.number - versions[0].number] += 1
         if self._policy == "window":
             passed = [
@@ -243,6 +255,11 @@ class Checker:
                 f"step {result.step} is judged by {result.oldest} to {result.newest} in lineage {life.lineage}",
             )
 
+    def reported(self, shares: Mapping[int, float]) -> None:
+        """The learner says of its last step which effective sample shares it had, by lag."""
+        if max(shares) <= self._life.bounds[-1]:
+            self._life.shares.append(shares[max(shares)])
+
     def given_back(self, lease_id: str) -> None:
         """Its prompt is not charged for it."""
         life = self._life
@@ -294,6 +311,8 @@ class Checker:
         burned = outcomes["dropped_unscored"] + buffer.filtered["unscored"]
         if burned and not self._rewards_fail:
             raise Violation(f"P24 outages: {burned} prompts done without a reward, though none fails but in an outage")
+        if buffer.max_lag != life.bounds[-1]:
+            self._bound_changed(life, buffer.max_lag)
         # A step whose weights reach nobody counts in the last checkpoint, when nothing is leased any more.
         if buffer.version is not None and buffer.version not in life.proven and not buffer.draining:
             raise Violation(f"P10 proof: {buffer.version} counts, unproven")
@@ -306,6 +325,10 @@ class Checker:
             raise Violation(f"P10 proof: {lease_id} goes to {peer}, which serves {serves}; published is {current}")
         self._require(lease_id not in life.ended, "P8 ended leases", f"{lease_id} failed and is granted again")
         prompt_index, prompt = lease.prompt_index, lease.prompt
+        self._bounds[lease_id] = bound = life.buffer.max_lag
+        before = [i for i in _prompts_of(life.buffer) if self._policy != "window" or i <= prompt_index]
+        if len(before) > (bound + 1) * self._per_step:
+            raise Violation(f"P9 slots: {lease_id} begins as one of {len(before)} where the bound is {bound}")
         life.grants[prompt_index] += 1
         self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
         self._require(
@@ -415,11 +438,26 @@ class Checker:
                 f"{group.group_id} has the completions {launched}, and says of none that it failed or was cut",
             )
 
-    def _lag_is_bounded(self, group_id: str, versions: list[PolicyVersion], at: PolicyVersion) -> None:
-        """As the policy promises: of every token, of those that have a weight (and some must), or of none."""
+    def _bound_changed(self, life: Life, bound: int) -> None:
+        auto = self._auto
+        self._require(auto is not None and auto.min <= bound <= auto.max, "P26 the bound", f"it becomes {bound}")
+        if auto is not None and bound > life.bounds[-1]:
+            share = statistics.median(life.shares[-3:])
+            self._require(
+                share >= auto.sample_share, "P26 the bound", f"raised to {bound} at a sample share of {share}"
+            )
+        life.bounds.append(bound)
+        life.shares.clear()
+        self.counts["bound_raised" if bound > life.bounds[-2] else "bound_lowered"] += 1
+
+    def _lag_is_bounded(self, group: Group, versions: list[PolicyVersion], at: PolicyVersion) -> None:
+        """As the policy promises: of every token, of those that have a weight (and some must), or of none.
+
+        The bound is that of the lease, whatever has come into force since.
+        """
         decisive = {"mask": versions[-1], "train": at}.get(self._policy, versions[0])
-        lag = at.number - decisive.number
-        self._require(0 <= lag <= self._max_lag, "P4 lag", f"{group_id} is trained with lag {lag} at {at}")
+        lag, bound = at.number - decisive.number, self._bounds[group.lease_id]
+        self._require(0 <= lag <= bound, "P4 lag", f"{group.group_id} is trained with lag {lag} of {bound} at {at}")
 
     def _true_versions(self, group: Group, source: PromptSource) -> list[PolicyVersion]:
         """The versions that sampled in `group`, oldest first, after every token proved which one sampled it."""
@@ -447,6 +485,11 @@ class Checker:
     def _require(self, holds: bool, promise: str, problem: str) -> None:
         if not holds:
             raise Violation(f"{promise}: {problem}")
+
+
+def _prompts_of(buffer: Buffer) -> Iterable[int]:
+    """Prompt indices of the groups that hold a slot."""
+    return (entry.prompt_index for entry in buffer._entries.values())
 
 
 def _is_untrained_end(outcome: str) -> bool:

@@ -9,7 +9,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.journal import log as journal_module
-from asyncgrpo.journal.format import BatchIssued, Committed, JournalRecord
+from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, JournalRecord
 from asyncgrpo.journal.history import History
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.types import Lease
@@ -133,6 +133,30 @@ def taken_is_trained() -> list[Change]:
         return {i for found in history.found if isinstance(found.record, BatchIssued) for i in found.record.lease_ids}
 
     return [(recovery, "trained_on", hopeful)]
+
+
+@mutant
+def bound_not_written() -> list[Change]:
+    """The journal is not told that the bound has changed."""
+    append = Journal.append
+
+    def silent(self: Journal, record: JournalRecord, body: Any = ()) -> None:
+        if not isinstance(record, BoundChanged):
+            append(self, record, body)
+
+    return [(Journal, "append", silent)]
+
+
+@mutant
+def bound_starts_anew() -> list[Change]:
+    """A resume forgets the bound in force."""
+    return [(recovery, "bound_in_force", lambda history, checkpoint: None)]
+
+
+@mutant
+def recovered_under_the_bound_of_now() -> list[Change]:
+    """A group that came back gets the bound in force, whatever it was leased under."""
+    return [(recovery, "bound_of", lambda record, start: start.max_lag)]
 
 
 @mutant

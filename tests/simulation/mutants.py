@@ -4,7 +4,7 @@ A simulator that finds no planted bug proves nothing; so each promise has a muta
 for as long as a `with` block, and name where the mistake was seen (docs/simulation.md has the table).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import msgspec
 
 from asyncgrpo.buffer import admission
 from asyncgrpo.buffer.admission import Mask, Policy, Wait, Window
+from asyncgrpo.buffer.auto_lag import AutoLag
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.groups import GroupEntry, State
@@ -30,6 +31,11 @@ from asyncgrpo.wire.rollouts import Deliver, Grant, Serving
 from tests.simulation.disk_mutants import DISK_MUTANTS, Change
 
 MUTANTS: dict[str, Callable[[], list[Change]]] = dict(DISK_MUTANTS)
+SHOWN_UNDER: dict[str, dict[str, Any]] = {
+    "raised_whatever_it_does": {"max_lag": "auto"},
+    "window_counts_who_overtook": {"max_lag": "auto", "policy": "window"},
+}
+"""Settings of the run under which a mutant shows, where few seeds have them."""
 
 
 def mutant(make: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
@@ -87,10 +93,11 @@ def forget_dedup() -> list[Change]:
             seed=0,
         )
         oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
-        entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest)
+        max_lag = self.max_lag
+        entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, max_lag)
         self._enter(entry)
         self._turn(entry, State.READY)
-        entry.message, entry.payload = message, payload
+        entry.arrived(message, payload)
         self.outcomes["leased"] += 1
         return None
 
@@ -181,7 +188,7 @@ def released_lease_delivers() -> list[Change]:
 @mutant
 def no_lease_expiry() -> list[Change]:
     """What was leased and never came is waited for."""
-    return [(Buffer, "expire", lambda self, now_s: [])]
+    return [(Buffer, "expire", lambda self, now_s, is_excused: [])]
 
 
 @mutant
@@ -254,7 +261,48 @@ def batch_by_age() -> list[Change]:
 @mutant
 def window_forgets_isolated() -> list[Change]:
     """The slots of a window go to prompts behind one that waits for a generator of its own."""
-    return [(Window, "admit", lambda self, held, isolated=0: held < self._slots)]
+    return [(PromptSource, "isolated_before", lambda self, prompt_index: 0)]
+
+
+@mutant
+def window_counts_who_overtook() -> list[Change]:
+    """A prompt that was given back waits for a slot behind those that wait for it, once the bound is smaller."""
+
+    def by_slots(self: Buffer, prompt_index: int | None) -> bool:
+        isolated = 0 if prompt_index is None else self._prompts.isolated_before(prompt_index)
+        return self._policy.admit(len(self._entries) + isolated, self.max_lag)
+
+    return [(Buffer, "_has_slot", by_slots)]
+
+
+@mutant
+def bound_of_now() -> list[Change]:
+    """Another bound applies to groups that were leased before it as well."""
+    step_ended = Buffer.step_ended
+
+    def sweeping(self: Buffer, *arguments: Any) -> None:
+        step_ended(self, *arguments)
+        for entry in self._entries.values():
+            entry.max_lag = self.max_lag
+
+    return [(Buffer, "step_ended", sweeping)]
+
+
+@mutant
+def slots_of_the_largest_bound() -> list[Change]:
+    """A smaller bound takes no slots away."""
+    return [(Policy, "admit", lambda self, held, max_lag: held < self._config.num_slots)]
+
+
+@mutant
+def raised_whatever_it_does() -> list[Change]:
+    """The bound is raised because the learner waits, though old tokens already do harm."""
+    step_ended = AutoLag.step_ended
+
+    def hopeful(self: AutoLag, version: int, shares: Mapping[int, float], waited: float) -> int:
+        return step_ended(self, version, dict.fromkeys(shares, 1.0), waited)
+
+    return [(AutoLag, "step_ended", hopeful)]
 
 
 @mutant

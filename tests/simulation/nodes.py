@@ -281,7 +281,16 @@ class Trainer:
         self._world.checker.trained(groups, version)
         self._world.note("step", "learner", str(version), [g.group_id for g in groups])
         self._world.spend(self._rng.choice((0.1, 0.1, 2.0)) * self._rng.uniform(0.5, 2.0))
-        return SimpleNamespace(seconds={}, shares_within={})
+        return SimpleNamespace(seconds={}, shares_within=self._shares(groups, version))
+
+    def _shares(self, groups: list[Group], version: PolicyVersion) -> dict[int, float]:
+        """What the step says of its importance ratios, as the seed says: good, bad, or bad for what is old."""
+        lags = sorted({version.number - group.versions[0].number for group in groups})
+        rng = random.Random(f"shares {self._world.seed} {version}")
+        good_up_to = rng.choice((-1, 0, 1, 100, 100, 100))
+        shares = {lag: 0.95 if lag <= good_up_to else 0.2 for lag in lags}
+        self._world.checker.reported(shares)
+        return shares
 
     def export(self, folder: str, tokenizer: str) -> None:
         """Nothing to write."""

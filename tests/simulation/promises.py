@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import State
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import BatchIssued, Delivered, JournalRecord, RunStarted
+from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, JournalRecord, RunStarted
 from asyncgrpo.journal.history import History
 from asyncgrpo.types import PolicyVersion
 
@@ -132,6 +132,29 @@ class Promises:
             self._kept[group.lease_id] = group
             self.num_recovered += 1
         return self._wrong_on_disk(weights, history, list(steps))
+
+    def bound_in_force(self, weights: Weights, history: History) -> int | None:
+        """The last bound on lag that the journal has of the weights that are there; None: it cannot be trusted, or none."""
+        if self.may_be_damaged or self._distrusted:
+            return None
+        bound, seen = None, set[int]()
+        for found in history.found:
+            match found.record:
+                case RunStarted(lineage=lineage, parent=parent, max_lag=max_lag):
+                    version = PolicyVersion(lineage, 0 if parent is None else parent.number)
+                    if lineage not in seen and weights.are_there(version):
+                        bound = max_lag
+                    seen.add(lineage)  # every segment begins with the record of its start
+                case BoundChanged(version=version, max_lag=max_lag) if weights.are_there(version):
+                    bound = max_lag
+        return bound
+
+    def wrong_bounds(self, bounds: list[int], lineage: int, history: History | None) -> str | None:
+        """At the end of a start: whether the journal has not every bound that came into force."""
+        if self._durability == "memory" or self.may_be_damaged or not self._has_all_manifests or history is None:
+            return None
+        noted = [f.record.max_lag for f in history.found if isinstance(f.record, BoundChanged) and f.lineage == lineage]
+        return None if noted == bounds[1:] else f"P26 the bound: it was {bounds}, and the journal says {noted}"
 
     def at_the_end(self, weights: Weights, history: History | None, steps: Iterable) -> str | None:
         return None if self._durability == "memory" else self._wrong_on_disk(weights, history, list(steps))

@@ -1,17 +1,20 @@
 """Every planted mistake is found within few seeds, and the product without one passes the same seeds."""
 
+from typing import Any
+
 import pytest
 
-from tests.simulation.mutants import MUTANTS, planted
+from tests.simulation.checker import Violation
+from tests.simulation.mutants import MUTANTS, SHOWN_UNDER, planted
 from tests.simulation.schedules import failure_of
 from tests.simulation.world import World
 
 SEEDS = 1000
 
 
-def first_failing_seed(limit: int) -> tuple[int, Exception] | None:
+def first_failing_seed(limit: int, settings: dict[str, Any]) -> tuple[int, Exception] | None:
     for seed in range(limit):
-        failure = failure_of(World(seed))
+        failure = failure_of(World(seed, **settings))
         if failure is not None:
             return seed, failure
     return None
@@ -20,4 +23,8 @@ def first_failing_seed(limit: int) -> tuple[int, Exception] | None:
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_planted_mistake_is_found(name: str):
     with planted(name):
-        assert first_failing_seed(SEEDS) is not None, f"{name} lives through {SEEDS} seeds"
+        found = first_failing_seed(SEEDS, SHOWN_UNDER.get(name, {}))
+    assert found is not None, f"{name} lives through {SEEDS} seeds"
+    assert isinstance(found[1], Violation | AssertionError), (
+        f"{name} is not the mistake that it was meant to be: {found}"
+    )

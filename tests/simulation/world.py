@@ -6,7 +6,7 @@
 import random
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import (
     AlgorithmConfig,
+    AutoLagConfig,
     BufferConfig,
     Config,
     DataConfig,
@@ -52,6 +53,8 @@ from tests.simulation.promises import Promises
 from tests.simulation.surroundings import folder_in_memory, quiet, reading_checkpoints_of, scaled
 
 LAGS = 0, 1, 4
+WITH_AUTO = "wait", "window", "drop"
+"""Policies under which the bound may be `auto`."""
 DURABILITIES = "memory", "written", "fsync_interval", "fsync_interval", "fsync_each"
 TICK_S = 1.0
 FINISH_WITHIN_S = 2000.0
@@ -74,7 +77,7 @@ class World:
         faults: Faults | None = None,
         of_completions: dict[str, float] | None = None,
         outages: tuple[Outage, ...] | None = None,
-        max_lag: int | None = None,
+        max_lag: int | Literal["auto"] | None = None,
         policy: str | None = None,
         admission: str | None = None,
     ) -> None:
@@ -90,10 +93,11 @@ class World:
         self.events: deque[tuple] = deque(maxlen=400)
         self.fault_counts: Counter[str] = Counter()
         self.network = Network(self.loop, rng, self.faults, self.note)
-        self.max_lag = LAGS[seed % len(LAGS)] if max_lag is None else max_lag
         self.policy = list(POLICIES)[seed // len(LAGS) % len(POLICIES)] if policy is None else policy
-        turn = seed // (len(LAGS) * len(POLICIES)) % 5
-        self.admission = ("eager" if turn in (0, 2) else "fresh") if admission is None else admission
+        turn = seed // (len(LAGS) * len(POLICIES))
+        is_auto = turn % 2 == 1 and self.policy in WITH_AUTO
+        self.max_lag = ("auto" if is_auto else LAGS[seed % len(LAGS)]) if max_lag is None else max_lag
+        self.admission = ("eager" if turn % 5 in (0, 2) else "fresh") if admission is None else admission
         self.window = rng.randint(1, 4)
         self.resend_after_s = 6.0
         per_step, epochs = rng.choice((1, 1, 2, 3)), rng.randint(1, 2)
@@ -105,7 +109,8 @@ class World:
             algorithm=AlgorithmConfig(group_size=2, filter_zero_signal=rng.random() < 0.3),
             buffer=BufferConfig(
                 prompts_per_step=per_step,
-                max_lag=self.max_lag,
+                max_lag=self.max_lag,  # type: ignore[arg-type]
+                auto_lag=_auto_lag(seed),
                 policy=self.policy,  # type: ignore[arg-type]
                 admission=self.admission,  # type: ignore[arg-type]
                 lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
@@ -237,7 +242,8 @@ class World:
             lineage=self._lineage,
             parent=None if state is None else PolicyVersion(state.lineage, state.step),
             compatibility_key={},
-            max_lag=self.max_lag,
+            max_lag=self.config.buffer.largest_max_lag,
+            max_lag_is_auto=self.max_lag == "auto",
             prompts=source.state(),
         )
         with self.disk.letting_go():
@@ -259,6 +265,7 @@ class World:
             lineage=self._lineage,
             journal=reopened.journal,
             quarantine=self.quarantine,
+            max_lag=reopened.max_lag,
         )
         self._buffer = buffer
         # Before it is written down, which may be the last that this process does.
@@ -508,6 +515,11 @@ class World:
     def _end_life(self, life: int, why: str) -> None:
         if self._lineage == life and not self._is_over:
             self.loop.failure = self.loop.failure or Crash(why)
+
+
+def _auto_lag(seed: int) -> AutoLagConfig:
+    rng = random.Random(f"auto {seed}")
+    return AutoLagConfig(min=rng.choice((0, 0, 1)), max=rng.choice((2, 4, 8)))
 
 
 def _token_ids(index: int) -> tuple[int, ...]:
