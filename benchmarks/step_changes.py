@@ -96,7 +96,7 @@ def side_by_side(change: str, case: LongTail) -> dict[str, "Seen"]:
     logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
     seen = {name: run(change, replace(case, admission=name)) for name in ("eager", "fresh")}
     fresh = seen["fresh"]
-    before = fresh.steps[10 : fresh.at] if fresh.at > 0 else fresh.steps[-LAST:]
+    before = fresh.steps[fresh.at - 10 : fresh.at] if fresh.at > 0 else fresh.steps[-LAST:]
     told = Told(_mean(s.under_way for s in before), _mean(s.under_way for s in fresh.steps[-LAST:]))
     return {**seen, "told": run(change, replace(case, admission="fresh"), told)}
 
