@@ -5,13 +5,14 @@
 Two processes, one connection over loopback TCP. The ways, interleaved in each round:
 
     raw              PUSH to PULL, nothing is copied, nothing is looked at
-    wire             the same frames through the product's sockets: digest verified, header decoded, kept, acknowledged
+    wire_plain       the same frames through the product's sockets: digest verified, header decoded, kept, acknowledged
+    wire             the same, encrypted (CURVE), as in every run
     wire_written     the same, and in the journal, handed to the operating system
     memory           from a `Group` to its acknowledgement: packed, digested, sent under a lease, checked, kept, acknowledged
     written          the same, and in the journal, handed to the operating system
     fsync_interval   the same, acknowledged once it is on the disk
 
-The first three say what the transport costs, the others what a generator's group costs from end to end. A group is 8
+The first four say what the transport costs, the others what a generator's group costs from end to end. A group is 8
 completions of 1,536 tokens (98 KB). Batches are taken as soon as they are complete, by a call instead of a message. Of
 each round the ratio to raw is taken before the median of rounds. `codec` is each half by itself.
 """
@@ -42,7 +43,7 @@ from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import check_group, pack_group, unpack_group
 from asyncgrpo.wire.rollouts import Ack, Deliver, Grant, Register, Serving
-from asyncgrpo.wire.sockets import Client, Server
+from asyncgrpo.wire.sockets import Client, Keys, Server
 from benchmarks.measuring import line, rounded, show
 from benchmarks.rollouts import Lengths, make_groups
 
@@ -50,7 +51,7 @@ VOCABULARY = 151_936
 COMPLETIONS = 8
 PER_STEP, MAX_LAG = 32, 3
 WINDOW = 2 * PER_STEP
-WAYS = ("raw", "wire", "wire_written", "memory", "written", "fsync_interval")
+WAYS = ("raw", "wire_plain", "wire", "wire_written", "memory", "written", "fsync_interval")
 Done = tuple[float, float]
 """Groups a second, and the receiver's CPU microseconds for each group."""
 
@@ -141,13 +142,13 @@ def measure(way: str, group: Group, count: int, folder: Path) -> Done:
     send, receive = ENDS.get(way, (send_groups, receive_groups))
     receiver = context.Process(target=receive, args=(there, way, count, folder))
     receiver.start()
-    send(here.recv(), group, count)
+    send(*here.recv(), group, count)
     done: Done = here.recv()
     receiver.join()
     return done
 
 
-def send_raw(endpoint: str, group: Group, count: int) -> None:
+def send_raw(endpoint: str, keys: None, group: Group, count: int) -> None:
     frames = encode(*pack_group(group))
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.connect(endpoint)
@@ -157,7 +158,7 @@ def send_raw(endpoint: str, group: Group, count: int) -> None:
 
 def receive_raw(pipe: Connection, way: str, count: int, folder: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        pipe.send(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
+        pipe.send((f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}", None))
         socket.recv_multipart(copy=False)
         watch = Watch()
         for _ in range(count - 1):
@@ -165,9 +166,9 @@ def receive_raw(pipe: Connection, way: str, count: int, folder: Path) -> None:
         pipe.send(watch.done(count - 1))
 
 
-def send_frames(endpoint: str, group: Group, count: int) -> None:
+def send_frames(endpoint: str, keys: Keys | None, group: Group, count: int) -> None:
     """Send frames, at most `WINDOW` of them without an acknowledgement."""
-    client = Client(endpoint, "generator-0-a")
+    client = Client(endpoint, "generator-0-a", keys)
     frames = encode(*pack_group(group))
     sent = acknowledged = 0
     while acknowledged < count:
@@ -182,9 +183,10 @@ def send_frames(endpoint: str, group: Group, count: int) -> None:
 
 def receive_frames(pipe: Connection, way: str, count: int, folder: Path) -> None:
     """Receive and acknowledge like the buffer's process, without a buffer."""
-    server, kept = Server("127.0.0.1"), deque[memoryview](maxlen=PER_STEP * (MAX_LAG + 1))
+    keys = None if way == "wire_plain" else Keys.make()
+    server, kept = Server("127.0.0.1", keys), deque[memoryview](maxlen=PER_STEP * (MAX_LAG + 1))
     journal = ledger(way.removeprefix("wire_"), prompts(1), folder)
-    pipe.send(server.endpoint)
+    pipe.send((server.endpoint, keys))
     received, done = server.receive(10.0), 0
     watch = Watch()
     while done < count:
@@ -207,9 +209,9 @@ def receive_frames(pipe: Connection, way: str, count: int, folder: Path) -> None
     server.close()
 
 
-def send_groups(endpoint: str, group: Group, count: int) -> None:
+def send_groups(endpoint: str, keys: Keys, group: Group, count: int) -> None:
     """Send as a generator whose groups are ready as soon as they are leased."""
-    client = Client(endpoint, "generator-0-a")
+    client = Client(endpoint, "generator-0-a", keys)
     client.send(Register(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=WINDOW))
     client.send(Serving(generator_id="generator-0", version=PolicyVersion(1, 10**6)))
     acknowledged = 0
@@ -239,11 +241,12 @@ def receive_groups(pipe: Connection, way: str, count: int, folder: Path) -> None
         lineage=1,
         journal=ledger(way, source, folder),
     )
-    server = Server("127.0.0.1")
+    keys = Keys.make()
+    server = Server("127.0.0.1", keys)
     service = BufferService(server, buffer, Evaluations((), Sampling(), 0, 1e9), VOCABULARY)
     step = 0
     buffer.published(PolicyVersion(1, step))
-    pipe.send(server.endpoint)
+    pipe.send((server.endpoint, keys))
     service.serve(10.0)
     watch = Watch()
     while buffer.outcomes["accepted"] < count:
@@ -263,7 +266,7 @@ def prompts(count: int) -> PromptSource:
 
 
 def ledger(way: str, source: PromptSource, folder: Path) -> Ledger:
-    if way in ("wire", "memory"):
+    if way in ("plain", "wire", "memory"):
         return InMemory()
     began = RunStarted(
         format=FORMAT, lineage=1, parent=None, compatibility_key={}, max_lag=MAX_LAG, prompts=source.state()
@@ -273,6 +276,7 @@ def ledger(way: str, source: PromptSource, folder: Path) -> Ledger:
 
 ENDS = {
     "raw": (send_raw, receive_raw),
+    "wire_plain": (send_frames, receive_frames),
     "wire": (send_frames, receive_frames),
     "wire_written": (send_frames, receive_frames),
 }

@@ -3,20 +3,28 @@
 import ast
 import pickle
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from asyncgrpo.cluster import run
+from asyncgrpo.cluster.folder import RunFolder
+from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.wiring import Setup
-from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, WeightsConfig
+from asyncgrpo.config.schema import ClusterConfig, Config, DataConfig, ModelConfig, WeightsConfig
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.weights.group import serve_store
 from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.wire.sockets import Client, Keys
+from asyncgrpo.wire.rollouts import Finished
+from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.weights import Join
+from tests.runs import environment
 
 PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
 
@@ -128,9 +136,75 @@ def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
     ((file, setup),) = calls_of("Setup")
     assert file == "cluster/run.py"
     assert "keys=keys" in setup
-    run = (PACKAGE / "cluster" / "run.py").read_text(encoding="utf-8")
-    assert run.count("keys = None if is_loopback(config.cluster.bind) else Keys.make()") == 1
-    assert "Watch(config.cluster.bind, keys," in run
+    text = (PACKAGE / "cluster" / "run.py").read_text(encoding="utf-8")
+    assert "Watch(config.cluster.bind, keys," in text
+
+
+class NoFurther(Exception):
+    pass
+
+
+def setup_on(bind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    """What the driver tells the processes of a run."""
+    told = []
+
+    class Cores:
+        def __init__(self, *_: object) -> None: ...
+
+        def next(self, setup: Setup) -> None:
+            told.append(setup)
+            raise NoFurther
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(run, "Cores", Cores)
+    config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), cluster=ClusterConfig(bind=bind))
+    with pytest.raises(NoFurther):
+        run.Run(config, RunFolder(folder), "")._keep_going(SimpleNamespace(), lambda text: None)  # type: ignore[arg-type]
+    return told[0]
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "0.0.0.0"])
+def test_every_run_has_keys_and_metrics_leave_loopback_with_a_token_only(bind, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "host_of", lambda config: "127.0.0.1")
+    setup, again = (setup_on(bind, tmp_path, monkeypatch) for _ in range(2))
+    assert setup.keys != again.keys, "each start makes its own"
+    assert (setup.metrics_token is None) == (bind == "127.0.0.1")
+    Server(bind, setup.keys).close()
+
+
+STRANGER = """
+import sys, time
+from asyncgrpo.wire.rollouts import Finished
+from asyncgrpo.wire.sockets import Client
+from asyncgrpo.wire.supervision import Heartbeat
+from asyncgrpo.wire.weights import Join
+
+beat = Heartbeat(name="buffer", incarnation="1", pid=1, waits={}, loop_age_s=None)
+said = {"learner": Finished(), "buffer-1": beat, "generator-0": Join(generator_id="generator-0", incarnation="a")}
+for endpoint, (name, message) in zip(sys.argv[1:], said.items()):
+    Client(endpoint, name).send(message)
+time.sleep(0.5)
+"""
+
+
+def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(tmp_path):
+    """On loopback, where the keys are all that tells who speaks."""
+    keys = Keys.make()
+    server = Server("127.0.0.1", keys)
+    watch = Watch("127.0.0.1", keys, host="127.0.0.1")
+    weights = publisher("127.0.0.1", keys)
+    endpoints = [server.endpoint, watch.endpoint, weights.endpoint]
+    subprocess.run([sys.executable, "-c", STRANGER, *endpoints], check=True, timeout=60, env=environment())
+    watch.listen()
+    assert server.receive(0.0) is None
+    assert not watch.has_heard("buffer", "1")
+    assert weights.newcomers() is False and weights.generators == []
+    learner = Client(server.endpoint, "learner", keys)
+    learner.send(Finished())
+    assert server.receive(5.0) is not None
+    for end in (learner, server, watch, weights):
+        end.close()
 
 
 def test_no_meeting_place_listens_everywhere():
@@ -140,12 +214,10 @@ def test_no_meeting_place_listens_everywhere():
     assert [call for _, call in stores if "is_master=True" in call and "master_listen_fd" not in call] == []
 
 
-def test_metrics_leave_loopback_with_a_token_only():
+def test_metrics_are_served_with_the_token_of_the_run():
     served = list(calls_of("metrics.serve"))
     assert {file for file, _ in served} == {"cluster/run.py", "cluster/wiring.py"}
     assert [call for _, call in served if "host=host, token=" not in call] == []
-    run = (PACKAGE / "cluster" / "run.py").read_text(encoding="utf-8")
-    assert run.count("metrics_token = None if keys is None else token_beside(self._folder.path)") == 1
 
 
 def publisher(bind: str, keys: Keys | None) -> Publisher:

@@ -34,7 +34,7 @@ def check_bind_reaches(config: Config, addresses: set[str]) -> None:
     if len(addresses) > 1 and is_loopback(bind):
         raise ConfigError(
             f"cluster.bind is {bind}, which no other node reaches, but Ray places the run on {len(addresses)} nodes "
-            f"({', '.join(sorted(addresses))}); set cluster.bind=0.0.0.0, which also turns encryption on"
+            f"({', '.join(sorted(addresses))}); set cluster.bind=0.0.0.0"
         )
 
 

@@ -131,8 +131,8 @@ class Run:
         """Run one core after another until one has ended training. The generators live on between them."""
         config = self._config
         host = host_of(config)
-        keys = None if is_loopback(config.cluster.bind) else Keys.make()
-        metrics_token = None if keys is None else token_beside(self._folder.path)
+        keys = Keys.make()
+        metrics_token = None if is_loopback(config.cluster.bind) else token_beside(self._folder.path)
         self._targets["driver"] = host, metrics.serve("driver", host=host, token=metrics_token)
         watch = Watch(config.cluster.bind, keys, host=host)
         setup = Setup(

@@ -72,7 +72,7 @@ class Setup:
     lineage: int
     checkpoint: Path | None
     """The checkpoint to go on from. None: training begins with the model's folder."""
-    keys: Keys | None
+    keys: Keys
     watch_endpoint: str
     """Where the driver's `Watch` listens."""
     start_with: int

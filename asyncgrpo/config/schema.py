@@ -435,7 +435,8 @@ class ClusterConfig(Section, frozen=True):
     """Where things run and how they talk."""
 
     bind: Annotated[
-        str, Meta(description="address our sockets bind to; anything but loopback turns encryption (CURVE) on")
+        str,
+        Meta(description="address our sockets bind to; several nodes need one that all of them reach, such as 0.0.0.0"),
     ] = "127.0.0.1"
     ray_address: Annotated[
         str | None, Meta(description="of a running Ray cluster, or `auto`; none: start one here")

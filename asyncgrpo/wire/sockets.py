@@ -1,7 +1,8 @@
 """ROUTER and DEALER sockets whose every wait has a bound. No other file imports zmq.
 
-A socket is bound without encryption to loopback only. Any other address needs CURVE keys, which the driver makes and
-hands to the processes of its run. Heartbeats of ZeroMQ find a peer that stopped without closing.
+The driver makes CURVE keys for each start and hands them to the processes of its run: who has none is not heard, neither
+from another machine nor from another user of this one. Without keys, as in tests, a socket is bound to loopback only.
+Heartbeats of ZeroMQ find a peer that stopped without closing.
 """
 
 import atexit
