@@ -1,7 +1,7 @@
 """Ray in one run: its session, the results of its actors, and which GPUs each role gets.
 
 Whoever can connect to Ray can run code in it. A Ray that is started here asks for a token that only this user can read,
-and has no dashboard. docs/security.md says what stays open all the same.
+has no dashboard, and listens on loopback where our own sockets do. docs/security.md says what stays open all the same.
 """
 
 import logging
@@ -32,6 +32,7 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # a run must not need the internet
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
+    "RAY_LOG_MONITOR_MAX_OPEN_FILES": "0",  # it would keep two files of each worker open, dead or not, and nobody reads them
     "PYTHONWARNINGS": "ignore",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # nobody sees them, and Ray writes stderr to files whose disk may be full
@@ -47,9 +48,11 @@ _LONGEST_FOLDER = 41
 
 
 @contextmanager
-def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
+def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1") -> Iterator[None]:
     """Connect to the cluster at `address`, or start one here.
 
+    Args:
+        bind: `cluster.bind`. On loopback a Ray that is started here listens on loopback alone.
     Raises:
         ConfigError: there is no cluster at `address`, or we do not have its token.
     """
@@ -71,6 +74,8 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
             ray.init(address=address, **common)
         else:
             os.environ.pop(_MODE, None)  # without it, Ray asks for a token and sets it again
+            if is_loopback(bind):
+                _keep_on_loopback()
             ray.init(
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -85,6 +90,8 @@ def ray_session(address: str | None, cpu_only: bool) -> Iterator[None]:
             "RAY_AUTH_MODE=token, and give its token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
         ) from error
     session = _session_folder() if address is None else None
+    if session is not None:
+        os.chmod(session, 0o700)  # Ray makes it open to all
     try:
         yield
     except Exception:
@@ -112,6 +119,16 @@ def _temporary() -> str | None:
     """Our own folder for Ray's session, so that a later start removes it if this process is killed. None: too long."""
     folder = str(scratch.folder())
     return folder if len(folder) <= _LONGEST_FOLDER else None
+
+
+def _keep_on_loopback() -> None:
+    """Have the Ray that is started next listen at 127.0.0.1 alone.
+
+    Ray puts the machine's own address in the place of 127.0.0.1, and listens at all of them, unless it is told that it
+    cannot be a cluster, as on macOS.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for Ray's processes
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, which read it when it imported Ray
 
 
 def _protect_token() -> None:

@@ -103,8 +103,9 @@ class Run:
         logs.setup("driver", None, self._folder.path)
         remove_targets_beside(self._folder.path, is_abandoned)
         config, before = self._config, self._folder.checkpoint()
+        cluster, cpu_only = config.cluster, config.generators.gpus_each == 0
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
-        with ray_session(config.cluster.ray_address, config.generators.gpus_each == 0), _on_signals(self._stop):
+        with ray_session(cluster.ray_address, cpu_only, bind=cluster.bind), _on_signals(self._stop):
             self._config = config = decide_device(config)
             placement = Placement(config, learner_on_gpu=uses_cuda(config))
             try:

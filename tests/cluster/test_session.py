@@ -1,4 +1,7 @@
-"""The Ray that we start asks for a token, whatever the environment says, and only this user can read the token."""
+"""The Ray that we start asks for a token, whatever the environment says, and only this user can read the token.
+
+It listens on loopback alone, nobody else can look into its session, and no process of it keeps the logs of the dead open.
+"""
 
 import os
 import shutil
@@ -19,14 +22,14 @@ from asyncgrpo.errors import ConfigError, ProcessLost
 from tests.runs import assert_nothing_left, environment
 
 PROGRAM = """
-import os, pathlib, stat
-import grpc, ray
+import os, pathlib, stat, time
+import grpc, psutil, ray
 from asyncgrpo.cluster.ray_session import ray_session
 
 with ray_session(None, True):
     token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert stat.S_IMODE(token.stat().st_mode) == 0o600, oct(token.stat().st_mode)
-    assert ray.get(ray.remote(lambda: 7).remote()) == 7
+    assert ray.get(ray.remote(lambda: print("7") or 7).remote()) == 7
     context = ray.get_runtime_context()
     assert not ray._private.worker.global_worker.node.webui_url, "a dashboard"
 
@@ -38,6 +41,14 @@ with ray_session(None, True):
             except grpc.RpcError as error:
                 return error.code().name
 
+    time.sleep(1.0)
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
+    session = pathlib.Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    assert stat.S_IMODE(session.stat().st_mode) == 0o700, oct(session.stat().st_mode)
+    (monitor,) = [p for p in processes if any(word.endswith("log_monitor.py") for word in p.cmdline())]
+    assert not [file for file in monitor.open_files() if "/worker-" in file.path], monitor.open_files()
     print(ask(), ask(("authorization", "Bearer " + "x" * 64)), ask(("authorization", "Bearer " + token.read_text())))
 """
 
