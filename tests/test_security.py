@@ -1,8 +1,10 @@
 """Nothing that comes from outside is run, no socket is open without keys, and no secret is shown."""
 
 import ast
+import os
 import pickle
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -13,12 +15,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from asyncgrpo.cli import demo
 from asyncgrpo.cluster import run
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import ClusterConfig, Config, DataConfig, ModelConfig, WeightsConfig
+from asyncgrpo.data import demo as demo_data
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.tools.replay import Replay
 from asyncgrpo.weights.group import serve_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.rollouts import Finished
@@ -247,6 +252,51 @@ def test_the_meeting_place_of_a_group_listens_at_its_address_alone():
     socket.create_connection(("127.0.0.1", store.port), timeout=5.0).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store.port), timeout=5.0)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def claimed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = RunFolder(folder)
+    claim.claim()
+    claim.release()
+
+
+def of_a_demo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_data, "make_demo_model", lambda *_, **__: None)
+    demo._make(folder, seed=0)
+
+
+def of_a_replay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"))
+    Replay(SimpleNamespace(run=folder / "none"), [config], folder, [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [claimed, of_a_demo, of_a_replay])
+def test_only_its_user_can_look_into_a_folder_of_a_run(make, tmp_path, monkeypatch):
+    before = os.umask(0o022)
+    try:
+        make(tmp_path / "runs" / "one", monkeypatch)
+    finally:
+        os.umask(before)
+    assert (mode(tmp_path / "runs" / "one"), mode(tmp_path / "runs")) == (0o700, 0o755), (
+        "Prometheus reads what is beside"
+    )
+
+
+def test_a_folder_that_was_opened_to_others_stays_so(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o750)
+    claimed(tmp_path / "run", monkeypatch)
+    assert mode(tmp_path / "run") == 0o750
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_secret_is_shown():

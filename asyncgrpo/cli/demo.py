@@ -133,7 +133,8 @@ def _files_in(folder: Path) -> list[str]:
 def _make(folder: Path, seed: int) -> None:
     from asyncgrpo.data.demo import make_demo_model, write_demo_task
 
+    folder.mkdir(0o700, parents=True, exist_ok=True)
     data = folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
+    data.mkdir(exist_ok=True)
     make_demo_model(folder / "model", seed=seed)
     write_demo_task(data / "train.jsonl", data / "eval.jsonl", seed=seed)

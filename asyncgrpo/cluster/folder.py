@@ -36,9 +36,13 @@ class RunFolder:
         self._descriptor: int | None = None
 
     def claim(self) -> None:
-        """Make the folder and hold it until this process ends. Raises CheckpointError when another process holds it."""
+        """Make the folder, for this user alone, and hold it until this process ends. One that is there keeps its mode.
+
+        Raises:
+            CheckpointError: another process holds it.
+        """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(0o700, parents=True, exist_ok=True)
             self._descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CheckpointError(f"run.out {self.path} cannot be written: {error.strerror}") from error

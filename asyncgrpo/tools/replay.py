@@ -260,7 +260,7 @@ class Replay:
             CheckpointError: the folder cannot be made.
         """
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(0o700, parents=True)
             (folder / "config.yaml").write_text(to_yaml(configs[-1]), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"the folder {folder} cannot be made: {error.strerror}") from error
