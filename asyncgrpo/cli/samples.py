@@ -56,7 +56,8 @@ def read_step(run: Path, step: int | None = None) -> list[Row]:
         why = "it writes them after its first step" if run.is_dir() else "there is no such folder"
         raise DataError(f"{run} holds no samples/step_*.parquet: {why}")
     if step is not None and step not in files:
-        raise DataError(f"{run} has no samples of step {step}; there are steps {min(files)} to {max(files)}")
+        there = f"there are steps {min(files)} to {max(files)} (run.keep_samples, run.samples_every)"
+        raise DataError(f"{run} has no samples of step {step}; {there}")
     file = files[max(files) if step is None else step]
 
     import pyarrow as pa

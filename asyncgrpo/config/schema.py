@@ -47,6 +47,13 @@ class RunConfig(Section, frozen=True):
         Meta(description="loggers beside metrics.jsonl and the console"),
     ] = ()
     samples_every: Annotated[int, Meta(ge=1, description="steps between two Parquet files of samples")] = 1
+    keep_samples: Annotated[AtLeastOne | None, Meta(description="newest files of samples kept; none: all")] = 10_000
+    keep_samples_gb: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="GiB of samples kept, the newest; none: all")
+    ] = 20.0
+    keep_samples_days: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="days for which samples are kept; none: for ever")
+    ] = None
 
 
 class LoraConfig(Section, frozen=True):

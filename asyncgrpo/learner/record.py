@@ -156,7 +156,7 @@ class Recorder:
         self._every = config.run.samples_every
         self._decode = decode
         self.events = EventLog(run_dir / "metrics.jsonl")
-        self._samples = SampleWriter(run_dir / "samples")
+        self._samples = SampleWriter(run_dir / "samples", config.run)
         # Thousands of completions take seconds to decode, which the next step must not wait for; at most one step is behind.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None

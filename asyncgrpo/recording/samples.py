@@ -1,11 +1,13 @@
 """Trained completions as Parquet, one file for each step, so that a person can read what the reward saw.
 
 Each file, such as `samples/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
-fields of `Sample`.
+fields of `Sample`. Nothing else needs these files, so the oldest are removed where `run.keep_samples...` says so.
 """
 
 import json
+import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from asyncgrpo.config.schema import RunConfig
 from asyncgrpo.types import Group
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,18 +106,61 @@ def samples_of(
 class SampleWriter:
     """Writes the samples of a step into a folder, and replaces those of an earlier attempt at the same step."""
 
-    def __init__(self, folder: Path) -> None:
-        """Make the folder, and remove half-written files that a crash left in it."""
+    def __init__(self, folder: Path, limits: RunConfig) -> None:
+        """Make the folder, and remove half-written files that a crash left in it.
+
+        Args:
+            limits: the keys `keep_samples`, `keep_samples_gb` and `keep_samples_days` of it.
+        """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(".step_*.tmp"):
             left_over.unlink()
+        self._limits = limits
+        there = [path for path in self.folder.glob("step_*.parquet") if path.stem[5:].isdigit()]
+        self._written = {path: path.stat() for path in sorted(there, key=lambda path: (path.stat().st_mtime, path))}
+        """The files there are, in the order in which they were written."""
+        self._bytes = sum(file.st_size for file in self._written.values())
+        self._has_removed = False
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Write `step_<step>.parquet` (zstd) and return its path. Raises OSError."""
+        """Write `step_<step>.parquet` (zstd), remove what is more than is to be kept, and return its path. Raises OSError."""
         table = pa.Table.from_pylist([asdict(sample) for sample in samples], schema=SCHEMA)
         path = self.folder / f"step_{step:06d}.parquet"
         temporary = self.folder / f".{path.name}.tmp"
-        pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, path)
+        try:
+            pq.write_table(table, temporary, compression="zstd")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._forget(path)
+        self._written[path] = path.stat()
+        self._bytes += self._written[path].st_size
+        self._remove_oldest()
         return path
+
+    def _remove_oldest(self) -> None:
+        """Remove the files written first until the others are within the limits. The newest stays in any case."""
+        for path in list(self._written)[:-1]:
+            if (limit := self._exceeded(path)) is None:
+                return
+            if not self._has_removed:
+                self._has_removed = True
+                log.info("%s: %s is removed, and from now on whatever exceeds it, the oldest first", limit, path.name)
+            path.unlink(missing_ok=True)
+            self._forget(path)
+
+    def _exceeded(self, oldest: Path) -> str | None:
+        """Which limit is exceeded as long as the oldest file is there, in words."""
+        files, gib, days = self._limits.keep_samples, self._limits.keep_samples_gb, self._limits.keep_samples_days
+        if files is not None and len(self._written) > files:
+            return f"run.keep_samples is {files}"
+        if gib is not None and self._bytes > gib * 2**30:
+            return f"run.keep_samples_gb is {gib:g}"
+        if days is not None and time.time() - self._written[oldest].st_mtime > days * 86400:
+            return f"run.keep_samples_days is {days:g}"
+        return None
+
+    def _forget(self, path: Path) -> None:
+        if (file := self._written.pop(path, None)) is not None:
+            self._bytes -= file.st_size

@@ -17,7 +17,7 @@ APPLIED = frozenset({
     "model.dtype",
     "data.eval", "data.eval_rows",
     "run.steps", "run.epochs", "run.checkpoint_every", "run.keep_checkpoints", "run.eval_every", "run.loggers",
-    "run.samples_every",
+    "run.samples_every", "run.keep_samples", "run.keep_samples_gb", "run.keep_samples_days",
     "reward.function", "reward.timeout_s", "reward.workers",
     "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens", "sampling.stop",
     "sampling.eval_temperature",

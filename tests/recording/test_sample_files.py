@@ -1,11 +1,16 @@
 """Parquet files of samples are written atomically, have types, and agree with their groups."""
 
 import json
+import logging
+import os
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from asyncgrpo.cli.samples import read_step
+from asyncgrpo.config.schema import RunConfig
+from asyncgrpo.errors import DataError
 from asyncgrpo.recording.samples import SCHEMA, SampleWriter, samples_of
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
@@ -34,7 +39,7 @@ def samples(group, step=18):
 
 
 def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
-    path = SampleWriter(tmp_path / "samples").write(18, samples(group))
+    path = SampleWriter(tmp_path / "samples", RunConfig()).write(18, samples(group))
     assert path == tmp_path / "samples" / "step_000018.parquet"
     first, second = pq.read_table(path).to_pylist()
     assert json.loads(first.pop("ground_truth")) == {"target": "é"} and json.loads(first.pop("parts")) == {
@@ -50,17 +55,17 @@ def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
 
 
 def test_the_file_has_the_schema_even_when_a_step_has_no_sample(tmp_path):
-    path = SampleWriter(tmp_path).write(1, [])
+    path = SampleWriter(tmp_path, RunConfig()).write(1, [])
     assert pq.read_schema(path) == SCHEMA and pq.read_table(path).num_rows == 0
 
 
 def test_columns_are_compressed_with_zstd(group, tmp_path):
-    metadata = pq.ParquetFile(SampleWriter(tmp_path).write(18, samples(group))).metadata
+    metadata = pq.ParquetFile(SampleWriter(tmp_path, RunConfig()).write(18, samples(group))).metadata
     assert metadata.row_group(0).column(0).compression == "ZSTD"
 
 
 def test_a_step_trained_again_replaces_its_file(group, tmp_path):
-    writer = SampleWriter(tmp_path)
+    writer = SampleWriter(tmp_path, RunConfig())
     writer.write(18, samples(group))
     writer.write(18, samples(group)[:1])
     assert pq.read_table(tmp_path / "step_000018.parquet").num_rows == 1
@@ -70,17 +75,93 @@ def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
     def full_disk(*_: object) -> None:
         raise OSError("no space left")
 
-    writer = SampleWriter(tmp_path)
+    writer = SampleWriter(tmp_path, RunConfig())
     monkeypatch.setattr("asyncgrpo.recording.samples.os.replace", full_disk)
     with pytest.raises(OSError, match="no space"):
         writer.write(18, samples(group))
-    assert list(tmp_path.glob("*.parquet")) == []
-    SampleWriter(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "what a full disk refused does not fill it further"
+    (tmp_path / ".step_000018.parquet.tmp").touch()  # of a process that was killed
+    SampleWriter(tmp_path, RunConfig())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_all_steps_read_as_one_table(group, tmp_path):
-    writer = SampleWriter(tmp_path)
+    writer = SampleWriter(tmp_path, RunConfig())
     for step in (1, 2, 3):
         writer.write(step, samples(group, step))
     assert pq.read_table(tmp_path)["step"].to_pylist() == [1, 1, 2, 2, 3, 3]
+
+
+# -- how many are kept ------------------------------------------------------------------------------------------------
+
+
+def steps(folder) -> list[int]:
+    return sorted(int(path.stem[5:]) for path in folder.glob("step_*.parquet"))
+
+
+def write(folder, *numbers: int, **limits: float) -> None:
+    writer = SampleWriter(folder, RunConfig(**limits))
+    for number in numbers:
+        writer.write(number, [])
+
+
+def test_the_newest_files_are_kept_and_the_first_removal_is_said(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "asyncgrpo"):
+        write(tmp_path, *range(1, 8), keep_samples=3)
+    assert steps(tmp_path) == [5, 6, 7]
+    (line,) = caplog.messages
+    assert line.startswith("run.keep_samples is 3: step_000001.parquet is removed")
+
+
+def test_no_more_bytes_are_kept_than_asked_but_for_the_newest_file(tmp_path):
+    write(tmp_path, 1)
+    size = (tmp_path / "step_000001.parquet").stat().st_size
+    write(tmp_path, *range(2, 8), keep_samples_gb=2.5 * size / 2**30)
+    assert steps(tmp_path) == [6, 7]
+    write(tmp_path, 8, keep_samples_gb=0.5 * size / 2**30)
+    assert steps(tmp_path) == [8]
+
+
+def test_files_that_are_too_old_are_removed(tmp_path):
+    write(tmp_path, 1, 2, 3)
+    for number, days in ((1, 8.1), (2, 6.9)):
+        then = (tmp_path / f"step_{number:06d}.parquet").stat().st_mtime - days * 86400
+        os.utime(tmp_path / f"step_{number:06d}.parquet", (then, then))
+    write(tmp_path, 4, keep_samples_days=7)
+    assert steps(tmp_path) == [2, 3, 4]
+
+
+def test_after_a_resume_what_was_written_last_outlives_later_steps_that_are_undone(tmp_path):
+    write(tmp_path, 1, 2, 3, 4, 5)
+    write(tmp_path, 3, 4, keep_samples=3)
+    assert steps(tmp_path) == [3, 4, 5]
+    write(tmp_path, 5, 6, keep_samples=3)
+    assert steps(tmp_path) == [4, 5, 6]
+
+
+def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp_path):
+    (tmp_path / "step_best.parquet").touch()
+    (tmp_path / "step_000001.csv").touch()
+    write(tmp_path, 1, 2, 3, keep_samples=None, keep_samples_gb=None, keep_samples_days=None)
+    assert len(list(tmp_path.iterdir())) == 5
+    write(tmp_path, 4, keep_samples=1)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step_000004.parquet", "step_best.parquet", "step_000001.csv",
+    }  # fmt: skip
+
+
+def test_a_file_that_somebody_removed_already_is_no_trouble(tmp_path):
+    writer = SampleWriter(tmp_path, RunConfig(keep_samples=1))
+    writer.write(1, [])
+    (tmp_path / "step_000001.parquet").unlink()
+    writer.write(2, [])
+    assert steps(tmp_path) == [2]
+
+
+def test_the_samples_that_are_left_can_be_shown(group, tmp_path):
+    writer = SampleWriter(tmp_path / "samples", RunConfig(keep_samples=2))
+    for number in (1, 2, 3):
+        writer.write(number, samples(group, number))
+    assert read_step(tmp_path)[0]["step"] == 3
+    with pytest.raises(DataError, match=r"no samples of step 1; there are steps 2 to 3 \(run\.keep_samples"):
+        read_step(tmp_path, 1)
