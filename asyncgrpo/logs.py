@@ -1,7 +1,8 @@
 """Logging setup: one line for each event, with time, role and rank.
 
 Every record goes to `<folder>/logs/<role>-<rank>.log`, warnings and worse also to stderr. A line looks like
-`2026-11-20T17:15:03.250Z INFO learner-0 asyncgrpo.learner.learner: step 17 done`.
+`2026-11-20T17:15:03.250Z INFO learner-0 asyncgrpo.learner.learner: step 17 done`. A file that is full becomes
+`<role>-<rank>.log.1`, that one `.log.2`, and what was `.log.2` is gone.
 
 A line may quote text from outside, such as a completion or a file name. Its control characters are escaped, so that a log
 cannot move the terminal's cursor.
@@ -9,10 +10,16 @@ cannot move the terminal's cursor.
 
 import contextlib
 import logging
+import logging.handlers
 import re
 import sys
 import time
 from pathlib import Path
+
+LARGEST_BYTES = 64 * 2**20
+"""Of one log file."""
+OLDER_FILES = 2
+"""Full files kept of each process beside the one that is written."""
 
 _OURS = "asyncgrpo setup"
 # Every character but tabs, line ends and printable ones: control characters, lone surrogates, text direction marks.
@@ -42,7 +49,7 @@ class _Format(logging.Formatter):
         return visible(super().format(record)).rstrip("\n").replace("\n", "\n    ")
 
 
-class _File(logging.FileHandler):
+class _File(logging.handlers.RotatingFileHandler):
     """Reports a full disk once, where logging would print a traceback for each record."""
 
     _has_said_so = False
@@ -80,7 +87,7 @@ def setup(
     if folder is not None:
         path = folder / "logs" / f"{who}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_File(path, encoding="utf-8"))
+        handlers.append(_File(path, maxBytes=LARGEST_BYTES, backupCount=OLDER_FILES, encoding="utf-8"))
         stderr.setLevel(logging.WARNING)
 
     root = logging.getLogger()

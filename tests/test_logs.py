@@ -82,6 +82,19 @@ def test_a_restarted_process_adds_to_its_log(tmp_path):
     assert [line.rsplit(" ", 1)[1] for line in path.read_text().splitlines()] == ["before", "after"]
 
 
+def test_a_log_does_not_grow_without_end_and_its_newest_lines_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "LARGEST_BYTES", 2_000)
+    for start in range(2):  # a restarted process counts what is there
+        path = logs.setup("learner", 0, tmp_path)
+        for number in range(500):
+            logging.getLogger("asyncgrpo.x").info("line %d of start %d", number, start)
+    files = sorted(path.parent.iterdir())
+    assert [file.name for file in files] == ["learner-0.log", "learner-0.log.1", "learner-0.log.2"]
+    assert all(0 < file.stat().st_size <= 2_000 for file in files)
+    newest = files[1].read_text() + files[0].read_text()
+    assert newest.endswith("line 499 of start 1\n") and newest.count("\n") > 20
+
+
 def test_a_full_disk_is_said_once_and_without_a_traceback(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "driver.log").symlink_to("/dev/full")
