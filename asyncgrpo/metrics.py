@@ -219,6 +219,8 @@ checkpoint_last_success_timestamp_seconds = _gauge(
 actor_restarts_total = _counter(
     "actor_restarts_total", "Processes started again after they ended or were ended, by their role.", "driver",
     actor=("buffer", "generator", "learner"))
+disk_free_bytes = _gauge(
+    "disk_free_bytes", "Bytes that this user may still write to the disk of the run folder.", "driver")
 # fmt: on
 
 

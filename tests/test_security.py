@@ -16,11 +16,10 @@ import msgspec
 import pytest
 
 from asyncgrpo.cli import demo
-from asyncgrpo.cluster import run
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.wiring import Setup
-from asyncgrpo.config.schema import ClusterConfig, Config, DataConfig, ModelConfig, WeightsConfig
+from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, WeightsConfig
 from asyncgrpo.data import demo as demo_data
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.tools.replay import Replay
@@ -143,39 +142,6 @@ def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
     assert "keys=keys" in setup
     text = (PACKAGE / "cluster" / "run.py").read_text(encoding="utf-8")
     assert "Watch(config.cluster.bind, keys," in text
-
-
-class NoFurther(Exception):
-    pass
-
-
-def setup_on(bind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
-    """What the driver tells the processes of a run."""
-    told = []
-
-    class Cores:
-        def __init__(self, *_: object) -> None: ...
-
-        def next(self, setup: Setup) -> None:
-            told.append(setup)
-            raise NoFurther
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr(run, "Cores", Cores)
-    config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), cluster=ClusterConfig(bind=bind))
-    with pytest.raises(NoFurther):
-        run.Run(config, RunFolder(folder), "")._keep_going(SimpleNamespace(), lambda text: None)  # type: ignore[arg-type]
-    return told[0]
-
-
-@pytest.mark.parametrize("bind", ["127.0.0.1", "0.0.0.0"])
-def test_every_run_has_keys_and_metrics_leave_loopback_with_a_token_only(bind, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "host_of", lambda config: "127.0.0.1")
-    setup, again = (setup_on(bind, tmp_path, monkeypatch) for _ in range(2))
-    assert setup.keys != again.keys, "each start makes its own"
-    assert (setup.metrics_token is None) == (bind == "127.0.0.1")
-    Server(bind, setup.keys).close()
 
 
 STRANGER = """

@@ -10,6 +10,7 @@ leases stop, the learner finishes its step and writes a checkpoint, engines clos
 """
 
 import logging
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -133,8 +134,7 @@ class Run:
         config = self._config
         host = host_of(config)
         keys = Keys.make()
-        metrics_token = None if is_loopback(config.cluster.bind) else token_beside(self._folder.path)
-        self._targets["driver"] = host, metrics.serve("driver", host=host, token=metrics_token)
+        metrics_token = self._serve_metrics(host)
         watch = Watch(config.cluster.bind, keys, host=host)
         setup = Setup(
             config=config,
@@ -188,6 +188,13 @@ class Run:
             if chaos is not None:
                 chaos.end()
             watch.close()
+
+    def _serve_metrics(self, host: str) -> str | None:
+        """Export the driver's metrics. Returns the token that a scrape of any process must send; None: loopback, to anyone."""
+        metrics.disk_free_bytes.set_function(lambda: shutil.disk_usage(self._folder.path).free)
+        token = None if is_loopback(self._config.cluster.bind) else token_beside(self._folder.path)
+        self._targets["driver"] = host, metrics.serve("driver", host=host, token=token)
+        return token
 
     def _train(
         self, core: Core, cores: Cores, fleet: Fleet, watch: Watch, chaos: Faults | None, tell: Callable[[str], None]
