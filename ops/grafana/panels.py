@@ -483,21 +483,28 @@ ROWS: dict[str, list[Panel]] = {
                 "mean": "(increase(asyncgrpo_checkpoint_seconds_sum[$__range])"
                 " / (increase(asyncgrpo_checkpoint_seconds_count[$__range]) > 0)) or vector(0)"
             },
-            width=5,
+            width=4,
         ),
         Panel(
             "Restarts",
             "Processes started again over the time shown.",
             "none",
             {"{{actor}}": "sum by (actor) (increase(asyncgrpo_actor_restarts_total[$__range]))"},
-            width=5,
+            width=4,
         ),
         Panel(
             "Versions",
             "Processes by version of asyncgrpo. More than one line: a mixed cluster.",
             "none",
             {"{{version}}": "count by (version) (asyncgrpo_build_info)"},
-            width=6,
+            width=4,
+        ),
+        Panel(
+            "Free disk",
+            "Room on the disk of the run folder. One that falls for hours raises DiskFilling: look at samples and checkpoints.",
+            "bytes",
+            {"free": "min(asyncgrpo_disk_free_bytes)"},
+            width=4,
         ),
     ],
 }
