@@ -79,6 +79,7 @@ def _root() -> Path:
     there = root.lstat()
     if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o022:
         raise ConfigError(f"{root} is no folder that only you can write to; remove it, or set TMPDIR to another place")
+    root.chmod(0o700)
     return root
 
 

@@ -1,5 +1,6 @@
 """The next process removes what a killed one left, and nothing of a process that lives."""
 
+import stat
 import subprocess
 import sys
 import tempfile
@@ -106,3 +107,11 @@ def test_a_place_that_others_have_taken_is_refused(temporary, make):
     make(temporary / f"asyncgrpo-{scratch.os.getuid()}")
     with pytest.raises(ConfigError, match="set TMPDIR to another place"):
         scratch.folder()
+
+
+def test_a_place_that_others_could_look_into_is_closed(temporary):
+    root = temporary / f"asyncgrpo-{scratch.os.getuid()}"
+    root.mkdir()
+    root.chmod(0o755)
+    scratch.folder()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
