@@ -42,7 +42,8 @@ PREFIX = "asyncgrpo_"
 _metrics_by_role: dict[Role, list[Any]] = {role: [] for role in ROLES}
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600)
-LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+LAGS = (*range(33), 48, 64, 128)
+"""A bucket for each lag, whatever the bound is and however it changes, so that quantiles of it are exact up to 32."""
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
@@ -100,12 +101,21 @@ buffer_groups = _gauge(
     "buffer_groups", "Groups that hold a slot: being generated (leased), waiting (ready), in the learner (taken).",
     "buffer", state=("leased", "ready", "taken"))
 buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot: (max_lag + 1) * prompts_per_step.", "buffer")
+groups_wanted = _gauge(
+    "groups_wanted", "Groups that admission wants under way, leased or ready; as many as there are slots if it is eager.",
+    "buffer")
+generator_places = _gauge(
+    "generator_places", "Groups that the generators in touch with the buffer may work on at once.", "buffer")
 buffer_oldest_group_age_seconds = _gauge(
     "buffer_oldest_group_age_seconds", "Age of the oldest group that holds a slot, since its first lease.", "buffer")
 group_lag_steps = _histogram(
     "group_lag_steps", "Lag of a group when it is trained: optimizer steps since the weights of its oldest token.",
     "buffer", buckets=LAGS)
-max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps, as configured.", "buffer")
+groups_at_bound_total = _counter(
+    "groups_at_bound_total", "Groups whose lag was that of their bound, or above it, when they were trained.", "buffer")
+group_ready_seconds = _histogram(
+    "group_ready_seconds", "Time that a group waits ready, until it goes to the learner.", "buffer", buckets=SECONDS)
+max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps that is in force.", "buffer")
 bias_distance = _gauge(
     "bias_distance", "Distance of trained from generated groups in one respect, 0 to 1; 0 before enough are settled.",
     "buffer", of=("length", "reward", "source", "age"))

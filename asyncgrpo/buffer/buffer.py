@@ -259,7 +259,7 @@ class Buffer:
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
-    def accept(self, message: Deliver, payload: bytes | memoryview) -> str | None:
+    def accept(self, message: Deliver, payload: bytes | memoryview, now_s: float | None = None) -> str | None:
         """Keep a delivered group, once. Returns None, or the reason why it is refused.
 
         With `filter_zero_signal` a group without signal is finished here: its prompt is done and its slot is free, so
@@ -294,7 +294,7 @@ class Buffer:
             return self._refuse(message, "unscored")
         self._turn(entry, State.READY)
         self.zero_signal_streak.end()
-        entry.arrived(message, payload)
+        entry.arrived(message, payload, now_s)
         self.outcomes["accepted"] += 1
         self.outcomes["accepted_short"] += len(message.rollouts) < self._group_size + self._with_greedy
         self.journal.append_group(message, payload, entry.max_lag)
@@ -397,6 +397,17 @@ class Buffer:
         self._record_drop(lease_id, prompt_index, reason, is_final=False)
 
     # -- totals and state ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        """Groups that may hold a slot, by the bound in force."""
+        return (self.max_lag + 1) * self._config.prompts_per_step
+
+    @property
+    def wanted(self) -> int | None:
+        """Groups that admission wants under way (leased or ready); None: as many as there are slots."""
+        wanted = self._admission.wanted
+        return None if wanted is None else min(wanted, self.num_slots)
 
     @property
     def exhausted(self) -> bool:

@@ -42,6 +42,8 @@ class GroupEntry:
     """The lease expires this many seconds after `leased_at_s`."""
     num_tokens: int = field(init=False, default=0)
     """Sampled tokens, once the group is here."""
+    ready_at_s: float | None = None
+    """When the group came; None: it has not, or an earlier start left it."""
     masked: int = 0
     """Sampled tokens that have no weight in the step that took it."""
 
@@ -57,9 +59,10 @@ class GroupEntry:
     def is_ready(self) -> bool:
         return self.state is State.READY
 
-    def arrived(self, message: Deliver, payload: bytes | memoryview) -> None:
+    def arrived(self, message: Deliver, payload: bytes | memoryview, now_s: float | None = None) -> None:
         """Keep the group that came for this lease. `message` has at least one version span."""
-        self.message, self.payload, self.num_tokens = message, payload, message.num_tokens
+        self.message, self.payload, self.ready_at_s = message, payload, now_s
+        self.num_tokens = message.num_tokens
         self.oldest, self.newest = min(message.versions), max(message.versions)
 
 

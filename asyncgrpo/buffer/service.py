@@ -1,12 +1,12 @@
 """The buffer's process: one thread and one loop that serve generators, the learner and the driver from one socket.
 
 `BufferService` turns messages into calls of `Buffer` and `Evaluations`, and what follows from these calls into messages.
-Below it stand the totals for the learner's record and the metrics that this process exports.
+What it tells of itself is in `totals.py`.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.reward_health import RewardMonitor, Tell
 from asyncgrpo.buffer.speeds import Speeds
+from asyncgrpo.buffer.totals import Gauges, Load, batch_figures, counters, observe_batch
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
@@ -108,7 +109,7 @@ class BufferService:
         self._pending_events: list[tuple[str, dict[str, Any]]] = []
         self._rewards = RewardMonitor(reward_name, has_worked=reward_has_worked, tell=self._tell)
         self._failures = Tally()  # of leases, by reason
-        self._gauges = Gauges()
+        self._gauges, self._load = Gauges(), Load()
         self.progress = LoopProgress()
         self._ticked_s = 0.0
         self._finished = False
@@ -195,9 +196,18 @@ class BufferService:
                 self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
         self._expire_leases(now_s)
         self._gauges.show(self._buffer, now_s)
+        self._note_load(now_s)
         if (sentence := self._buffer.zero_signal_streak.news()) is not None:
             log.warning("%s (algorithm.filter_zero_signal)", sentence)
             self._tell("warning", about="filter", text=sentence)
+
+    def _note_load(self, now_s: float) -> None:
+        self._load.note(
+            now_s,
+            in_flight=self._buffer.count(State.LEASED),
+            places=sum(session.window for session in self._sessions.values()),
+            in_touch=len(self._sessions),
+        )
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -407,7 +417,7 @@ class BufferService:
         if refusal is None and message.purpose == "eval":
             self._add_result(self._evaluations.accept(message, now_s))
         elif refusal is None:
-            refusal = self._buffer.accept(message, payload)
+            refusal = self._buffer.accept(message, payload, now_s)
         if refusal is not None:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
             return
@@ -484,7 +494,7 @@ class BufferService:
             if self._batch is not None and self._buffer.is_held_back:
                 self._held_back_s = now_s - self._asked_s
         if self._batch is not None and self._journal.is_blocked is None:  # so its manifest is written
-            self._send_batch(self._take, self._batch)
+            self._send_batch(self._take, self._batch, now_s)
         elif self._buffer.exhausted and not self._evaluations.in_flight:
             self._send_no_more("exhausted")
         else:
@@ -496,15 +506,15 @@ class BufferService:
             what, hopeless = self._awaited(now_s), self._rewards.hopeless_reason
             self._server.send(learner, Waiting(what=what, evals=self._take_results(), hopeless=hopeless))
 
-    def _send_batch(self, take: Take, entries: list[GroupEntry]) -> None:
+    def _send_batch(self, take: Take, entries: list[GroupEntry], now_s: float) -> None:
         assert self._learner is not None
-        for entry in entries:
-            metrics.group_lag_steps.observe(take.version.number - entry.oldest.number)
+        observe_batch(self._buffer, entries, take.version.number, now_s)
+        figures = batch_figures(self._buffer, entries, now_s) | self._load.since_batch()
         message = Batch(
             step=take.step,
             groups=tuple(e.message for e in entries if e.message is not None),
             payload_sizes=tuple(len(e.payload) for e in entries),
-            counters=counters(self._buffer),
+            counters=counters(self._buffer) | figures,
             evals=self._take_results(),
             epoch=self._buffer.epoch,
         )
@@ -574,53 +584,3 @@ class BufferService:
         """Write an event for the first failed lease of each reason, for the tenth, and so on."""
         if (count := self._failures.add(reason)) is not None:
             self._tell("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
-
-
-# -- totals and metrics ------------------------------------------------------------------------------------------------
-
-
-def counters(buffer: Buffer) -> dict[str, float]:
-    """Totals of this process by name: groups by outcome, filtered groups by kind, tokens by fate, discarded completions.
-
-    Beside them stand tokens in flight, prompts done and the distances of bias, as they are now.
-    """
-    totals: dict[str, Mapping[str, float]] = {
-        "groups": buffer.outcomes,
-        "filtered": buffer.filtered,
-        "tokens": buffer.tokens,
-        "completions": buffer.discarded,
-        "bias": buffer.bias.distances(),
-    }
-    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
-    return {f"{name}_{key}": float(value) for name, counts in totals.items() for key, value in counts.items()} | now
-
-
-class Gauges:
-    """Brings the metrics up to what a buffer counts."""
-
-    def __init__(self) -> None:
-        self._shown: dict[tuple[str, str], int] = {}
-
-    def show(self, buffer: Buffer, now_s: float) -> None:
-        """Set all metrics, and log which distances have become large."""
-        for sentence in buffer.bias.news():
-            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
-        for name, distance in buffer.bias.distances().items():
-            metrics.bias_distance.labels(of=name).set(distance)
-        for metric, label, totals in (
-            (metrics.groups_total, "outcome", buffer.outcomes),
-            (metrics.tokens_total, "fate", buffer.tokens),
-            (metrics.completions_discarded_total, "why", buffer.discarded),
-        ):
-            for value, total in totals.items():
-                metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
-                self._shown[label, value] = total
-        metrics.lease_deadline_seconds.set(buffer.deadline_s)
-        metrics.quarantined_prompts.set(buffer.num_quarantined)
-        metrics.buffer_tokens.set(buffer.tokens_in_flight)
-        for state in State:
-            metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
-        oldest = buffer.oldest_lease()
-        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
-        metrics.epoch.set(buffer.epoch)
-        metrics.prompts_done.set(buffer.prompts_done)

@@ -279,8 +279,6 @@ def _recovered_buffer(setup: Setup, prompts: tuple[Prompt, ...], sampling: Sampl
         quarantine=Quarantine(setup.run_dir / QUARANTINE_FILE),
         max_lag=reopened.max_lag,
     )
-    metrics.buffer_slots.set(config.buffer.num_slots)
-    metrics.max_lag_steps.set(buffer.max_lag)
     metrics.bias_threshold.set(config.buffer.bias_threshold)
     return buffer, bring_back(buffer, reopened)
 

@@ -36,6 +36,8 @@ DROPPED = ("stale", "failed", "aborted", "duplicate", "unusable")
 _PREFIX = "tokens_"
 _OF_NOW = ("tokens_in_flight", "tokens_recovered", "prompts_done")
 """Counters that are not of the run so far, or that the buffer counts over all starts by itself."""
+_NOW = "now_"
+"""How the names begin of figures of one batch."""
 
 
 class Ledger:
@@ -54,12 +56,12 @@ class Ledger:
         """Counters of the run so far; for the next checkpoint.
 
         Args:
-            counters: of the buffer of this start (`buffer/numbers.py`).
+            counters: of the buffer of this start (`buffer/totals.py`).
         """
         before = self._before
         totals: dict[str, float] = defaultdict(float, before)
         for name, count in counters.items():
-            if name not in _OF_NOW and not name.startswith("bias_"):
+            if name not in _OF_NOW and not name.startswith(("bias_", _NOW)):
                 totals[name] += count
         left = sum(before[_PREFIX + fate] for fate in (*KEPT, *DROPPED, "undone"))
         waited = before["tokens_generated"] - left
@@ -292,6 +294,7 @@ class Recorder:
             "tokens_filtered": tokens["filtered"],
             "prompts_done": int(counters.get("prompts_done", 0.0)),
             **({"bias": bias} if bias else {}),
+            **_figures(counters),
             **since,
         }
 
@@ -302,6 +305,19 @@ class Recorder:
             field: {name.removeprefix(prefix): n for name, n in new.items() if n > 0 and name.startswith(prefix)}
             for prefix, field in _TOLD.items()
         }
+
+
+def _figures(counters: Mapping[str, float]) -> dict[str, Any]:
+    """What the buffer told of the batch and of the time since the one before, as fields of the step; {} if nothing."""
+    told = {name.removeprefix(_NOW): figure for name, figure in counters.items() if name.startswith(_NOW)}
+    if not told:
+        return {}
+    fields: dict[str, Any] = {name: int(told[name]) for name in ("max_lag", "slots", "under_way")}
+    fields["wanted"] = int(told["wanted"]) if "wanted" in told else None
+    if "ready_seconds" in told:
+        fields["ready_seconds"] = told["ready_seconds"]
+    generators = {name: told[name] for name in ("in_touch", "places", "in_flight") if name in told}
+    return fields | ({"generators": generators} if generators else {})
 
 
 _TOLD = {"groups_dropped_": "dropped", "filtered_": "filtered", "completions_": "discarded"}

@@ -89,6 +89,13 @@ _STEP = {
     "logprob_gap_mean": _may(float | None, "mean abs(learner - engine) log-prob, nats, of completions of the current version"),
     "logprob_gap_max": _may(float | None, "the largest of them"),
     "lags": _must(_Counts, "trained groups by lag in optimizer steps"),
+    "max_lag": _may(int, "the bound on the lag in force"),
+    "slots": _may(int, "groups that could hold a slot"),
+    "wanted": _may(int | None, "groups that `buffer.admission` wanted under way; null: as many as there are slots"),
+    "under_way": _may(int, "groups leased or ready when the batch was taken, its own included"),
+    "ready_seconds": _may(float, "mean time that the groups of the batch had waited ready"),
+    "generators": _may(_Numbers, "means since the batch before: generators in_touch, the groups that they have places for, "
+        "and groups in_flight"),
     "completions": _may(int, "completions in the trained groups"),
     "zero_signal_groups": _may(int, "trained groups whose advantages are all 0, as where all completions have one reward"),
     "signal_share": _may(float, "how many of the groups that are solved or have a signal have one; the learning rate follows"),

@@ -3,9 +3,11 @@
 `Progress.update` takes the events in order. It uses no clock, no file and no terminal.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 from asyncgrpo.recording.events import Event
@@ -177,6 +179,32 @@ class Progress:
             counts.update({int(lag): groups for lag, groups in (step.get("lags") or {}).items()})
         return dict(sorted(counts.items()))
 
+    def mean(self, name: str, last_steps: int | None = None) -> float | None:
+        """The mean of a field over all steps or the last ones; None if no step has it."""
+        steps = self.steps[-last_steps:] if last_steps else self.steps
+        values = [step[name] for step in steps if step.get(name) is not None]
+        return fmean(values) if values else None
+
+    @property
+    def generators_enough(self) -> tuple[int, int] | None:
+        """About how many generators would do, and how many there are, while some are idle by choice; else None.
+
+        That is while `buffer.admission=fresh` wants fewer groups under way than the bound allows, and gets them: then the
+        places of the generators that hold no group are not needed. With fewer generators each is busier and so slower,
+        which this does not know.
+        """
+        steps = [s for s in self.steps[-RECENT:] if s.get("generators") and s.get("wanted") is not None]
+        if not steps:
+            return None
+        wanted, slots, under_way = (fmean(s[name] for s in steps) for name in ("wanted", "slots", "under_way"))
+        in_touch, places, in_flight = (
+            fmean(s["generators"][name] for s in steps) for name in ("in_touch", "places", "in_flight")
+        )
+        if wanted >= slots or under_way < 0.9 * wanted or places <= 0:
+            return None
+        enough, there = max(1, math.ceil(in_touch * in_flight / places)), round(in_touch)
+        return (enough, there) if enough < there else None
+
     def time_shares(self, last_steps: int | None = None) -> dict[str, float]:
         """The share of the learner's time by activity (`seconds_by_activity`), over all steps or the last ones."""
         spent = seconds_by_activity(self.steps[-last_steps:] if last_steps else self.steps)
@@ -224,6 +252,33 @@ def mean_lag(lags: Mapping[int, int]) -> float:
     """The mean lag of groups, given how many have each lag; 0 without any."""
     groups = sum(lags.values())
     return sum(lag * count for lag, count in lags.items()) / groups if groups else 0.0
+
+
+def lag_quantile(lags: Mapping[int, int], share: float) -> int:
+    """The smallest lag that at least `share` of the groups do not exceed, given how many have each lag; 0 without any."""
+    left = share * sum(lags.values())
+    for lag, groups in sorted(lags.items()):
+        left -= groups
+        if left <= 0:
+            return lag
+    return 0
+
+
+def lag_line(lags: Mapping[int, int], bound: int | None) -> str:
+    """Lags such as "p50 1, p90 3, max 4 of 6", where 6 is the bound, if it is known."""
+    of = "" if bound is None else f" of {bound}"
+    return f"p50 {lag_quantile(lags, 0.5)}, p90 {lag_quantile(lags, 0.9)}, max {max(lags, default=0)}{of}"
+
+
+def enough_line(progress: Progress) -> str | None:
+    """The sentence that says how many generators would do, while some are idle by choice; else None."""
+    if (found := progress.generators_enough) is None:
+        return None
+    enough, there = found
+    return (
+        f"about {enough} of {there} generators would do: "
+        "buffer.admission=fresh begins no more groups than the learner needs"
+    )
 
 
 def short_version(version: str) -> str:

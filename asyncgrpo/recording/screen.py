@@ -19,7 +19,7 @@ from rich.text import Text
 
 from asyncgrpo.logs import visible
 from asyncgrpo.recording.events import Event, Follower
-from asyncgrpo.recording.progress import RECENT, Progress, sync_line
+from asyncgrpo.recording.progress import RECENT, Progress, enough_line, lag_line, sync_line
 from asyncgrpo.recording.text import line_of, number, position, thousands
 
 # -- plots made of characters ------------------------------------------------------------------------------------------
@@ -104,14 +104,22 @@ class Screen:
         body.add_column(ratio=2)
         body.add_row(_panel("reward", _RewardPlot(progress)), _panel("now", _numbers(progress)))
         body.add_row(
-            _panel("learner's time", _time_bars(progress)),
-            _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress)),
+            _panel("learner's time", _time_bars(progress), _under_way(progress)),
+            _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress), _lags(progress)),
         )
         return Group(_header(progress, now), body, _notes(progress, now))
 
 
-def _panel(title: str, content: RenderableType) -> Panel:
-    return Panel(content, title=title, title_align="left", border_style="dim", padding=(0, 1))
+def _panel(title: str, content: RenderableType, below: str | None = None) -> Panel:
+    return Panel(
+        content,
+        title=title,
+        title_align="left",
+        subtitle=below,
+        subtitle_align="left",
+        border_style="dim",
+        padding=(0, 1),
+    )
 
 
 def _clock(seconds: float) -> str:
@@ -204,6 +212,21 @@ def _lag_bars(progress: Progress) -> RenderableType:
     return _bars({label: (groups / total, str(groups), "blue") for label, groups in rows.items()})
 
 
+def _lags(progress: Progress) -> str | None:
+    lags = progress.lags(RECENT)
+    return lag_line(lags, progress.last.get("max_lag")) if lags else None
+
+
+def _under_way(progress: Progress) -> str | None:
+    """Groups under way, against what is wanted or allowed, and how long they wait ready: means of the last steps."""
+    under_way, ready = progress.mean("under_way", RECENT), progress.mean("ready_seconds", RECENT)
+    if under_way is None:
+        return None
+    wanted = progress.mean("wanted", RECENT)
+    of = f"{wanted:.0f} wanted" if wanted is not None else f"{progress.mean('slots', RECENT):.0f} slots"
+    return f"under way {under_way:.0f} of {of}" + (f", ready {ready:.1f} s" if ready is not None else "")
+
+
 def _bars(rows: dict[str, tuple[float, str, str]]) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", no_wrap=True, justify="right")
@@ -232,11 +255,15 @@ def _notes(progress: Progress, now: float | None) -> RenderableType:
     notes = Table.grid(padding=(0, 2))
     notes.add_column(style="dim", no_wrap=True)
     notes.add_column(no_wrap=True, overflow="ellipsis")
-    for i, sync in enumerate(list(progress.syncs)[bool(progress.paused) - _NUM_SYNCS :]):
+    enough = None if progress.paused else enough_line(progress)
+    has_note = bool(progress.paused or enough)
+    for i, sync in enumerate(list(progress.syncs)[has_note - _NUM_SYNCS :]):
         style = "" if sync.get("checksum") == "ok" else "bold red"
         notes.add_row("weights" if i == 0 else "", Text(sync_line(sync), style=style))
     if progress.paused:
         notes.add_row("rewards", Text(_paused(progress, now), style="bold yellow"))
+    if enough:
+        notes.add_row("generators", Text(enough))
     for i, warning in enumerate(list(progress.warnings)[-_NUM_WARNINGS:]):
         notes.add_row("warnings" if i == 0 else "", Text(visible(warning), style="yellow"))
     return notes

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.progress import Progress, counts_in_words, mean_lag, short_version
+from asyncgrpo.recording.progress import Progress, counts_in_words, enough_line, lag_line, mean_lag, short_version
 
 # -- a line for an event -----------------------------------------------------------------------------------------------
 
@@ -133,7 +133,8 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
     good = progress.num_syncs - progress.num_bad_syncs
     rows = [
         ("tokens", _tokens(progress)),
-        ("lag", f"mean {mean_lag(lags):.2f}, max {max(lags, default=0)} steps"),
+        ("lag", f"mean {mean_lag(lags):.2f}, {lag_line(lags, progress.last.get('max_lag'))} steps"),
+        *_admission(progress),
         ("weight syncs", f"{good} of {progress.num_syncs} proved by checksum"),
     ]
     gaps = [step["logprob_gap_max"] for step in progress.steps if step.get("logprob_gap_max") is not None]
@@ -149,6 +150,17 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
     if progress.faults:
         rows += _survived(progress)
     return rows
+
+
+def _admission(progress: Progress) -> list[tuple[str, str]]:
+    """How many groups were under way, how long they waited ready, and whether fewer generators would do."""
+    under_way, wanted, ready = (progress.mean(name) for name in ("under_way", "wanted", "ready_seconds"))
+    if under_way is None:
+        return []
+    of = f"{wanted:.1f} wanted" if wanted is not None else f"{progress.mean('slots'):.1f} slots"
+    said = f"mean {under_way:.1f} groups of {of}"
+    rows = [("under way", said + (f"; a group waits ready {ready:.2f} s" if ready is not None else ""))]
+    return rows + [("generators", enough) for enough in [enough_line(progress)] if enough]
 
 
 def _tokens(progress: Progress) -> str:

@@ -44,7 +44,11 @@ def share(metric: str, where: str) -> str:
     return f"sum(rate({metric}{{{where}}}[$__rate_interval])) / sum(rate({metric}[$__rate_interval]))"
 
 
-LAG_P99 = "histogram_quantile(0.99, sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[$__range])))"
+def lag(q: float, over: str) -> str:
+    """A quantile of the lag. Up to 32 each lag has a bucket of its own, so rounding up makes it exact."""
+    return f"ceil(histogram_quantile({q}, sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[{over}]))))"
+
+
 FAILURES = " + ".join(
     f"(sum(increase({metric}[$__range])) or vector(0))"
     for metric in (
@@ -76,10 +80,10 @@ ROWS: dict[str, list[Panel]] = {
         number(
             "Lag p99 and its bound",
             "Optimizer steps from a group's oldest token to its training, over the time shown, beside buffer.max_lag. "
-            "Always at the bound: the learner is the slower side; give it more, or generators less.",
+            "Always at the bound: the learner is the slower side, and buffer.admission=fresh would train younger groups.",
             "none",
-            {"p99": LAG_P99, "bound": "max(asyncgrpo_max_lag_steps)"},
-            decimals=1,
+            {"p99": lag(0.99, "$__range"), "bound": "max(asyncgrpo_max_lag_steps)"},
+            decimals=0,
         ),
         number(
             "Learner waits",
@@ -195,14 +199,28 @@ ROWS: dict[str, list[Panel]] = {
     "Staleness": [
         Panel(
             "Lag",
-            "Lag of trained groups and the bound. p99 above the bound is a bug; at the bound the learner limits the "
-            "run.",
+            "Lag of trained groups and the bound in force, optimizer steps. p99 above the bound is a bug, but where the "
+            "bound has just fallen; p50 at the bound: the learner limits the run, and buffer.admission=fresh would train "
+            "younger groups.",
             "none",
             {
-                "p50": "histogram_quantile(0.5, sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[5m])))",
-                "p99": "histogram_quantile(0.99, sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[5m])))",
+                "p50": lag(0.5, "5m"),
+                "p90": lag(0.9, "5m"),
+                "p99": lag(0.99, "5m"),
                 "bound": "max(asyncgrpo_max_lag_steps)",
             },
+            decimals=0,
+        ),
+        Panel(
+            "Trained at the bound",
+            "Share of the trained groups whose lag was at the bound in force. Normal for buffer.admission=eager; with fresh, "
+            "much of it says that the bound holds generators back: raise buffer.max_lag if the learner waits.",
+            "percentunit",
+            {
+                "at the bound": "sum(rate(asyncgrpo_groups_at_bound_total[5m]))"
+                " / (sum(rate(asyncgrpo_group_lag_steps_count[5m])) > 0)"
+            },
+            top=1,
         ),
         Panel(
             "Groups by lag",
@@ -254,9 +272,30 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Slots",
             "Groups under way, ready and in the learner, and the slots they share. All leased: generators are the "
-            "slower side; all ready: the learner is.",
+            "slower side; all ready: the learner is. Wanted: how many buffer.admission keeps leased or ready.",
             "none",
-            {"{{state}}": "asyncgrpo_buffer_groups", "slots": "asyncgrpo_buffer_slots"},
+            {
+                "{{state}}": "asyncgrpo_buffer_groups",
+                "wanted": "asyncgrpo_groups_wanted",
+                "slots": "asyncgrpo_buffer_slots",
+            },
+        ),
+        Panel(
+            "Time a group waits ready",
+            "From its arrival until it goes to the learner. It is lag without use: with buffer.admission=fresh it is a "
+            "fraction of a step; near buffer.max_lag steps, generators run far ahead of the learner.",
+            "s",
+            quantiles("asyncgrpo_group_ready_seconds", 0.5, 0.99, by="5m"),
+        ),
+        Panel(
+            "Places of the generators",
+            "Groups in flight, and those that all generators in touch may work on. Many places free while the learner does "
+            "not wait: fewer generators would do.",
+            "none",
+            {
+                "in flight": 'sum(asyncgrpo_buffer_groups{state="leased"})',
+                "places": "sum(asyncgrpo_generator_places)",
+            },
         ),
         Panel(
             "Groups by outcome",

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.recovery import bring_back, reopen
-from asyncgrpo.buffer.service import counters
+from asyncgrpo.buffer.totals import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.journal.format import FORMAT, Committed, RunStarted

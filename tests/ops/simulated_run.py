@@ -18,6 +18,8 @@ def start() -> None:
     metrics.max_lag_steps.set(MAX_LAG)
     metrics.bias_threshold.set(0.1)
     metrics.buffer_slots.set((MAX_LAG + 1) * GROUPS)
+    metrics.groups_wanted.set(2 * GROUPS)
+    metrics.generator_places.set(4 * GROUPS)
     metrics.generators_in_sync.set(1)
     metrics.disk_free_bytes.set(1e11)
 
@@ -39,7 +41,10 @@ def one_group(rng: random.Random) -> None:
 def one_step(rng: random.Random, step: int) -> None:
     for _ in range(GROUPS):
         one_group(rng)
-        metrics.group_lag_steps.observe(rng.randrange(MAX_LAG + 1))
+        lag = rng.randrange(MAX_LAG + 1)
+        metrics.group_lag_steps.observe(lag)
+        metrics.groups_at_bound_total.inc(lag == MAX_LAG)
+        metrics.group_ready_seconds.observe(rng.uniform(0.0, 0.4))
         metrics.groups_total.labels(outcome="trained").inc()
     metrics.buffer_groups.labels(state="leased").set(5)
     metrics.buffer_groups.labels(state="ready").set(3)

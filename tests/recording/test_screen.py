@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncgrpo.recording.curves import plot
 from asyncgrpo.recording.events import Event, EventLog
-from asyncgrpo.recording.progress import Progress, mean_lag, sync_line
+from asyncgrpo.recording.progress import Progress, lag_quantile, mean_lag, sync_line
 from asyncgrpo.recording.screen import Screen, bar, line_plot, resample, watch
 from asyncgrpo.recording.text import line_of, summary
 
@@ -305,12 +305,73 @@ def test_the_summary_says_what_the_run_did(tmp_path):
     assert rows["reward"] == "0.150 -> 0.900 (means of 5 first and last steps)"
     assert rows["eval"] == "0.450"
     assert rows["tokens"] == "2,400 generated = 2,000 trained + 7 dropped (failed 2, stale 5) + 393 waiting"
-    assert rows["lag"] == "mean 1.50, max 2 steps"
+    assert rows["lag"] == "mean 1.50, p50 2, p90 2, max 2 steps"
     assert rows["weight syncs"] == "20 of 20 proved by checksum"
     assert rows["log-prob gap"] == "max 2e-05 nats between learner and engine"
     assert rows["waiting"] == "25% of the learner's time"
     assert rows["checkpoint"] == "runs/demo/checkpoints/20 (step 20)"
     assert f"{tmp_path / 'samples'}/ (1 entry)" in text and str(tmp_path / "metrics.jsonl") in text
+
+
+@pytest.mark.parametrize(
+    ("lags", "p50", "p90"),
+    [({0: 10}, 0, 0), ({0: 1, 1: 8, 7: 1}, 1, 1), ({0: 5, 3: 4, 9: 1}, 0, 3), ({4: 1}, 4, 4), ({}, 0, 0)],
+)
+def test_a_lag_is_reached_by_a_share_of_the_groups(lags, p50, p90):
+    assert (lag_quantile(lags, 0.5), lag_quantile(lags, 0.9)) == (p50, p90)
+
+
+def flow(n: int, **more) -> Event:
+    """A step at which `fresh` keeps eleven groups under way, and four generators have places for 32."""
+    at = {"max_lag": 4, "slots": 40, "wanted": 12, "under_way": 11, "ready_seconds": 0.3 * n}
+    return step(n, lags={"0": 5, "3": 4, "4": 1}, **at | {"generators": generators(8)} | more)
+
+
+def generators(in_flight: float) -> dict[str, float]:
+    return {"in_touch": 4.0, "places": 32.0, "in_flight": in_flight}
+
+
+def test_the_page_and_the_summary_tell_percentiles_of_the_lag_beside_the_bound_in_force():
+    events = [START, step(1), flow(2), flow(3, max_lag=6)]
+    assert "p50 0, p90 3, max 4 of 6" in page([START, flow(1), flow(2, max_lag=6)])
+    assert "lag           mean 1.57, p50 2, p90 3, max 4 of 6 steps\n" in summary(events)
+    assert "p50 2, p90 2, max 2" in page([START, step(1)]), "an older release does not tell the bound"
+
+
+def test_the_page_and_the_summary_tell_how_many_groups_are_under_way_and_how_long_they_wait_ready():
+    events = [START, *(flow(n) for n in range(1, 4))]
+    assert "under way 11 of 12 wanted, ready 0.6 s" in page(events)
+    assert "under way     mean 11.0 groups of 12.0 wanted; a group waits ready 0.60 s\n" in summary(events)
+    eager = [START, *(flow(n, wanted=None) for n in range(1, 4))]
+    assert "under way 11 of 40 slots, ready 0.6 s" in page(eager)
+    assert "under way     mean 11.0 groups of 40.0 slots; a group waits ready 0.60 s\n" in summary(eager)
+    assert "under way" not in page([START, step(1)]) + summary([START, step(1)])
+
+
+IDLE = "about 1 of 4 generators would do: buffer.admission=fresh begins no more groups than the learner needs"
+
+
+def test_it_is_said_when_generators_are_idle_by_choice():
+    events = [START, *(flow(n) for n in range(1, 4))]
+    assert IDLE in page(events, 140) and IDLE in summary(events)
+    assert "about 2 of 4 generators" in page([START, flow(1, generators=generators(8.5))], 120)
+    assert len(page([*events, sync(1), sync(2), sync(3), *[{**END, "event": "restart"}] * 4]).splitlines()) <= 24
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        {"wanted": None},
+        {"wanted": 40, "under_way": 40},
+        {"under_way": 6},
+        {"generators": generators(25)},
+        {"generators": None},
+    ],
+    ids=["eager", "the bound holds them", "prompts run out", "all are needed", "an older release"],
+)
+def test_it_is_not_said_where_generators_are_busy_or_not_idle_by_choice(why):
+    events = [START, *(flow(n, **why) for n in range(1, 4))]
+    assert "would do" not in page(events, 140) + summary(events)
 
 
 def test_the_summary_of_a_run_that_never_stepped_says_so():
