@@ -189,9 +189,9 @@ class Progress:
     def generators_enough(self) -> tuple[int, int] | None:
         """About how many generators would do, and how many there are, while some are idle by choice; else None.
 
-        That is while `buffer.admission=fresh` wants fewer groups under way than the bound allows, and gets them: then the
-        places of the generators that hold no group are not needed. With fewer generators each is busier and so slower,
-        which this does not know.
+        That is while `buffer.admission=fresh` wants fewer groups under way than the bound allows, and gets them, and the
+        learner hardly waits: then the places of the generators that hold no group are not needed. With fewer generators
+        each is busier and so slower, which this does not know.
         """
         steps = [s for s in self.steps[-RECENT:] if s.get("generators") and s.get("wanted") is not None]
         if not steps:
@@ -200,7 +200,8 @@ class Progress:
         in_touch, places, in_flight = (
             fmean(s["generators"][name] for s in steps) for name in ("in_touch", "places", "in_flight")
         )
-        if wanted >= slots or under_way < 0.9 * wanted or places <= 0:
+        waits = self.time_shares(RECENT).get("wait_data", 0.0) > 0.1
+        if waits or wanted >= slots or under_way < 0.9 * wanted or places <= 0:
             return None
         enough, there = max(1, math.ceil(in_touch * in_flight / places)), round(in_touch)
         return (enough, there) if enough < there else None

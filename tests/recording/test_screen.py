@@ -324,7 +324,8 @@ def test_a_lag_is_reached_by_a_share_of_the_groups(lags, p50, p90):
 def flow(n: int, **more) -> Event:
     """A step at which `fresh` keeps eleven groups under way, and four generators have places for 32."""
     at = {"max_lag": 4, "slots": 40, "wanted": 12, "under_way": 11, "ready_seconds": 0.3 * n}
-    return step(n, lags={"0": 5, "3": 4, "4": 1}, **at | {"generators": generators(8)} | more)
+    at |= {"lags": {"0": 5, "3": 4, "4": 1}, "generators": generators(8), "seconds": {"wait_data": 0.1, "train": 1.9}}
+    return step(n) | at | more
 
 
 def generators(in_flight: float) -> dict[str, float]:
@@ -366,8 +367,9 @@ def test_it_is_said_when_generators_are_idle_by_choice():
         {"under_way": 6},
         {"generators": generators(25)},
         {"generators": None},
+        {"seconds": {"wait_data": 0.5, "train": 1.5}},
     ],
-    ids=["eager", "the bound holds them", "prompts run out", "all are needed", "an older release"],
+    ids=["eager", "the bound holds them", "prompts run out", "all are needed", "an older release", "the learner waits"],
 )
 def test_it_is_not_said_where_generators_are_busy_or_not_idle_by_choice(why):
     events = [START, *(flow(n, **why) for n in range(1, 4))]
