@@ -149,8 +149,12 @@ generator_info = _info("generator", "Inference engine of this generator.", "gene
 generator_policy_version = _gauge(
     "generator_policy_version", "Policy version (optimizer steps) that samples the next token here.", "generator")
 generator_seconds_total = _counter(
-    "generator_seconds_total", "Wall time of this generator by what it was doing.", "generator",
-    activity=("generate", "reward", "weights", "idle"))
+    "generator_seconds_total",
+    "Wall time of this generator: changes of weights, else at least one completion sampled, else only scored, else idle.",
+    "generator", activity=("generate", "reward", "weights", "idle"))
+completion_seconds_total = _counter(
+    "completion_seconds_total", "Time of all completions sampled or scored here; its rate is how many at once.", "generator",
+    activity=("generate", "reward"))
 groups_in_flight = _gauge("groups_in_flight", "Groups that this generator works on now.", "generator")
 tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever became of them.", "generator")
 completions_total = _counter(

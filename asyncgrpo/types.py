@@ -13,6 +13,8 @@ import numpy as np
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """A whole number that JSON and every other format in use holds exactly. It is checked when it is decoded."""
 
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """An id, or a reason in a word. It is short, because other messages repeat it."""
 
@@ -127,6 +129,18 @@ class RewardHealth(Frozen):
     """Seconds until the next probe, while rewards are paused; None: they are not."""
     last: str = ""
     """The text of the last failure."""
+
+
+class GeneratorSeconds(Frozen):
+    """What one generator has done since its engine was up, in seconds."""
+
+    generate: Seconds = 0.0
+    """At least one completion was being sampled."""
+    reward: Seconds = 0.0
+    """Completions were being scored, and none sampled."""
+    weights: Seconds = 0.0
+    """The engine changed its weights."""
+    idle: Seconds = 0.0
 
 
 @dataclass(frozen=True)

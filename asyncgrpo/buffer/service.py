@@ -7,7 +7,7 @@ What it tells of itself is in `totals.py`.
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -24,7 +24,7 @@ from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Tally
-from asyncgrpo.types import PolicyVersion
+from asyncgrpo.types import GeneratorSeconds, PolicyVersion
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, decode
@@ -80,6 +80,7 @@ class Session:
     window: int
     heard_s: float
     version: PolicyVersion | None = None
+    seconds: GeneratorSeconds = field(default_factory=GeneratorSeconds)
 
 
 class BufferService:
@@ -307,6 +308,8 @@ class BufferService:
         session = self._sessions.get(name)
         if session is not None and session.peer == peer:
             session.version = message.version
+            self._load.spent(session.seconds, message.seconds)
+            session.seconds = message.seconds
             self._rewards.update(name, message.rewards, now_s)
         elif self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())

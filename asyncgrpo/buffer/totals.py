@@ -1,11 +1,15 @@
 """What the buffer tells of itself: totals and figures for the learner's record, and the metrics of its process."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import GroupEntry, State
+from asyncgrpo.types import GeneratorSeconds
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +64,10 @@ def observe_batch(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now
 
 
 class Load:
-    """How many groups the generators worked on, and how many they had places for: means over the time since a batch."""
+    """What the generators did since a batch: how many groups they worked on and had places for, and what took their time."""
 
     def __init__(self) -> None:
+        self._spent: Counter[str] = Counter()
         self._seconds = {"in_flight": 0.0, "places": 0.0, "in_touch": 0.0}
         self._load = dict.fromkeys(self._seconds, 0.0)
         self._elapsed_s = 0.0
@@ -78,13 +83,22 @@ class Load:
         self._at_s = now_s
         metrics.generator_places.set(places)
 
+    def spent(self, before: GeneratorSeconds, now: GeneratorSeconds) -> None:
+        """Note what one generator's process says it has done, and what it said before."""
+        for activity, seconds in msgspec.structs.asdict(now).items():
+            self._spent[activity] += max(0.0, seconds - getattr(before, activity))
+
     def since_batch(self) -> dict[str, float]:
-        """The means since the last call, their names beginning with `NOW`; the load noted last where no time has passed."""
+        """Since the last call, with names that begin with `NOW`: mean loads, and the seconds of all generators by activity.
+
+        Where no time has passed, the load is the one that was noted last.
+        """
         means = self._load
         if self._elapsed_s > 0:
             means = {name: seconds / self._elapsed_s for name, seconds in self._seconds.items()}
-        self._seconds, self._elapsed_s = dict.fromkeys(self._seconds, 0.0), 0.0
-        return {NOW + name: mean for name, mean in means.items()}
+        told = {NOW + name: float(figure) for name, figure in {**means, **self._spent}.items()}
+        self._seconds, self._elapsed_s, self._spent = dict.fromkeys(self._seconds, 0.0), 0.0, Counter()
+        return told
 
 
 class Gauges:

@@ -20,6 +20,7 @@ import numpy as np
 
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import RequestError
+from asyncgrpo.generators.activities import Activities
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.types import Completion, Discarded, Group, Lease, Rollout, Sampling, Score
@@ -133,12 +134,15 @@ class GroupInFlight:
         decode: Decode,
         redundancy: Redundancy = NO_REDUNDANCY,
         reward_works: Callable[[], Awaitable[None]] | None = None,
+        activities: Activities | None = None,
     ) -> None:
         """
         Args:
             reward_works: returns once the reward is known to work. Where too few completions have a score for the group
                 to be kept, it is awaited, and those that failed are scored once more. None: they are not.
+            activities: is told which completions are sampled and scored.
         """
+        self._activities = activities or Activities()
         self._reward_works = reward_works
         self._may_score_again = reward_works is not None
         self._is_scoring_again = False
@@ -312,13 +316,17 @@ class GroupInFlight:
         sampling = _greedy(self._lease.sampling) if launched == self._baseline else self._lease.sampling
         owed = dict(enumerate(launched))
         token_ids = self._lease.prompt.token_ids
+        self._activities.begin("generate", len(owed))
         try:
             async for completion in self._engine.generate(request_id, token_ids, len(launched), sampling, seed):
+                self._activities.end("generate")
                 self._sampled(owed.pop(completion.index), completion, seed + completion.index, "the engine ended it")
         except RequestError as error:
             self._refusal = error
             for index, one in owed.items():
                 self._sampled(one, _nothing(index), seed + index, str(error))
+        finally:
+            self._activities.end("generate", len(owed))
 
     def _sampled(self, one: Launched, completion: Completion, seed: int, why: str) -> None:
         one.completion, one.seed = completion, seed
@@ -346,7 +354,8 @@ class GroupInFlight:
         self._request(request_id, [one], retry_seed(self._lease.seed, one.index, one.num_retries))
 
     async def _reward_of(self, completion: Completion) -> Score:
-        return await self._reward.score(self._lease.prompt, self._decode(completion.token_ids.tolist()))
+        with self._activities.during("reward"):
+            return await self._reward.score(self._lease.prompt, self._decode(completion.token_ids.tolist()))
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._requests[request_id]

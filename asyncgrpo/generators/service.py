@@ -12,7 +12,6 @@ learner were started again, the engine stays: its requests are dropped, and it w
 import asyncio
 import concurrent.futures
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from asyncgrpo import metrics
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
+from asyncgrpo.generators.activities import Activities
 from asyncgrpo.generators.rollout import NO_REDUNDANCY, Decode, GivenUp, GroupInFlight, Redundancy, TooFewCompletions
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
@@ -127,6 +127,7 @@ class GeneratorService:
         try:
             with metrics.waiting("engine"):
                 await self._engine.start(UNPUBLISHED)
+            self._activities = Activities(self._loop.time)
             while not self._is_over:
                 await self._serve()
         finally:
@@ -214,7 +215,13 @@ class GeneratorService:
                 # A buffer that lost touch with this generator frees its leases, and may grant the same ones again.
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
                     group = GroupInFlight(
-                        lease, self._engine, self._reward, self._decode, self._redundancy, self._reward.works
+                        lease,
+                        self._engine,
+                        self._reward,
+                        self._decode,
+                        self._redundancy,
+                        self._reward.works,
+                        self._activities,
                     )
                     task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
                     self._working[lease.lease_id] = Work(group, task)
@@ -287,8 +294,6 @@ class GeneratorService:
             started = self._loop.time()
             self.progress.tick()
             await asyncio.sleep(HEARTBEAT_S)
-            activity = "generate" if self._working else "idle"
-            metrics.generator_seconds_total.labels(activity=activity).inc(self._loop.time() - started)
             if receiver.failure is not None:
                 raise WeightsError(f"{self._id} cannot take weights any more") from receiver.failure
             await self._send_serving()
@@ -330,7 +335,13 @@ class GeneratorService:
         await self._send_serving()
 
     async def _send_serving(self) -> None:
-        await self._send(Serving(generator_id=self._id, version=self._version, rewards=self._reward.health))
+        message = Serving(
+            generator_id=self._id,
+            version=self._version,
+            rewards=self._reward.health,
+            seconds=self._activities.seconds(),
+        )
+        await self._send(message)
 
     async def _send(self, message: Message) -> None:
         await self._client.send(message)
@@ -346,13 +357,12 @@ class GeneratorService:
             raise EngineError(f"the engine did not load {version} within {self._load_timeout_s:.0f} s") from error
 
     async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
-        started = time.monotonic()
         partial = self._merger is not None  # tensors that are not adapted stay as the engine loaded them at its start
-        await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv, partial=partial)
-        checksum = await self._engine.checksum()
+        with self._activities.during("weights"):
+            await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv, partial=partial)
+            checksum = await self._engine.checksum()
         self._version = version
         metrics.generator_policy_version.set(version.number)
-        metrics.generator_seconds_total.labels(activity="weights").inc(time.monotonic() - started)
         await self._send_serving()
         return checksum
 

@@ -307,6 +307,9 @@ class Recorder:
         }
 
 
+_OF_GENERATORS = ("in_touch", "places", "in_flight", "generate", "reward", "weights", "idle")
+
+
 def _figures(counters: Mapping[str, float]) -> dict[str, Any]:
     """What the buffer told of the batch and of the time since the one before, as fields of the step; {} if nothing."""
     told = {name.removeprefix(_NOW): figure for name, figure in counters.items() if name.startswith(_NOW)}
@@ -316,7 +319,7 @@ def _figures(counters: Mapping[str, float]) -> dict[str, Any]:
     fields["wanted"] = int(told["wanted"]) if "wanted" in told else None
     if "ready_seconds" in told:
         fields["ready_seconds"] = told["ready_seconds"]
-    generators = {name: told[name] for name in ("in_touch", "places", "in_flight") if name in told}
+    generators = {name: told[name] for name in _OF_GENERATORS if name in told}
     return fields | ({"generators": generators} if generators else {})
 
 

@@ -94,8 +94,8 @@ _STEP = {
     "wanted": _may(int | None, "groups that `buffer.admission` wanted under way; null: as many as there are slots"),
     "under_way": _may(int, "groups leased or ready when the batch was taken, its own included"),
     "ready_seconds": _may(float, "mean time that the groups of the batch had waited ready"),
-    "generators": _may(_Numbers, "means since the batch before: generators in_touch, the groups that they have places for, "
-        "and groups in_flight"),
+    "generators": _may(_Numbers, "since the batch before: mean number in_touch, of groups that they have places for, and of "
+        "groups in_flight; seconds of all of them that went to generate, only to reward, to weights, and idle"),
     "completions": _may(int, "completions in the trained groups"),
     "zero_signal_groups": _may(int, "trained groups whose advantages are all 0, as where all completions have one reward"),
     "signal_share": _may(float, "how many of the groups that are solved or have a signal have one; the learning rate follows"),

@@ -211,6 +211,14 @@ class Progress:
         spent = seconds_by_activity(self.steps[-last_steps:] if last_steps else self.steps)
         return {activity: seconds / spent.total() for activity, seconds in spent.items()} if spent.total() > 0 else {}
 
+    def generator_shares(self, last_steps: int | None = None) -> dict[str, float]:
+        """The share of the generators' time by activity, over all steps or the last ones; {} if none tells."""
+        spent: Counter[str] = Counter()
+        for step in self.steps[-last_steps:] if last_steps else self.steps:
+            told = step.get("generators") or {}
+            spent.update({what: told[what] for what in ("generate", "reward", "weights", "idle") if what in told})
+        return {what: seconds / spent.total() for what, seconds in spent.items()} if spent.total() > 0 else {}
+
     def untrained(self, how: Literal["dropped", "filtered"]) -> Counter[str]:
         """Groups of the whole run that were dropped or filtered, by reason."""
         counts: Counter[str] = Counter()

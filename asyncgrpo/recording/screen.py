@@ -102,7 +102,7 @@ class Screen:
         body = Table.grid(expand=True, padding=(0, 1))
         body.add_column(ratio=3)
         body.add_column(ratio=2)
-        body.add_row(_panel("reward", _RewardPlot(progress)), _panel("now", _numbers(progress)))
+        body.add_row(_panel("reward", _RewardPlot(progress)), _panel("now", _numbers(progress), _generators(progress)))
         body.add_row(
             _panel("learner's time", _time_bars(progress), _under_way(progress)),
             _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress), _lags(progress)),
@@ -189,6 +189,11 @@ def _numbers(progress: Progress) -> RenderableType:
     table.add_row("generated", f"{thousands(last.get('tokens_generated') or 0)}  {thousands(generated)}/s")
     table.add_row("trained", f"{thousands(progress.tokens_trained())}  {thousands(trained)}/s")
     return table
+
+
+def _generators(progress: Progress) -> str | None:
+    shares = progress.generator_shares(RECENT)
+    return f"sampling {shares.get('generate', 0):.0%}, scoring {shares.get('reward', 0):.0%}" if shares else None
 
 
 def _time_bars(progress: Progress) -> RenderableType:

@@ -160,7 +160,15 @@ def _admission(progress: Progress) -> list[tuple[str, str]]:
     of = f"{wanted:.1f} wanted" if wanted is not None else f"{progress.mean('slots'):.1f} slots"
     said = f"mean {under_way:.1f} groups of {of}"
     rows = [("under way", said + (f"; a group waits ready {ready:.2f} s" if ready is not None else ""))]
-    return rows + [("generators", enough) for enough in [enough_line(progress)] if enough]
+    found = [text for text in (_generators(progress), enough_line(progress)) if text]
+    return rows + [("" if place else "generators", text) for place, text in enumerate(found)]
+
+
+def _generators(progress: Progress) -> str | None:
+    shares = progress.generator_shares()
+    named = {"generate": "sampling", "reward": "only scoring", "weights": "changing weights", "idle": "idle"}
+    said = ", ".join(f"{words} {shares.get(what, 0.0):.0%}" for what, words in named.items())
+    return f"{said} of their time" if shares else None
 
 
 def _tokens(progress: Progress) -> str:

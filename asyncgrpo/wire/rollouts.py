@@ -8,6 +8,7 @@ from asyncgrpo.types import (
     Count,
     Discarded,
     FinishReason,
+    GeneratorSeconds,
     Lease,
     Name,
     PolicyVersion,
@@ -43,6 +44,7 @@ class Serving(Message):
     version: PolicyVersion | None
     """None: no published weights yet."""
     rewards: RewardHealth = RewardHealth()
+    seconds: GeneratorSeconds = GeneratorSeconds()
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

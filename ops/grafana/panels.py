@@ -96,8 +96,8 @@ ROWS: dict[str, list[Panel]] = {
         ),
         number(
             "Generators busy",
-            "Share of the generators' time with a completion being sampled. Below 90 % with a learner that does not wait: "
-            "fewer generators would do.",
+            "Share of the generators' time in which they sample at least one completion. Low while the learner waits: see What "
+            "generators do for what they do instead.",
             "percentunit",
             {"busy": share("asyncgrpo_generator_seconds_total", 'activity="generate"')},
             decimals=0,
@@ -393,8 +393,9 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "What generators do",
-            "Share of their time. Idle means that no lease was to be had: the bound holds them, or prompts have run "
-            "out.",
+            "Share of their time. generate: at least one completion is sampled; reward: there is nothing to do but score, "
+            "so raise reward.workers or make the function faster; idle: no lease was to be had, because admission or the bound "
+            "holds them, or prompts have run out.",
             "percentunit",
             {
                 "{{activity}}": "sum by (activity) (rate(asyncgrpo_generator_seconds_total[$__rate_interval]))"
@@ -402,6 +403,12 @@ ROWS: dict[str, list[Panel]] = {
             },
             stacked=True,
             top=1,
+        ),
+        Panel(
+            "Completions at once",
+            "Completions sampled, and scored or waiting for it, on average. More scored than sampled: the reward is too slow.",
+            "none",
+            {"{{activity}}": "sum by (activity) (rate(asyncgrpo_completion_seconds_total[$__rate_interval]))"},
         ),
         Panel(
             "Groups in flight",

@@ -6,7 +6,7 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.types import Sampling
+from asyncgrpo.types import GeneratorSeconds, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import Batch, Grant, Published, Register, Serving, Take
@@ -97,6 +97,26 @@ def test_a_batch_tells_how_many_groups_were_in_flight_on_average_since_the_one_b
     process.hear(Published(version=v(1)))
     process.wait(1.0)
     assert abs(process.take(1)["now_in_flight"] - 4) < 0.2, "what was before the last batch does not count again"
+
+
+def test_a_batch_tells_what_the_generators_did_since_the_one_before():
+    process = Process(max_lag=3)
+
+    def beat(name: str, incarnation: str = "i", **seconds: float) -> None:
+        process.hear(Serving(generator_id=name, version=v(0), seconds=GeneratorSeconds(**seconds)), peer=name)
+
+    beat("0", generate=5.0, idle=100.0)
+    beat("1", generate=2.0, reward=6.0)
+    beat("0", generate=9.0, weights=0.5, idle=101.0)
+    process.deliver(4)
+    told = process.take()
+    assert [told[f"now_{what}"] for what in ("generate", "reward", "weights", "idle")] == [11.0, 6.0, 0.5, 101.0]
+    process.hear(Published(version=v(1)))
+    beat("1", generate=3.0, reward=6.5)
+    process.hear(Register(protocol=PROTOCOL, generator_id="0", incarnation="j", window=4), peer="0")
+    beat("0", generate=1.0, idle=0.25)  # a new process counts from 0
+    told = process.take(1)
+    assert [told[f"now_{what}"] for what in ("generate", "reward", "weights", "idle")] == [2.0, 0.5, 0.0, 0.25]
 
 
 def test_metrics_show_the_bound_the_slots_and_what_is_wanted():

@@ -9,11 +9,12 @@ import pytest
 from asyncgrpo.buffer.groups import group_seed
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
+from asyncgrpo.generators.activities import Activities
 from asyncgrpo.generators.rollout import NO_REDUNDANCY, Redundancy
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import HOLD_S, Breaker
-from asyncgrpo.types import Lease, Prompt, Sampling, Score
+from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
@@ -31,6 +32,7 @@ from asyncgrpo.wire.rollouts import (
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import GeneratorLine
 from tests.simulation.nodes import Receiver
+from tests.test_metrics import value
 
 LEASE = Lease(
     lease_id="1.0.0",
@@ -144,6 +146,68 @@ def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
     generator.hear(Shutdown())
     loop.run_until(30.0)
     assert task.done() and task.exception() is None
+
+
+class SlowReward(FixedReward):
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+        await asyncio.sleep(20.0)
+        return Score(value=1.0)
+
+
+def test_time_is_told_by_what_was_done_so_that_a_slow_reward_does_not_look_like_a_busy_engine():
+    loop, generator = VirtualLoop(), Generator(reward=SlowReward())  # type: ignore[abstract]
+    before = {what: value("completion_seconds_total", activity=what) for what in ("generate", "reward")}
+    task = loop.create_task(generator.run())
+    loop.run_until(10.0)
+    generator.hear(
+        Grant(lease=LEASE)
+    )  # two completions of four tokens, a second each; then 40 s of scoring, one by one
+    loop.run_until(14.5)
+    loop.create_task(generator._swap([], PolicyVersion(1, 1)))
+    loop.run_until(100.0)
+    assert len(generator.delivered) > 0
+    told = [message.seconds for message in generator.sent if isinstance(message, Serving)][-1]
+    assert (round(told.generate), round(told.reward), told.weights) == (4, 40, 0.0), told
+    assert abs(told.generate + told.reward + told.weights + told.idle - 100) < 1.5
+    at_once = {what: value("completion_seconds_total", activity=what) - was for what, was in before.items()}
+    assert (round(at_once["generate"]), round(at_once["reward"])) == (8, 20 + 40), "each completion counts"
+    assert value("generator_seconds_total", activity="reward") > 39
+    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
+    generator.hear(Shutdown())
+    loop.run_until(130.0)
+    assert task.done() and task.exception() is None
+
+
+def test_what_was_cancelled_takes_no_time_any_more():
+    loop, generator = VirtualLoop(), Generator(reward=SlowReward())  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    generator.hear(Grant(lease=msgspec.structs.replace(LEASE, lease_id="1.1.0", group_id="1.1", prompt_index=1)))
+    loop.run_until(2.5)
+    generator.hear(Cancel(lease_ids=("1.0.0",), reason="stale"))
+    loop.run_until(6.5)  # the other one is being scored
+    generator.hear(Cancel(lease_ids=("1.1.0",), reason="stale"))
+    loop.run_until(60.0)
+    told = [message.seconds for message in generator.sent if isinstance(message, Serving)][-1]
+    assert told.generate < 6 and told.reward < 4 and told.idle > 48, told
+    generator.hear(Shutdown())
+    loop.run_until(70.0)
+    assert task.done()
+
+
+def test_a_change_of_weights_takes_time_of_its_own():
+    clock = [0.0]
+    activities = Activities(lambda: clock[0])
+    activities.begin("generate", 3)
+    clock[0] = 10.0
+    with activities.during("weights"):
+        clock[0] = 12.0
+    activities.end("generate", 2)
+    clock[0] = 15.0
+    activities.end("generate", 1)
+    clock[0] = 16.0
+    assert activities.seconds() == GeneratorSeconds(generate=13.0, weights=2.0, idle=1.0)
 
 
 def test_an_engine_that_hangs_ends_its_generator():

@@ -30,6 +30,8 @@ def one_group(rng: random.Random) -> None:
     metrics.generate_seconds.observe(rng.uniform(0.05, 0.2))
     metrics.generator_seconds_total.labels(activity="generate").inc(0.02)
     metrics.generator_seconds_total.labels(activity="idle").inc(0.002)
+    metrics.completion_seconds_total.labels(activity="generate").inc(0.02 * COMPLETIONS)
+    metrics.completion_seconds_total.labels(activity="reward").inc(0.002 * COMPLETIONS)
     for _ in range(COMPLETIONS):
         tokens = rng.randrange(4, 60)
         metrics.tokens_generated_total.inc(tokens)

@@ -349,6 +349,16 @@ def test_the_page_and_the_summary_tell_how_many_groups_are_under_way_and_how_lon
     assert "under way" not in page([START, step(1)]) + summary([START, step(1)])
 
 
+def test_the_page_and_the_summary_tell_what_generators_do():
+    busy = {"generate": 1.5, "reward": 0.25, "weights": 0.05, "idle": 0.2}
+    events = [START, flow(1), *(flow(n, generators=generators(30) | busy) for n in range(2, 4))]
+    assert "sampling 75%, scoring 12%" in page(events)
+    assert "generators    sampling 75%, only scoring 12%, changing weights 2%, idle 10% of their time\n" in summary(
+        events
+    )
+    assert "sampling" not in page([START, flow(1)]) + summary([START, step(1)])
+
+
 IDLE = "about 1 of 4 generators would do: buffer.admission=fresh begins no more groups than the learner needs"
 
 

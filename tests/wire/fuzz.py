@@ -131,9 +131,10 @@ class Plane:
             self.end_the_others()
         self._register("bad")
         self._register("good")
-        for lease in self.leases("good-0"):
+        leases = self.leases("good-0")
+        self.net.sent["good-0"].clear()  # before it delivers, for that brings it new leases
+        for lease in leases:
             self.hear("good-0", *delivery_of(lease, version))
-        self.net.sent["good-0"].clear()
         if self.buffer.count(State.READY) >= PER_STEP:
             self.hear("learner", Take(step=self.step, version=version))
         for message, payload in self.net.sent.pop("learner", ()):
