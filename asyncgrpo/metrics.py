@@ -34,7 +34,8 @@ from asyncgrpo import __version__
 
 # -- the metrics -------------------------------------------------------------------------------------------------------
 
-Role = Literal["buffer", "generator", "learner", "driver"]
+Role = Literal["buffer", "generator", "learner", "rank", "driver"]
+"""`learner` is its rank 0, which sets the learner's metrics; the others are `rank`, for they would export zeros."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
 PREFIX = "asyncgrpo_"
@@ -440,7 +441,9 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
 
     Args:
         run_dir: run folder; its name becomes the label `run`.
-        targets: `role` or `role-rank` to (host, port); role and rank become labels. Empty: the run has ended.
+        targets: `role` or `role-rank` to (host, port); role and rank become labels. Empty: the run has ended. The label
+            `instance` is made of them too, and not of the port: a process that starts again goes on with the series of
+            the one before it.
     Returns:
         The file, which does not exist if there are no targets.
     """
@@ -452,7 +455,8 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
     for who, (host, port) in sorted(targets.items()):
         role, _, rank = who.partition("-")
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        entries.append({"targets": [address], "labels": {"run": path.stem, "role": role, "rank": rank or "0"}})
+        labels = {"run": path.stem, "role": role, "rank": rank or "0", "instance": f"{role}-{rank or 0}"}
+        entries.append({"targets": [address], "labels": labels})
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")

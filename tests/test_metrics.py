@@ -62,6 +62,9 @@ def test_every_metric_is_exported_by_some_role_and_by_its_own_only():
         family = next(iter(metric.collect())).name
         assert any(family in names for names in exported.values()), name
     shared = exported["buffer"] & exported["generator"] & exported["learner"] & exported["driver"]
+    assert exported["rank"] == shared, (
+        "a rank above 0 would export zeros, and the time of a last step that never changes"
+    )
     assert shared == {"asyncgrpo_build", "asyncgrpo_waiting_seconds"}
     for role, others in (("learner", "buffer"), ("generator", "learner"), ("buffer", "generator")):
         assert exported[role] & exported[others] == shared

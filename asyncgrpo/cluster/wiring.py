@@ -148,7 +148,8 @@ def _begin(
     logs.setup(role, rank, setup.run_dir)
     name = role if rank is None else f"{role}-{rank}"
     Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, loop_age_s=loop_age_s, **heart)
-    return host, metrics.serve(role, host=host, token=setup.metrics_token)
+    exports = "rank" if role == "learner" and rank else role
+    return host, metrics.serve(exports, host=host, token=setup.metrics_token)
 
 
 def uses_cuda(config: Config) -> bool:

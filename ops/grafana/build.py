@@ -29,6 +29,15 @@ def in_run(expression: str) -> str:
     return re.sub(r"(?P<name>asyncgrpo_\w+)(?:\{(?P<labels>[^}]*)\})?", restrict, expression)
 
 
+def one_line_each(expression: str, legend: str) -> str:
+    """The expression with one line for each legend, whichever processes have exported it, and without points that are NaN."""
+    if not re.search(r"\b(sum|max|min|avg|count)\b", expression):
+        labels = ", ".join(re.findall(r"{{(\w+)}}", legend))
+        expression = f"max by ({labels}) ({expression})" if labels else f"max({expression})"
+    may_be_nan = "/" in expression or "histogram_quantile" in expression or "reward_mean" in expression
+    return f"({expression}) > -Inf" if may_be_nan else expression
+
+
 def _targets(panel: Panel) -> list[dict[str, Any]]:
     # Numbers and bars show one value over the chosen time, graphs show all values.
     instant = panel.kind != "timeseries"
@@ -37,7 +46,7 @@ def _targets(panel: Panel) -> list[dict[str, Any]]:
         target = {
             "datasource": DATASOURCE,
             "refId": chr(ord("A") + i),
-            "expr": in_run(expression),
+            "expr": in_run(one_line_each(expression, legend)),
             "legendFormat": legend,
             "instant": instant,
             "range": not instant,

@@ -2,8 +2,8 @@
 
     python ops/grafana/check.py http://127.0.0.1:9090 --run demo --last 300
 
-Exits with 1 and lists the panels that would be empty: Prometheus refuses their query, or has no finite point in the time
-asked for. Only the standard library is needed.
+Exits with 1 and lists the panels that would be empty, or could not be read: Prometheus refuses their query, has no finite
+point in the time asked for, or has several lines of one name. Only the standard library is needed.
 """
 
 import argparse
@@ -31,19 +31,18 @@ def ask(url: str, path: str, **params: Any) -> Any:
         raise RuntimeError(json.load(error).get("error", str(error))) from error
 
 
-def queries(board: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every target of the board, as (panel and legend, expression)."""
+def queries(board: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Every target of the board, as (panel, legend, expression)."""
     return [
-        (f"{panel['title']} / {target['legendFormat']}", target["expr"])
+        (panel["title"], target["legendFormat"], target["expr"])
         for panel in board["panels"]
         for target in panel.get("targets", [])
     ]
 
 
-def fill_in(expression: str, run: str, last_s: int, rate_s: int) -> str:
-    """The expression with Grafana's variables filled in."""
-    values = {"run": run, "__rate_interval": f"{rate_s}s", "__range": f"{last_s}s"}
-    return re.sub(r"\$(\w+)", lambda match: values[match[1]], expression)
+def fill_in(text: str, values: dict[str, str]) -> str:
+    """The text with each `$name` replaced by its value; without one, by nothing."""
+    return re.sub(r"\$(\w+)", lambda match: values.get(match[1], ""), text)
 
 
 def has_finite_point(result: list[dict[str, Any]]) -> bool:
@@ -51,8 +50,14 @@ def has_finite_point(result: list[dict[str, Any]]) -> bool:
     return any(math.isfinite(float(value)) for series in result for _, value in series["values"])
 
 
-def problem_of(url: str, expression: str, last_s: int, known: set[str]) -> str | None:
-    """Why this query shows nothing, or None."""
+def twin(result: list[dict[str, Any]], legend: str) -> str | None:
+    """The name that several lines of the result have; None if each has its own."""
+    names = [fill_in(re.sub(r"{{(\w+)}}", r"$\1", legend), line["metric"]) for line in result]
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def problem_of(url: str, expression: str, legend: str, last_s: int, known: set[str]) -> str | None:
+    """Why this query shows nothing, or nothing that can be read; or None."""
     end = time.time()
     try:
         result = ask(url, "query_range", query=expression, start=end - last_s, end=end, step=max(1, last_s // 120))[
@@ -60,6 +65,8 @@ def problem_of(url: str, expression: str, last_s: int, known: set[str]) -> str |
         ]
     except RuntimeError as error:
         return f"refused: {error}"
+    if (name := twin(result, legend)) is not None:
+        return f"several lines named {name!r}"
     if has_finite_point(result):
         return None
     unknown = sorted(set(re.findall(r"asyncgrpo_\w+", expression)) - known)
@@ -67,7 +74,7 @@ def problem_of(url: str, expression: str, last_s: int, known: set[str]) -> str |
 
 
 def check(url: str, run: str = ".+", last_s: int = 600, rate_s: int = 30, may_be_empty: str = "^$") -> list[str]:
-    """One line for each query that shows nothing.
+    """One line for each query that shows nothing, or several lines of one name.
 
     Args:
         run: regular expression of the label `run`.
@@ -76,11 +83,12 @@ def check(url: str, run: str = ".+", last_s: int = 600, rate_s: int = 30, may_be
         may_be_empty: regular expression of expressions that may be empty, such as evaluation in a run without one.
     """
     known = set(ask(url, "label/__name__/values"))
+    of_grafana = {"run": run, "__rate_interval": f"{rate_s}s", "__range": f"{last_s}s"}
     found = []
-    for where, expression in queries(json.loads(BOARD.read_text(encoding="utf-8"))):
-        problem = problem_of(url, fill_in(expression, run, last_s, rate_s), last_s, known)
+    for title, legend, expression in queries(json.loads(BOARD.read_text(encoding="utf-8"))):
+        problem = problem_of(url, fill_in(expression, of_grafana), legend, last_s, known)
         if problem and not (problem.startswith("empty") and re.search(may_be_empty, expression)):
-            found.append(f"{where}: {problem}\n    {expression}")
+            found.append(f"{title} / {legend}: {problem}\n    {expression}")
     return found
 
 

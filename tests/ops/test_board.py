@@ -93,46 +93,70 @@ def test_board_shows_every_metric_that_we_export():
 
 
 def test_check_fills_in_grafanas_variables():
-    filled = check.fill_in('rate(x{run=~"$run"}[$__rate_interval]) + y[$__range]', "demo", 300, 20)
+    values = {"run": "demo", "__rate_interval": "20s", "__range": "300s"}
+    filled = check.fill_in('rate(x{run=~"$run"}[$__rate_interval]) + y[$__range]', values)
     assert filled == 'rate(x{run=~"demo"}[20s]) + y[300s]'
 
 
-@pytest.fixture
-def prometheus(tmp_path):
-    """URL of a Prometheus that scrapes, with our rules, discovery and token, a process that exports our metrics."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed")
-    token = token_beside(tmp_path / "runs" / "sim")
-    run = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("simulated_run.py"), token],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(OPS.parent)},
-    )
-    assert run.stdout
-    write_targets(tmp_path / "runs" / "sim", {"learner-0": ("127.0.0.1", int(run.stdout.readline()))})
-    ours = (OPS / "prometheus" / "nodes.yml").read_text(encoding="utf-8")
-    ours = ours.replace("scrape_interval: 5s", "scrape_interval: 1s").replace("../../runs", "runs")
-    (tmp_path / "prometheus.yml").write_text(ours)
-    shutil.copy(OPS / "prometheus" / "alerts.yml", tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    server = subprocess.Popen(
-        [
+class Watched:
+    """A Prometheus that scrapes, with our rules, discovery and token, a process that exports the metrics of all roles."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "runs" / "sim"
+        self._token = token_beside(self.run_dir)
+        self._processes: list[subprocess.Popen[str]] = []
+        self.start_run()
+        ours = (OPS / "prometheus" / "nodes.yml").read_text(encoding="utf-8")
+        ours = ours.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
+            "refresh_interval: 5s", "refresh_interval: 1s"
+        )
+        (folder / "prometheus.yml").write_text(ours.replace("../../runs", "runs"))
+        shutil.copy(OPS / "prometheus" / "alerts.yml", folder)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.url = f"http://{address}"
+        self._start(
             "prometheus",
-            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--config.file={folder / 'prometheus.yml'}",
             f"--web.listen-address={address}",
-            f"--storage.tsdb.path={tmp_path / 'tsdb'}",
-        ],
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield f"http://{address}"
-    finally:
-        for process in (server, run):
+            f"--storage.tsdb.path={folder / 'tsdb'}",
+            stderr=subprocess.DEVNULL,
+        )
+
+    def start_run(self) -> None:
+        """Start the process, or another one in its place, on another port."""
+        if self._processes:
+            self._processes[0].kill()
+        run = self._start(sys.executable, str(Path(__file__).with_name("simulated_run.py")), self._token)
+        assert run.stdout
+        write_targets(self.run_dir, {"learner-0": ("127.0.0.1", int(run.stdout.readline()))})
+
+    def series(self) -> int:
+        """How many series of ours there were in the last minutes, whether they go on or not."""
+        return len(check.ask(self.url, "series", **{"match[]": '{__name__=~"asyncgrpo_.+"}'}))
+
+    def end(self) -> None:
+        for process in self._processes:
             process.kill()
             process.wait()
+
+    def _start(self, *command: str, **streams: Any) -> "subprocess.Popen[str]":
+        environment = os.environ | {"PYTHONPATH": str(OPS.parent)}
+        process = subprocess.Popen(command, text=True, env=environment, **{"stdout": subprocess.PIPE, **streams})
+        self._processes.append(process)
+        return process
+
+
+@pytest.fixture
+def watched(tmp_path):
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed")
+    watched = Watched(tmp_path)
+    try:
+        yield watched
+    finally:
+        watched.end()
 
 
 def wait_for_steps(url: str, count: int, deadline_s: float = 60) -> None:
@@ -150,24 +174,34 @@ def wait_for_steps(url: str, count: int, deadline_s: float = 60) -> None:
 
 
 @pytest.mark.slow
-def test_every_panel_of_a_healthy_run_shows_something(prometheus: str, capsys, monkeypatch):
-    wait_for_steps(prometheus, 5)
-    assert check.check(prometheus, run="sim", last_s=60, rate_s=10) == []
-    assert check.ask(prometheus, "label/run/values") == ["sim"]
-    monkeypatch.setattr(sys, "argv", ["check.py", prometheus, "--run", "sim", "--last", "60", "--rate", "10"])
+def test_every_panel_shows_something_and_each_line_once_also_after_a_restart(watched: Watched, capsys, monkeypatch):
+    wait_for_steps(watched.url, 5)
+    before = watched.series()
+    watched.start_run()
+    wait_for_steps(watched.url, 12)
+    assert watched.series() == before > 100, "a process that starts again goes on with the series of the one before"
+    assert check.check(watched.url, run="sim", last_s=60, rate_s=10) == []
+    assert check.ask(watched.url, "label/run/values") == ["sim"]
+    monkeypatch.setattr(sys, "argv", ["check.py", watched.url, "--run", "sim", "--last", "60", "--rate", "10"])
     assert check.main() == 0
     assert "show something" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_check_names_the_panels_that_are_empty_or_refused(prometheus, monkeypatch, tmp_path, capsys):
-    wait_for_steps(prometheus, 3)
-    assert len(check.check(prometheus, run="no-such-run", last_s=60)) > 30
-    bad = {"panels": [{"title": "bad", "targets": [{"legendFormat": "x", "expr": "rate("}]}]}
-    bad["panels"].append({"title": "gone", "targets": [{"legendFormat": "y", "expr": "asyncgrpo_gone_total"}]})
+def test_check_names_the_panels_that_are_empty_or_refused_or_show_a_line_twice(watched, monkeypatch, tmp_path, capsys):
+    wait_for_steps(watched.url, 3)
+    assert len(check.check(watched.url, run="no-such-run", last_s=60)) > 30
+    asked = {
+        "bad": ("x", "rate("),
+        "gone": ("y", "asyncgrpo_gone_total"),
+        "twice": ("{{role}}", "asyncgrpo_groups_total"),
+        "hollow": ("z", "0 * asyncgrpo_learner_step / 0"),
+    }
+    bad = {"panels": [{"title": t, "targets": [{"legendFormat": name, "expr": e}]} for t, (name, e) in asked.items()]}
     monkeypatch.setattr(check, "BOARD", tmp_path / "bad.json")
     check.BOARD.write_text(json.dumps(bad))
-    monkeypatch.setattr(sys, "argv", ["check.py", prometheus])
+    monkeypatch.setattr(sys, "argv", ["check.py", watched.url])
     assert check.main() == 1
     said = capsys.readouterr().out
     assert "bad / x: refused: " in said and "gone / y: empty: Prometheus has never seen asyncgrpo_gone_total" in said
+    assert "twice / {{role}}: several lines named 'learner'" in said and "hollow / z: empty: no finite point" in said

@@ -5,13 +5,16 @@ import json
 from asyncgrpo.metrics import targets_path, write_targets
 
 
-def test_a_target_carries_run_role_and_rank(tmp_path):
+def test_a_target_carries_run_role_and_rank_and_a_name_that_no_port_is_in(tmp_path):
     targets = {"generator-1": ("127.0.0.1", 9001), "buffer": ("::1", 9002)}
     path = write_targets(tmp_path / "demo", targets)
     assert path == tmp_path / "prometheus" / "demo.json"
     assert json.loads(path.read_text()) == [
-        {"targets": ["[::1]:9002"], "labels": {"run": "demo", "role": "buffer", "rank": "0"}},
-        {"targets": ["127.0.0.1:9001"], "labels": {"run": "demo", "role": "generator", "rank": "1"}},
+        {"targets": ["[::1]:9002"], "labels": {"run": "demo", "role": "buffer", "rank": "0", "instance": "buffer-0"}},
+        {
+            "targets": ["127.0.0.1:9001"],
+            "labels": {"run": "demo", "role": "generator", "rank": "1", "instance": "generator-1"},
+        },
     ]
 
 
