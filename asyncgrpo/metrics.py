@@ -430,6 +430,13 @@ class LoopProgress:
 # -- where Prometheus finds the processes ------------------------------------------------------------------------------
 
 
+MISSED: Mapping[str, tuple[str, int]] = {"driver": ("127.0.0.1", 0)}
+"""The targets of a run that gave up or was killed: its driver, at a port where nobody answers. Without them Prometheus would
+know as little of it as of a run that ended in order, and no alert would tell."""
+MISSED_FOR_S = 86400.0
+"""How long a run is missed that is not started again."""
+
+
 def targets_path(run_dir: Path) -> Path:
     """The file with the targets of this run."""
     run_dir = Path(run_dir).absolute()
@@ -441,7 +448,7 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
 
     Args:
         run_dir: run folder; its name becomes the label `run`.
-        targets: `role` or `role-rank` to (host, port); role and rank become labels. Empty: the run has ended. The label
+        targets: `role` or `role-rank` to (host, port); role and rank become labels. Empty: the run ended in order. The label
             `instance` is made of them too, and not of the port: a process that starts again goes on with the series of
             the one before it.
     Returns:
@@ -476,13 +483,21 @@ def token_beside(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def remove_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> None:
-    """Remove the targets of other runs in the same parent folder.
+def retire_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> None:
+    """Have the other runs in the same parent folder `MISSED` that were killed, and forget them after a day.
+
+    Their ports may belong to a process of another run by now.
 
     Args:
         is_over: tells of a run folder whether its run is certainly over.
     """
     own = targets_path(run_dir)
     for path in own.parent.glob("*.json"):
-        if path != own and is_over(own.parent.parent / path.stem):
+        other = own.parent.parent / path.stem
+        if path == own or not is_over(other):
+            continue
+        written_s = path.stat().st_mtime
+        if time.time() - written_s > MISSED_FOR_S:
             path.unlink(missing_ok=True)
+        else:
+            os.utime(write_targets(other, MISSED), (written_s, written_s))

@@ -30,7 +30,7 @@ from asyncgrpo.cluster.wiring import BufferReady, Setup, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
-from asyncgrpo.metrics import remove_targets_beside, token_beside, write_targets
+from asyncgrpo.metrics import MISSED, retire_targets_beside, token_beside, write_targets
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.sockets import Keys, is_loopback
 from asyncgrpo.wire.supervision import EndpointsChanged
@@ -102,17 +102,20 @@ class Run:
             AsyncGRPOError: one sentence that says what ended the run.
         """
         logs.setup("driver", None, self._folder.path)
-        remove_targets_beside(self._folder.path, is_abandoned)
+        retire_targets_beside(self._folder.path, is_abandoned)
         config, before = self._config, self._folder.checkpoint()
         cluster, cpu_only = config.cluster, config.generators.gpus_each == 0
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
         with ray_session(cluster.ray_address, cpu_only, bind=cluster.bind), _on_signals(self._stop):
             self._config = config = decide_device(config)
             placement = Placement(config, learner_on_gpu=uses_cuda(config))
+            targets = MISSED  # unless it ends in order
             try:
                 check_bind_reaches(config, placement.addresses)
                 status = self._keep_going(placement, tell)
+                targets = {}
             except KeyboardInterrupt:
+                targets = {}
                 if self._asked_to_stop > 1:
                     raise
                 status = "drained"  # asked while a core was starting: nothing was trained since the last checkpoint
@@ -126,7 +129,7 @@ class Run:
                 raise AsyncGRPOError(reason) from error
             finally:
                 placement.release()
-                write_targets(self._folder.path, {})
+                write_targets(self._folder.path, targets)
         return Outcome(status, self._folder.path)
 
     def _keep_going(self, placement: Placement, tell: Callable[[str], None]) -> str:
@@ -193,7 +196,7 @@ class Run:
         """Export the driver's metrics. Returns the token that a scrape of any process must send; None: loopback, to anyone."""
         metrics.disk_free_bytes.set_function(lambda: shutil.disk_usage(self._folder.path).free)
         token = None if is_loopback(self._config.cluster.bind) else token_beside(self._folder.path)
-        self._targets["driver"] = host, metrics.serve("driver", host=host, token=token)
+        self._export_from("driver", (host, metrics.serve("driver", host=host, token=token)))
         return token
 
     def _train(

@@ -1,15 +1,17 @@
 """A run folder has one owner, counts its starts, and knows the status of its run."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from asyncgrpo.cluster.folder import RunFolder, hold, is_abandoned, unused
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.metrics import remove_targets_beside, targets_path, write_targets
+from asyncgrpo.metrics import retire_targets_beside, targets_path, write_targets
 from asyncgrpo.recording.events import EventLog
 
 
@@ -36,7 +38,7 @@ time.sleep(1000)
 """
 
 
-def test_targets_of_a_killed_run_are_removed_and_no_others(tmp_path: Path):
+def test_a_killed_run_is_still_missed_for_a_day_and_no_other_run_is_touched(tmp_path: Path):
     processes = {}
     for name in ("killed", "living"):
         process = processes[name] = subprocess.Popen(
@@ -47,9 +49,17 @@ def test_targets_of_a_killed_run_are_removed_and_no_others(tmp_path: Path):
         processes["killed"].kill()
         processes["killed"].wait()
         elsewhere = write_targets(tmp_path / "folder-is-not-here", {"driver": ("127.0.0.1", 1)})
-        remove_targets_beside(tmp_path / "new", is_abandoned)
-        assert not targets_path(tmp_path / "killed").exists()
-        assert targets_path(tmp_path / "living").exists() and elsewhere.exists()
+        killed, living = targets_path(tmp_path / "killed"), targets_path(tmp_path / "living")
+        before, two_hours_ago = living.read_text(), time.time() - 7200
+        os.utime(killed, (two_hours_ago, two_hours_ago))
+        retire_targets_beside(tmp_path / "new", is_abandoned)
+        (entry,) = json.loads(killed.read_text())
+        assert entry["targets"] == ["127.0.0.1:0"], "its ports may belong to another run by now"
+        assert entry["labels"] == {"run": "killed", "role": "driver", "rank": "0", "instance": "driver-0"}
+        os.utime(killed, (yesterday := killed.stat().st_mtime - 86400 + 7000, yesterday))
+        retire_targets_beside(tmp_path / "new", is_abandoned)
+        assert not killed.exists(), "by then someone knows, or nobody cares"
+        assert living.read_text() == before and elsewhere.exists()
         with pytest.raises(CheckpointError):
             RunFolder(tmp_path / "living").claim()
     finally:

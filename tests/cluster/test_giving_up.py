@@ -1,13 +1,18 @@
 """A run that is given up waits for the last checkpoint of a living learner, and for nothing else."""
 
+import json
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from asyncgrpo.cluster import run as run_module
 from asyncgrpo.cluster.run import Run
 from asyncgrpo.config.schema import ClusterConfig, Config, DataConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
+from asyncgrpo.metrics import targets_path
 
 
 class Core:
@@ -57,3 +62,50 @@ def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: P
 def test_where_no_learner_lives_nobody_is_asked(tmp_path: Path):
     core = Core(None, can_save=False)
     assert give_up(core, tmp_path) == [] and core.asked == []
+
+
+def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:
+    """A run in which everything but `keep_going` goes well, and that lists a process in between."""
+
+    def listed(run: Run, placement: object, tell: object) -> str:
+        run._export_from("learner-0", ("127.0.0.1", 4711))
+        return keep_going(run)
+
+    monkeypatch.setattr(run_module, "ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr(run_module, "decide_device", lambda config: config)
+    monkeypatch.setattr(run_module, "uses_cuda", lambda config: False)
+    monkeypatch.setattr(run_module, "check_bind_reaches", lambda *_: None)
+    monkeypatch.setattr(run_module, "Placement", lambda *_, **__: SimpleNamespace(addresses=[], release=lambda: None))
+    monkeypatch.setattr(Run, "_keep_going", listed)
+    config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"))
+    run = Run(config, SimpleNamespace(path=folder, checkpoint=lambda: None), "")  # type: ignore[arg-type]
+    run.execute()
+    return run
+
+
+def give_it_up(run: Run) -> str:
+    raise AsyncGRPOError("generator-1 ended too often")
+
+
+def fail(run: Run) -> str:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("how", [give_it_up, fail])
+def test_a_run_that_gives_up_is_still_listed_so_that_monitoring_misses_it(tmp_path: Path, monkeypatch, how):
+    with pytest.raises((AsyncGRPOError, ZeroDivisionError)):
+        execute(tmp_path / "run", monkeypatch, how)
+    (entry,) = json.loads(targets_path(tmp_path / "run").read_text())
+    assert (entry["targets"], entry["labels"]["role"]) == (["127.0.0.1:0"], "driver")
+
+
+def ask_twice(run: Run) -> str:
+    run._asked_to_stop = 2
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", [lambda run: "done", lambda run: "drained", ask_twice])
+def test_a_run_that_ends_as_it_should_is_not_missed(tmp_path: Path, monkeypatch, how):
+    with suppress(KeyboardInterrupt):
+        execute(tmp_path / "run", monkeypatch, how)
+    assert not targets_path(tmp_path / "run").exists()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.metrics import token_beside, write_targets
+from asyncgrpo.metrics import MISSED, token_beside, write_targets
 
 OPS = Path(__file__).parents[2] / "ops"
 
@@ -159,18 +159,23 @@ def watched(tmp_path):
         watched.end()
 
 
-def wait_for_steps(url: str, count: int, deadline_s: float = 60) -> None:
+def wait_for(url: str, query: str, deadline_s: float = 60) -> None:
+    """Wait until the query has a result."""
     until = time.monotonic() + deadline_s
     while time.monotonic() < until:
         try:
             urllib.request.urlopen(f"{url}/-/ready", timeout=5).close()
-            result = check.ask(url, "query", query=f"count_over_time(asyncgrpo_learner_step[5m]) >= {count}")["result"]
+            result = check.ask(url, "query", query=query)["result"]
         except OSError:
             result = []
         if result:
             return
         time.sleep(0.5)
-    raise AssertionError(f"Prometheus has not scraped {count} times within {deadline_s} s")
+    raise AssertionError(f"{query} has no result within {deadline_s} s")
+
+
+def wait_for_steps(url: str, count: int) -> None:
+    wait_for(url, f"count_over_time(asyncgrpo_learner_step[5m]) >= {count}")
 
 
 @pytest.mark.slow
@@ -185,6 +190,8 @@ def test_every_panel_shows_something_and_each_line_once_also_after_a_restart(wat
     monkeypatch.setattr(sys, "argv", ["check.py", watched.url, "--run", "sim", "--last", "60", "--rate", "10"])
     assert check.main() == 0
     assert "show something" in capsys.readouterr().out
+    write_targets(watched.run_dir, MISSED)
+    wait_for(watched.url, 'up{run="sim", role="driver"} == 0')
 
 
 @pytest.mark.slow
