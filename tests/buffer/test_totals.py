@@ -71,10 +71,13 @@ def test_a_group_of_an_earlier_start_has_waited_for_an_unknown_time():
 
 def test_a_batch_tells_the_bound_in_force_and_what_was_under_way_against_what_was_wanted():
     process = Process("fresh", max_lag=3)
-    process.deliver(3)
+    process.deliver(5)
     told = process.take()
     assert (told["now_max_lag"], told["now_slots"]) == (3, 8)
-    assert (told["now_wanted"], told["now_under_way"]) == (process.buffer.wanted, 4)
+    assert told["now_under_way"] == 8 and "now_wanted" not in told, "it begins as eager does"
+    process.hear(Published(version=v(1)))
+    told = process.take(1)  # three groups are in flight, three ready
+    assert (told["now_wanted"], told["now_under_way"]) == (process.buffer.wanted, 6) == (3 + 2, 6)
     process = Process("eager")
     process.deliver(2)
     assert "now_wanted" not in process.take()
@@ -82,7 +85,8 @@ def test_a_batch_tells_the_bound_in_force_and_what_was_under_way_against_what_wa
 
 def test_what_is_wanted_is_never_more_than_there_are_slots():
     buffer = Process("fresh", max_lag=1).buffer
-    buffer._admission.batch_asked(in_flight=20)
+    for _ in range(2):
+        buffer._admission.batch_asked(in_flight=20)
     assert buffer.wanted == 4 == buffer.num_slots
 
 
@@ -121,11 +125,22 @@ def test_a_batch_tells_what_the_generators_did_since_the_one_before():
 
 def test_metrics_show_the_bound_the_slots_and_what_is_wanted():
     process = Process("fresh", max_lag=3)
+    for _ in range(2):
+        process.buffer._admission.batch_asked(in_flight=3)
     process.wait(0.2)
-    assert (value("max_lag_steps"), value("buffer_slots"), value("groups_wanted")) == (3, 8, process.buffer.wanted)
+    assert (value("max_lag_steps"), value("buffer_slots"), value("groups_wanted")) == (3, 8, 5)
     assert value("generator_places") == 8
     Process("eager", max_lag=1).wait(0.2)
     assert (value("max_lag_steps"), value("buffer_slots"), value("groups_wanted")) == (1, 4, 4)
+
+
+def test_a_bound_that_changed_is_told_from_the_next_batch_on():
+    process = Process(max_lag=3)
+    process.buffer.max_lag = 5
+    process.deliver(2)
+    told = process.take()
+    process.wait(0.2)
+    assert (told["now_max_lag"], told["now_slots"]) == (5, 12) == (value("max_lag_steps"), value("buffer_slots"))
 
 
 def test_lags_are_counted_exactly_and_so_is_how_many_were_at_the_bound():
