@@ -187,6 +187,9 @@ learner_seconds_total = _counter(
     activity=LEARNER_ACTIVITIES)
 tokens_trained_total = _counter("tokens_trained_total", "Sampled tokens that an optimizer step has used.", "learner")
 
+zero_signal_groups_total = _counter(
+    "zero_signal_groups_total", "Trained groups whose completions all had one reward: they teach nothing.", "learner")
+
 reward_mean = _gauge("reward_mean", "Mean reward of the completions in the last step.", "learner")
 reward_std = _gauge("reward_std", "Standard deviation of the reward over the completions of the last step.", "learner")
 eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.", "learner")
@@ -216,8 +219,9 @@ logprob_gap_max = _gauge(
     "logprob_gap_max", "Largest |learner - engine| log-prob, nats, on tokens of the current weights.", "learner")
 
 weight_sync_total = _counter(
-    "weight_sync_total", "Publications of weights, by outcome.", "learner",
-    outcome=("ok", "checksum_mismatch", "timeout", "failed"))
+    "weight_sync_total",
+    "Publications of weights: ok, after an attempt that failed (repeated), or without some generators (degraded).", "learner",
+    outcome=("ok", "repeated", "degraded"))
 weight_sync_seconds = _histogram(
     "weight_sync_seconds", "Time of one publication, until every generator has replied.", "learner", buckets=SECONDS)
 weight_sync_bytes_total = _counter("weight_sync_bytes_total", "Weights sent, bytes, each generator counted.", "learner")
@@ -231,6 +235,7 @@ checkpoint_last_success_timestamp_seconds = _gauge(
 
 # -------------------------------------------------------------------------------------------------------------- driver
 
+generators_expected = _gauge("generators_expected", "Generators that the run is to have: generators.count.", "driver")
 actor_restarts_total = _counter(
     "actor_restarts_total", "Processes started again after they ended or were ended, by their role.", "driver",
     actor=("buffer", "generator", "learner"))
@@ -352,6 +357,7 @@ def observe_step(step: Mapping[str, Any]) -> None:
         learner_seconds_total.labels(activity=activity).inc(max(0.0, spent))
     step_seconds.observe(sum(seconds.values()))
     tokens_trained_total.inc(step.get("tokens_trained") or 0)
+    zero_signal_groups_total.inc(step.get("zero_signal_groups") or 0)
     last_step_timestamp_seconds.set_to_current_time()
 
 

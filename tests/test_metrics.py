@@ -87,7 +87,7 @@ def test_label_values_start_at_zero_before_anything_happens():
     metrics.actor_restarts_total.labels(actor="buffer").inc()
     new = just_imported()
     assert value("rejected_frames_total", new, reason="vocabulary") == 0
-    assert value("weight_sync_total", new, outcome="failed") == 0
+    assert value("weight_sync_total", new, outcome="degraded") == 0, "or its first increase would go unseen"
     assert value("actor_restarts_total", new, actor="buffer") == 0
 
 
@@ -133,6 +133,7 @@ def test_a_learner_that_has_not_stepped_yet_counts_from_its_start():
 
 def test_a_step_event_moves_the_learners_metrics():
     before = value("tokens_trained_total"), value("learner_seconds_total", activity="optimizer")
+    without_signal = value("zero_signal_groups_total")
     observed = value("step_seconds_count")
     metrics.kl_reference.set(0.25)
     metrics.observe_step(
@@ -143,6 +144,7 @@ def test_a_step_event_moves_the_learners_metrics():
             "importance_capped": 0.125,
             "kl_reference": None,
             "tokens_trained": 640,
+            "zero_signal_groups": 3,
             "seconds": {"optimizer": 2.0, "wait_data": 1.0},
         }
     )
@@ -154,6 +156,7 @@ def test_a_step_event_moves_the_learners_metrics():
     assert value("tokens_trained_total") - before[0] == 640
     assert value("learner_seconds_total", activity="optimizer") - before[1] == 2.0
     assert value("step_seconds_count") - observed == 1
+    assert value("zero_signal_groups_total") - without_signal == 3
 
 
 def test_a_wait_shows_its_age_while_it_lasts_and_zero_afterwards(monkeypatch):

@@ -70,6 +70,7 @@ class Fleet:
         self._events = events
         self._on_address = on_address
         count = setup.config.generators.count
+        metrics.generators_expected.set(count)
         self._running: dict[int, _Generator] = {}
         self._due: dict[int, float] = dict.fromkeys(range(count), 0.0)
         self._ended_by: dict[int, str] = {}

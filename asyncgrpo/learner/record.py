@@ -207,7 +207,8 @@ class Recorder:
 
     def sync(self, publication: Publication) -> None:
         """A publication that landed."""
-        metrics.weight_sync_total.labels(outcome="degraded" if publication.dropped else "ok").inc()
+        outcome = "degraded" if publication.dropped else "repeated" if publication.attempts > 1 else "ok"
+        metrics.weight_sync_total.labels(outcome=outcome).inc()
         metrics.weight_sync_seconds.observe(publication.seconds)
         metrics.weight_sync_bytes_total.inc(publication.num_bytes * len(publication.generators))
         metrics.generators_in_sync.set(len(publication.generators))

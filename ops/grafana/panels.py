@@ -184,6 +184,18 @@ ROWS: dict[str, list[Panel]] = {
             width=6,
         ),
         Panel(
+            "Groups without signal",
+            "Share of the trained groups whose completions all had one reward: they teach nothing. Near 1: the prompts are "
+            "solved or too hard, or the reward is always the same.",
+            "percentunit",
+            {
+                "without signal": "sum(rate(asyncgrpo_zero_signal_groups_total[5m]))"
+                ' / (sum(rate(asyncgrpo_groups_total{outcome="trained"}[5m])) > 0)'
+            },
+            width=6,
+            top=1,
+        ),
+        Panel(
             "Clipped tokens, signal and learning rate",
             "Share of trained tokens whose ratio was clipped (above 0.2 the steps are too large), share of the "
             "groups that are not hopeless with a signal, and the learning rate, which falls with it (learner.full_lr_signal).",
@@ -464,9 +476,14 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Generators in sync",
-            "Generators that proved by checksum to hold the last version, beside those that Prometheus can scrape.",
+            "Generators that proved by checksum to hold the last version, beside those that Prometheus can scrape and those "
+            "that the run is to have.",
             "none",
-            {"in sync": "asyncgrpo_generators_in_sync", "alive": "count(asyncgrpo_generator_info) or vector(0)"},
+            {
+                "in sync": "asyncgrpo_generators_in_sync",
+                "alive": "count(asyncgrpo_generator_info) or vector(0)",
+                "expected": "asyncgrpo_generators_expected",
+            },
             width=5,
         ),
     ],

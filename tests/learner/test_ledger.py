@@ -12,6 +12,7 @@ from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.text import summary
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.publisher import Publication
+from tests.test_metrics import value
 
 
 class Tokens:
@@ -151,6 +152,16 @@ def test_a_step_tells_the_figures_of_its_batch_and_a_checkpoint_keeps_none_of_th
     assert (one["max_lag"], one["slots"], one["wanted"], one["under_way"], one["ready_seconds"]) == (4, 40, 20, 19, 1.5)
     assert one["generators"] == {"in_touch": 2.0, "places": 64.0, "in_flight": 12.25, "generate": 3.5, "reward": 0.5}
     assert two["wanted"] is None and "ready_seconds" not in two and "generators" not in two
+
+
+@pytest.mark.parametrize(
+    ("attempts", "dropped", "outcome"), [(1, (), "ok"), (2, (), "repeated"), (2, ("generator-1",), "degraded")]
+)
+def test_a_publication_is_counted_by_its_outcome_in_a_series_that_began_at_0(recorder, attempts, dropped, outcome):
+    before = value("weight_sync_total", outcome=outcome)
+    fields = {"version": PolicyVersion(1, 3), "generators": ("generator-0",), "dropped": dropped, "attempts": attempts}
+    recorder().sync(Publication(**fields, seconds=0.1, num_bytes=8, digest="d"))
+    assert value("weight_sync_total", outcome=outcome) == before + 1
 
 
 def test_a_generator_that_is_left_out_was_not_restarted(recorder, tmp_path):

@@ -22,6 +22,7 @@ def start() -> None:
     metrics.generator_places.set(4 * GROUPS)
     metrics.generators_in_sync.set(1)
     metrics.disk_free_bytes.set(1e11)
+    metrics.generators_expected.set(1)
 
 
 def one_group(rng: random.Random) -> None:
@@ -76,6 +77,7 @@ def one_step(rng: random.Random, step: int) -> None:
             "logprob_gap_mean": 1e-7,
             "logprob_gap_max": 2e-6,
             "completion_length_mean": 30.0,
+            "zero_signal_groups": 1,
             "tokens_trained": GROUPS * COMPLETIONS * 30,
             "seconds": {"wait_data": 0.05, "forward_backward": 0.1, "optimizer": 0.02, "publish": 0.01},
         }
