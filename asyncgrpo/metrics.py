@@ -29,6 +29,9 @@ from typing import Any, Literal, get_args
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import prometheus_client as prometheus
+import psutil
+from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from asyncgrpo import __version__
 
@@ -42,7 +45,19 @@ PREFIX = "asyncgrpo_"
 
 _metrics_by_role: dict[Role, list[Any]] = {role: [] for role in ROLES}
 
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600)
+SECONDS = (
+    0.001,
+    0.0015,
+    *(float(f"{n}e{e}") for e in (-3, -2, -1, 0, 1) for n in (2, 3, 5, 7, 10)),
+    150,
+    200,
+    300,
+    500,
+    1000,
+    2000,
+    3600,
+)
+"""The middle of a bucket is within a quarter of what falls into it, where it matters."""
 LAGS = (*range(33), 48, 64, 128)
 """A bucket for each lag, whatever the bound is and however it changes, so that quantiles of it are exact up to 32."""
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -299,6 +314,7 @@ def registry(*roles: Role) -> prometheus.CollectorRegistry:
     collected = prometheus.CollectorRegistry()
     for metric in dict.fromkeys(metric for role in roles for metric in _metrics_by_role[role]):
         collected.register(metric)
+    collected.register(_Processes())
     return collected
 
 
@@ -311,6 +327,34 @@ def names() -> set[str]:
     """Every time series name that a query may use, histogram suffixes included."""
     collected = registry(*ROLES).collect()
     return {sample.name for metric in collected for sample in metric.samples}
+
+
+class _Processes(Collector):
+    """Memory and open files of this process, and of all that it and they have started: engines, reward workers, Ray.
+
+    They are read when they are asked for. Below the driver is the whole run as far as it is on its node.
+    """
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        labels = ("of",)
+        resident = GaugeMetricFamily(PREFIX + "resident_bytes", "Memory that processes hold, bytes.", labels=labels)
+        files = GaugeMetricFamily(PREFIX + "open_files", "Open file descriptors of processes.", labels=labels)
+        count = GaugeMetricFamily(PREFIX + "processes", "Processes that there are.", labels=labels)
+        this = psutil.Process()
+        for of, processes in (("self", [this]), ("below", this.children(recursive=True))):
+            found = [sizes for process in processes if (sizes := _sizes(process)) is not None]
+            resident.add_metric([of], sum(memory for memory, _ in found))
+            files.add_metric([of], sum(opened for _, opened in found))
+            count.add_metric([of], len(found))
+        yield from (resident, files, count)
+
+
+def _sizes(process: psutil.Process) -> tuple[int, int] | None:
+    """Memory and open files of a process; None if it has ended or is not ours."""
+    try:
+        return process.memory_info().rss, process.num_fds()
+    except psutil.Error:
+        return None
 
 
 # -- the learner's metrics of a step -----------------------------------------------------------------------------------

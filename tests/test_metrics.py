@@ -65,7 +65,13 @@ def test_every_metric_is_exported_by_some_role_and_by_its_own_only():
     assert exported["rank"] == shared, (
         "a rank above 0 would export zeros, and the time of a last step that never changes"
     )
-    assert shared == {"asyncgrpo_build", "asyncgrpo_waiting_seconds"}
+    assert shared == {
+        "asyncgrpo_build",
+        "asyncgrpo_waiting_seconds",
+        "asyncgrpo_resident_bytes",
+        "asyncgrpo_open_files",
+        "asyncgrpo_processes",
+    }
     for role, others in (("learner", "buffer"), ("generator", "learner"), ("buffer", "generator")):
         assert exported[role] & exported[others] == shared
 
@@ -185,3 +191,25 @@ def test_a_wait_is_seen_from_another_thread():
         thread.start()
         thread.join()
     assert seen[0] > 0
+
+
+def test_every_process_exports_its_memory_and_open_files_and_those_of_what_it_started():
+    children, own_files = value("processes", of="below"), value("open_files", of="self")
+    assert value("resident_bytes", of="self") > 1e6 and own_files > 0
+    child = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)
+    try:
+        assert value("processes", of="below") == children + 1
+        assert value("open_files", of="self") > own_files and value("resident_bytes", of="below") > 1e5
+    finally:
+        child.kill()
+        child.communicate()
+    assert value("processes", of="below") == children
+
+
+@pytest.mark.parametrize("seconds", [0.0012, 0.004, 0.04, 0.17, 0.65, 2.6, 14, 45, 250, 1300])
+def test_the_median_of_equal_times_is_read_to_a_quarter(seconds):
+    """As Prometheus does it: the middle of the bucket that they fall into. 40 ms once read as 65."""
+    bounds = [0.0, *metrics.SECONDS]
+    upper = next(bound for bound in bounds if bound >= seconds)
+    lower = bounds[bounds.index(upper) - 1]
+    assert abs((lower + upper) / 2 / seconds - 1) <= 0.25

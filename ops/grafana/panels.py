@@ -65,7 +65,7 @@ ROWS: dict[str, list[Panel]] = {
             "Reward",
             "Mean reward of the completions in the last step. Flat at its start for long: look at samples, then at "
             "Rewards below.",
-            "none",
+            "short",
             {"train": "asyncgrpo_reward_mean"},
             decimals=3,
         ),
@@ -73,7 +73,7 @@ ROWS: dict[str, list[Panel]] = {
             "Steps per hour",
             "Optimizer steps, averaged over 5 minutes. Falling: see which of waiting, publishing or training grew in "
             "Learner.",
-            "none",
+            "suffix: /h",
             {"steps": "3600 * rate(asyncgrpo_step_seconds_count[5m])"},
             decimals=0,
         ),
@@ -81,7 +81,7 @@ ROWS: dict[str, list[Panel]] = {
             "Lag p99 and its bound",
             "Optimizer steps from a group's oldest token to its training, over the time shown, beside buffer.max_lag. "
             "Always at the bound: the learner is the slower side, and buffer.admission=fresh would train younger groups.",
-            "none",
+            "suffix: steps",
             {"p99": lag(0.99, "$__range"), "bound": "max(asyncgrpo_max_lag_steps)"},
             decimals=0,
         ),
@@ -105,7 +105,7 @@ ROWS: dict[str, list[Panel]] = {
         number(
             "Tokens per second",
             "Sampled against trained. What is sampled and never trained was dropped: see Groups by outcome.",
-            "none",
+            "suffix: tok/s",
             {
                 "generated": "sum(rate(asyncgrpo_tokens_generated_total[$__rate_interval]))",
                 "trained": "sum(rate(asyncgrpo_tokens_trained_total[$__rate_interval]))",
@@ -127,7 +127,7 @@ ROWS: dict[str, list[Panel]] = {
             "Failures",
             "Reward failures, failed syncs, refused messages and restarts over the time shown. The rows below say "
             "which.",
-            "none",
+            "short",
             {"failures": FAILURES},
             decimals=0,
             thresholds=((1, "yellow"), (50, "red")),
@@ -138,7 +138,7 @@ ROWS: dict[str, list[Panel]] = {
             "Reward",
             "Mean reward in training and on the held-out prompts. Training up and held-out flat: the reward is being "
             "gamed.",
-            "none",
+            "short",
             {"train": "asyncgrpo_reward_mean", "held-out": "asyncgrpo_eval_reward_mean"},
             width=12,
             height=8,
@@ -146,7 +146,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Reward spread",
             "Standard deviation of the reward over the completions of a step. Near 0 there is nothing to learn from.",
-            "none",
+            "short",
             {"std": "asyncgrpo_reward_std"},
             width=6,
             height=8,
@@ -155,7 +155,7 @@ ROWS: dict[str, list[Panel]] = {
             "Completion length",
             "Mean sampled tokens of a completion. A steady climb to sampling.max_tokens: completions are cut, or padded for "
             "reward.",
-            "none",
+            "suffix: tok",
             {"mean": "asyncgrpo_completion_length_mean"},
             width=6,
             height=8,
@@ -164,14 +164,14 @@ ROWS: dict[str, list[Panel]] = {
             "Loss",
             "Loss of each step. Its level means little in GRPO; a jump that stays is worth a look at the gradient "
             "norm.",
-            "none",
+            "short",
             {"loss": "asyncgrpo_loss"},
             width=6,
         ),
         Panel(
             "Gradient norm",
             "Before clipping. Spikes: lower learner.lr or learner.grad_clip.",
-            "none",
+            "short",
             {"norm": "asyncgrpo_grad_norm"},
             width=6,
         ),
@@ -179,7 +179,7 @@ ROWS: dict[str, list[Panel]] = {
             "Entropy and KL",
             "Entropy of the policy and KL to the reference model, nats. Entropy near 0 early: raise "
             "algorithm.loss_args.high or entropy_coef.",
-            "none",
+            "suffix: nats",
             {"entropy": "asyncgrpo_entropy", "KL": "asyncgrpo_kl_reference"},
             width=6,
         ),
@@ -199,7 +199,7 @@ ROWS: dict[str, list[Panel]] = {
             "Clipped tokens, signal and learning rate",
             "Share of trained tokens whose ratio was clipped (above 0.2 the steps are too large), share of the "
             "groups that are not hopeless with a signal, and the learning rate, which falls with it (learner.full_lr_signal).",
-            "none",
+            "short",
             {
                 "clipped": "asyncgrpo_clip_ratio",
                 "signal": "asyncgrpo_signal_ratio",
@@ -214,7 +214,7 @@ ROWS: dict[str, list[Panel]] = {
             "Lag of trained groups and the bound in force, optimizer steps. p99 above the bound is a bug, but where the "
             "bound has just fallen; p50 at the bound: the learner limits the run, and buffer.admission=fresh would train "
             "younger groups.",
-            "none",
+            "suffix: steps",
             {
                 "p50": lag(0.5, "5m"),
                 "p90": lag(0.9, "5m"),
@@ -237,7 +237,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Groups by lag",
             "Trained groups by lag in steps, over the time shown. Most of them in the last bar: the bound is at work.",
-            "none",
+            "suffix: groups",
             {"{{le}}": "sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[$__range]))"},
             kind="bargauge",
         ),
@@ -245,7 +245,7 @@ ROWS: dict[str, list[Panel]] = {
             "Importance weights",
             "Mean weight proximal / behaviour policy, and the share of tokens at the cap. A mean far from 1 or a "
             "growing share: the data is too old, or engine and learner disagree.",
-            "none",
+            "short",
             {
                 "mean": "asyncgrpo_importance_weight_mean",
                 "capped share": "asyncgrpo_importance_capped_ratio",
@@ -257,14 +257,14 @@ ROWS: dict[str, list[Panel]] = {
             "Distance of the policies",
             "KL of the behaviour to the proximal policy, nats, and the largest ratio of a token. Far above what the lag "
             "explains: a kernel or a sampling parameter differs.",
-            "none",
+            "short",
             {"KL (k3)": "asyncgrpo_behaviour_kl", "largest ratio": "asyncgrpo_importance_ratio_max"},
         ),
         Panel(
             "Log-prob gap, learner against engine",
             "On tokens that the current weights sampled, nats: rounding only, if all is well. A jump after a sync: "
             "wrong weights on an engine; a constant offset: different precision, temperature or kernels.",
-            "none",
+            "suffix: nats",
             {"mean": "asyncgrpo_logprob_gap_mean", "largest": "asyncgrpo_logprob_gap_max"},
             width=12,
         ),
@@ -272,7 +272,7 @@ ROWS: dict[str, list[Panel]] = {
             "Policy versions",
             "Published by the learner and held by each generator. A generator that stays behind is out of sync: see "
             "its log.",
-            "none",
+            "suffix: steps",
             {
                 "learner": "asyncgrpo_learner_policy_version",
                 "generator {{rank}}": "asyncgrpo_generator_policy_version",
@@ -285,7 +285,7 @@ ROWS: dict[str, list[Panel]] = {
             "Slots",
             "Groups under way, ready and in the learner, and the slots they share. All leased: generators are the "
             "slower side; all ready: the learner is. Wanted: how many buffer.admission keeps leased or ready.",
-            "none",
+            "suffix: groups",
             {
                 "{{state}}": "asyncgrpo_buffer_groups",
                 "wanted": "asyncgrpo_groups_wanted",
@@ -303,7 +303,7 @@ ROWS: dict[str, list[Panel]] = {
             "Places of the generators",
             "Groups in flight, and those that all generators in touch may work on. Many places free while the learner does "
             "not wait: fewer generators would do.",
-            "none",
+            "suffix: groups",
             {
                 "in flight": 'sum(asyncgrpo_buffer_groups{state="leased"})',
                 "places": "sum(asyncgrpo_generator_places)",
@@ -313,14 +313,14 @@ ROWS: dict[str, list[Panel]] = {
             "Groups by outcome",
             "Per second. Dropped ones cost tokens: stale means evicted by the bound, failed that no completion had a "
             "reward, poison that the prompt used up its attempts. filtered_zero_signal: rewards were all equal.",
-            "none",
+            "suffix: /s",
             {"{{outcome}}": "sum by (outcome) (rate(asyncgrpo_groups_total[$__rate_interval]))"},
         ),
         Panel(
             "Bias",
             "Distance of trained from generated groups, 0 to 1. Above the threshold: groups are given up for their age, and "
             "they are not like the others. Age itself is the share that was given up.",
-            "none",
+            "percentunit",
             {"{{of}}": "max by (of) (asyncgrpo_bias_distance)", "threshold": "max(asyncgrpo_bias_threshold)"},
         ),
         Panel(
@@ -334,14 +334,14 @@ ROWS: dict[str, list[Panel]] = {
             "Refused messages",
             "Messages that could not be read or trusted, per second. Any: another version of asyncgrpo, or a peer "
             "that is not ours.",
-            "none",
+            "suffix: /s",
             {"{{reason}}": "sum by (reason) (rate(asyncgrpo_rejected_frames_total[$__rate_interval]))"},
             width=12,
         ),
         Panel(
             "Prompts and epochs",
             "Prompts done in the current epoch, and epochs complete.",
-            "none",
+            "short",
             {"prompts": "asyncgrpo_prompts_done", "epochs": "asyncgrpo_epoch"},
             width=12,
         ),
@@ -349,7 +349,7 @@ ROWS: dict[str, list[Panel]] = {
             "Tokens by fate",
             "Sampled tokens that came to the buffer, per second: generated + recovered = all others + what is in flight. "
             "Anything but trained and filtered is wasted work.",
-            "none",
+            "suffix: tok/s",
             {
                 "{{fate}}": "sum by (fate) (rate(asyncgrpo_tokens_total[$__rate_interval]))",
                 "in flight (tokens)": "asyncgrpo_buffer_tokens",
@@ -360,7 +360,7 @@ ROWS: dict[str, list[Panel]] = {
             "Journal",
             "Bytes written per second, and 1 while it cannot be written: then nothing is acknowledged or leased. Look at "
             "the disk of the run folder.",
-            "none",
+            "Bps",
             {
                 "bytes per second": "rate(asyncgrpo_journal_bytes_total[$__rate_interval])",
                 "blocked": "asyncgrpo_journal_blocked",
@@ -378,7 +378,7 @@ ROWS: dict[str, list[Panel]] = {
             "Completions in no group",
             "Per second. retried: sampled again; spare: the reserve, not needed; censored: cut at the deadline of their "
             "group, so what is trained is shorter than what is sampled. Many censored: raise buffer.straggler_factor.",
-            "none",
+            "suffix: /s",
             {"{{why}}": "sum by (why) (rate(asyncgrpo_completions_discarded_total[$__rate_interval]))"},
         ),
         Panel(
@@ -392,7 +392,7 @@ ROWS: dict[str, list[Panel]] = {
             "Prompts in quarantine",
             "Prompts that are leased no more: generators ended or failed with them. quarantine.jsonl in "
             "the run folder says which and why.",
-            "none",
+            "suffix: prompts",
             {"prompts": "asyncgrpo_quarantined_prompts"},
         ),
     ],
@@ -400,7 +400,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Tokens per second by generator",
             "Sampled tokens. One far below the others: a slow device, or prompts with long completions.",
-            "none",
+            "suffix: tok/s",
             {"generator {{rank}}": "sum by (rank) (rate(asyncgrpo_tokens_generated_total[$__rate_interval]))"},
         ),
         Panel(
@@ -419,14 +419,14 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Completions at once",
             "Completions sampled, and scored or waiting for it, on average. More scored than sampled: the reward is too slow.",
-            "none",
+            "suffix: completions",
             {"{{activity}}": "sum by (activity) (rate(asyncgrpo_completion_seconds_total[$__rate_interval]))"},
         ),
         Panel(
             "Groups in flight",
             "Groups each generator works on. Below generators.groups_in_flight it has free places that the buffer does not "
             "fill.",
-            "none",
+            "suffix: groups",
             {"generator {{rank}}": "asyncgrpo_groups_in_flight"},
         ),
         Panel(
@@ -438,7 +438,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Completion length",
             "Sampled tokens, by quantile.",
-            "none",
+            "suffix: tok",
             quantiles("asyncgrpo_completion_length_tokens", 0.5, 0.9, 0.99),
         ),
         Panel(
@@ -463,7 +463,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Syncs by outcome",
             "Over the last 5 minutes. Anything but ok: the learner's log names the generator and what was wrong.",
-            "none",
+            "suffix: syncs",
             {"{{outcome}}": "sum by (outcome) (increase(asyncgrpo_weight_sync_total[5m]))"},
             width=6,
         ),
@@ -478,7 +478,7 @@ ROWS: dict[str, list[Panel]] = {
             "Generators in sync",
             "Generators that proved by checksum to hold the last version, beside those that Prometheus can scrape and those "
             "that the run is to have.",
-            "none",
+            "suffix: generators",
             {
                 "in sync": "asyncgrpo_generators_in_sync",
                 "alive": "count(asyncgrpo_generator_info) or vector(0)",
@@ -498,14 +498,14 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Completions without a score",
             "Per second, by what went wrong. The generator's log has the exception.",
-            "none",
+            "suffix: /s",
             {"{{failure}}": "sum by (failure) (rate(asyncgrpo_reward_failures_total[$__rate_interval]))"},
             width=9,
         ),
         Panel(
             "Rewards paused",
             "Generators at which every reward call fails: they only probe, and get no lease until a probe works.",
-            "none",
+            "suffix: generators",
             {"paused": "sum(asyncgrpo_rewards_paused)"},
             width=6,
         ),
@@ -551,14 +551,37 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Restarts",
             "Processes started again over the time shown.",
-            "none",
+            "suffix: restarts",
             {"{{actor}}": "sum by (actor) (increase(asyncgrpo_actor_restarts_total[$__range]))"},
             width=4,
         ),
         Panel(
+            "Memory",
+            "Of each process, and of those that it started: engines, reward workers, Ray. Growing without end: a leak; the "
+            "kernel ends what takes too much.",
+            "bytes",
+            {"{{role}} {{rank}} {{of}}": "asyncgrpo_resident_bytes"},
+            width=12,
+        ),
+        Panel(
+            "Open files",
+            "Descriptors of each process, and of those that it started. Growing with every restart: a leak; a process ends at "
+            "its limit (ulimit -n).",
+            "suffix: files",
+            {"{{role}} {{rank}} {{of}}": "asyncgrpo_open_files"},
+            width=6,
+        ),
+        Panel(
+            "Processes",
+            "That each process started and that live. More after every restart: something is left behind.",
+            "suffix: processes",
+            {"{{role}} {{rank}}": 'asyncgrpo_processes{of="below"}'},
+            width=6,
+        ),
+        Panel(
             "Versions",
             "Processes by version of asyncgrpo. More than one line: a mixed cluster.",
-            "none",
+            "suffix: processes",
             {"{{version}}": "count by (version) (asyncgrpo_build_info)"},
             width=4,
         ),

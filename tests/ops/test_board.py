@@ -72,7 +72,7 @@ def test_eight_numbers_come_first():
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_panel_says_what_it_shows_in_which_unit_and_what_to_do(panel):
     assert panel["title"] and len(panel["description"]) > 15
-    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["fieldConfig"]["defaults"]["unit"] not in ("", "none")
     assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
 
 
