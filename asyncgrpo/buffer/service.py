@@ -7,7 +7,7 @@ What it tells of itself is in `totals.py`.
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -80,7 +80,8 @@ class Session:
     window: int
     heard_s: float
     version: PolicyVersion | None = None
-    seconds: GeneratorSeconds = field(default_factory=GeneratorSeconds)
+    seconds: GeneratorSeconds | None = None
+    """What its process had done by the last heartbeat; None before the first, as it may have worked for another buffer."""
 
 
 class BufferService:
@@ -308,7 +309,8 @@ class BufferService:
         session = self._sessions.get(name)
         if session is not None and session.peer == peer:
             session.version = message.version
-            self._load.spent(session.seconds, message.seconds)
+            if session.seconds is not None:
+                self._load.spent(session.seconds, message.seconds)
             session.seconds = message.seconds
             self._rewards.update(name, message.rewards, now_s)
         elif self._is_replaced(name, peer):

@@ -97,9 +97,13 @@ def _lag(axes: Any, progress: Progress) -> None:
     if x:
         axes.fill_between(x, 0, most, step="mid", color=_GREY, alpha=0.3, linewidth=0, label="oldest group")
         axes.plot(x, mean, color=_BLUE, linewidth=1.6, label="mean")
+        top = max(1, *most) * 1.15
+        bounds = _series(progress, "max_lag")
+        if bounds[1] and min(bounds[1]) <= top:  # one far above all lags is not drawn
+            axes.plot(*bounds, color=_GREY, linewidth=1.2, linestyle="--", drawstyle="steps-mid", label="bound")
         axes.legend(loc="best", frameon=False, fontsize=9)
         axes.yaxis.get_major_locator().set_params(integer=True)
-        axes.set_ylim(0, max(1, *most) * 1.15)
+        axes.set_ylim(0, top)
 
 
 def _gap(axes: Any, progress: Progress) -> None:

@@ -104,23 +104,27 @@ def test_a_batch_tells_how_many_groups_were_in_flight_on_average_since_the_one_b
 
 
 def test_a_batch_tells_what_the_generators_did_since_the_one_before():
-    process = Process(max_lag=3)
+    process = Process(max_lag=3, generators=0)
 
-    def beat(name: str, incarnation: str = "i", **seconds: float) -> None:
+    def beat(name: str, **seconds: float) -> None:
         process.hear(Serving(generator_id=name, version=v(0), seconds=GeneratorSeconds(**seconds)), peer=name)
 
-    beat("0", generate=5.0, idle=100.0)
+    for name in ("0", "1"):
+        process.hear(Register(protocol=PROTOCOL, generator_id=name, incarnation="i", window=4), peer=name)
+    beat("0", generate=5.0, idle=100.0)  # it has lived on while the buffer was started again
     beat("1", generate=2.0, reward=6.0)
     beat("0", generate=9.0, weights=0.5, idle=101.0)
+    beat("1", generate=2.5, reward=9.0)
     process.deliver(4)
     told = process.take()
-    assert [told[f"now_{what}"] for what in ("generate", "reward", "weights", "idle")] == [11.0, 6.0, 0.5, 101.0]
+    assert [told[f"now_{what}"] for what in ("generate", "reward", "weights", "idle")] == [4.5, 3.0, 0.5, 1.0]
     process.hear(Published(version=v(1)))
-    beat("1", generate=3.0, reward=6.5)
+    beat("1", generate=3.0, reward=9.5)
     process.hear(Register(protocol=PROTOCOL, generator_id="0", incarnation="j", window=4), peer="0")
-    beat("0", generate=1.0, idle=0.25)  # a new process counts from 0
+    beat("0", generate=0.5, idle=0.25)  # a new process counts anew
+    beat("0", generate=1.0, idle=1.25)
     told = process.take(1)
-    assert [told[f"now_{what}"] for what in ("generate", "reward", "weights", "idle")] == [2.0, 0.5, 0.0, 0.25]
+    assert [told[f"now_{what}"] for what in ("generate", "reward", "weights", "idle")] == [1.0, 0.5, 0.0, 1.0]
 
 
 def test_metrics_show_the_bound_the_slots_and_what_is_wanted():
