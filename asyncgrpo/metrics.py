@@ -508,17 +508,21 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
     if not targets:
         path.unlink(missing_ok=True)
         return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(_as_text(path.stem, targets), encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def _as_text(run: str, targets: Mapping[str, tuple[str, int]]) -> str:
     entries = []
     for who, (host, port) in sorted(targets.items()):
         role, _, rank = who.partition("-")
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        labels = {"run": path.stem, "role": role, "rank": rank or "0", "instance": f"{role}-{rank or 0}"}
+        labels = {"run": run, "role": role, "rank": rank or "0", "instance": f"{role}-{rank or 0}"}
         entries.append({"targets": [address], "labels": labels})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+    return json.dumps(entries, indent=1) + "\n"
 
 
 def token_beside(run_dir: Path) -> str:
@@ -546,8 +550,7 @@ def retire_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> Non
         other = own.parent.parent / path.stem
         if path == own or not is_over(other):
             continue
-        written_s = path.stat().st_mtime
-        if time.time() - written_s > MISSED_FOR_S:
-            path.unlink(missing_ok=True)
-        else:
-            os.utime(write_targets(other, MISSED), (written_s, written_s))
+        if path.read_text(encoding="utf-8") != _as_text(path.stem, MISSED):
+            write_targets(other, MISSED)
+        elif time.time() - path.stat().st_mtime > MISSED_FOR_S:
+            path.unlink()

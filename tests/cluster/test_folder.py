@@ -50,13 +50,16 @@ def test_a_killed_run_is_still_missed_for_a_day_and_no_other_run_is_touched(tmp_
         processes["killed"].wait()
         elsewhere = write_targets(tmp_path / "folder-is-not-here", {"driver": ("127.0.0.1", 1)})
         killed, living = targets_path(tmp_path / "killed"), targets_path(tmp_path / "living")
-        before, two_hours_ago = living.read_text(), time.time() - 7200
-        os.utime(killed, (two_hours_ago, two_hours_ago))
+        before, a_day = living.read_text(), 86400.0
+        os.utime(killed, (0.0, time.time() - 3 * a_day))  # it ran for days, and no process of it started meanwhile
         retire_targets_beside(tmp_path / "new", is_abandoned)
         (entry,) = json.loads(killed.read_text())
         assert entry["targets"] == ["127.0.0.1:0"], "its ports may belong to another run by now"
         assert entry["labels"] == {"run": "killed", "role": "driver", "rank": "0", "instance": "driver-0"}
-        os.utime(killed, (yesterday := killed.stat().st_mtime - 86400 + 7000, yesterday))
+        os.utime(killed, (0.0, time.time() - 0.9 * a_day))
+        retire_targets_beside(tmp_path / "new", is_abandoned)
+        assert killed.exists()
+        os.utime(killed, (0.0, time.time() - 1.1 * a_day))
         retire_targets_beside(tmp_path / "new", is_abandoned)
         assert not killed.exists(), "by then someone knows, or nobody cares"
         assert living.read_text() == before and elsewhere.exists()
