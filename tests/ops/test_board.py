@@ -183,7 +183,7 @@ def test_every_panel_shows_something_and_each_line_once_also_after_a_restart(wat
     wait_for_steps(watched.url, 5)
     before = watched.series()
     watched.start_run()
-    wait_for_steps(watched.url, 12)
+    wait_for_steps(watched.url, 9)
     assert watched.series() == before > 100, "a process that starts again goes on with the series of the one before"
     assert check.check(watched.url, run="sim", last_s=60, rate_s=10) == []
     assert check.ask(watched.url, "label/run/values") == ["sim"]
