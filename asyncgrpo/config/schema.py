@@ -274,7 +274,7 @@ class BufferConfig(Section, frozen=True):
     admission: Annotated[
         Literal["eager", "fresh"],
         Meta(description="when a group begins: eager, as soon as there is a slot; fresh, just in time for its batch"),
-    ] = "eager"
+    ] = "fresh"
     bias_threshold: Annotated[
         float,
         Meta(ge=0, le=1, description="distance of trained from generated groups (0 to 1) that is warned of"),

@@ -22,7 +22,7 @@ def prompts(count: int) -> tuple[Prompt, ...]:
 
 
 def make_buffer(count=12, per_step=2, max_lag=1, epochs=1, filters=False, **settings) -> Buffer:
-    config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **settings)
+    config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **({"admission": "eager"} | settings))
     algorithm = AlgorithmConfig(group_size=GROUP_SIZE, filter_zero_signal=filters)
     source = PromptSource(prompts(count), seed=0, shuffle=True, epochs=epochs)
     return Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)

@@ -65,8 +65,8 @@ def ack_before_keep() -> list[Change]:
     """A group is acknowledged although the buffer does not keep it (its lease had ended)."""
     accept = Buffer.accept
 
-    def lax(self: Buffer, message: Deliver, payload: bytes) -> str | None:
-        refusal = accept(self, message, payload)
+    def lax(self: Buffer, message: Deliver, payload: bytes, *now_s: float) -> str | None:
+        refusal = accept(self, message, payload, *now_s)
         return None if refusal == "no_such_lease" else refusal
 
     return [(Buffer, "accept", lax)]
@@ -77,8 +77,8 @@ def forget_dedup() -> list[Change]:
     """A group that comes twice is kept twice."""
     accept = Buffer.accept
 
-    def greedy(self: Buffer, message: Deliver, payload: bytes) -> str | None:
-        refusal = accept(self, message, payload)
+    def greedy(self: Buffer, message: Deliver, payload: bytes, *now_s: float) -> str | None:
+        refusal = accept(self, message, payload, *now_s)
         if refusal != "duplicate" or message.group_id in self._entries:
             return refusal
         lease = Lease(
@@ -121,8 +121,8 @@ def lag_from_newest_token() -> list[Change]:
     """A group's age is counted from its last token."""
     accept = Buffer.accept
 
-    def young(self: Buffer, message: Deliver, payload: bytes) -> str | None:
-        refusal = accept(self, message, payload)
+    def young(self: Buffer, message: Deliver, payload: bytes, *now_s: float) -> str | None:
+        refusal = accept(self, message, payload, *now_s)
         if refusal is None and (entry := self._entries.get(message.group_id)) is not None:
             entry.oldest = max(span.version for rollout in message.rollouts for span in rollout.spans)
         return refusal
@@ -144,13 +144,13 @@ def cancelled_lease_accepted() -> list[Change]:
     """A result is kept although its lease was cancelled, because another of the same group is out."""
     accept = Buffer.accept
 
-    def forgiving(self: Buffer, message: Deliver, payload: bytes) -> str | None:
+    def forgiving(self: Buffer, message: Deliver, payload: bytes, *now_s: float) -> str | None:
         entry = self._entries.get(message.group_id)
         if entry is not None and entry.state is State.LEASED:
             entry.lease = type(entry.lease)(**{f: getattr(entry.lease, f) for f in entry.lease.__struct_fields__
                                                if f not in ("lease_id", "attempt")},
                                             lease_id=message.lease_id, attempt=message.attempt)  # fmt: skip
-        return accept(self, message, payload)
+        return accept(self, message, payload, *now_s)
 
     return [(Buffer, "accept", forgiving)]
 
