@@ -11,7 +11,7 @@
  * lease may expire while its group is under way. A frame may arrive twice. Each fault has a budget, so that every
  * execution ends, and `Monitor` asks at its end whether every prompt was trained: if not, it is a deadlock.
  *
- * With -DCHANGES the bound becomes anything from 0 to L at each publication, and a group keeps the bound of its lease;
+ * With -DCHANGES the bound becomes anything from 0 to L after each publication, and a group keeps the bound of its lease;
  * admission wants a batch under way, or as much as there is, and that changes too.
  *
  *     spin -a -DCRASHES=1 lease.pml && gcc -w -O2 -DSAFETY -DCOLLAPSE -DCRASHES=1 -o pan pan.c && ./pan -m100000
@@ -56,6 +56,7 @@ byte oldest[N];                         /* while leased: the version at the leas
 byte kept[N];                           /* the bound at the lease */
 byte bound = L;                         /* of the next lease */
 byte wanted = N;                        /* groups under way, above which none begins */
+byte has_changed;                       /* once after each publication, at some time */
 byte work[N * ATTEMPTS], worker[N * ATTEMPTS];
 byte late[N * ATTEMPTS];                /* 1 + version: sent by a generator that was given up */
 byte serves[2], held[2];
@@ -235,12 +236,12 @@ end:
         for (i : 0 .. N - 1) {
             if :: state[i] == TAKEN -> state[i] = DONE; oldest[i] = 0; kept[i] = 0; used--; done++ :: else fi
         }
-        i = 0;
+        i = 0 }
 #ifdef CHANGES
+    :: atomic { has_changed < version -> has_changed++;      /* leases of one version may have two bounds */
         select(bound : 0 .. L);
-        if :: wanted = A_BATCH :: wanted = N fi
+        if :: wanted = A_BATCH :: wanted = N fi }
 #endif
-        }
     od
 }
 

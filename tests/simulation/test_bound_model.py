@@ -2,7 +2,7 @@
 
 The model is of `asyncgrpo/buffer/admission.py` with a bound for each lease. All that matters of a group is how many
 steps are left to train it, so prompts need no end: the states are finite all the same, and `reached` finds them all. At
-each publication the bound becomes any of `BOUNDS`. Groups arrive in any order, are filtered, or are given back.
+any moment the bound becomes any of some. Groups arrive in any order, are filtered, or are given back.
 
 Promised: no group is trained after its deadline, none is held beyond the slots of the largest bound, and the learner is
 never stuck once all that is in flight has ended.
@@ -54,6 +54,8 @@ class Rules(NamedTuple):
     """Groups under way below which admission must begin another one."""
     returned_first: bool = True
     """Whether it must also begin a prompt that was given back."""
+    bounds: tuple[int, ...] = BOUNDS
+    """That may come into force."""
 
 
 # -- the rules, and mistakes in them -----------------------------------------------------------------------------------
@@ -105,11 +107,11 @@ def earliest_deadline(state: State) -> tuple[int, ...] | None:
 
 
 def oldest_version(state: State) -> tuple[int, ...] | None:
-    """Mistake: the oldest group first, whatever bound it was leased under."""
-    return _feasible(state, lambda group: group.left - group.bound)
+    """Mistake: the oldest group first, whatever bound it was leased under; of two as old, any."""
+    return _feasible(state, lambda group: (group.left - group.bound, -group.left))
 
 
-def _feasible(state: State, urgency: Callable[[Group], int]) -> tuple[int, ...] | None:
+def _feasible(state: State, urgency: Callable[[Group], object]) -> tuple[int, ...] | None:
     ready = sorted((urgency(g), place) for place, g in enumerate(state.groups) if g.is_ready)
     batch = tuple(place for _, place in ready[:P])
     left = sorted(g.left for place, g in enumerate(state.groups) if g.left is not None and place not in batch)
@@ -141,7 +143,8 @@ def leases(state: State, rules: Rules) -> Iterator[tuple[State, bool]]:
 
 
 def other_events(state: State, rules: Rules) -> Iterator[State]:
-    """What else may happen: a group ends in one way or another, a batch is taken, a version is published."""
+    """What else may happen: the bound changes, a group ends, a batch is taken, a version is published."""
+    yield from (state._replace(bound=bound) for bound in rules.bounds if bound != state.bound)
     for place, group in enumerate(state.groups):
         before, after = state.groups[:place], state.groups[place + 1 :]
         if group.left is not None and not group.is_ready:
@@ -151,7 +154,7 @@ def other_events(state: State, rules: Rules) -> Iterator[State]:
             yield state._replace(groups=before + after)  # filtered
     if state.is_training:
         aged = tuple(g if g.left is None else g._replace(left=g.left - 1) for g in state.groups)
-        yield from (State(bound, False, aged) for bound in BOUNDS)
+        yield state._replace(is_training=False, groups=aged)
     elif (batch := rules.take(state)) is not None:
         rest = tuple(group for place, group in enumerate(state.groups) if place not in batch)
         yield state._replace(is_training=True, groups=rest)
@@ -170,7 +173,7 @@ def verdict(state: State, rules: Rules) -> str | None:
 
 def reached(rules: Rules) -> tuple[int, list[State]]:
     """The number of states that can be reached, and the way to the first wrong one, or an empty one."""
-    first = [State(bound, False, ()) for bound in BOUNDS]
+    first = [State(bound, False, ()) for bound in rules.bounds]
     came_from: dict[State, State | None] = dict.fromkeys(first)
     for state in (queue := list(first)):
         if verdict(state, rules) is not None:
@@ -190,7 +193,7 @@ def reached(rules: Rules) -> tuple[int, list[State]]:
 SAFE = {
     "deadlines": Rules(fits, earliest_deadline),
     "slots": Rules(slots, earliest_deadline),
-    "window": Rules(place_in_order, in_order, is_in_order=True),
+    "window": Rules(place_in_order, in_order, is_in_order=True, bounds=(0, 2)),
 }
 
 
@@ -207,6 +210,7 @@ def test_in_no_order_of_events_is_a_group_too_old_or_the_learner_stuck(name: str
         pytest.param(Rules(fits_without_taken, earliest_deadline), "too old", id="what is in training is forgotten"),
         pytest.param(Rules(fits_alone, earliest_deadline), "too many", id="deadlines without slots"),
         pytest.param(Rules(fits, oldest_version), "stuck", id="oldest version first"),
+        pytest.param(Rules(slots, oldest_version), "stuck", id="oldest version first, by slots"),
         pytest.param(Rules(fits, without_rule), "too old", id="taken whatever is left behind"),
         pytest.param(SAFE["slots"]._replace(least=P - 1), "stuck", id="fewer than a batch under way"),
         pytest.param(Rules(fits, in_order, True), "stuck", id="window, but by deadline"),
