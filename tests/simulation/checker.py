@@ -336,8 +336,9 @@ class Checker:
             "P19 poison",
             f"{prompt.prompt_id} is in quarantine and is leased",
         )
+        free = sum(int(given_back.split(".")[1]) == prompt_index for given_back in life.given_back)
         self._require(
-            prompt.token_ids not in self._killers or life.grants[prompt_index] <= self._killer_leases,
+            prompt.token_ids not in self._killers or life.grants[prompt_index] - free <= self._killer_leases,
             "P19 poison",
             f"{prompt.prompt_id} ends generators and is leased {life.grants[prompt_index]} times",
         )
