@@ -214,14 +214,9 @@ class GeneratorService:
             case Grant(lease=lease):
                 # A buffer that lost touch with this generator frees its leases, and may grant the same ones again.
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
+                    reward = self._reward
                     group = GroupInFlight(
-                        lease,
-                        self._engine,
-                        self._reward,
-                        self._decode,
-                        self._redundancy,
-                        self._reward.works,
-                        self._activities,
+                        lease, self._engine, reward, self._decode, self._redundancy, reward.works, self._activities
                     )
                     task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
                     self._working[lease.lease_id] = Work(group, task)
@@ -335,13 +330,8 @@ class GeneratorService:
         await self._send_serving()
 
     async def _send_serving(self) -> None:
-        message = Serving(
-            generator_id=self._id,
-            version=self._version,
-            rewards=self._reward.health,
-            seconds=self._activities.seconds(),
-        )
-        await self._send(message)
+        health, seconds = self._reward.health, self._activities.seconds()
+        await self._send(Serving(generator_id=self._id, version=self._version, rewards=health, seconds=seconds))
 
     async def _send(self, message: Message) -> None:
         await self._client.send(message)
