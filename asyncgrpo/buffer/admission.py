@@ -258,10 +258,13 @@ class Fresh(Eager):
     """
 
     STEPS = 12
+    STEPS_IN_ORDER = 48
+    """With `window`, where one group that takes long holds up all behind it: rarer ones must be foreseen."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
-        self._right: deque[int] = deque(maxlen=self.STEPS)
+        in_order = POLICIES[config.policy].is_in_order
+        self._right: deque[int] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
         """Groups under way that would have been right, at the last steps."""
         self._has_begun = False
 
