@@ -32,9 +32,8 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # a run must not need the internet
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
-    "RAY_ROTATION_MAX_BYTES": str(
-        64 * 2**20
-    ),  # of what a worker prints, such as a reward function in it; else without end
+    # Of what a worker prints, such as a reward function in it; else without end.
+    "RAY_ROTATION_MAX_BYTES": str(64 * 2**20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
     "RAY_LOG_MONITOR_MAX_OPEN_FILES": "0",  # it would keep two files of each worker open, dead or not, and nobody reads them
     "PYTHONWARNINGS": "ignore",
