@@ -323,7 +323,7 @@ def share_sums(
     lag = torch.where(mask, (version - token_versions).to(torch.float64), -torch.inf)
     sequence = sequence_of_token(cu_seqlens, lag.numel())
     oldest = lag.new_full((cu_seqlens.numel() - 1,), -torch.inf).scatter_reduce(0, sequence, lag, "amax")
-    lag_class = torch.bucketize(oldest[sequence], lag.new_tensor(LAGS))
+    lag_class = torch.stack([oldest > largest for largest in LAGS]).sum(0)[sequence]  # the edges need no copy to a GPU
     rho = _ratio(log_rho)
     sums: Sums = {}
     for i in range(len(LAGS) + 1):

@@ -60,5 +60,5 @@ def test_diagnostics_wait_for_nothing():
     sums |= diagnostics.gap_sums(X, X, MASK) | diagnostics.ratio_sums(X, MASK, CU)
     sums |= diagnostics.outside_sums("x", X, MASK, CU, level="geometric", low_ratio=0.5, high_ratio=2.0)
     sums |= diagnostics.kept_sums("y", MASK, MASK, CU) | diagnostics.update_sums(X, X, MASK, MASK, dual_ratio=3.0)
-    sums |= diagnostics.lag_sums(IDS, 3, MASK, CU)
+    sums |= diagnostics.lag_sums(IDS, 3, MASK, CU) | diagnostics.share_sums(X, IDS, 3, MASK, CU)
     assert_on_device(diagnostics.merge([sums, sums]).values())

@@ -17,7 +17,10 @@ from asyncgrpo.algorithms.diagnostics import (
     outside_sums,
     ratio_report,
     ratio_sums,
+    share_report,
+    share_sums,
     shares,
+    shares_within,
     update_report,
     update_sums,
 )
@@ -49,6 +52,7 @@ def all_sums(b, chosen: list[int]):
         sums
         | update_sums(policy - anchor, advantages, clipped, mask, dual_ratio=3.0)
         | lag_sums(versions, VERSION, mask, cu)
+        | share_sums(log_rho, versions, VERSION, mask, cu)
     )
 
 
@@ -188,11 +192,27 @@ def test_lag_is_reported_by_token_and_by_oldest_token():
     }  # fmt: skip
 
 
+def test_the_sample_share_is_told_by_the_lag_of_a_completion_s_oldest_token():
+    versions = torch.tensor([9, 9, 9, 6, 9, 0, 8])  # four completions of lag 0, 3, 9 and 1, at version 9
+    log_rho = torch.tensor([0.0, math.log(3), 0.0, math.log(3), math.nan, math.log(7), 0.0])
+    mask, cu = torch.tensor([True, True, True, True, False, True, True]), torch.tensor([0, 2, 5, 6, 7])
+    sums = numbers(share_sums(log_rho, versions, 9, mask, cu) | lag_sums(versions, 9, mask, cu))
+    assert share_report(sums) == pytest.approx({
+        "ess_lag_0": 16 / (2 * 10), "ess_lag_1": 1.0, "ess_lag_4": 16 / (2 * 10), "ess_lag_16": 1.0
+    })  # fmt: skip
+    assert shares_within(sums) == pytest.approx({
+        0: 16 / (2 * 10), 1: 25 / (3 * 11), 4: 81 / (5 * 21), 9: 256 / (6 * 70)
+    })  # fmt: skip
+    assert shares_within(sums)[9] == pytest.approx(effective_sample_share(16, 70, 6)), "that of the whole step"
+
+
 def test_reports_of_nothing_are_numbers():
     nothing, cu = torch.zeros(0), torch.tensor([0])
     mask = nothing.bool()
     assert set(lag_report(numbers(lag_sums(nothing.long(), 7, mask, cu))).values()) == {0.0}
     assert set(update_report(numbers(update_sums(nothing, nothing, mask, mask))).values()) == {0.0, 1.0}
+    of_shares = numbers(share_sums(nothing, nothing.long(), 7, mask, cu) | lag_sums(nothing.long(), 7, mask, cu))
+    assert share_report(of_shares) == shares_within(of_shares) == {}
     assert set(shares("x", numbers(kept_sums("x", mask, mask, cu))).values()) == {0.0}
     gap = gap_sums(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
     assert numbers(gap) == {"gap": 0.0, "gap_tokens": 0.0, "gap_max": 0.0}
