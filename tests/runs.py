@@ -112,4 +112,4 @@ def replay(folder: Path, *arguments: str) -> tuple[int, dict]:
 
 def assert_nothing_left(mark: Path) -> None:
     """Every process of the run is gone, at most a few seconds after it ended."""
-    wait_until(lambda: not left_behind(mark), f"end of {left_behind(mark)}", 20.0)
+    wait_until(lambda: not left_behind(mark), f"end of {left_behind(mark)}", 60.0)

@@ -47,21 +47,22 @@ class Killed(NamedTuple):
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     folder, rng = tmp_path_factory.mktemp("killed"), random.Random(1)
-    first = kill_after_checkpoint(folder, 1, rng)
+    first = kill_after_checkpoint(folder, rng)
     audit = asyncgrpo("audit", "run", cwd=folder)
     replayed, _ = replay(folder)
-    second = kill_after_checkpoint(folder, 3, rng)
+    second = kill_after_checkpoint(folder, rng)
     result = asyncgrpo(*ARGUMENTS, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert_nothing_left(folder)
     return Killed(folder, audit, replayed, (first, second), result.stdout)
 
 
-def kill_after_checkpoint(folder: Path, checkpoints: int, rng: random.Random) -> int:
-    """Start, wait for so many checkpoints in all, and kill the driver a little later. The step of the newest one."""
+def kill_after_checkpoint(folder: Path, rng: random.Random) -> int:
+    """Start, wait for a checkpoint of this start, and kill the driver a little later. The step of the newest one."""
     run = folder / "run"
+    before = len(events(run, "checkpoint"))
     process = start(*ARGUMENTS, cwd=folder)
-    wait_until(lambda: len(events(run, "checkpoint")) >= checkpoints, f"checkpoint {checkpoints}", 200.0)
+    wait_until(lambda: len(events(run, "checkpoint")) > before, f"checkpoint {before + 1}", 200.0)
     wait_until(lambda: steps_ahead(run) == 1, "the step after a checkpoint", 60.0)
     time.sleep(rng.uniform(0.0, 0.2))
     assert process.poll() is None, "the run was over before it was killed: the test shows nothing"
