@@ -150,9 +150,8 @@ class _Auditor:
 
     def _every_bound_was_in_force(self) -> None:
         """A group's bound, which its record names, was in force before its oldest token was sampled."""
-        changes: dict[int, list[tuple[int, int]]] = defaultdict(
-            list
-        )  # by lineage: from which version on, and the bound
+        # By lineage: from which version on, and the bound.
+        changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for found in self._history.found:
             if isinstance(change := found.record, BoundChanged):
                 changes[change.version.lineage].append((change.version.number, change.max_lag))
