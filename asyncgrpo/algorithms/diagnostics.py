@@ -280,9 +280,7 @@ def lag_sums(token_versions: Tensor, version: int | Tensor, mask: Tensor, cu_seq
     that several versions sampled; `lag_span`: sum over sequences of oldest minus newest.
     """
     lag = (version - token_versions).to(torch.float64)
-    sequence, nobody = sequence_of_token(cu_seqlens, lag.numel()), lag.new_full((cu_seqlens.numel() - 1,), -torch.inf)
-    oldest = nobody.scatter_reduce(0, sequence, torch.where(mask, lag, -torch.inf), "amax")
-    newest = -nobody.scatter_reduce(0, sequence, torch.where(mask, -lag, -torch.inf), "amax")
+    oldest, newest = _largest_of_each(lag, mask, cu_seqlens), -_largest_of_each(-lag, mask, cu_seqlens)
     present = oldest >= newest
     return {
         "lag_tokens": _count(mask),
@@ -320,10 +318,9 @@ def share_sums(
 
     Names: `share_tokens_i`, `share_sum_i`, `share_squares_i` for class i of `LAGS`, log ρ cut to ±20.
     """
-    lag = torch.where(mask, (version - token_versions).to(torch.float64), -torch.inf)
-    sequence = sequence_of_token(cu_seqlens, lag.numel())
-    oldest = lag.new_full((cu_seqlens.numel() - 1,), -torch.inf).scatter_reduce(0, sequence, lag, "amax")
-    lag_class = torch.stack([oldest > largest for largest in LAGS]).sum(0)[sequence]  # the edges need no copy to a GPU
+    oldest = _largest_of_each((version - token_versions).to(torch.float64), mask, cu_seqlens)
+    of_sequence = torch.stack([oldest > largest for largest in LAGS]).sum(0)  # so the edges need no copy to a GPU
+    lag_class = of_sequence[sequence_of_token(cu_seqlens, mask.numel())]
     rho = _ratio(log_rho)
     sums: Sums = {}
     for i in range(len(LAGS) + 1):
@@ -381,6 +378,13 @@ def _total(values: Tensor, mask: Tensor) -> Tensor:
 
 def _count(mask: Tensor) -> Tensor:
     return mask.sum().to(torch.float64)
+
+
+def _largest_of_each(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[S] the largest value of each sequence where the mask is true; -inf where it nowhere is."""
+    nobody = values.new_full((cu_seqlens.numel() - 1,), -torch.inf)
+    sequence = sequence_of_token(cu_seqlens, values.numel())
+    return nobody.scatter_reduce(0, sequence, torch.where(mask, values, -torch.inf), "amax")
 
 
 def _largest(values: Tensor, mask: Tensor, of_none: float) -> Tensor:
