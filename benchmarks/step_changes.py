@@ -238,7 +238,7 @@ class Changing(Product):
         return service
 
 
-def answers_get_longer(product: Changing) -> None:
+def completions_get_longer(product: Changing) -> None:
     product.length = 2.0
 
 
@@ -253,7 +253,7 @@ CHANGES: dict[str, dict[int, Callable[[Changing], None]]] = {
     "none": {},
     "lost": {CHANGE_AT: Changing.lose_a_generator},
     "back": {10: Changing.lose_a_generator, CHANGE_AT: Changing.replace_it},
-    "longer": {CHANGE_AT: answers_get_longer},
+    "longer": {CHANGE_AT: completions_get_longer},
     "faster": {CHANGE_AT: _train_for(1 / 2)},
     "slower": {CHANGE_AT: _train_for(2)},
     "pause": {CHANGE_AT: _train_for(5), CHANGE_AT + 1: _train_for(1 / 5)},

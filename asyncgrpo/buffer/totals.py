@@ -10,11 +10,9 @@ from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.types import GeneratorSeconds
+from asyncgrpo.wire.rollouts import OF_ONE_BATCH
 
 log = logging.getLogger(__name__)
-
-NOW = "now_"
-"""How the names of figures begin that are of one moment or one step, and that are never added up over starts."""
 
 
 def counters(buffer: Buffer) -> dict[str, float]:
@@ -34,7 +32,7 @@ def counters(buffer: Buffer) -> dict[str, float]:
 
 
 def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> dict[str, float]:
-    """How full the buffer was when `batch` was taken, and how long its groups had waited; their names begin with `NOW`.
+    """How full the buffer was when `batch` was taken, and how long its groups had waited; their names begin with `OF_ONE_BATCH`.
 
     `under_way` counts what is leased or ready, the batch included; `wanted` is absent where admission wants every slot
     filled, and `ready_seconds` where it is known of no group.
@@ -43,9 +41,9 @@ def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> 
     figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way}
     if buffer.wanted is not None:
         figures["wanted"] = buffer.wanted
-    named = {NOW + name: float(figure) for name, figure in figures.items()}
+    named = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
     waited = ready_seconds(batch, now_s)
-    return named | ({f"{NOW}ready_seconds": sum(waited) / len(waited)} if waited else {})
+    return named | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
 
 
 def ready_seconds(batch: Sequence[GroupEntry], now_s: float) -> list[float]:
@@ -89,14 +87,14 @@ class Load:
             self._spent[activity] += max(0.0, seconds - getattr(before, activity))
 
     def since_batch(self) -> dict[str, float]:
-        """Since the last call, with names that begin with `NOW`: mean loads, and the seconds of all generators by activity.
+        """Since the last call: mean loads, and the seconds of all generators by activity; names as of `batch_figures`.
 
         Where no time has passed, the load is the one that was noted last.
         """
         means = self._load
         if self._elapsed_s > 0:
             means = {name: seconds / self._elapsed_s for name, seconds in self._seconds.items()}
-        told = {NOW + name: float(figure) for name, figure in {**means, **self._spent}.items()}
+        told = {OF_ONE_BATCH + name: float(figure) for name, figure in {**means, **self._spent}.items()}
         self._seconds, self._elapsed_s, self._spent = dict.fromkeys(self._seconds, 0.0), 0.0, Counter()
         return told
 

@@ -26,7 +26,7 @@ from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
 from asyncgrpo.types import Group, PolicyVersion, Rollout
 from asyncgrpo.weights.publisher import Publication
-from asyncgrpo.wire.rollouts import EvalResult
+from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult
 
 # -- what became of every sampled token --------------------------------------------------------------------------------
 
@@ -36,8 +36,6 @@ DROPPED = ("stale", "failed", "aborted", "duplicate", "unusable")
 _PREFIX = "tokens_"
 _OF_NOW = ("tokens_in_flight", "tokens_recovered", "prompts_done")
 """Counters that are not of the run so far, or that the buffer counts over all starts by itself."""
-_NOW = "now_"
-"""How the names begin of figures of one batch."""
 
 
 class Ledger:
@@ -61,7 +59,7 @@ class Ledger:
         before = self._before
         totals: dict[str, float] = defaultdict(float, before)
         for name, count in counters.items():
-            if name not in _OF_NOW and not name.startswith(("bias_", _NOW)):
+            if name not in _OF_NOW and not name.startswith(("bias_", OF_ONE_BATCH)):
                 totals[name] += count
         left = sum(before[_PREFIX + fate] for fate in (*KEPT, *DROPPED, "undone"))
         waited = before["tokens_generated"] - left
@@ -313,7 +311,9 @@ _OF_GENERATORS = ("in_touch", "places", "in_flight", "generate", "reward", "weig
 
 def _figures(counters: Mapping[str, float]) -> dict[str, Any]:
     """What the buffer told of the batch and of the time since the one before, as fields of the step; {} if nothing."""
-    told = {name.removeprefix(_NOW): figure for name, figure in counters.items() if name.startswith(_NOW)}
+    told = {
+        name.removeprefix(OF_ONE_BATCH): figure for name, figure in counters.items() if name.startswith(OF_ONE_BATCH)
+    }
     if not told:
         return {}
     fields: dict[str, Any] = {name: int(told[name]) for name in ("max_lag", "slots", "under_way")}

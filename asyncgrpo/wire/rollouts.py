@@ -21,6 +21,8 @@ from asyncgrpo.wire import Message
 
 REWARDS_PAUSED = "rewards_paused"
 """The reason of a lease that ended because no completion could be scored. It costs the prompt nothing."""
+OF_ONE_BATCH = "now_"
+"""How the counters begin that are of one batch or one moment, and are never added up."""
 PROMPT_BYTES = 2**22
 """The longest header that holds a prompt: half a million tokens and their text."""
 
