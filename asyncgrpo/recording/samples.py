@@ -117,8 +117,8 @@ class SampleWriter:
         for left_over in self.folder.glob(".step_*.tmp"):
             left_over.unlink()
         self._limits = limits
-        there = [path for path in self.folder.glob("step_*.parquet") if path.stem[5:].isdigit()]
-        self._written = {path: path.stat() for path in sorted(there, key=lambda path: (path.stat().st_mtime, path))}
+        there = {path: path.stat() for path in self.folder.glob("step_*.parquet") if path.stem[5:].isdigit()}
+        self._written = dict(sorted(there.items(), key=lambda one: (one[1].st_mtime, one[0])))
         """The files there are, in the order in which they were written."""
         self._bytes = sum(file.st_size for file in self._written.values())
         self._has_removed = False
