@@ -69,8 +69,6 @@ class Buffer:
         self._policy = POLICIES[config.policy](config)
         self._admission = ADMISSIONS[config.admission](config)
         self._auto = AutoLag(config.auto_lag, max_lag) if config.max_lag == "auto" else None
-        self.max_lag: int = self._auto.max_lag if self._auto is not None else config.largest_max_lag
-        """The bound in force, for the groups leased from now on."""
         self.is_held_back = False
         """Whether it was the bound that made the learner wait when it was last refused a batch."""
         self._asked_at: PolicyVersion | None = None  # the version whose step the learner last asked a batch for
@@ -352,10 +350,9 @@ class Buffer:
         """
         if self._auto is None:
             return
-        max_lag = self._auto.step_ended(version.number, shares, waited)
-        if max_lag != self.max_lag:
-            self.max_lag = max_lag
-            self.journal.append(BoundChanged(version=version, max_lag=max_lag))
+        before, after = self.max_lag, self._auto.step_ended(version.number, shares, waited)
+        if after != before:
+            self.journal.append(BoundChanged(version=version, max_lag=after))
 
     # -- what earlier starts left: before the first lease --------------------------------------------------------------
 
@@ -397,6 +394,11 @@ class Buffer:
         self._record_drop(lease_id, prompt_index, reason, is_final=False)
 
     # -- totals and state ----------------------------------------------------------------------------------------------
+
+    @property
+    def max_lag(self) -> int:
+        """The bound in force, for the groups leased from now on."""
+        return self._config.largest_max_lag if self._auto is None else self._auto.max_lag
 
     @property
     def num_slots(self) -> int:
