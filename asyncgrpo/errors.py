@@ -40,10 +40,6 @@ class WeightsError(AsyncGRPOError):
     """A policy version did not arrive whole on every generator."""
 
 
-class GeneratorsGone(WeightsError):
-    """No generator is left to send weights to. Others may come."""
-
-
 class EngineError(AsyncGRPOError):
     """An inference engine cannot start, or refused a call."""
 
@@ -73,3 +69,11 @@ class ProcessLost(AsyncGRPOError):
 
 class TrainingError(AsyncGRPOError):
     """Training cannot go on: too many updates in a row were skipped."""
+
+
+class CommandRefused(AsyncGRPOError):
+    """A command to a running run that it cannot carry out."""
+
+
+class RunNotAlive(AsyncGRPOError):
+    """A run that is asked or told something, and no driver of it replies."""

@@ -70,13 +70,15 @@ class Prompt(Frozen):
     """An id that is stable over restarts and unique in a run, for example `train/17` (row 17 of the training file)."""
     token_ids: tuple[int, ...]
     text: str = ""
-    """The text before tokenisation, for people and for reward functions that take `prompt`."""
+    """The prompt before tokenisation, where the row has a text."""
+    turns: tuple[dict[str, Any], ...] = ()
+    """The prompt before tokenisation, where the row has chat turns, each with `role` and `content`."""
     answer: Any = None
     """The ground truth as the data file has it: anything that JSON can hold."""
     source: str = ""
     """`data_source` of the row; it chooses the rule when rewards are rule-based."""
     info: dict[str, Any] = {}
-    """`extra_info` of the row."""
+    """`extra_info` of the row, or its other columns."""
 
 
 class Lease(Frozen):
@@ -108,12 +110,15 @@ class Score(Frozen):
     value: float | None = None
     """None exactly when `failure` is given."""
     failure: Name | None = None
-    """`timeout`, `crash`, `exception`, `not_finite`, `too_large`, `bad_type`, `unknown_source` or `aborted`."""
+    """One of the label values of `metrics.reward_failures_total`, such as `timeout`, `exception` or `unknown_source`."""
     parts: dict[str, float] = {}
     """The named parts of a dict reward. Their means are in every step event and go to the loggers."""
     detail: str = ""
     """A text for people, such as that of an exception; at most 500 characters."""
     seconds: float = 0.0
+    """The time that it took to score."""
+    waited: float = 0.0
+    """Before that, the seconds of waiting for a worker, for a place at a service, or for rewards to work again."""
 
 
 class RewardHealth(Frozen):
@@ -137,15 +142,29 @@ class GeneratorSeconds(Frozen):
     generate: Seconds = 0.0
     """At least one completion was being sampled."""
     reward: Seconds = 0.0
-    """Completions were being scored, and none sampled."""
+    """Completions were being scored, or waited for a reply of their environment, and none was sampled."""
     weights: Seconds = 0.0
     """The engine changed its weights."""
     idle: Seconds = 0.0
+    sampling: Seconds = 0.0
+    """The time of every completion that was sampled, added up. Divided by wall time it is how many were at once."""
+    scoring: Seconds = 0.0
+    """The time of every completion from its last token to its score, waiting for a reward worker included."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment said between two turns of a completion. The model reads it, and is not trained on it."""
+
+    at: int
+    """Sampled tokens of the completion before it."""
+    token_ids: np.ndarray
+    """[K] int32, K >= 1; as they were given to the engine, turn markers of the chat template included."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion as an engine sampled it."""
+    """One completion as an engine sampled it: all turns of one answer, where an environment takes part."""
 
     index: int
     """Its number among the `num_completions` of the request, from 0."""
@@ -157,6 +176,32 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """The version spans: they partition [0, L), and versions never decrease."""
     finish_reason: FinishReason
+    observations: tuple[Observation, ...] = ()
+    """In order; `at` rises."""
+
+    @property
+    def all_token_ids(self) -> np.ndarray:
+        """[L + all K] int32, what follows the prompt: sampled tokens, and observations where the model read them."""
+        if not self.observations:
+            return self.token_ids
+        return np.insert(
+            self.token_ids,
+            np.concatenate([np.full(len(one.token_ids), one.at) for one in self.observations]),
+            np.concatenate([one.token_ids for one in self.observations]),
+        )
+
+    @property
+    def sampled_at(self) -> np.ndarray:
+        """[L] int64, the place of each sampled token in `all_token_ids`."""
+        places = np.arange(len(self.token_ids))
+        for one in self.observations:
+            places[one.at :] += len(one.token_ids)
+        return places
+
+    @property
+    def turns(self) -> list[np.ndarray]:
+        """The sampled tokens of each turn, without what the environment said between them."""
+        return [turn for turn in np.split(self.token_ids, [one.at for one in self.observations]) if len(turn)]
 
 
 @dataclass(frozen=True)
@@ -167,6 +212,8 @@ class Rollout:
     score: Score
     seed: int = 0
     """The sampling seed, in engines that use one."""
+    text: str = ""
+    """In an evaluation the completion without special tokens; else empty, since whoever trains can decode."""
 
 
 class Discarded(Frozen):
