@@ -3,7 +3,7 @@
 A metric is a module attribute, named as it is exported but without the prefix: `metrics.groups_total` is exported as
 `asyncgrpo_groups_total`. Each metric belongs to the roles that set it. `serve("buffer")` exports the metrics of that role
 only, so that no process exports a zero for what another one measures. All label values are listed here and start at 0, so
-that a board can tell "none so far" from "not measured".
+that a board can tell "none so far" from "not measured"; but parts of rewards have the names that users give them.
 
 The end of the file has what belongs to metrics: `waiting` (what a process waits for), `LoopProgress` (when a loop last
 went round) and `write_targets` (where Prometheus finds the processes of a run).
@@ -81,6 +81,11 @@ def _gauge(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> pro
     return _declare(prometheus.Gauge(PREFIX + name, text, tuple(labels), registry=None), roles, **labels)
 
 
+def _named_gauge(name: str, text: str, *roles: Role, labels: tuple[str, ...]) -> prometheus.Gauge:
+    """Declare a gauge for things whose names are not known here. Who sets it bounds their number."""
+    return _declare(prometheus.Gauge(PREFIX + name, text, labels, registry=None), roles)
+
+
 def _histogram(name: str, text: str, *roles: Role, buckets: tuple[float, ...]) -> prometheus.Histogram:
     return _declare(prometheus.Histogram(PREFIX + name, text, buckets=buckets, registry=None), roles)
 
@@ -99,6 +104,9 @@ WAITS = ("batch", "publish", "checkpoint", "eval", "lease", "ack", "weights", "r
 waiting_seconds = _gauge(
     "waiting_seconds", "Seconds that this process has by now been waiting for the one thing named; 0 when it is not.",
     *ROLES, what=WAITS)
+
+devices = _gauge(
+    "devices", "GPUs of this process; 1 for one that works on the CPU.", "generator", "learner", "rank")
 
 # -------------------------------------------------------------------------------------------------------------- buffer
 
@@ -146,6 +154,7 @@ buffer_tokens = _gauge(
     "buffer_tokens", "Sampled tokens in flight: of groups that wait for the learner or are in it.", "buffer")
 journal_blocked = _gauge(
     "journal_blocked", "Whether the journal cannot be written (1): no group is acknowledged, no lease granted.", "buffer")
+paused = _gauge("paused", "Whether the run was paused by its operator (1): no lease is granted, no batch trained.", "buffer")
 journal_bytes_total = _counter("journal_bytes_total", "Bytes written to the journal of groups.", "buffer")
 journal_sync_seconds = _histogram(
     "journal_sync_seconds", "Time to put what was written of the journal on the disk.", "buffer", buckets=SECONDS)
@@ -171,6 +180,12 @@ generator_seconds_total = _counter(
 completion_seconds_total = _counter(
     "completion_seconds_total", "Time of all completions sampled or scored here; its rate is how many at once.", "generator",
     activity=("generate", "reward"))
+engine_completions = _gauge(
+    "engine_completions", "Completions in the engine: sampled now (running), or without a place or room for it (waiting).",
+    "generator", state=("running", "waiting"))
+engine_places = _gauge("engine_places", "Completions that the engine can sample at once.", "generator")
+kv_use_ratio = _gauge(
+    "kv_use_ratio", "Share of the engine's memory for keys and values that completions hold; NaN: it keeps none.", "generator")
 groups_in_flight = _gauge("groups_in_flight", "Groups that this generator works on now.", "generator")
 tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever became of them.", "generator")
 completions_total = _counter(
@@ -179,13 +194,18 @@ completion_length_tokens = _histogram("completion_length_tokens", "Sampled token
 generate_seconds = _histogram(
     "generate_seconds", "Time from a group's lease to its last completion.", "generator", buckets=SECONDS)
 reward_seconds = _histogram("reward_seconds", "Time to score one completion.", "generator", buckets=SECONDS)
+reward_wait_seconds = _histogram(
+    "reward_wait_seconds", "Time that a completion waits for a reward worker, or for a place at a service, before it is scored.",
+    "generator", buckets=SECONDS)
+reward_workers = _gauge("reward_workers", "Reward worker processes of this generator.", "generator")
 rewards_paused = _gauge(
     "rewards_paused", "Whether every reward call fails (1), so that only probes are made and no lease is granted.",
     "generator")
 reward_failures_total = _counter(
     "reward_failures_total", "Reward calls that gave no score, and completions that were aborted, by what went wrong.",
     "generator",
-    failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source", "aborted"))
+    failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source",
+        "not_applicable", "sandbox", "judge", "no_score", "model", "aborted"))
 
 # ------------------------------------------------------------------------------------------------------------- learner
 
@@ -207,7 +227,30 @@ zero_signal_groups_total = _counter(
 
 reward_mean = _gauge("reward_mean", "Mean reward of the completions in the last step.", "learner")
 reward_std = _gauge("reward_std", "Standard deviation of the reward over the completions of the last step.", "learner")
+MAX_REWARD_PARTS = 32
+reward_part_mean = _named_gauge(
+    "reward_part_mean", "Mean of each named part of the rewards in the last step that had it; at most 32 parts.",
+    "learner", labels=("part",))
+reward_part_std = _named_gauge(
+    "reward_part_std", "Standard deviation of each named part of the rewards in the last step that had it.",
+    "learner", labels=("part",))
+MAX_SOURCES = 16
+source_reward_mean = _named_gauge(
+    "source_reward_mean", "Mean reward of the completions of each data_source in the last step that had it; at most 16.",
+    "learner", labels=("source",))
+source_success_ratio = _named_gauge(
+    "source_success_ratio", "Share of the completions of each data_source with a reward of 1 or more, in the same step.",
+    "learner", labels=("source",))
+source_zero_signal_ratio = _named_gauge(
+    "source_zero_signal_ratio", "Share of the trained groups of each data_source whose completions all had one reward.",
+    "learner", labels=("source",))
+source_completion_length_mean = _named_gauge(
+    "source_completion_length_mean", "Mean sampled tokens of a completion of each data_source, in the same step.",
+    "learner", labels=("source",))
 eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.", "learner")
+eval_suite = _named_gauge(
+    "eval_suite", "Number of the last evaluation of a suite: reward, pass@k or maj@k.", "learner", labels=("suite", "number"))
+turns_mean = _gauge("turns_mean", "Mean turns of a completion in the last step, where an environment replies.", "learner")
 completion_length_mean = _gauge("completion_length_mean", "Mean sampled tokens of a completion in the last step.", "learner")
 loss = _gauge("loss", "Loss of the last step.", "learner")
 grad_norm = _gauge("grad_norm", "Norm of the gradient in the last step, before clipping.", "learner")
@@ -239,9 +282,14 @@ weight_sync_total = _counter(
     outcome=("ok", "repeated", "degraded"))
 weight_sync_seconds = _histogram(
     "weight_sync_seconds", "Time of one publication, until every generator has replied.", "learner", buckets=SECONDS)
-weight_sync_bytes_total = _counter("weight_sync_bytes_total", "Weights sent, bytes, each generator counted.", "learner")
+weight_sync_bytes_total = _counter("weight_sync_bytes_total", "Weights or deltas sent, bytes, each generator counted.", "learner")
 generators_in_sync = _gauge(
-    "generators_in_sync", "Generators that proved, by checksum, to hold the version published last.", "learner")
+    "generators_in_sync", "Generators that proved, by checksum, to hold one of the last two versions.", "learner")
+sync_gap_mean = _gauge(
+    "sync_gap_mean",
+    "Mean |learner - engine| log-prob of the check sequences under the last version checked, nats; the worst engine.", "learner")
+sync_gap_max = _gauge("sync_gap_max", "The largest of these differences of one token, nats.", "learner")
+sync_gap_limit = _gauge("sync_gap_limit", "The mean gap above which an engine computes with other weights, nats.", "learner")
 
 checkpoint_seconds = _histogram("checkpoint_seconds", "Time to write one checkpoint.", "learner", buckets=SECONDS)
 checkpoint_last_success_timestamp_seconds = _gauge(
@@ -251,9 +299,17 @@ checkpoint_last_success_timestamp_seconds = _gauge(
 # -------------------------------------------------------------------------------------------------------------- driver
 
 generators_expected = _gauge("generators_expected", "Generators that the run is to have: generators.count.", "driver")
+page_info = _info("page", "Address of the run's web page, without its token.", "driver")
 actor_restarts_total = _counter(
     "actor_restarts_total", "Processes started again after they ended or were ended, by their role.", "driver",
     actor=("buffer", "generator", "learner"))
+restarts_spent_ratio = _gauge(
+    "restarts_spent_ratio",
+    "Share of the restarts of an hour that are spent; at 1 the next one ends the run. Of generators: of the worst one.",
+    "driver", of=("core", "generator"))
+advice_gain_ratio = _gauge(
+    "advice_gain_ratio", "Share by which a step would be shorter if the advice on this bottleneck were followed, 0 to 1.",
+    "driver", bottleneck=("health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "none"))
 disk_free_bytes = _gauge(
     "disk_free_bytes", "Bytes that this user may still write to the disk of the run folder.", "driver")
 # fmt: on
@@ -326,7 +382,9 @@ def exposition(*roles: Role) -> str:
 def names() -> set[str]:
     """Every time series name that a query may use, histogram suffixes included."""
     collected = registry(*ROLES).collect()
-    return {sample.name for metric in collected for sample in metric.samples}
+    sampled = {sample.name for metric in collected for sample in metric.samples}
+    named = (reward_part_mean, reward_part_std, eval_suite, *_OF_SOURCES.values())  # their labels are not known yet
+    return sampled | {metric.name for gauge in named for metric in gauge.describe()}
 
 
 class _Processes(Collector):
@@ -364,6 +422,7 @@ _STEP_GAUGES: dict[str, prometheus.Gauge] = {
     "reward_mean": reward_mean,
     "reward_std": reward_std,
     "completion_length_mean": completion_length_mean,
+    "turns_mean": turns_mean,
     "loss": loss,
     "grad_norm": grad_norm,
     "lr": learning_rate,
@@ -384,6 +443,20 @@ _DIAGNOSTIC_GAUGES: dict[str, prometheus.Gauge] = {
 }
 
 
+_OF_SOURCES: dict[str, prometheus.Gauge] = {
+    "reward_mean": source_reward_mean,
+    "success_share": source_success_ratio,
+    "zero_signal_share": source_zero_signal_ratio,
+    "completion_length_mean": source_completion_length_mean,
+}
+
+
+_reward_parts: set[str] = set()
+"""The parts that have series: a name that is new in every step must not make series without end."""
+_sources: set[str] = set()
+"""The sources that have series."""
+
+
 def observe_step(step: Mapping[str, Any]) -> None:
     """Set the learner's metrics from a `step` event (its fields are in `recording/events.py`), so that both agree.
 
@@ -396,6 +469,17 @@ def observe_step(step: Mapping[str, Any]) -> None:
     for field, gauge in _DIAGNOSTIC_GAUGES.items():
         if field in diagnostics:
             gauge.set(diagnostics[field])
+    for gauge, field in ((reward_part_mean, "reward_parts"), (reward_part_std, "reward_parts_std")):
+        for name, value in (step.get(field) or {}).items():
+            if name in _reward_parts or len(_reward_parts) < MAX_REWARD_PARTS:
+                _reward_parts.add(name)
+                gauge.labels(part=name).set(value)
+    for source, numbers in (step.get("sources") or {}).items():
+        if source in _sources or len(_sources) < MAX_SOURCES:
+            _sources.add(source)
+            for field, gauge in _OF_SOURCES.items():
+                if numbers.get(field) is not None:
+                    gauge.labels(source=source).set(numbers[field])
     seconds: Mapping[str, float] = step.get("seconds") or {}
     for activity, spent in seconds.items():
         learner_seconds_total.labels(activity=activity).inc(max(0.0, spent))

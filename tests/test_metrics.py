@@ -62,7 +62,7 @@ def test_every_metric_is_exported_by_some_role_and_by_its_own_only():
         family = next(iter(metric.collect())).name
         assert any(family in names for names in exported.values()), name
     shared = exported["buffer"] & exported["generator"] & exported["learner"] & exported["driver"]
-    assert exported["rank"] == shared, (
+    assert exported["rank"] == shared | {"asyncgrpo_devices"}, (
         "a rank above 0 would export zeros, and the time of a last step that never changes"
     )
     assert shared == {
@@ -73,7 +73,7 @@ def test_every_metric_is_exported_by_some_role_and_by_its_own_only():
         "asyncgrpo_processes",
     }
     for role, others in (("learner", "buffer"), ("generator", "learner"), ("buffer", "generator")):
-        assert exported[role] & exported[others] == shared
+        assert exported[role] & exported[others] <= shared | {"asyncgrpo_devices"}
 
 
 def test_no_series_says_when_a_counter_was_created():
@@ -163,6 +163,33 @@ def test_a_step_event_moves_the_learners_metrics():
     assert value("learner_seconds_total", activity="optimizer") - before[1] == 2.0
     assert value("step_seconds_count") - observed == 1
     assert value("zero_signal_groups_total") - without_signal == 3
+
+
+def test_each_part_of_the_reward_has_a_series_and_there_are_few_of_them(monkeypatch):
+    monkeypatch.setattr(metrics, "_reward_parts", set())
+    metrics.observe_step({"reward_parts": {"format": 0.5}, "reward_parts_std": {"format": 0.1}})
+    assert value("reward_part_mean", part="format") == 0.5 and value("reward_part_std", part="format") == 0.1
+    for step in range(50):
+        metrics.observe_step({"reward_parts": {"format": 0.75, f"of step {step}": 1.0}})
+    series = metrics.exposition("learner").count("asyncgrpo_reward_part_mean{")
+    assert series == metrics.MAX_REWARD_PARTS and value("reward_part_mean", part="format") == 0.75
+    metrics.reward_part_mean.clear()
+    metrics.reward_part_std.clear()
+
+
+def test_each_source_has_its_series_and_there_are_few_of_them(monkeypatch):
+    monkeypatch.setattr(metrics, "_sources", set())
+    numbers = {"reward_mean": 0.5, "success_share": 0.25, "zero_signal_share": 0.75, "completion_length_mean": 9.0}
+    metrics.observe_step({"sources": {"gsm8k": numbers}})
+    assert value("source_reward_mean", source="gsm8k") == 0.5 and value("source_success_ratio", source="gsm8k") == 0.25
+    assert value("source_zero_signal_ratio", source="gsm8k") == 0.75
+    metrics.observe_step({"sources": {"gsm8k": numbers | {"reward_mean": None}}})
+    assert value("source_reward_mean", source="gsm8k") == 0.5
+    for step in range(50):
+        metrics.observe_step({"sources": {f"of step {step}": numbers}})
+    assert metrics.exposition("learner").count("asyncgrpo_source_reward_mean{") == metrics.MAX_SOURCES
+    for gauge in metrics._OF_SOURCES.values():
+        gauge.clear()
 
 
 def test_a_wait_shows_its_age_while_it_lasts_and_zero_afterwards(monkeypatch):
