@@ -62,12 +62,30 @@ def has_signal(rewards: Tensor, groups: Groups) -> Tensor:
     return groups.max(rewards.masked_fill(missing, -torch.inf)) > groups.min(rewards.masked_fill(missing, torch.inf))
 
 
-def signal_share(rewards: Tensor, group_ids: Tensor, teaches: Tensor) -> float:
-    """Share of the groups with a signal among those that are solved or have one; 1 where there are neither.
+class Signal(NamedTuple):
+    """Numbers of groups by what they have to say. The others are hopeless: equally bad in all their completions."""
+
+    groups: int
+    with_signal: int
+    solved: int
+
+    @property
+    def share(self) -> float:
+        """Share of the groups with a signal among those that are solved or have one; 1 where there are neither."""
+        good = self.with_signal + self.solved
+        return self.with_signal / good if good else 1.0
+
+    @property
+    def not_hopeless(self) -> float:
+        """Share of the groups that are solved or have a signal; 1 without groups."""
+        return (self.with_signal + self.solved) / self.groups if self.groups else 1.0
+
+
+def signal_of(rewards: Tensor, group_ids: Tensor, teaches: Tensor) -> Signal:
+    """Count the groups of a minibatch.
 
     A group is solved if all its rewards are equal and nearer to the best reward of the batch than to the worst; where the
-    whole batch has one reward, if that is above 0. A group that is equally bad in all its completions is neither: it has
-    nothing to lose.
+    whole batch has one reward, if that is above 0.
 
     Args:
         rewards: [S] float64, finite.
@@ -75,14 +93,14 @@ def signal_share(rewards: Tensor, group_ids: Tensor, teaches: Tensor) -> float:
         teaches: [S] bool, the completion is trained and its advantage is not 0.
     """
     if not rewards.numel():
-        return 1.0
+        return Signal(0, 0, 0)
     groups = Groups(group_ids)
     best, worst = rewards.max(), rewards.min()
     is_good = groups.min(rewards) > ((best + worst) / 2 if best > worst else 0.0)
     has_signal = groups.max(teaches.double()) > 0
     is_solved = ~has_signal & is_good & (groups.min(rewards) == groups.max(rewards))
     with_signal, solved = (groups.number[which].unique().numel() for which in (has_signal, is_solved))
-    return with_signal / (with_signal + solved) if with_signal + solved else 1.0
+    return Signal(groups.number.unique().numel(), with_signal, solved)
 
 
 # -- estimators --------------------------------------------------------------------------------------------------------

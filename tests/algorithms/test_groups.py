@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from asyncgrpo.algorithms.advantages import grpo, signal_share
+from asyncgrpo.algorithms.advantages import grpo, signal_of
 
 
 def share(*groups: list[float]) -> float:
     rewards = torch.tensor([reward for group in groups for reward in group], dtype=torch.float64)
     ids = torch.tensor([number for number, group in enumerate(groups) for _ in group])
-    return signal_share(rewards, ids, grpo(rewards, ids) != 0)
+    return signal_of(rewards, ids, grpo(rewards, ids) != 0).share
 
 
 @pytest.mark.parametrize(
@@ -33,4 +33,4 @@ def test_the_share_is_of_groups_that_are_solved_or_have_a_signal(groups: list[li
 
 def test_a_batch_of_nothing_is_not_solved():
     nothing = torch.zeros(0)
-    assert signal_share(nothing.double(), nothing.long(), nothing.bool()) == 1.0
+    assert signal_of(nothing.double(), nothing.long(), nothing.bool()).share == 1.0
