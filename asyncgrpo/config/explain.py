@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from asyncgrpo.config.keymap import bare
 from asyncgrpo.config.schema import AlgorithmConfig, Config, CorrectionConfig
-from asyncgrpo.config.verl import bare, ending_in, misspelt, pattern_of, verl_keys
+from asyncgrpo.config.verl import VERL
 from asyncgrpo.errors import ConfigError
 
 
@@ -35,8 +36,21 @@ class Knob:
     @property
     def takes_text(self) -> bool:
         """Whether any value is text, so that `run.out=2024` needs no quotes."""
+        return self._takes(inspect.StrType)
+
+    @property
+    def takes_list(self) -> bool:
+        """Whether a value may be a list."""
+        return self._takes(inspect.VarTupleType)
+
+    @property
+    def takes_mapping(self) -> bool:
+        """Whether a value may be a mapping."""
+        return self._takes(inspect.DictType)
+
+    def _takes(self, kind: Any) -> bool:
         members = self.type.types if isinstance(self.type, inspect.UnionType) else (self.type,)
-        return any(isinstance(member, inspect.StrType) for member in members)
+        return any(isinstance(member, kind) for member in members)
 
     @property
     def fields(self) -> dict[str, "Knob"]:
@@ -139,6 +153,9 @@ def type_in_words(kind: inspect.Type) -> str:
 def choices(key: str) -> list[str]:
     """The values of a key that takes one of a few; empty for any other key."""
     kind = knobs()[key].type if key in knobs() else None
+    if isinstance(kind, inspect.UnionType) and kind.includes_none:
+        (kind, *others) = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
+        kind = None if others else kind
     if isinstance(kind, inspect.BoolType):
         return ["true", "false"]
     return [str(value) for value in kind.values] if isinstance(kind, inspect.LiteralType) else []
@@ -306,17 +323,17 @@ def suggest(key: str, known: Collection[str]) -> str:
         return _from_verl(verls)
     if meant := _slip(key, known):
         return f"did you mean `{meant}`?"
-    return f"did you mean verl's `{theirs}`?" if (theirs := misspelt(key)) else ""
+    return f"did you mean verl's `{theirs}`?" if (theirs := VERL.misspelt(key)) else ""
 
 
 def verls_name(key: str, known: Collection[str] = ()) -> str | None:
     """verl's full name, if `key` is that name or its end, and not the end of a name in `known`. Slips do not count."""
     key = bare(key)
-    if key in verl_keys():
+    if key in VERL.keys:
         return key
     if any(other.endswith(f".{key}") for other in known):
         return None
-    return ending_in(key) or (key if pattern_of(key) and not misspelt(key) else None)
+    return VERL.ending_in(key) or (key if VERL.pattern_of(key) and not VERL.misspelt(key) else None)
 
 
 def _slip(key: str, known: Collection[str]) -> str | None:
@@ -339,9 +356,9 @@ def near(name: str, known: Collection[str]) -> str:
 
 
 def _from_verl(key: str) -> str:
-    pattern = pattern_of(key)
+    pattern = VERL.pattern_of(key)
     assert pattern is not None
-    entry = verl_keys()[pattern]
+    entry = VERL.keys[pattern]
     if entry.ours:
         return f"that is verl's name for `{entry.ours}`"
     return (

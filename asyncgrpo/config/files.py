@@ -139,6 +139,14 @@ def load_values(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def text_of(file: Path) -> str:
+    """The text of a file. Raises ConfigError."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as text: {error}") from error
+
+
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested values by dotted key. Interpolations are resolved where that is possible, and `???` becomes None."""
     found: dict[str, Any] = {}

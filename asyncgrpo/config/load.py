@@ -133,8 +133,13 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """The value of `text` as YAML reads it. Where the key takes text, it is the text itself unless quoted or null."""
-    if key in knobs() and knobs()[key].takes_text and text[:1] not in ("'", '"'):
+    """The value of `text` as YAML reads it. Where the key takes text, it is the text itself unless quoted or null.
+
+    Where it takes a list as well, a text in square brackets is a list, and where it takes a mapping, one in braces.
+    """
+    knob = knobs().get(key)
+    is_more = knob and ((knob.takes_list and text[:1] == "[") or (knob.takes_mapping and text[:1] == "{"))
+    if knob and knob.takes_text and text[:1] not in ("'", '"') and not is_more:
         return None if text in ("", "~", "null") else text
     try:
         return yaml_value(text)

@@ -39,6 +39,8 @@ GATHERED_LAYERS = 3
 """Layers that FSDP2 has in whole at once: the one that runs, the next one, and the buffer that it is copied out of."""
 TILE_LOGITS = 2**27
 """Logits that `learner/head.py` has at once on a GPU."""
+ARENAS = 2
+"""Publications that the learner keeps in host memory (`weights.arena.SLOTS`); one more where deltas may be sent."""
 PUBLISHED_BYTES_PER_S = 1.9e9
 """From GPU to host, through shared memory, to GPU: 9 s for 8B in bfloat16. By arithmetic, not measured."""
 SHOWN_OF_NOMINAL = 0.985
@@ -295,8 +297,8 @@ def publication_seconds(shape: ModelShape, config: Config) -> float:
 def fullest_host(shape: ModelShape, config: Config) -> Holding:
     """The host memory of the node that holds most. Ray fills one node with learner ranks before the next.
 
-    A rank loads its shard tensor by tensor, and holds what is kept off its GPU; rank 0 also one file of a checkpoint. A
-    generator holds one publication.
+    A rank loads its shard tensor by tensor, and holds what is kept off its GPU; rank 0 also one file of a checkpoint, and
+    two publications. A generator holds one.
     """
     ranks, each, count = config.learner.ranks, max(config.generators.gpus_each, 1), config.generators.count
     together = 1 if config.cluster.share_gpu else ranks + each * count
@@ -312,12 +314,15 @@ def _host(shape: ModelShape, config: Config, ranks: int, generators: int) -> Hol
     moments = rank.moments if config.learner.offload_optimizer else 0
     kept = rank.has_reference_copy and config.learner.offload_reference
     reference = rank.of_each(rank.item * shape.parameters) if kept else 0
+    adapters_only = config.model.lora.rank and config.weights.adapters_only
+    has_far = generators < config.generators.count or config.weights.backend in ("gloo", "nccl")
+    arenas = ARENAS + (config.weights.deltas and has_far) if ranks and not adapters_only else 0
     processes = 1 + ranks + generators * (1 + max(config.generators.gpus_each, 1))
     parts = {
         "moments": ranks * moments,
         "reference": ranks * reference,
         "checkpoint": min(published_bytes(shape, config), EXPORTED_FILE) if ranks else 0,
-        "publication": generators * published_bytes(shape, config),
+        "publication": (generators + arenas) * published_bytes(shape, config),
         "processes": processes * PROCESS,
     }
     return Holding({name: size for name, size in parts.items() if size})

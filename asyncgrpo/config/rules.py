@@ -103,11 +103,45 @@ def _adapters_are_on(config: Config) -> str | None:
     return f"model.lora.targets names {names}, but model.lora.rank is 0, so all weights would be trained; set a rank"
 
 
+def _a_weight_for_each_source(config: Config) -> str | None:
+    sources, weights = config.data.sources, config.data.weights
+    if not sources:
+        return "data.train is an empty list; name a file or another source of prompts"
+    if weights is None or len(weights) == len(sources):
+        return None
+    return f"data.weights has {len(weights)} and data.train {len(sources)} entries; give a weight for each source"
+
+
 def _eval_has_a_file(config: Config) -> str | None:
     rows = config.data.eval_rows
     if config.data.eval is not None or rows is None:
         return None
     return f"data.eval_rows is {rows}, but data.eval names no file, so nothing would be evaluated; set data.eval"
+
+
+def _suites_have_names(config: Config) -> str | None:
+    data = config.data
+    if data.eval is not None and not data.suites:
+        return "data.eval names no file; leave it out for no evaluation"
+    if isinstance(data.eval, tuple) and len(data.suites) < len(data.eval):
+        return f"two files of data.eval would be called alike ({', '.join(data.eval)}); write data.eval={{name: file, ...}}"
+    wrong = [name for name in data.suites if name == "train" or re.fullmatch(r"[\w.-]{1,64}", name) is None]
+    if wrong:
+        return (
+            f"data.eval calls a suite {wrong[0]!r}; a name has up to 64 letters, digits and . _ -, and is not train; "
+            "write data.eval={name: file, ...}"
+        )
+    return None
+
+
+def _several_completions_differ(config: Config) -> str | None:
+    sampling = config.sampling
+    if sampling.eval_completions == 1 or sampling.eval_temperature > 0:
+        return None
+    return (
+        f"sampling.eval_completions is {sampling.eval_completions}, but sampling.eval_temperature is 0, so all of them "
+        "would be the same; set a temperature, such as that of sampling.temperature"
+    )
 
 
 def _gpus_for_nccl(config: Config) -> str | None:
@@ -167,6 +201,17 @@ def _extra_is_for_this_engine(config: Config) -> str | None:
     return None
 
 
+def _one_environment(config: Config) -> str | None:
+    environment = config.environment
+    other = "name" if environment.name is not None else "tools"
+    if environment.agent is None or not (environment.name or environment.tools):
+        return None
+    return (
+        f"environment.agent ({environment.agent}) and environment.{other} ({value_in_words(getattr(environment, other))}) "
+        "are both given, and a completion has one environment; leave one out"
+    )
+
+
 _RULES = (
     _microbatch_holds_one,
     _min_completions,
@@ -175,11 +220,15 @@ _RULES = (
     _betas,
     _top_k,
     _adapters_are_on,
+    _a_weight_for_each_source,
     _eval_has_a_file,
+    _suites_have_names,
+    _several_completions_differ,
     _gpus_for_nccl,
     _one_gpu_is_shared_by_two,
     _gpu_for_flash,
     _extra_is_for_this_engine,
+    _one_environment,
 )
 
 
@@ -228,6 +277,12 @@ def check_model(config: Config) -> None:
                 else f"lower data.max_prompt_tokens below {context}"
             )
         )
+
+
+def file_of(spec: str) -> Path:
+    """The file of `FILE` or `FILE:NAME`."""
+    head, colon, _ = spec.rpartition(":")
+    return Path(head if colon and not Path(spec).is_file() else spec)
 
 
 def local_model(path: str) -> Path | None:
@@ -494,6 +549,8 @@ def _rewards(config: Config) -> Iterator[str]:
         below_zero = f"algorithm.overlong_buffer ({a.overlong_buffer}) subtracts from"
     if a.kl_coef and a.kl_in == "reward":
         below_zero = "algorithm.kl_in=reward subtracts from"
+    if any(weight < 0 for weight in config.reward.weights or ()):
+        below_zero = "reward.weights subtracts from"
     if a.advantage == "max_rl" and below_zero:
         yield f"algorithm.advantage=max_rl divides by the mean reward, so rewards must not be negative, but {below_zero} them"
 

@@ -5,10 +5,13 @@ times in seconds, lag in optimizer steps. `asyncgrpo config explain KEY` prints 
 """
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+
+from asyncgrpo.cores import cores
 
 CRITIC = "gae"
 """The value of `algorithm.advantage` that trains a critic."""
@@ -74,11 +77,36 @@ class ModelConfig(Section, frozen=True):
     lora: LoraConfig = LoraConfig()
 
 
+def is_file(source: str) -> bool:
+    """Whether an entry of `data.train` or `data.eval` names a file, and not what a library makes or loads."""
+    return not source.startswith(("reasoning-gym:", "hf:"))
+
+
+def _stem(source: str) -> str:
+    """A short name: that of the file without its ending, or of what `hf:` or `reasoning-gym:` names."""
+    return Path(source).stem if is_file(source) else Path(source.partition("?")[0].partition(":")[2]).name
+
+
 class DataConfig(Section, frozen=True):
     """Which prompts are used, and how they are read."""
 
-    train: Annotated[str, Meta(description="Parquet, JSONL or JSON file of training prompts")]
-    eval: Annotated[str | None, Meta(description="held-out file; none: no evaluation")] = None
+    train: Annotated[
+        str | tuple[str, ...],
+        Meta(
+            description="training prompts: a Parquet, JSONL or JSON file, reasoning-gym:NAME or hf:ID; or a list of them"
+        ),
+    ]
+    weights: Annotated[
+        tuple[Annotated[float, Meta(gt=0, le=1e6)], ...] | None,
+        Meta(description="share of each entry of `train` in the prompts; none: as many as it has"),
+    ] = None
+    eval: Annotated[
+        str | tuple[str, ...] | dict[str, str] | None,
+        Meta(
+            description="held-out prompts, as one entry of `train`; a list of them, or a mapping of names to them; none: no "
+            "evaluation"
+        ),
+    ] = None
     columns: Annotated[
         dict[str, str],
         Meta(description="our field to the file's column, where no known schema fits: prompt, answer, source"),
@@ -86,17 +114,243 @@ class DataConfig(Section, frozen=True):
     max_prompt_tokens: Annotated[int, Meta(ge=1, description="longer prompts are dropped, with a count")] = 512
     shuffle: Annotated[bool, Meta(description="a new seeded order every epoch; false: the file's order")] = True
     system_prompt: Annotated[str | None, Meta(description="put before every prompt that has no system turn")] = None
-    eval_rows: Annotated[AtLeastOne | None, Meta(description="rows of the held-out file to use; none: all")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Meta(description="further arguments of the model's chat template, such as enable_thinking: false"),
+    ] = {}
+    eval_rows: Annotated[AtLeastOne | None, Meta(description="rows of each held-out file to use; none: all")] = None
+    cache: Annotated[
+        str | None,
+        Meta(description="folder that keeps tokenised prompts for other runs too; none: `prompts/` of the run"),
+    ] = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The entries of `train`."""
+        return (self.train,) if isinstance(self.train, str) else self.train
+
+    @property
+    def suites(self) -> dict[str, str]:
+        """The held-out sources by the names of their suites. One alone is `eval`; several have the names of their files.
+
+        Where several files have one name, as in `gsm8k/test.parquet` and `math/test.parquet`, that of the folder is put
+        before it.
+        """
+        if self.eval is None or isinstance(self.eval, str):
+            return {} if self.eval is None else {"eval": self.eval}
+        if isinstance(self.eval, dict):
+            return self.eval
+        stems = Counter(map(_stem, self.eval))
+        names = [
+            stem if stems[stem := _stem(file)] == 1 else f"{Path(file).absolute().parent.name}.{stem}"
+            for file in self.eval
+        ]
+        return dict(zip(names, self.eval, strict=True))
+
+
+class CodeRewardConfig(Section, frozen=True):
+    """How the built-in reward for code runs and scores it."""
+
+    url: Annotated[
+        str | None,
+        Meta(description="Sandbox Fusion service that runs it; none: bubblewrap, in the reward processes, Python only"),
+    ] = None
+    max_concurrent: Annotated[
+        int, Meta(ge=1, description="completions that each generator has in Sandbox Fusion at once")
+    ] = 64
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one test, seconds; a late test has failed")] = 5.0
+    memory_mb: Annotated[int, Meta(ge=64, description="memory of a process of the code, MiB")] = 1024
+    score: Annotated[
+        Literal["share", "all"], Meta(description="the share of tests that pass, or 1 only if all pass")
+    ] = "share"
+    unsafe: Annotated[
+        bool, Meta(description="where bubblewrap cannot run, run code as your user, with your files and network")
+    ] = False
+
+
+class JudgeConfig(Section, frozen=True):
+    """The model behind an OpenAI-compatible URL that the reward `judge` asks."""
+
+    url: Annotated[
+        str | None, Meta(description="its address, such as http://host:30000/v1; the reward judge needs it")
+    ] = None
+    model: Annotated[str, Meta(description="name of the model in each request")] = "default"
+    template: Annotated[
+        str | None,
+        Meta(
+            description="file, or text, with {completion} and, if wanted, {prompt} and {answer}; none: the built-in one"
+        ),
+    ] = None
+    pattern: Annotated[
+        str | None,
+        Meta(
+            description="regular expression for the number in the reply, the last match counts; none: `Score: 7` or a bare 7"
+        ),
+    ] = None
+    scale: Annotated[
+        float, Meta(gt=0, description="the best number that it gives: the score is the number over this")
+    ] = 10.0
+    max_tokens: Annotated[int, Meta(ge=1, description="longest reply, tokens, thoughts included")] = 1024
+    max_concurrent: Annotated[int, Meta(ge=1, description="requests that each generator has there at once")] = 64
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one judgement, all tries together, seconds")] = 60.0
+    api_key_env: Annotated[
+        str | None, Meta(description="environment variable that holds the key it asks for; none: it asks for none")
+    ] = None
+    extra: Annotated[
+        dict[str, Any], Meta(description="further fields of each request, as they are; null leaves one of ours out")
+    ] = {}
+
+    @property
+    def file(self) -> str | None:
+        """The file of the template; None: it is a text, or the built-in one."""
+        return None if self.template is None or "{completion}" in self.template else self.template
+
+
+class RewardModelConfig(Section, frozen=True):
+    """The transformers model with one output for a sequence that the reward `model` asks."""
+
+    path: Annotated[str | None, Meta(description="its folder or hub id; the reward model needs it")] = None
+    device: Annotated[
+        str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N, of the GPUs that a generator sees")
+    ] = "cpu"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Meta(description="of its weights; auto: as they are saved")
+    ] = "auto"
+    max_tokens: Annotated[
+        AtLeastOne | None,
+        Meta(
+            description="longest prompt and completion, tokens; a longer one has no score; none: as many as it has positions"
+        ),
+    ] = None
+    batch_size: Annotated[int, Meta(ge=1, description="completions that it runs at once")] = 16
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of a group, seconds")] = 60.0
 
 
 class RewardConfig(Section, frozen=True):
     """How completions are scored."""
 
     function: Annotated[
-        str | None, Meta(description="file with compute_score, or FILE:NAME; none: rules by data_source")
+        str | tuple[str, ...] | None,
+        Meta(
+            description="file with compute_score, FILE:NAME, or the name of a built-in reward; or a list of them; none: rules by "
+            "data_source"
+        ),
     ] = None
+    weights: Annotated[
+        tuple[Annotated[float, Meta(ge=-1e6, le=1e6)], ...] | None,
+        Meta(description="of the rewards that function lists, in its order; none: 1 each"),
+    ] = None
+    combine: Annotated[
+        Literal["sum", "first", "gate"],
+        Meta(
+            description="of several rewards the weighted sum; the first that applies; or the sum if the first is above "
+            "`gate_above`, else the first alone"
+        ),
+    ] = "sum"
+    gate_above: Annotated[
+        float, Meta(ge=-1e6, le=1e6, description="with combine=gate, what the first reward must be above")
+    ] = 0.0
+    kwargs: Annotated[
+        dict[str, Any], Meta(description="further arguments of your functions, by name; each gets those that it takes")
+    ] = {}
+    format_score: Annotated[
+        float, Meta(ge=-1e6, le=1e6, description="gsm8k: score of a wrong answer in the right format")
+    ] = 0.1
+    qa_score: Annotated[
+        Literal["match", "f1"], Meta(description="qa, trivia: 1 for a match, or the F1 of the words")
+    ] = "match"
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of one call, seconds")] = 10.0
-    workers: Annotated[int, Meta(ge=1, description="reward processes beside each generator")] = 1
+    workers: Annotated[
+        Literal["auto"] | AtLeastOne,
+        Meta(
+            description="reward processes beside each generator, for each function of your own, for maths and for code; "
+            "auto: as many as the load needs and no more than there are cores",
+        ),
+    ] = 1
+    success: Annotated[
+        float, Meta(description="reward from which a completion of an evaluation is right, for pass@k and maj@k")
+    ] = 1.0
+    code: CodeRewardConfig = CodeRewardConfig()
+    judge: JudgeConfig = JudgeConfig()
+    model: RewardModelConfig = RewardModelConfig()
+
+    @property
+    def at_once(self) -> int:
+        """The most calls that a generator makes at the same time."""
+        return self._at_once[0]
+
+    @property
+    def at_once_key(self) -> str:
+        """The key that sets `at_once`."""
+        return self._at_once[1]
+
+    @property
+    def _at_once(self) -> tuple[int, str]:
+        there = [(cores() if self.workers == "auto" else self.workers, "reward.workers")]
+        if self.code.url is not None:
+            there.append((self.code.max_concurrent, "reward.code.max_concurrent"))
+        if "judge" in self.functions:
+            there.append((self.judge.max_concurrent, "reward.judge.max_concurrent"))
+        return max(there, key=lambda one: one[0])
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """What scores, as a list of names of built-in rewards and files of functions."""
+        if self.function is None:
+            return ("data_source",)
+        return (self.function,) if isinstance(self.function, str) else self.function
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Those of `functions` that are a `FILE` or `FILE:NAME`; a plain word is the name of a built-in reward."""
+        return tuple(spec for spec in self.functions if not spec.isidentifier())
+
+
+OPENENV = "openenv:"
+"""How the name of an environment begins that a server of OpenEnv holds; its URL follows."""
+
+
+class EnvironmentConfig(Section, frozen=True):
+    """What replies to the turns of a completion: a tool, a game, a simulated user."""
+
+    name: Annotated[
+        str | None,
+        Meta(
+            description="calculator, guess, a file with a class Environment (FILE, FILE:CLASS) that has reset and step, or "
+            "openenv:http://HOST:PORT; none: a completion is one turn"
+        ),
+    ] = None
+    tools: Annotated[
+        tuple[str, ...],
+        Meta(description="functions that the model may call in its turns: calculator, FILE:FUNCTION; instead of name"),
+    ] = ()
+    max_turns: Annotated[int, Meta(ge=1, description="turns of the model in a completion, at most")] = 8
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one reset or step, seconds")] = 30.0
+    processes: Annotated[
+        int, Meta(ge=1, description="processes beside each generator in which an environment of your own runs")
+    ] = 1
+    agent: Annotated[
+        str | None,
+        Meta(
+            description="a function that calls the model through an OpenAI-compatible URL and returns a reward: FILE, "
+            "FILE:FUNCTION (run); instead of name and tools"
+        ),
+    ] = None
+    agent_timeout_s: Annotated[float, Meta(gt=0, description="deadline of one whole call of the agent, seconds")] = (
+        600.0
+    )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What is a `FILE`, `FILE:CLASS` or `FILE:FUNCTION`; a plain word is the name of a built-in."""
+        specs = (self.name or "", *self.tools, self.agent or "")
+        return tuple(spec for spec in specs if spec and not spec.isidentifier() and spec != f"{OPENENV}{self.url}")
+
+    @property
+    def url(self) -> str | None:
+        """Where an OpenEnv server listens, if `name` says that."""
+        is_url = self.name is not None and self.name.startswith(OPENENV)
+        return str(self.name).removeprefix(OPENENV) if is_url else None
 
 
 class SamplingConfig(Section, frozen=True):
@@ -110,6 +364,9 @@ class SamplingConfig(Section, frozen=True):
         tuple[str, ...], Meta(description="single-token strings that end a completion, beside the model's own")
     ] = ()
     eval_temperature: Annotated[float, Meta(ge=0, description="temperature of evaluation; 0 is greedy")] = 0.0
+    eval_completions: Annotated[
+        int, Meta(ge=1, le=128, description="completions to each held-out prompt; above 1 for pass@k and maj@k")
+    ] = 1
 
 
 class CorrectionConfig(Section, frozen=True):
@@ -228,7 +485,10 @@ class AlgorithmConfig(Section, frozen=True):
     behaviour_kl_coef: Annotated[
         float, Meta(ge=0, description="weight of a k2 penalty to the policy that sampled the tokens")
     ] = 0.0
-    entropy_coef: Annotated[float, Meta(ge=0, description="weight of an entropy bonus")] = 0.0
+    entropy_coef: Annotated[
+        float,
+        Meta(ge=0, description="weight of an entropy bonus; groups that are hopeless lower it (docs/stability.md)"),
+    ] = 0.0
     truncated: Annotated[
         Literal["keep", "mask", "zero"],
         Meta(
@@ -319,6 +579,12 @@ class GeneratorConfig(Section, frozen=True):
 
     engine: Annotated[Literal["sglang", "torch", "fake"], Meta(description="inference engine")] = "sglang"
     count: Annotated[int, Meta(ge=1, description="generators; each owns one engine")] = 1
+    min: Annotated[int, Meta(ge=1, description="fewest generators that scaling and the autopilot leave")] = 1
+    max: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="most generators that they may have; null: 64"),
+    ] = None
+    autopilot: Annotated[bool, Meta(description="scale generators within min and max as the advice says")] = False
     gpus_each: Annotated[int, Meta(ge=0, description="GPUs of one engine (tensor parallel); 0: CPU")] = 1
     groups_in_flight: Annotated[int, Meta(ge=1, description="groups that one generator works on at once")] = 32
     memory_fraction: Annotated[float, Meta(gt=0, lt=1, description="share of GPU memory for weights and KV cache")] = (
@@ -396,8 +662,12 @@ class LearnerConfig(Section, frozen=True):
         bool, Meta(description="compute a prompt once for the completions to it that share a microbatch")
     ] = True
     compile: Annotated[
-        bool, Meta(description="torch.compile of the decoder layers: slower to start, faster from then on")
-    ] = False
+        bool | None,
+        Meta(
+            description="torch.compile of the decoder layers, from the second step of a start on; none: on a CPU, where the "
+            "run is long and the model large enough to gain by it"
+        ),
+    ] = None
     activation_checkpointing: Annotated[
         bool | None,
         Meta(description="recompute activations in the backward pass; none: where the learner has a GPU"),
@@ -428,13 +698,33 @@ class WeightsConfig(Section, frozen=True):
 
     backend: Annotated[
         Literal["auto", "nccl", "gloo", "shared_memory"],
-        Meta(description="auto: shared_memory on one shared GPU, nccl between GPUs, else gloo"),
+        Meta(
+            description="auto: generators copy from shared memory on the learner's machine; elsewhere nccl between GPUs, "
+            "else gloo. nccl, gloo: as if all were elsewhere"
+        ),
     ] = "auto"
+    deltas: Annotated[
+        bool,
+        Meta(
+            description="elsewhere: send what changed, where it is little, for one more copy of the weights in the learner's "
+            "host memory; false: always send all"
+        ),
+    ] = True
     bucket_mb: Annotated[int, Meta(ge=1, description="MiB sent at once")] = 64
     adapters_only: Annotated[
         bool,
         Meta(description="with LoRA: send the adapters, and each generator merges them; false: send merged weights"),
     ] = True
+    check_every: Annotated[
+        int,
+        Meta(ge=0, description="every so many publications learner and engines score the same tokens; 0: never"),
+    ] = 1
+    check_limit: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="largest mean difference of these log-probs that is rounding, nats; none: by the first publication"
+        ),
+    ] = None
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of each wait in one publication, seconds")] = 120.0
 
 
@@ -470,6 +760,18 @@ class ClusterConfig(Section, frozen=True):
     ] = 60.0
 
 
+class ControlConfig(Section, frozen=True):
+    """How a run is looked at and steered while it goes on."""
+
+    port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="of the admin API and its page; 0: any that is free, null: neither"),
+    ] = 0
+    bind: Annotated[
+        str, Meta(description="address that they listen at; their token and pages go over it unencrypted")
+    ] = "127.0.0.1"
+
+
 class Config(Section, frozen=True):
     """A whole run."""
 
@@ -477,6 +779,7 @@ class Config(Section, frozen=True):
     data: DataConfig
     run: RunConfig = RunConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     buffer: BufferConfig = BufferConfig()
@@ -484,3 +787,4 @@ class Config(Section, frozen=True):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
+    control: ControlConfig = ControlConfig()

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from asyncgrpo.config.explain import knobs, suggest, value_in_words, verls_name
-from asyncgrpo.config.verl import TranslatedKey, as_text, merged, translate
+from asyncgrpo.config.keymap import TranslatedKey, as_text, merged
+from asyncgrpo.config.verl import VERL
 from asyncgrpo.errors import ConfigError
 
 _LIST_ALL = "`asyncgrpo config explain` lists all keys"
@@ -33,7 +34,7 @@ def refusal(
             beside the translated keys.
     """
     named = {one.key: verls_name(one.key) for one in unknown}
-    rows = translate({full: one.value for one in unknown if (full := named[one.key]) is not None})
+    rows = VERL.translate({full: one.value for one in unknown if (full := named[one.key]) is not None})
     guessed = [one for one in unknown if named[one.key] is None]
     if len(unknown) == 1:
         return ConfigError(_sentence(unknown[0], rows))

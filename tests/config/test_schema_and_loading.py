@@ -323,6 +323,11 @@ class TestCrossChecks:
             (["sampling.top_k=0"], "write -1 for no limit"),
             (["model.lora.targets=[q_proj]"], "model.lora.rank is 0, so all weights would be trained"),
             (["data.eval_rows=10"], "data.eval names no file"),
+            (["data.eval=[]"], "data.eval names no file"),
+            (["data.eval=[a/test.json, b/a/test.json]"], "would be called alike"),
+            (["data.eval={train: a.json}"], "and is not train"),
+            (["data.eval={a/b: a.json}"], "calls a suite 'a/b'"),
+            (["sampling.eval_completions=4"], "sampling.eval_temperature is 0"),
             (["weights.backend=nccl", "generators.gpus_each=0"], "on both sides, but generators.gpus_each is 0"),
             (["weights.backend=nccl", "learner.device=cpu"], "but learner.device is cpu"),
             (["cluster.share_gpu=true", "learner.ranks=2", "generators.count=1"], "but learner.ranks is 2"),
@@ -485,3 +490,17 @@ class TestWords:
         assert "lag at most 4 steps" in said["wait"] and "dropped" not in said["wait"]
         assert "lag at most 4 steps, older groups are dropped" in said["drop"]
         assert "lag without bound" in said["train"] and "lag at most" not in said["train"]
+
+
+def test_held_out_files_are_suites_with_names():
+    def suites(value: str) -> dict[str, str]:
+        return load_config(None, [*NEEDED, f"data.eval={value}"]).data.suites
+
+    assert suites("null") == {} and suites("a/test.json") == {"eval": "a/test.json"}
+    assert suites("[a/gsm8k.json, b/math.parquet]") == {"gsm8k": "a/gsm8k.json", "math": "b/math.parquet"}
+    assert suites("[gsm8k/test.json, math/test.json, aime.json]") == {
+        "gsm8k.test": "gsm8k/test.json",
+        "math.test": "math/test.json",
+        "aime": "aime.json",
+    }
+    assert suites("{short: a/test.json, long: a/test2.json}") == {"short": "a/test.json", "long": "a/test2.json"}
