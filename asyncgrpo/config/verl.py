@@ -1,21 +1,12 @@
-"""verl's configuration in our keys. The map is data, `verl_keys.yaml`; here it is looked up and applied.
-
-A rule takes the value, all of verl's keys that were given, and the key of ours that the map names. It returns our keys
-with their values, or words saying why there are none.
+"""verl's configuration in our keys: the rules that `verl_keys.yaml` names, and the map made of both.
 
 A key of verl's is renamed, translated (by a table, under a condition, or by a rule that reads several of its keys), left
 to do by hand, or has no counterpart, with the reason. Hydra's `+key` and `++key` are the same key.
 """
 
-import difflib
-import os
-from collections.abc import Callable, Iterable
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-
+from asyncgrpo.config.keymap import Given, KeyMap, Rule, Translated, files, is_count, loggers, lora_targets
 from asyncgrpo.errors import ConfigError
 
 # -- GPUs for generators and learner, where only their sum is known ----------------------------------------------------
@@ -56,9 +47,6 @@ def split_gpus(
 
 # -- translations that a table cannot say ------------------------------------------------------------------------------
 
-Given = dict[str, Any]
-Translated = dict[str, Any] | str
-
 _ACTOR, _ROLLOUT, _CORRECTION = (
     "actor_rollout_ref.actor.",
     "actor_rollout_ref.rollout.",
@@ -78,26 +66,19 @@ _ADVANTAGES = {
 } | {"grpo_passk": "pass_at_k", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 
 
-def _one_file(value: Any, _: Given, ours: str) -> Translated:
-    files = value if isinstance(value, list) else [value]
-    if len(files) != 1:
-        return f"{ours} takes one file; these are {len(files)}, to be put together"
-    return {ours: os.path.expanduser(str(files[0]))}
-
-
 def _prompts_per_step(value: Any, given: Given, ours: str) -> Translated:
     """0 in the fully asynchronous recipe: a step is as many mini-batches as are asked for at once."""
     if value:
         return {ours: value}
     mini, asked = given.get(f"{_ACTOR}ppo_mini_batch_size", _MINI_BATCH), given.get("async_training.require_batches", 1)
-    if not _is_count(mini) or not _is_count(asked):
+    if not is_count(mini) or not is_count(asked):
         return "the prompts of a step, ppo_mini_batch_size x async_training.require_batches"
     return {ours: mini * asked}
 
 
 def _minibatches(value: Any, given: Given, ours: str) -> Translated:
     batch = given.get("data.train_batch_size")
-    if not _is_count(value) or not isinstance(batch, int):
+    if not is_count(value) or not isinstance(batch, int):
         return "the number of updates of a step, data.train_batch_size / ppo_mini_batch_size"
     updates = max(1, round(batch / value)) if batch else given.get("async_training.require_batches", 1)
     return {ours: updates}
@@ -110,8 +91,8 @@ def _warmup_steps(value: Any, given: Given, ours: str) -> Translated:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not _is_count(epochs)
-        or not _is_count(minibatches)
+        or not is_count(epochs)
+        or not is_count(minibatches)
     ):
         return "learner.warmup_steps counts updates"
     return {ours: round(max(value, 0) * epochs * minibatches)}
@@ -119,20 +100,9 @@ def _warmup_steps(value: Any, given: Given, ours: str) -> Translated:
 
 def _warmup_share(value: Any, given: Given, ours: str) -> Translated:
     steps = given.get("trainer.total_training_steps")
-    if value and (not _is_count(steps) or not isinstance(value, float)):
+    if value and (not is_count(steps) or not isinstance(value, float)):
         return "learner.warmup_steps counts updates: this share of those of the run"
     return _warmup_steps(value * steps if value else 0, given, ours)
-
-
-def _lora_targets(value: Any, _: Given, ours: str) -> Translated:
-    if value == "all-linear":
-        return {ours: []}
-    return {ours: value if isinstance(value, list) else [value]}
-
-
-def _loggers(value: Any, _: Given, ours: str) -> Translated:
-    named = value if isinstance(value, list) else [value]
-    return {ours: [name for name in named if name in ("wandb", "tensorboard", "trackio", "mlflow")]}
 
 
 def _reward_function(_: Any, given: Given, ours: str) -> Translated:
@@ -143,11 +113,19 @@ def _reward_function(_: Any, given: Given, ours: str) -> Translated:
     return "custom_reward_function.path is not given"
 
 
+def _reward_model(value: Any, given: Given, ours: str) -> Translated:
+    if value is not True:
+        return "rules or your function score, as by default"
+    if any(given.get(f"{section}.path") for section in ("custom_reward_function", "reward.custom_reward_function")):
+        return "your function scores; for both, name both: reward.function=[FILE:NAME, model]"
+    return {ours: "model"}
+
+
 def _gpus(_: Any, given: Given, __: str) -> Translated:
     """verl's GPUs do both jobs in turn, or each its own where the rollout has some of its own (fully asynchronous)."""
     each = given.get(f"{_ROLLOUT}tensor_model_parallel_size", 1)
     gpus, of_rollout = _nodes_times_gpus("trainer", given), _nodes_times_gpus("rollout", given)
-    if gpus is None or not _is_count(each):
+    if gpus is None or not is_count(each):
         return "generators.count x generators.gpus_each + learner.ranks are the GPUs, nnodes x n_gpus_per_node"
     if of_rollout is not None:
         return {"generators.count": max(1, of_rollout // each), "learner.ranks": gpus}
@@ -160,7 +138,7 @@ def _gpus(_: Any, given: Given, __: str) -> Translated:
 
 def _nodes_times_gpus(section: str, given: Given) -> int | None:
     nodes, gpus = given.get(f"{section}.nnodes", 1), given.get(f"{section}.n_gpus_per_node")
-    return nodes * gpus if _is_count(nodes) and _is_count(gpus) else None
+    return nodes * gpus if is_count(nodes) and is_count(gpus) else None
 
 
 # -- the objective -----------------------------------------------------------------------------------------------------
@@ -284,19 +262,16 @@ def _names(value: Any) -> list[str]:
     return [name.strip() for name in str(value).split(",")] if value is not None else []
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-RULES: dict[str, Callable[[Any, Given, str], Translated]] = {
-    "one_file": _one_file,
+RULES: dict[str, Rule] = {
+    "files": files,
     "prompts_per_step": _prompts_per_step,
     "minibatches": _minibatches,
     "warmup_steps": _warmup_steps,
     "warmup_share": _warmup_share,
-    "lora_targets": _lora_targets,
-    "loggers": _loggers,
+    "lora_targets": lora_targets,
+    "loggers": loggers,
     "reward_function": _reward_function,
+    "reward_model": _reward_model,
     "gpus": _gpus,
     "advantage": _advantage,
     "clip": _clip,
@@ -309,170 +284,4 @@ RULES: dict[str, Callable[[Any, Given, str], Translated]] = {
     "corrections": _corrections,
 }
 
-
-# -- the map, looked up and applied ------------------------------------------------------------------------------------
-
-_READS_NULL = {"corrections"}
-"""Rules to which null says something."""
-
-
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What becomes of one key of verl's; the head of each section of `verl_keys.yaml` says what the fields mean."""
-
-    ours: str = ""
-    values: dict[str, Any] | None = None
-    special: dict[str, Any] = {}
-    without: dict[str, str] = {}
-    when: dict[str, str] = {}
-    rule: str = ""
-    note: str = ""
-    by_hand: str = ""
-    absent: str = ""
-
-
-class _ByHand(msgspec.Struct, forbid_unknown_fields=True):
-    do: str
-    keys: list[str]
-
-
-class _Absent(msgspec.Struct, forbid_unknown_fields=True):
-    why: str
-    keys: list[str]
-
-
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    renamed: dict[str, str]
-    translated: dict[str, Entry]
-    by_hand: list[_ByHand]
-    absent: list[_Absent]
-    defaults: dict[str, Any]
-    without_a_key: dict[str, Any]
-
-
-class TranslatedKey(NamedTuple):
-    """One key of verl's, translated."""
-
-    key: str
-    """verl's, without Hydra's plus."""
-    value: Any
-    name: str
-    """Our key that the map names; empty where there is none."""
-    ours: dict[str, Any]
-    """Our keys and their values; empty where this value has no counterpart."""
-    words: str
-    """Why there is none or what to do by hand; beside a counterpart, what else to know."""
-    pattern: str
-    """Entry of the map that it came from: the key, or the start of it and `*`."""
-    by_hand: bool = False
-
-
-@cache
-def _file() -> _File:
-    text = (Path(__file__).parent / "verl_keys.yaml").read_bytes()
-    return msgspec.yaml.decode(text, type=_File)
-
-
-@cache
-def verl_keys() -> dict[str, Entry]:
-    """The map, in the order of its file; a key that ends in `*` stands for all that begin so."""
-    file = _file()
-    entries = {key: Entry(ours=ours) for key, ours in file.renamed.items()} | file.translated
-    for left in file.by_hand:
-        entries |= {key: Entry(by_hand=left.do) for key in left.keys}
-    for absent in file.absent:
-        entries |= {key: Entry(absent=absent.why) for key in absent.keys}
-    return entries
-
-
-def bare(key: str) -> str:
-    """`key` without the plus with which Hydra adds a key."""
-    return key.lstrip("+")
-
-
-def pattern_of(key: str) -> str | None:
-    """The entry of the map that `key` falls under; none where it is no key of verl's."""
-    key, known = bare(key), verl_keys()
-    if key in known and not key.endswith("*"):
-        return key
-    return next((entry for entry in known if entry.endswith("*") and key.startswith(entry[:-1])), None)
-
-
-def ending_in(tail: str) -> str | None:
-    """verl's key for its end, such as `rollout.n`, if all keys that end so mean the same here."""
-    found = [key for key in verl_keys() if key.endswith(f".{bare(tail)}")]
-    meanings = {str(verl_keys()[key]) for key in found}
-    return found[0] if len(meanings) == 1 else None
-
-
-def misspelt(key: str) -> str | None:
-    """verl's key that `key` is with a slip in its last part."""
-    section, _, last = bare(key).rpartition(".")
-    beside = {name.rpartition(".")[2]: name for name in verl_keys() if name.rpartition(".")[0] == section}
-    return next((beside[name] for name in difflib.get_close_matches(last, beside, n=1, cutoff=0.9)), None)
-
-
-def translate(given: dict[str, Any]) -> list[TranslatedKey]:
-    """Each key of `given` that the map has, with what says the same here; other keys are left out.
-
-    Args:
-        given: verl's keys, dotted, and their values as YAML reads them.
-    """
-    given = {bare(key): value for key, value in given.items()}
-    return [_row(key, value, given) for key, value in given.items() if pattern_of(key) is not None]
-
-
-def merged(rows: Iterable[TranslatedKey]) -> dict[str, Any]:
-    """Our keys and their values, of all rows together."""
-    return {key: value for row in rows for key, value in row.ours.items()}
-
-
-def unwritten(given: dict[str, Any]) -> dict[str, Any]:
-    """Our keys with what verl does where `given` says nothing, as far as it is something else than our default."""
-    given = {bare(key): value for key, value in given.items()}
-    written = merged(translate(given))
-    does = merged(translate(_file().defaults | given)) | _file().without_a_key
-    return {key: value for key, value in does.items() if key not in written}
-
-
-def _row(key: str, value: Any, given: dict[str, Any]) -> TranslatedKey:
-    pattern = pattern_of(key)
-    assert pattern is not None
-    entry = verl_keys()[pattern]
-    ours, words = _applied(entry, key, pattern, value, given)
-    return TranslatedKey(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand))
-
-
-def _applied(entry: Entry, key: str, pattern: str, value: Any, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Our keys, and words."""
-    said = as_text(value)
-    if entry.absent and pattern != key and (meant := misspelt(key)):
-        return {}, f"did you mean verl's `{meant}`?"
-    if entry.by_hand or entry.absent:
-        return {}, entry.by_hand or entry.absent
-    for other, needed in entry.when.items():
-        if as_text(given.get(other)) != needed:
-            return {}, f"{other} is not {needed}, so it does nothing"
-    if said in entry.without:
-        return {}, entry.without[said]
-    if value is None and entry.rule not in _READS_NULL and said not in (entry.values or {}) | entry.special:
-        return {}, "null leaves the default"
-    if entry.rule:
-        found = RULES[entry.rule](value, given, entry.ours)
-        return ({}, found) if isinstance(found, str) else (found, entry.note)
-    if entry.values is not None:
-        if said not in entry.values:
-            return {}, entry.note or f"{said} is not here"
-        ours = entry.values[said]
-        return {entry.ours: ours}, "" if as_text(ours) == said else entry.note
-    if said in entry.special:
-        return {entry.ours: entry.special[said]}, entry.note
-    if pattern.endswith("*"):
-        return {entry.ours[:-1] + key.removeprefix(pattern[:-1]): value}, entry.note
-    return {entry.ours: value}, entry.note
-
-
-def as_text(value: Any) -> str:
-    """A value as YAML writes it, for looking up: `true`, `null`, `-1`, `vllm`."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+VERL = KeyMap("verl", "verl_keys.yaml", RULES, reads_null={"corrections"})

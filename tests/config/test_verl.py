@@ -9,11 +9,12 @@ from msgspec import inspect
 
 from asyncgrpo.config.explain import knobs
 from asyncgrpo.config.files import flat, load_values
-from asyncgrpo.config.from_verl import read_script, read_words
+from asyncgrpo.config.from_verl import FLAGS, read_script, read_words
+from asyncgrpo.config.keymap import merged
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.unknown_keys import assignments
-from asyncgrpo.config.verl import RULES, merged, pattern_of, translate, unwritten, verl_keys
+from asyncgrpo.config.verl import RULES, VERL
 from asyncgrpo.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -63,7 +64,7 @@ GRPO = {
 
 
 def ours(given: dict) -> dict:
-    return merged(translate(given))
+    return merged(VERL.translate(given))
 
 
 def is_ours(key: str) -> bool:
@@ -74,21 +75,21 @@ def is_ours(key: str) -> bool:
 
 class TestTheMap:
     def test_every_counterpart_is_a_key_of_ours(self):
-        named = {key for entry in verl_keys().values() if entry.ours for key in entry.ours.split(" and ")}
+        named = {key for entry in VERL.keys.values() if entry.ours for key in entry.ours.split(" and ")}
         assert [key for key in named if not is_ours(key)] == []
 
     def test_every_entry_says_one_thing_and_its_words_are_short(self):
-        for key, entry in verl_keys().items():
+        for key, entry in VERL.keys.items():
             assert sum(map(bool, (entry.ours or entry.without, entry.by_hand, entry.absent))) == 1, key
             for words in (entry.note, entry.by_hand, entry.absent, *entry.without.values()):
                 assert len(words) <= 110 and not words.endswith("."), key
 
     def test_every_rule_and_every_condition_exists(self):
-        assert {entry.rule for entry in verl_keys().values() if entry.rule} == set(RULES)
-        assert [other for entry in verl_keys().values() for other in entry.when if other not in verl_keys()] == []
+        assert {entry.rule for entry in VERL.keys.values() if entry.rule} == set(RULES)
+        assert [other for entry in VERL.keys.values() for other in entry.when if other not in VERL.keys] == []
 
     def test_translated_values_fit_the_keys_they_are_for(self):
-        for entry in verl_keys().values():
+        for entry in VERL.keys.values():
             for value in [*(entry.values or {}).values(), *entry.special.values()]:
                 section, _, name = entry.ours.rpartition(".")
                 if entry.ours in knobs():  # raises where the key does not take the value
@@ -97,15 +98,15 @@ class TestTheMap:
                     msgspec.convert(nested, Config)
 
     def test_a_starred_entry_comes_after_the_keys_that_it_would_cover(self):
-        assert pattern_of(f"{ROLLOUT}.engine_kwargs.sglang.dtype") == f"{ROLLOUT}.engine_kwargs.sglang.*"
-        assert pattern_of(f"{ROLLOUT}.engine_kwargs.vllm.dtype") == f"{ROLLOUT}.engine_kwargs.*"
-        assert pattern_of("trainer.no_such_key") == "trainer.*"
-        assert pattern_of("learner.lr") is None
+        assert VERL.pattern_of(f"{ROLLOUT}.engine_kwargs.sglang.dtype") == f"{ROLLOUT}.engine_kwargs.sglang.*"
+        assert VERL.pattern_of(f"{ROLLOUT}.engine_kwargs.vllm.dtype") == f"{ROLLOUT}.engine_kwargs.*"
+        assert VERL.pattern_of("trainer.no_such_key") == "trainer.*"
+        assert VERL.pattern_of("learner.lr") is None
 
 
 class TestTranslation:
     def test_a_whole_example_becomes_a_configuration_that_loads(self):
-        rows = translate(GRPO)
+        rows = VERL.translate(GRPO)
         assert [row.key for row in rows] == list(GRPO)
         assert merged(rows) == {
             "algorithm.advantage": "grpo",
@@ -160,8 +161,15 @@ class TestTranslation:
                 {"algorithm.critic.lam": 1.0, "algorithm.advantage": "gae"},
             ),
             ({"data.val_max_samples": -1}, {"data.eval_rows": None}),
-            ({"data.train_files": ["a", "b"]}, {}),
+            ({"data.train_files": ["a", "b"]}, {"data.train": ["a", "b"]}),
+            ({"data.train_files": []}, {}),
             ({"data.val_files": ["~/a"]}, {"data.eval": f"{Path.home()}/a"}),
+            ({"data.val_files": ["a", "~/b"]}, {"data.eval": ["a", f"{Path.home()}/b"]}),
+            ({f"{ROLLOUT}.val_kwargs.n": 8}, {}),
+            (
+                {f"{ROLLOUT}.val_kwargs.n": 8, f"{ROLLOUT}.val_kwargs.do_sample": True},
+                {"sampling.eval_completions": 8},
+            ),
             ({f"{ACTOR}.ppo_mini_batch_size": 256}, {}),
             (
                 {f"{ACTOR}.ppo_mini_batch_size": 64, "data.train_batch_size": 64},
@@ -234,6 +242,17 @@ class TestTranslation:
             ({"custom_reward_function.path": "r.py", "custom_reward_function.name": "f"}, {"reward.function": "r.py:f"}),
             ({"reward.custom_reward_function.path": "r.py"}, {"reward.function": "r.py"}),
             (
+                {"reward_model.enable": True, "reward_model.model.path": "rm", "reward_model.max_length": 99},
+                {"reward.function": "model", "reward.model.path": "rm", "reward.model.max_tokens": 99},
+            ),
+            (
+                {"reward.reward_model.enable": True, "reward.reward_model.model_path": "rm"},
+                {"reward.function": "model", "reward.model.path": "rm"},
+            ),
+            ({"reward_model.enable": False, "reward_model.model.path": "rm"}, {}),
+            ({"reward_model.enable": True, "custom_reward_function.path": "r.py"}, {"reward.function": "r.py"}),
+            ({"custom_reward_function.reward_kwargs.threshold": 0.5}, {"reward.kwargs.threshold": 0.5}),
+            (
                 {
                     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": True,
                     "reward_model.reward_kwargs.overlong_buffer_cfg.len": 4096,
@@ -241,6 +260,19 @@ class TestTranslation:
                 {"algorithm.overlong_buffer": 4096},
             ),
             ({"reward_model.overlong_buffer.enable": False}, {"algorithm.overlong_buffer": 0}),
+            (
+                {
+                    "reward_model.sandbox_fusion.url": "http://sandbox/run_code",
+                    "reward_model.sandbox_fusion.max_concurrent": 128,
+                    "reward_model.sandbox_fusion.memory_limit_mb": 512,
+                },
+                {
+                    "reward.code.url": "http://sandbox/run_code",
+                    "reward.code.max_concurrent": 128,
+                    "reward.code.memory_mb": 512,
+                },
+            ),
+            ({"reward.sandbox_fusion.url": "http://sandbox"}, {"reward.code.url": "http://sandbox"}),
             ({f"{CORRECTION}.rollout_is": None}, {"algorithm.corrections": []}),
             (
                 {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
@@ -259,19 +291,19 @@ class TestTranslation:
     )  # fmt: skip
     def test_values_are_translated_where_they_differ(self, given, expected):
         assert ours(given) == expected
-        assert all(row.ours or row.words for row in translate(given))
+        assert all(row.ours or row.words for row in VERL.translate(given))
 
     def test_no_value_however_odd_breaks_the_translation(self):
         odd = [None, True, 0, -1, 0.1, "x", "", "0.5_5", [], ["a", "b"], {}, "${a}", "token_k1"]
-        keys = [key for key in verl_keys() if not key.endswith("*")]
+        keys = [key for key in VERL.keys if not key.endswith("*")]
         rng = random.Random(0)
         for _ in range(500):
             given = {key: rng.choice(odd) for key in rng.sample(keys, rng.randint(1, 25))}
-            assert all(row.ours or row.words for row in translate(given)), given
-            unwritten(given)
+            assert all(row.ours or row.words for row in VERL.translate(given)), given
+            VERL.unwritten(given)
 
     def test_what_verl_does_unasked_is_told_where_ours_is_another(self):
-        unasked = unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
+        unasked = VERL.unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
         assert unasked["algorithm.corrections"] == []
         assert "run.epochs" not in unasked and "algorithm.loss_args.clip_low" not in unasked
 
@@ -316,6 +348,7 @@ class TestSources:
         assert left_out == [
             "GPUS: in an `if`, a `case` or a loop of the script",
             "actor_rollout_ref.rollout.mode: in an `if`, a `case` or a loop of the script",
+            "--config-name=grpo.yaml: name that file too, before the script",
             "actor_rollout_ref.model.path: `$NOWHERE` is not set in the script",
         ]
 
@@ -366,3 +399,86 @@ class TestRefusal:
         assert "data.train_files=t" in str(refused.value)
         assert "critic.* (2 keys)" in str(refused.value)
         assert str(refused.value).endswith(f"asyncgrpo config from-verl {file} --yaml > mine.yaml")
+
+
+WRAPPER = {
+    "./train.sh": {},
+    "./train.sh --model Qwen/Qwen2.5-7B --rollout_n 8 --epochs 20": {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B",
+        f"{ROLLOUT}.n": 8,
+        "trainer.total_epochs": 20,
+    },
+    "./train.sh --reward_func ./rewards/mine.py": {"custom_reward_function.path": "./rewards/mine.py"},
+    "./train.sh --rollout_n 3": {f"{ROLLOUT}.n": 3},
+    "./train.sh \\\n  actor_rollout_ref.model.lora_rank=8 \\\n  actor_rollout_ref.model.lora_alpha=16": {
+        "actor_rollout_ref.model.lora_rank": 8,
+        "actor_rollout_ref.model.lora_alpha": 16,
+    },
+    "./train.sh --n_gpus 8": {"trainer.n_gpus_per_node": 8},
+    f"./train.sh --n_gpus 8 \\\n  {ROLLOUT}.tensor_model_parallel_size=4": {
+        "trainer.n_gpus_per_node": 8,
+        f"{ROLLOUT}.tensor_model_parallel_size": 4,
+    },
+    "bash train.sh --kl_coef=0.01 --lr 5e-7": {
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": 0.01,
+        f"{ACTOR}.optim.lr": 5e-7,
+    },
+}
+"""Command lines of a script around verl's trainer, and what they set of verl's."""
+
+LAUNCH = """
+python3 -m verl.trainer.main_ppo \\
+    # the estimator
+    algorithm.adv_estimator=grpo \\
+    algorithm.use_kl_in_reward=False \\
+
+    # the data
+    data.train_files=$HOME/sums/train.parquet \\
+    data.train_batch_size=1024 \\            # prompts of a step
+    trainer.nnodes=4 \\
+    trainer.experiment_name='sums'
+"""
+
+
+class TestAWrapper:
+    @pytest.mark.parametrize("line", WRAPPER)
+    def test_its_flags_are_verls_keys(self, line):
+        assert read_script(line, {}) == (WRAPPER[line], [])
+
+    def test_an_unknown_flag_is_named(self):
+        given, left_out = read_script("./train.sh --rollouts 3 --lr 1e-6 --epochs $N", {})
+        assert given == {f"{ACTOR}.optim.lr": 1e-6}
+        assert left_out == [
+            "--rollouts: train.sh has no such flag that asyncgrpo knows; did you mean `--rollout_n`?",
+            "--epochs: `$N` is not set in the script",
+        ]
+
+    def test_flags_of_other_commands_are_not_read(self):
+        assert read_script("python prepare.py --model m --epochs 3", {}) == ({}, [])
+
+    def test_a_flag_in_a_branch_is_left_out(self):
+        given, left_out = read_script("if x; then\n  ./train.sh --epochs 3\nfi", {})
+        assert (given, left_out) == ({}, ["--epochs: in an `if`, a `case` or a loop of the script"])
+
+    def test_every_flag_is_a_key_that_is_translated(self):
+        assert [key for keys in FLAGS.values() for key in keys if not VERL.keys[key].ours] == []
+
+    def test_comments_between_the_lines_of_a_command_end_no_command(self):
+        given, left_out = read_script(LAUNCH, {"HOME": "/home/me"})
+        assert left_out == []
+        assert given == {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.use_kl_in_reward": False,
+            "data.train_files": "/home/me/sums/train.parquet",
+            "data.train_batch_size": 1024,
+            "trainer.nnodes": 4,
+            "trainer.experiment_name": "sums",
+        }
+
+    def test_a_file_that_a_command_names_is_to_be_named_too(self):
+        given, left_out = read_script(
+            "python3 -m verl.trainer.main_ppo --config-path=/c --config-name=mine data.seed=1", {}
+        )
+        assert given == {"data.seed": 1}
+        assert left_out == ["--config-name=mine: name that file too, before the script"]

@@ -1,0 +1,361 @@
+"""TRL's fields in ours: the map, the translation of values, and what is read of scripts and command lines."""
+
+import ast
+import random
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncgrpo.config.explain import knobs
+from asyncgrpo.config.files import flat
+from asyncgrpo.config.from_trl import read, read_python, read_shell
+from asyncgrpo.config.keymap import merged
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.rules import check_algorithm
+from asyncgrpo.config.trl import RULES, TRL
+from asyncgrpo.config.unknown_keys import assignments
+from asyncgrpo.errors import ConfigError
+
+FIELDS = re.findall(
+    r"\w+",
+    """
+    adam_beta1 attn_implementation beta bf16 bnb_4bit_quant_storage bnb_4bit_quant_type cache_implementation
+    cast_lm_head_to_fp32 chat_template_kwargs dataset_config dataset_name dataset_streaming dataset_test_split
+    dataset_train_split datasets delta disable_dropout ds3_gather_for_generation dtype entropy_coef entropy_coef_delta
+    entropy_coef_max entropy_coef_min entropy_target epsilon epsilon_high generation_batch_size generation_kwargs
+    gradient_checkpointing ignore_bias_buffers importance_sampling_level learning_rate load_in_4bit load_in_8bit
+    log_completions log_completions_hub_repo log_multimodal log_unique_prompts logging_steps lora_alpha lora_dropout
+    lora_modules_to_save lora_r lora_target_modules lora_target_parameters lora_task_type loss_type lr_scheduler_kwargs
+    mask_truncated_completions max_completion_length max_prompt_length max_tool_calling_iterations min_p
+    model_init_kwargs model_name_or_path model_revision multi_objective_aggregation num_completions_to_print
+    num_generations num_generations_eval num_iterations off_policy_mask_threshold pad_to_multiple_of
+    ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty reward_funcs
+    reward_model_name_or_path reward_weights router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos
+    scale_rewards shuffle_dataset steps_per_generation streaming sync_ref_model temperature test_split_size
+    top_entropy_quantile top_k top_p torch_dtype torch_empty_cache_steps transformers_continuous_batching_config
+    trust_remote_code use_adaptive_entropy use_bias_correction_kl use_bnb_nested_quant use_dora use_liger_kernel
+    use_liger_loss use_peft use_rslora use_transformers_continuous_batching use_transformers_paged use_vllm
+    vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_device vllm_dtype vllm_enable_prefix_caching
+    vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_guided_decoding_regex
+    vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_max_model_len vllm_max_model_length
+    vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+    vllm_structured_outputs_regex vllm_tensor_parallel_size wandb_log_unique_prompts warmup_ratio
+""",
+)
+"""Those of GRPOConfig, ModelConfig, ScriptArguments and `trl grpo`, TRL 0.16 to 1.16."""
+
+
+def training_arguments() -> list[str]:
+    """The fields of transformers' TrainingArguments, read from its text: to import it takes seconds."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "training_args.py").read_text(encoding="utf-8"))
+    (config,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
+    fields = [node.target.id for node in config.body if isinstance(node, ast.AnnAssign)]
+    assert len(fields) > 90
+    return fields
+
+
+def ours(**given) -> dict:
+    return merged(TRL.translate(given))
+
+
+class TestTheMap:
+    def test_every_field_is_accounted_for(self):
+        assert [name for name in [*FIELDS, *training_arguments()] if name not in TRL.keys] == []
+
+    def test_every_counterpart_is_a_key_of_ours(self):
+        named = {key for entry in TRL.keys.values() if entry.ours for key in entry.ours.split(" and ")}
+        assert [key for key in named if key not in knobs() and not key.startswith("algorithm.loss_args.")] == []
+
+    def test_every_entry_says_one_thing_and_its_words_are_short(self):
+        for key, entry in TRL.keys.items():
+            assert sum(map(bool, (entry.ours or entry.without, entry.by_hand, entry.absent))) == 1, key
+            for words in (entry.note, entry.by_hand, entry.absent, *entry.without.values()):
+                assert len(words) <= 110 and not words.endswith("."), key
+
+    def test_every_rule_and_every_condition_exists(self):
+        assert {entry.rule for entry in TRL.keys.values() if entry.rule} == set(RULES)
+        assert [other for entry in TRL.keys.values() for other in entry.when if other not in TRL.keys] == []
+
+
+class TestTranslation:
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            # 16 x 4 x 8 = 512 completions, 64 prompts
+            (
+                {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "num_processes": 8},
+                {"buffer.prompts_per_step": 64, "generators.count": 4, "learner.ranks": 4},
+            ),
+            # 4 updates of 32 completions to each generation batch of 128, twice: a step is 8 of TRL's updates
+            (
+                {
+                    "per_device_train_batch_size": 32,
+                    "steps_per_generation": 4,
+                    "num_iterations": 2,
+                    "max_steps": 80,
+                    "save_steps": 40,
+                    "eval_steps": 12,
+                },
+                {
+                    "buffer.prompts_per_step": 16,
+                    "learner.minibatches": 4,
+                    "learner.ppo_epochs": 2,
+                    "run.steps": 10,
+                    "run.epochs": None,
+                    "run.checkpoint_every": 5,
+                },
+            ),
+            (
+                {"generation_batch_size": 64, "num_generations": 4},
+                {"buffer.prompts_per_step": 16, "learner.minibatches": 8, "algorithm.group_size": 4},
+            ),
+            ({"per_device_train_batch_size": 3}, {}),
+            ({"num_train_epochs": 3.0, "max_steps": -1}, {"run.epochs": 3}),
+            ({"num_train_epochs": 0.5}, {}),
+            ({"warmup_ratio": 0.1, "max_steps": 50}, {"learner.warmup_steps": 5, "run.steps": 50, "run.epochs": None}),
+            ({"warmup_ratio": 0.1}, {}),
+            ({"warmup_steps": 20}, {"learner.warmup_steps": 20}),
+            ({"beta": 0.0}, {"algorithm.kl_coef": 0.0}),
+            ({"beta": 0.04}, {"algorithm.kl_coef": 0.04, "algorithm.kl_kind": "k3_reweighted"}),
+            (
+                {"beta": 0.04, "use_bias_correction_kl": False},
+                {"algorithm.kl_coef": 0.04, "algorithm.kl_kind": "k3"},
+            ),
+            (
+                {"epsilon_high": 0.28},
+                {"algorithm.loss_args.clip_low": 0.2, "algorithm.loss_args.clip_high": 0.28},
+            ),
+            # TRL's bound of CISPO is the largest ratio, ours a distance from 1
+            (
+                {"loss_type": "cispo", "epsilon_high": 5.0},
+                {
+                    "algorithm.loss": "cispo",
+                    "algorithm.aggregation": "token-mean",
+                    "algorithm.loss_args.clip_low": 1.0,
+                    "algorithm.loss_args.clip_high": 4.0,
+                },
+            ),
+            ({"loss_type": "cispo", "epsilon": 0.2}, {"algorithm.loss": "cispo", "algorithm.aggregation": "token-mean"}),
+            ({"delta": 4.0}, {"algorithm.loss_args.dual_ratio": 4.0}),
+            (
+                {"importance_sampling_level": "sequence", "loss_type": "grpo", "delta": 4.0},
+                {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-mean"},
+            ),
+            ({"loss_type": "dr_grpo"}, {"algorithm.loss": "ppo_clip", "algorithm.aggregation": "seq-mean-token-sum-norm"}),
+            ({"loss_type": "bnpo"}, {"algorithm.loss": "ppo_clip", "algorithm.aggregation": "token-mean"}),
+            ({"loss_type": "luspo"}, {}),
+            (
+                {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+                {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-sum"},
+            ),
+            (
+                {"loss_type": "sapo", "sapo_temperature_neg": 1.1, "epsilon": 0.1},
+                {
+                    "algorithm.loss": "sapo",
+                    "algorithm.aggregation": "seq-mean-token-mean",
+                    "algorithm.loss_args.tau_negative": 1.1,
+                },
+            ),
+            ({"sapo_temperature_neg": 1.1}, {}),
+            ({"loss_type": "of tomorrow"}, {}),
+            ({"scale_rewards": True}, {"algorithm.advantage": "grpo"}),
+            ({"scale_rewards": False}, {"algorithm.advantage": "dr_grpo"}),
+            ({"scale_rewards": "batch"}, {"algorithm.advantage": "lite"}),
+            ({"top_k": 0}, {"sampling.top_k": -1}),
+            ({"top_k": None}, {"sampling.top_k": -1}),
+            ({"mask_truncated_completions": True}, {"algorithm.truncated": "mask"}),
+            (
+                {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 2.0},
+                {
+                    "generators.engine": "sglang",
+                    "algorithm.corrections": [{"level": "token", "action": "truncate", "high_ratio": 2.0}],
+                },
+            ),
+            ({"vllm_importance_sampling_mode": "token_truncate"}, {"algorithm.corrections": []}),
+            (
+                {"use_vllm": True, "vllm_mode": "server", "num_processes": 4},
+                {"generators.engine": "sglang", "learner.ranks": 4},
+            ),
+            (
+                {"num_processes": 1, "vllm_gpu_memory_utilization": 0.3},
+                {"cluster.share_gpu": True, "generators.memory_fraction": 0.3},
+            ),
+            ({"vllm_gpu_memory_utilization": 0.3}, {}),
+            ({"adam_beta2": 0.95}, {"learner.betas": [0.9, 0.95]}),
+            ({"use_peft": True, "lora_alpha": 64}, {"model.lora.rank": 16, "model.lora.alpha": 64}),
+            ({"lora_r": 8}, {}),
+            ({"report_to": ["wandb", "none"]}, {"run.loggers": ["wandb"]}),
+            ({"report_to": "all"}, {}),
+            ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, {"learner.lr_min_ratio": 0.1}),
+            (
+                {"reward_funcs": ["accuracy_reward", "r.py:correct"], "reward_weights": [1.0, 0.5]},
+                {"reward.function": ["math", "r.py:correct"], "reward.weights": [1.0, 0.5]},
+            ),
+            ({"reward_funcs": ["accuracy_reward", "make()"]}, {}),
+            ({"reward_funcs": "trl.rewards.think_format_reward"}, {"reward.function": "think_format"}),
+            ({"data_files": {"train": "a.jsonl", "test": "b.jsonl"}}, {"data.train": "a.jsonl"}),
+            ({"bf16": False}, {"model.dtype": "float32"}),
+        ],
+    )  # fmt: skip
+    def test_values_are_translated_where_they_differ(self, given, expected):
+        assert ours(**given) == expected
+        assert all(row.ours or row.words for row in TRL.translate(given))
+
+    def test_no_value_however_odd_breaks_the_translation(self):
+        odd = [None, True, 0, -1, 0.1, "x", "", [], ["a", "b"], {}, {"train": 3}]
+        rng = random.Random(0)
+        for _ in range(500):
+            given = {key: rng.choice(odd) for key in rng.sample(list(TRL.keys), rng.randint(1, 25))}
+            assert all(row.ours or row.words for row in TRL.translate(given)), given
+            TRL.unwritten(given)
+
+    def test_what_trl_does_unasked_is_told_where_ours_is_another(self):
+        unasked = read(["learning_rate=1e-5"]).unwritten
+        assert unasked["buffer.max_lag"] == 0
+        assert unasked["buffer.prompts_per_step"] == 1
+        assert unasked["sampling.max_tokens"] == 512
+        assert "learner.lr" not in unasked
+
+
+SCRIPT = '''
+import trl
+from datasets import load_dataset
+from peft import LoraConfig
+
+MODEL = "Qwen/Qwen3-0.6B"
+rows = load_dataset("json", data_files="rows.jsonl", split="train")
+steps = 1
+steps += 1
+
+def correct(completions, answer, **kwargs):
+    return [float(a in c) for a, c in zip(answer, completions)]
+
+def main(extra):
+    args = trl.GRPOConfig("out", num_generations=4, per_device_train_batch_size=2 * 8, max_steps=steps, lerning_rate=1e-5,
+                          report_to=["wandb"], **extra)
+    trainer = trl.GRPOTrainer(model=MODEL, args=args, reward_funcs=[correct, trl.rewards.think_format_reward],
+                              train_dataset=rows, peft_config=LoraConfig(r=8, target_modules=["q_proj"]))
+    trainer.train()
+
+if __name__ == "__main__":
+    main({})
+'''  # fmt: skip
+
+COMMAND = """
+N=${N:-4}
+FLAGS=(
+    --num_generations 8
+    --reward_funcs accuracy_reward think_format_reward
+)
+if [ "$1" = long ]; then
+    trl grpo --max_completion_length 9000
+fi
+trl vllm-serve --model Qwen/Qwen3-8B
+accelerate launch --num_processes $N grpo.py \\
+    --model_name_or_path Qwen/Qwen3-8B "${FLAGS[@]}" --learning-rate=2e-6 --use_vllm --no_bf16 --output_dir $NOWHERE
+"""
+
+
+class TestSources:
+    def test_a_python_script_is_read_where_it_has_literals(self):
+        given, unread = read_python(SCRIPT, "grpo.py")
+        assert given == {
+            "num_generations": 4,
+            "lerning_rate": 1e-5,
+            "report_to": ["wandb"],
+            "model_name_or_path": "Qwen/Qwen3-0.6B",
+            "data_files": "rows.jsonl",
+            "reward_funcs": ["grpo.py:correct", "trl.rewards.think_format_reward"],
+            "use_peft": True,
+            "lora_r": 8,
+            "lora_target_modules": ["q_proj"],
+        }
+        assert unread == [
+            "GRPOConfig('out'): name the field",
+            "per_device_train_batch_size: `2 * 8` is no literal",
+            "max_steps: `steps` is no literal",
+            "GRPOConfig(**extra): its fields are not literals",
+        ]
+
+    def test_a_reward_of_a_script_that_trains_when_it_is_imported_is_not_named(self):
+        text = "def correct(completions):\n    return []\n\nGRPOTrainer(reward_funcs=correct).train()\n"
+        given, unread = read_python(text, "grpo.py")
+        assert given == {}
+        assert unread == [
+            "reward_funcs: to load correct from grpo.py would train; move them to a file of their own",
+        ]
+
+    def test_a_script_is_not_run(self, tmp_path):
+        (tmp_path / "t.py").write_text(f"open({str(tmp_path / 'x')!r}, 'w')\nGRPOConfig(seed=open('y', 'w'))\n")
+        assert read([str(tmp_path / "t.py")]).unread == ["seed: `open('y', 'w')` is no literal"]
+        assert [file.name for file in tmp_path.iterdir()] == ["t.py"]
+
+    def test_a_command_line_is_read_with_its_variables_and_its_launcher(self):
+        given, unread = read_shell(COMMAND, {})
+        assert given == {
+            "num_generations": 8,
+            "reward_funcs": ["accuracy_reward", "think_format_reward"],
+            "num_processes": 4,
+            "model_name_or_path": "Qwen/Qwen3-8B",
+            "learning_rate": 2e-6,
+            "use_vllm": True,
+            "bf16": False,
+        }
+        assert unread == [
+            "max_completion_length: in an `if`, a `case` or a loop of the script",
+            "output_dir: `$NOWHERE` is not set in the script",
+        ]
+
+    def test_a_file_of_fields_is_read_and_later_words_win(self, tmp_path):
+        (tmp_path / "grpo.json").write_text('{"seed": 1, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}')
+        found = read([str(tmp_path / "grpo.json"), "seed=2"])
+        assert found.ours == {"run.seed": 2, "learner.lr_min_ratio": 0.1}
+
+    def test_an_unknown_field_is_answered_with_the_nearest(self):
+        assert read(["num_generation=4"]).unread == [
+            "num_generation: this is no key of TRL's that asyncgrpo knows; did you mean `num_generations`?"
+        ]
+
+    @pytest.mark.parametrize("word", ["nowhere.py", "nowhere.yaml", "--flag"])
+    def test_what_is_no_source_is_refused(self, word):
+        with pytest.raises(ConfigError, match=word):
+            read([word])
+
+    def test_a_script_without_a_field_is_refused(self, tmp_path):
+        (tmp_path / "t.py").write_text("print(1)\n")
+        with pytest.raises(ConfigError, match="no field of TRL's"):
+            read([str(tmp_path / "t.py")])
+
+    def test_python_that_cannot_be_read_is_refused(self, tmp_path):
+        (tmp_path / "t.py").write_text("print(\n")
+        with pytest.raises(ConfigError, match="no Python"):
+            read([str(tmp_path / "t.py")])
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"])
+def test_a_translation_is_a_configuration_that_a_run_takes(loss, mode):
+    found = read(
+        ["model_name_or_path=m", "data_files=t.jsonl", f"loss_type={loss}", "epsilon_high=2", "use_vllm=true", "beta=0.01",
+         f"vllm_importance_sampling_mode={mode}", "per_device_train_batch_size=32", "max_steps=10", "num_processes=8",
+         "lr_scheduler_type=cosine"]
+    )  # fmt: skip
+    config = load_config(None, assignments(found.ours))
+    check_algorithm(config)
+    assert (config.buffer.prompts_per_step, config.run.steps, config.learner.ranks) == (32, 10, 4)
+
+
+def test_the_two_runs_of_the_page_are_the_same():
+    page = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text(encoding="utf-8")
+    command = re.search(r"```\n(accelerate launch.*?)```", page, re.DOTALL)
+    file = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert command is not None and file is not None
+    given, unread = read_shell(command[1], {})
+    assert unread == []
+    assert ours(**given) == flat(msgspec.yaml.decode(file[1]))
