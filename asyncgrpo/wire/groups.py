@@ -12,12 +12,14 @@ import msgspec
 import numpy as np
 
 from asyncgrpo.errors import RefusedError
-from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Rollout
+from asyncgrpo.types import Completion, Group, Lease, Observation, PolicyVersion, Rollout
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Batch, Deliver, RolloutHeader
 
 BYTES_PER_TOKEN = 8
-"""A token takes an int32 token id and a float32 log-prob."""
+"""A sampled token takes an int32 token id and a float32 log-prob."""
+BYTES_PER_OBSERVED = 4
+"""A token of an observation takes an int32 token id."""
 SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rollouts")
 """What a `Group` and its message have in common."""
 
@@ -27,11 +29,13 @@ SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rol
 def pack_group(group: Group) -> tuple[Deliver, bytes]:
     """Pack a group as message and payload."""
     parts: list[Any] = []  # arrays, whose bytes `join` copies once
+    observed: list[Any] = []
     headers = []
     for rollout in group.rollouts:
         completion = rollout.completion
         parts.append(np.ascontiguousarray(completion.token_ids, dtype="<i4"))
         parts.append(np.ascontiguousarray(completion.logprobs, dtype="<f4"))
+        observed += [np.ascontiguousarray(one.token_ids, dtype="<i4") for one in completion.observations]
         headers.append(
             RolloutHeader(
                 index=completion.index,
@@ -40,10 +44,12 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 finish_reason=completion.finish_reason,
                 score=rollout.score,
                 seed=rollout.seed,
+                observed=tuple((one.at, len(one.token_ids)) for one in completion.observations),
+                text=rollout.text,
             )
         )
     shared = {name: getattr(group, name) for name in SHARED_FIELDS}
-    return Deliver(rollouts=tuple(headers), **shared), b"".join(parts)
+    return Deliver(rollouts=tuple(headers), **shared), b"".join(parts + observed)
 
 
 def unpack_group(message: Deliver, payload: Buffer) -> Group:
@@ -54,13 +60,17 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
     """
     check_group(message, payload)
     token_ids, logprobs = np.frombuffer(payload, "<i4"), np.frombuffer(payload, "<f4")
-    rollouts, start = [], 0
+    rollouts, start, observed = [], 0, 2 * message.num_tokens
     for header in message.rollouts:
         middle = start + header.num_tokens
         end = middle + header.num_tokens
         tokens, values = token_ids[start:middle], logprobs[middle:end]
-        completion = Completion(header.index, tokens, values, header.spans, header.finish_reason)
-        rollouts.append(Rollout(completion, header.score, header.seed))
+        observations = []
+        for at, size in header.observed:
+            observations.append(Observation(at, token_ids[observed : observed + size]))
+            observed += size
+        completion = Completion(header.index, tokens, values, header.spans, header.finish_reason, tuple(observations))
+        rollouts.append(Rollout(completion, header.score, header.seed, header.text))
         start = end
     return Group(rollouts=tuple(rollouts), **{name: getattr(message, name) for name in SHARED_FIELDS})
 
@@ -100,14 +110,15 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
         vocabulary: token ids are below it.
     Raises:
         RefusedError: names the group and the completion. By `schema`: lengths do not add up, completions are out of
-            order, spans do not partition, versions decrease, or a score has both a value and a failure, or neither. By
-            `not_finite`: a score or log-prob is not a finite number. By `vocabulary`: the model has no such token.
+            order, spans do not partition, versions decrease, observations lie outside, or a score has both a value and
+            a failure, or neither. By `not_finite`: a score or log-prob is not a finite number. By `vocabulary`: the
+            model has no such token.
     """
     if min((header.num_tokens for header in message.rollouts), default=0) < 0:
         raise _refused("schema", message, None, "a negative length")
     if min(msgspec.structs.astuple(message.discarded)) < 0:
         raise _refused("schema", message, None, "a negative count of discarded completions")
-    expected = BYTES_PER_TOKEN * message.num_tokens
+    expected = BYTES_PER_TOKEN * message.num_tokens + BYTES_PER_OBSERVED * message.num_observed
     if len(payload) != expected:
         raise _refused("schema", message, None, f"payload has {len(payload)} bytes, its header says {expected}")
     before = -1
@@ -125,6 +136,9 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
             end, version = span.end, span.version
         if end != header.num_tokens:
             raise _refused("schema", message, index, f"version spans end at {end} of {header.num_tokens} tokens")
+        places = [at for at, size in header.observed if size > 0]
+        if len(places) < len(header.observed) or places != sorted({p for p in places if p <= header.num_tokens}):
+            raise _refused("schema", message, index, "observations are empty, out of order or behind its end")
         score = header.score
         if (score.value is None) == (score.failure is None):
             raise _refused("schema", message, index, "a score is either a value or a named failure")
@@ -141,9 +155,13 @@ def _check_values(message: Deliver, payload: Buffer, vocabulary: int) -> None:
             with_tokens.append(header.index)
             starts += [at, at + header.num_tokens]
             at += 2 * header.num_tokens
+    if message.num_observed and np.frombuffer(payload, "<u4")[at:].max() >= vocabulary:
+        raise _refused("vocabulary", message, None, f"a token id of an observation is not in [0, {vocabulary})")
+    if not starts:
+        return
     # By completion, the largest token and the largest log-prob, in turn.
-    signed = np.maximum.reduceat(np.frombuffer(payload, "<i4"), starts).tolist()
-    unsigned = np.maximum.reduceat(np.frombuffer(payload, "<u4"), starts).tolist()
+    signed = np.maximum.reduceat(np.frombuffer(payload, "<i4", at), starts).tolist()
+    unsigned = np.maximum.reduceat(np.frombuffer(payload, "<u4", at), starts).tolist()
     if max(unsigned[::2]) >= vocabulary:
         index = next(i for i, token in zip(with_tokens, unsigned[::2], strict=True) if token >= vocabulary)
         raise _refused("vocabulary", message, index, f"a token id is not in [0, {vocabulary})")
@@ -154,25 +172,33 @@ def _check_values(message: Deliver, payload: Buffer, vocabulary: int) -> None:
 
 
 def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) -> None:
-    """Refuse a group that is not the one its lease asked for.
+    """Refuse a group that is not the one its lease asked for. Where an agent sent other messages than its row has, the
+    prompt of its group may be a beginning of the lease's.
 
     Args:
-        newest: the version published last. The next version may sample already, while it is being published.
+        newest: the learner's version, as it said last. The next one may sample already.
     Raises:
-        RefusedError: by `lease` (another prompt, or another position in the run) or `version` (not published yet).
+        RefusedError: by `lease` (another prompt, or another position in the run) or `version` (which does not exist yet).
     """
     is_same = all(getattr(message, name) == getattr(lease, name) for name in ("group_id", "attempt", "prompt_index"))
     asked, came = lease.prompt, message.prompt
-    is_same = is_same and message.purpose == lease.purpose
-    if not is_same or (came.prompt_id, came.token_ids) != (asked.prompt_id, asked.token_ids):
+    is_same = is_same and message.purpose == lease.purpose and came.prompt_id == asked.prompt_id
+    if not is_same or not (came.token_ids == asked.token_ids or _is_beginning(message, asked.token_ids)):
         raise _refused("lease", message, None, f"it is not the group that lease {lease.lease_id} asks for")
     if newest is None:
         return
     for header in message.rollouts:
         for span in header.spans:
             if span.version.lineage == newest.lineage and span.version.number > newest.number + 1:
-                text = f"weights {span.version} are not published yet, the newest are {newest}"
+                text = f"weights {span.version} do not exist yet, the newest are {newest}"
                 raise _refused("version", message, header.index, text)
+
+
+def _is_beginning(message: Deliver, token_ids: tuple[int, ...]) -> bool:
+    """Whether a group's prompt is a beginning of these token ids, and each completion says what it read after it."""
+    beginning = message.prompt.token_ids
+    tell = all(header.observed and header.observed[0][0] == 0 for header in message.rollouts if header.num_tokens)
+    return 0 < len(beginning) < len(token_ids) and token_ids[: len(beginning)] == beginning and tell
 
 
 def _refused(reason: str, message: Deliver, completion: int | None, text: str) -> RefusedError:

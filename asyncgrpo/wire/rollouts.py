@@ -25,6 +25,8 @@ OF_ONE_BATCH = "now_"
 """How the counters begin that are of one batch or one moment, and are never added up."""
 PROMPT_BYTES = 2**22
 """The longest header that holds a prompt: half a million tokens and their text."""
+TEXTS_BYTES = 2**26
+"""The longest header that holds the completions of an evaluation as text too."""
 
 # -- generator -> buffer -----------------------------------------------------------------------------------------------
 
@@ -44,7 +46,7 @@ class Serving(Message):
 
     generator_id: Name
     version: PolicyVersion | None
-    """None: no published weights yet."""
+    """None: no weights of a learner yet."""
     rewards: RewardHealth = RewardHealth()
     seconds: GeneratorSeconds = GeneratorSeconds()
 
@@ -58,12 +60,25 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     finish_reason: FinishReason
     score: Score
     seed: int = 0
+    observed: tuple[tuple[Count, Count], ...] = ()
+    """Of each observation: the sampled tokens before it, and its own tokens."""
+    text: str = ""
+    """As in `Rollout`."""
+
+    @property
+    def num_observed(self) -> int:
+        """Tokens of all its observations."""
+        return sum(size for _, size in self.observed)
 
 
 class Deliver(Message):
-    """A completed group. Its payload holds for each completion the token ids (int32), then the log-probs (float32)."""
+    """A completed group.
 
-    max_header_bytes: ClassVar[int] = PROMPT_BYTES
+    Its payload holds for each completion the token ids (int32), then the log-probs (float32); and after those of all
+    completions the token ids of their observations (int32).
+    """
+
+    max_header_bytes: ClassVar[int] = TEXTS_BYTES
     max_payload_bytes: ClassVar[int] = 2**28
 
     group_id: Name
@@ -83,9 +98,25 @@ class Deliver(Message):
         return sum(rollout.num_tokens for rollout in self.rollouts)
 
     @property
+    def num_observed(self) -> int:
+        """Tokens that environments said in all completions."""
+        return sum(rollout.num_observed for rollout in self.rollouts)
+
+    @property
     def versions(self) -> list[PolicyVersion]:
         """Every version that sampled in this group, each once, oldest first."""
         return sorted({span.version for rollout in self.rollouts for span in rollout.spans})
+
+
+SCORED_AT_ONCE_S = 0.1
+"""Scores that take longer than this let another group begin."""
+
+
+class AwaitsScores(Message):
+    """Tells that every completion of a lease is sampled and only scores are missing: it takes no place of the generator."""
+
+    generator_id: Name
+    lease_id: Name
 
 
 class LeaseFailed(Message):
@@ -111,7 +142,7 @@ class RewardFailed(Message):
     """Failures of this kind since the process began."""
 
 
-OfGenerator = Register | Serving | Deliver | LeaseFailed | RewardFailed
+OfGenerator = Register | Serving | Deliver | AwaitsScores | LeaseFailed | RewardFailed
 
 
 # -- buffer -> generator -----------------------------------------------------------------------------------------------
@@ -168,7 +199,7 @@ ToGenerator = Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
 
 
 class Take(Message):
-    """Asks for the groups of one optimizer step that starts at `version`, which every generator serves."""
+    """Asks for the groups of one optimizer step that starts at `version`. Generators may serve it, or an older one."""
 
     step: Count
     version: PolicyVersion
@@ -176,14 +207,14 @@ class Take(Message):
     """Of the step that made `version` (`StepReport`), for `buffer.max_lag: auto`. Empty: there was no step."""
 
 
-class Published(Message):
-    """Tells that every generator serves `version`: the groups of the step before it are trained."""
+class Trained(Message):
+    """Tells that the learner has made `version`: the groups of the step before it are trained."""
 
     version: PolicyVersion
 
 
 class RequestEval(Message):
-    """Asks for an evaluation: the held-out prompts are sampled with whatever weights are served."""
+    """Asks for an evaluation: the held-out prompts are sampled with the weights of this step, or later ones."""
 
     step: Count
 
@@ -191,8 +222,8 @@ class RequestEval(Message):
 class TakeSnapshot(Message):
     """Asks for what a checkpoint must hold of the buffer."""
 
-    published: PolicyVersion | None = None
-    """The newest version that every generator serves; in the snapshot, the groups of the steps before it are trained."""
+    trained: PolicyVersion | None = None
+    """The learner's version; in the snapshot, the groups of the steps before it are trained."""
 
 
 class Saved(Message):
@@ -209,14 +240,35 @@ class Finished(Message):
     """Tells that the learner is done; the buffer may end."""
 
 
-OfLearner = Take | Published | RequestEval | TakeSnapshot | Saved | LastEvals | Finished
+OfLearner = Take | Trained | RequestEval | TakeSnapshot | Saved | LastEvals | Finished
 
 
 # -- buffer -> learner -------------------------------------------------------------------------------------------------
 
 
+class SuiteResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a finished evaluation says of one of its suites: of one held-out file."""
+
+    prompts: int
+    completions: int
+    oldest: PolicyVersion | None
+    newest: PolicyVersion | None
+    failures: dict[str, int]
+    completion_length_mean: float | None
+    numbers: dict[str, tuple[float, float | None, float | None]]
+    """`reward`, `pass@k` and `maj@k`, each with its 95 % interval (`algorithms.estimates.Estimate`)."""
+    parts: dict[str, float]
+    """Mean of each named part of the rewards, over the completions that have it."""
+
+    def fields(self) -> dict[str, Any]:
+        """What an event, or a command, says of it: `version` is the newest that sampled."""
+        fields = msgspec.structs.asdict(self)
+        versions = [str(version) for version in (fields.pop("oldest"), fields.pop("newest")) if version is not None]
+        return {"version": versions[-1] if versions else None, "versions_sampled": sorted(set(versions)), **fields}
+
+
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A finished evaluation."""
+    """A finished evaluation, of all suites together and of each."""
 
     step: int
     oldest: PolicyVersion | None
@@ -229,6 +281,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     failures: dict[str, int]
     completion_length_mean: float | None
     seconds: float
+    suites: dict[str, SuiteResult] = msgspec.field(default_factory=dict)
 
 
 class Batch(Message):
@@ -246,7 +299,7 @@ class Batch(Message):
 
 
 class Waiting(Message):
-    """Tells that there is no batch yet; `what` names what is awaited."""
+    """Tells that there is no batch, or no snapshot, yet; `what` names what is awaited."""
 
     max_header_bytes: ClassVar[int] = 2**24
 
@@ -254,6 +307,9 @@ class Waiting(Message):
     evals: tuple[EvalResult, ...] = ()
     hopeless: str = ""
     """Why what is awaited will never come; the run ends with this sentence. Empty: it may come."""
+    of_snapshot: bool = False
+    is_paused: bool = False
+    """A person has paused the run, so the wait has no limit."""
 
 
 class NoMore(Message):

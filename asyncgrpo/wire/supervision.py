@@ -1,6 +1,7 @@
-"""Messages between the driver and all other processes: heartbeats, lost generators, new endpoints, the end of a run."""
+"""Messages between the driver and all other processes: heartbeats, lost generators, new endpoints, what a person asks for,
+the end of a run."""
 
-from asyncgrpo.types import Name
+from asyncgrpo.types import Count, Name
 from asyncgrpo.wire import Message
 
 # -- any process -> driver ---------------------------------------------------------------------------------------------
@@ -23,6 +24,8 @@ class Heartbeat(Message):
     """Set by the learner: optimizer steps done."""
     missing: tuple[Name, ...] = ()
     """Set by the buffer and the learner's rank 0: generators they lost touch with, as `<name>-<incarnation>`."""
+    steered: Count = 0
+    """Set by the same two: the revision of the last `Steer` that is in effect."""
 
 
 # -- driver -> any process ---------------------------------------------------------------------------------------------
@@ -39,6 +42,34 @@ class EndpointsChanged(Message):
 
     buffer_endpoint: str
     weights_endpoint: str
+
+
+# -- driver -> buffer and learner, rank 0 ------------------------------------------------------------------------------
+
+
+class Steer(Message):
+    """Tells what a person asked for while the run goes on: always all of it, so that a later one replaces an earlier one.
+
+    The driver sends it until the heartbeats name its revision.
+    """
+
+    revision: Count = 0
+    is_paused: bool = False
+    """No more leases and no more batches."""
+    max_lag: Count | None = None
+    """Bound on the lag for leases from now on; None: as configured."""
+    groups_in_flight: Count | None = None
+    """Groups that a generator works on at once; None: as configured."""
+    lr: float | None = None
+    """Peak learning rate; None: as configured."""
+    checkpoints: Count = 0
+    """Checkpoints that were asked of this learner so far."""
+    evaluations: Count = 0
+    """Evaluations that were asked of this learner so far."""
+    leaving: tuple[Name, ...] = ()
+    """Generators, as `<name>-<incarnation>`, that get no more leases and no more weights."""
+    ending: tuple[Name, ...] = ()
+    """Those of them that end once they have delivered what they hold: the learner has let them go."""
 
 
 # -- driver -> buffer --------------------------------------------------------------------------------------------------
@@ -69,5 +100,5 @@ class GeneratorLost(Message):
 
 
 ToDriver = Heartbeat
-ToEveryone = DumpStacks | EndpointsChanged
+ToEveryone = DumpStacks | EndpointsChanged | Steer
 OfDriver = Drain | GeneratorLost

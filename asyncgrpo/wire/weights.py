@@ -1,6 +1,6 @@
 """Messages of a publication, between the publisher (learner, rank 0) and the receivers (generators).
 
-`group_number` in them counts how often the weight group was formed. A message of an earlier group counts for nothing.
+`group_number` counts how often a weight group was formed. A message of an earlier group counts for nothing.
 """
 
 from typing import ClassVar, Literal
@@ -8,28 +8,39 @@ from typing import ClassVar, Literal
 from asyncgrpo.types import Name, PolicyVersion, TensorInfo
 from asyncgrpo.wire import Message
 
-# -- who is in the weight group ----------------------------------------------------------------------------------------
+# -- who gets weights --------------------------------------------------------------------------------------------------
 
 
 class Join(Message):
-    """A generator asks to be in the weight group: at its start, and whenever its group broke."""
+    """A generator asks for weights, once, at its start."""
 
     generator_id: Name
     incarnation: Name
-    cause: str = "start"
+    machine: str = ""
+    """`weights.arena.same_machine()`, by which the publisher sees whether it can map the learner's memory."""
 
 
-class Ping(Message):
-    """Asks whether a generator is there, before a group is formed: no member then waits in it for a dead one."""
-
-    group_number: int
-
-
-class Pong(Message):
-    """A generator's reply to Ping."""
+class Alive(Message):
+    """A generator's receiver is there. It says so about twice a second, also while its engine loads weights."""
 
     generator_id: Name
-    group_number: int
+    incarnation: Name
+
+
+class WeightsLayout(Message):
+    """The publisher's reply to `Join`: what every publication of this learner consists of."""
+
+    max_header_bytes: ClassVar[int] = 2**24
+    """Room for tens of thousands of tensors."""
+
+    tensors: tuple[TensorInfo, ...]
+    base: str = ""
+    """Fingerprint of the weights into which these adapters are to be merged; empty: the tensors are whole weights."""
+    check: tuple[tuple[int, ...], ...] = ()
+    """Token ids of the sequences that are scored after a swap, from `check_start` on."""
+    check_start: int = 1
+    check_every: int = 0
+    """Versions whose number is a multiple of it are checked; 0: none."""
 
 
 class FormGroup(Message):
@@ -40,63 +51,94 @@ class FormGroup(Message):
     world: int
     store_host: str
     store_port: int
-    backend: Literal["gloo", "nccl", "shared_memory"]
+    backend: Literal["gloo", "nccl"]
     timeout_s: float
+
+
+class GroupFormed(Message):
+    """A generator is in the group of this number, or `problem` says why it is not."""
+
+    generator_id: Name
+    group_number: int
+    problem: str = ""
 
 
 # -- one version -------------------------------------------------------------------------------------------------------
 
 
 class Offer(Message):
-    """Announces broadcasts of the weights of `version`, in the buckets of `weights.broadcast.plan_buckets`."""
+    """Offers the weights of `version`, whose digest is known.
 
-    max_header_bytes: ClassVar[int] = 2**24
-    """Room for tens of thousands of tensors."""
+    They lie in the learner's memory, from byte `start` of `file`; or, with a `group_number`, they are broadcast in
+    pieces of `piece_bytes`; or, with a `transfer`, deltas that lead to them follow in parts (`DeltaPart`).
+    """
 
-    group_number: int
     version: PolicyVersion
-    tensors: tuple[TensorInfo, ...]
-    bucket_bytes: int
-    base: str = ""
-    """Fingerprint of the weights into which these adapters are to be merged; empty: the tensors are whole weights."""
+    digest: str
+    file: str = ""
+    start: int = 0
+    group_number: int = 0
+    piece_bytes: int = 0
+    transfer: int = 0
+    """Number of the transfer, which no other has; 0: no deltas."""
+    delta_bytes: tuple[int, ...] = ()
+    """Of the payload of each delta, in the order in which they are applied."""
+
+
+class DeltaPart(Message):
+    """The payload has the bytes of a transfer from `start` on: all its deltas are one run of bytes."""
+
+    max_payload_bytes: ClassVar[int] = 2**26
+
+    transfer: int
+    start: int
+
+
+class PartTaken(Message):
+    """A generator has the first `taken` bytes of a transfer. More are sent when some are taken."""
+
+    generator_id: Name
+    transfer: int
+    taken: int
 
 
 class Staged(Message):
-    """A generator has received all of `version`; `digest` is of the bytes as received."""
+    """A generator has received `version`; `digest` is of the bytes as received. If it is not what was offered, they are
+    not loaded."""
 
     generator_id: Name
-    group_number: int
     version: PolicyVersion
     digest: str
     merged: str = ""
     """Digest of what adapters and base were merged into; empty where whole weights were received."""
 
 
-class Swap(Message):
-    """Asks a generator to sample with `version` from now on: the digests agree."""
-
-    group_number: int
-    version: PolicyVersion
-
-
 class Swapped(Message):
     """A generator samples with `version` now; `checksum` is of the weights as its engine holds them."""
 
     generator_id: Name
-    group_number: int
     version: PolicyVersion
     checksum: str
     seconds: float
+
+
+class Checked(Message):
+    """The log-probs of the check sequences as a generator's engine finds them under `version`; empty: it cannot say."""
+
+    generator_id: Name
+    version: PolicyVersion
+    scores: tuple[float, ...]
 
 
 class SyncFailed(Message):
     """A generator could not stage or load a version. `poisoned`: its engine must be replaced."""
 
     generator_id: Name
-    group_number: int
     reason: str
     poisoned: bool
+    transfer: int = 0
+    """Of the deltas that failed; 0: it was something else."""
 
 
-ToPublisher = Join | Pong | Staged | Swapped | SyncFailed
-ToReceiver = Ping | FormGroup | Offer | Swap
+ToPublisher = Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | PartTaken
+ToReceiver = WeightsLayout | FormGroup | Offer | DeltaPart

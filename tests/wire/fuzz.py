@@ -29,7 +29,7 @@ from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig, WeightsConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.errors import RefusedError
+from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import (
     Completion,
     Group,
@@ -40,8 +40,11 @@ from asyncgrpo.types import (
     Rollout,
     Sampling,
     Score,
+    TensorInfo,
     VersionSpan,
 )
+from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.check import SyncCheck
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import PROTOCOL, Message
@@ -49,6 +52,7 @@ from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import pack_group, unpack_batch
 from asyncgrpo.wire.rollouts import (
     Ack,
+    AwaitsScores,
     Batch,
     Cancel,
     Deliver,
@@ -57,7 +61,6 @@ from asyncgrpo.wire.rollouts import (
     LastEvals,
     LeaseFailed,
     Nack,
-    Published,
     Register,
     RequestEval,
     RewardFailed,
@@ -65,10 +68,24 @@ from asyncgrpo.wire.rollouts import (
     Serving,
     Take,
     TakeSnapshot,
+    Trained,
     Welcome,
 )
 from asyncgrpo.wire.supervision import Drain, GeneratorLost
-from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.weights import (
+    Alive,
+    Checked,
+    DeltaPart,
+    FormGroup,
+    GroupFormed,
+    Join,
+    Offer,
+    PartTaken,
+    Staged,
+    Swapped,
+    SyncFailed,
+    WeightsLayout,
+)
 from tests.wire.mutations import Frames, Mutator
 
 VOCABULARY, GROUP_SIZE, PER_STEP, MAX_LAG = 151_936, 2, 2, 2
@@ -113,7 +130,7 @@ class Plane:
         self.now_s = 0.0
         self.step = 0
         self.trained = 0
-        self.hear("learner", Published(version=PolicyVersion(1, 0)))
+        self.hear("learner", Trained(version=PolicyVersion(1, 0)))
 
     def hear(self, peer: str, message: Message, payload: bytes = b"") -> None:
         self.turn(peer, [bytes(frame) for frame in encode(message, payload)])
@@ -173,7 +190,7 @@ class Plane:
                 assert {span.version.lineage for span in done.spans} == {1}
             self.trained += 1
         self.step += 1
-        self.hear("learner", Published(version=PolicyVersion(1, self.step)))
+        self.hear("learner", Trained(version=PolicyVersion(1, self.step)))
 
     def check(self) -> None:
         """The ledger balances, in groups and in tokens."""
@@ -218,6 +235,7 @@ class Plane:
         return self.rng.choice((
             Register(protocol=PROTOCOL, generator_id="bad", incarnation="0", window=3),
             Serving(generator_id="bad", version=PolicyVersion(1, self.step), rewards=health),
+            AwaitsScores(generator_id="bad", lease_id=lease_id),
             LeaseFailed(generator_id="bad", lease_id=lease_id, reason="failed", detail="why"),
             RewardFailed(generator_id="bad", failure="timeout", detail="why", count=10),
         )), b""  # fmt: skip
@@ -225,8 +243,8 @@ class Plane:
     def _of_others(self) -> list[Message]:
         version = PolicyVersion(1, self.step)
         return [
-            Take(step=self.step, version=version), Published(version=version), RequestEval(step=3),
-            TakeSnapshot(published=version), Saved(step=3), LastEvals(), Finished(), Drain(reason="r"),
+            Take(step=self.step, version=version), Trained(version=version), RequestEval(step=3),
+            TakeSnapshot(trained=version), Saved(step=3), LastEvals(), Finished(), Drain(reason="r"),
             GeneratorLost(generator_id="good"),
         ]  # fmt: skip
 
@@ -254,7 +272,9 @@ class Readers:
         self._rng = self._mutators[0].rng
         self._loop = asyncio.new_event_loop()
         self._frames: Frames | None = None
-        self.publisher = Publisher(WeightsConfig(), backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+        self.publisher = Publisher(
+            WeightsConfig(), maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
+        )
         self.publisher._server.close()
         self.publisher._server = self  # type: ignore[assignment]
         self.receiver = Receiver(
@@ -267,19 +287,26 @@ class Readers:
         self.generator = Generator()
         self.generator._client = self.generator._connect()
         self.generator._loop = self._loop  # type: ignore[assignment]
-        version, name = PolicyVersion(1, 3), {"generator_id": "g", "group_number": 1}
+        self.publisher._layout, self.publisher._check = Layout(_LAYOUT), SyncCheck.none()
+        self.publisher._layout_message = WeightsLayout(tensors=_LAYOUT)
+        version, name = PolicyVersion(1, 3), {"generator_id": "g"}
         self._to_publisher: list[Message] = [
-            Join(generator_id="g", incarnation="a"), Pong(**name), Staged(**name, version=version, digest="d"),
+            Join(generator_id="g", incarnation="a"), Alive(generator_id="g", incarnation="a"),
+            GroupFormed(**name, group_number=1, problem="p"), Staged(**name, version=version, digest="d"),
             Swapped(**name, version=version, checksum="c", seconds=1.0),
-            SyncFailed(**name, reason="r", poisoned=True),
+            Checked(**name, version=version, scores=(-1.0, -2.5)),
+            SyncFailed(**name, reason="r", poisoned=True), SyncFailed(**name, reason="r", poisoned=False, transfer=1),
+            PartTaken(**name, transfer=1, taken=5),
         ]  # fmt: skip
         self._to_generator: list[Message] = [
             Ack(group_id="1.0", lease_id="1.0.0"), Nack(group_id="1.0", lease_id="1.0.0", reason="r"),
             Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), Welcome(protocol=1),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
-            Ping(group_number=1), Offer(group_number=1, version=version, tensors=(), bucket_bytes=64),
-            Swap(group_number=1, version=version),
+            WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1, check_every=1),
+            Offer(version=version, digest="d", file="f", start=0),
+            Offer(version=version, digest="d", group_number=1, piece_bytes=64),
+            Offer(version=version, digest="d", transfer=1, delta_bytes=(10, 20)), DeltaPart(transfer=1, start=0),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             Grant(lease=msgspec.convert(_LEASE, Lease)),
@@ -291,7 +318,7 @@ class Readers:
         which = self._rng.randrange(3)
         if which == 0:
             self._frames = self._malformed(which, self._to_publisher)
-            self.publisher.newcomers()
+            self.publisher._read()
             return
         if which == 1:
             message = self._read(self._malformed(which, self._to_generator))
@@ -301,7 +328,10 @@ class Readers:
         else:
             message = self._read(self._malformed(which, self._to_receiver))
             if message is not None:
-                self.receiver._handle(message)
+                try:
+                    self.receiver._handle(message, bytes(self._rng.randrange(20)))
+                except WireError:
+                    self.refused["layout"] += 1
         self._read(self._mutators[3].of_bytes(self._rng.choice(self._sealed_only_by_us), b""))
 
     def _malformed(self, which: int, messages: list[Message]) -> Frames:
@@ -329,6 +359,7 @@ class Readers:
         self._loop.close()
 
 
+_LAYOUT = (TensorInfo(name="w", shape=(3, 4), dtype="float32"),)
 _LEASE = {
     "lease_id": "1.0.0", "group_id": "1.0", "attempt": 0, "prompt_index": 0, "purpose": "train", "num_completions": 2, "seed": 0,
     "prompt": {"prompt_id": "train/0", "token_ids": [1]}, "sampling": {},

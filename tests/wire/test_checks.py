@@ -1,5 +1,6 @@
 """A group is kept only if an engine can have made it, in completion to a lease that was given."""
 
+import itertools
 from types import UnionType
 from typing import get_args
 
@@ -20,11 +21,11 @@ from asyncgrpo.wire.rollouts import (
     Finished,
     LeaseFailed,
     Nack,
-    Published,
     Register,
     RequestEval,
     Saved,
     Serving,
+    Trained,
 )
 from tests.buffer.test_buffer import deliver, prompts, v
 from tests.buffer.test_incarnations import Served
@@ -131,11 +132,35 @@ def test_another_answer_than_was_asked_for_is_refused(fields):
     assert error.value.reason == "lease"
 
 
-def test_weights_that_are_not_published_yet_are_refused():
-    """The version after the last published one may sample before the buffer hears of it."""
+def test_the_beginning_of_a_prompt_is_one_where_each_completion_says_what_it_read_after_it():
+    message, _ = pack_group(make_group())
+    short = msgspec.structs.replace(message.prompt, token_ids=message.prompt.token_ids[:1])
+    assert len(message.prompt.token_ids) > 1
+
+    def judge(prompt: Prompt, *observed: tuple[tuple[int, int], ...]) -> None:
+        read = itertools.cycle(observed)
+        headers = tuple(msgspec.structs.replace(one, observed=next(read)) for one in message.rollouts)
+        check_lease(msgspec.structs.replace(message, prompt=prompt, rollouts=headers), LEASE, None)
+
+    judge(short, ((0, 4),))
+    judge(message.prompt, ())
+    other = msgspec.structs.replace(short, token_ids=(short.token_ids[0] + 1,))
+    empty = msgspec.structs.replace(short, token_ids=())
+    for prompt, observed in (
+        (short, [()]),
+        (short, [((1, 4),), ((0, 4),)]),
+        (other, [((0, 4),)]),
+        (empty, [((0, 4),)]),
+    ):
+        with pytest.raises(RefusedError, match=r"1\.7\.0"):
+            judge(prompt, *observed)
+
+
+def test_weights_that_do_not_exist_yet_are_refused():
+    """The version after the one that the learner named last may sample before the buffer hears of it."""
     message, _ = pack_group(make_group())  # of versions 4 and 5
     check_lease(message, LEASE, PolicyVersion(1, 4))
-    with pytest.raises(RefusedError, match=r"1\.5 are not published yet, the newest are 1\.3") as error:
+    with pytest.raises(RefusedError, match=r"1\.5 do not exist yet, the newest are 1\.3") as error:
         check_lease(message, LEASE, PolicyVersion(1, 3))
     assert error.value.reason == "version"
 
@@ -174,7 +199,7 @@ def test_a_header_is_measured_before_it_is_decoded(monkeypatch):
 
 
 def test_a_message_that_nobody_would_read_is_not_sent():
-    for message, payload in ((Saved(step=1), b"x"), (Published(version=v(1)), b"x"), (long_register(), b"")):
+    for message, payload in ((Saved(step=1), b"x"), (Trained(version=v(1)), b"x"), (long_register(), b"")):
         with pytest.raises(WireError, match="are read"):
             encode(message, payload)
 
@@ -216,7 +241,7 @@ def hear_raw(served: Served, peer: str, frames) -> list[tuple[str, Message]]:
 
 def a_lease(served: Served):
     served.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     served.hear("a", Serving(generator_id="a", version=v(0)))
     return served.oldest_lease()
 
@@ -257,7 +282,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     served = Served(held_out=prompts(1))
     served.hear("learner", RequestEval(step=0))
     served.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     served.hear("a", Serving(generator_id="a", version=v(0)))
     lease = served.service._evaluations.lease_of("eval.1.0.0.0")
     assert lease is not None
@@ -276,7 +301,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
         ("decode", encode(Nack(group_id="", lease_id="", reason=""))),
         ("size", forged(msgspec.msgpack.encode({"kind": "Serving", "x": "y" * 2**16}))),
         ("sender", encode(Finished())),
-        ("sender", encode(Published(version=v(3)))),
+        ("sender", encode(Trained(version=v(3)))),
         ("sender", encode(Serving(generator_id="b", version=None))),
         ("sender", encode(LeaseFailed(generator_id="b", lease_id="1.0.0", reason=""))),
         ("sender", encode(Register(protocol=PROTOCOL, generator_id="b", incarnation="", window=9))),
@@ -305,3 +330,30 @@ def test_a_batch_whose_sizes_lie_is_refused():
         batch = Batch(step=0, groups=(message,), payload_sizes=sizes, counters={}, evals=(), epoch=0)
         with pytest.raises(RefusedError):
             unpack_batch(batch, memoryview(payload))
+
+
+def observed(*places: tuple[int, int]):
+    """A group whose third completion (5 tokens) has observations of token 99 at these places and of these lengths."""
+    message, payload = pack_group(make_group())
+    headers = list(message.rollouts)
+    headers[2] = msgspec.structs.replace(headers[2], observed=places)
+    said = np.full(sum(size for _, size in places), 99, "<i4").tobytes()
+    return msgspec.structs.replace(message, rollouts=tuple(headers)), payload + said
+
+
+@pytest.mark.parametrize(
+    ("places", "reason"),
+    [
+        (((0, 2), (3, 1), (5, 4)), None),
+        (((6, 1),), "schema"),
+        (((3, 1), (2, 1)), "schema"),
+        (((2, 1), (2, 1)), "schema"),
+        (((2, 0),), "schema"),
+    ],
+)
+def test_observations_lie_in_order_between_the_tokens_of_their_completion(places, reason):
+    message, payload = observed(*places)
+    assert refusal(message, payload) == reason
+    assert refusal(message, payload + b"\0\0\0\0") == "schema"
+    assert refusal(*pack_group(make_group()), vocabulary=99) is None
+    assert refusal(message, payload, vocabulary=99) == ("vocabulary" if reason is None else reason)

@@ -8,7 +8,7 @@ import pytest
 from asyncgrpo.buffer import service
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import PROTOCOL, codec
-from asyncgrpo.wire.rollouts import Ack, Grant, Nack, Published, Register, Serving
+from asyncgrpo.wire.rollouts import Ack, Grant, Nack, Register, Serving, Trained
 from asyncgrpo.wire.sockets import Client
 from tests.buffer.test_service import Plane, plane  # noqa: F401
 from tests.wire.fuzz import delivery_of, fuzz
@@ -67,7 +67,7 @@ def test_malformed_frames_over_a_real_socket(plane: Plane):  # noqa: F811
     for number in range(400):
         message, payload = delivery_of(lease, version)
         malformed = (
-            mutator.of_bytes(message, payload) if number % 2 else mutator.of_bytes(Published(version=version), b"")
+            mutator.of_bytes(message, payload) if number % 2 else mutator.of_bytes(Trained(version=version), b"")
         )
         if malformed:
             bad._socket.send_multipart(malformed)
