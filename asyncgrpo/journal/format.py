@@ -49,7 +49,7 @@ class RunStarted(_RecordBase, frozen=True):
     policy: str = "wait"
     """`buffer.policy`, which says what lag `max_lag` bounds."""
     max_lag_is_auto: bool = False
-    """Whether `max_lag` changes (`BoundChanged`), and a group keeps that of its lease; else all groups have the same."""
+    """Whether `max_lag` changes by itself (`BoundChanged`), and groups of earlier starts keep that of their lease too."""
 
 
 class Delivered(_RecordBase, frozen=True):
@@ -96,7 +96,7 @@ class Interrupted(_RecordBase, frozen=True):
 
 
 class BoundChanged(_RecordBase, frozen=True):
-    """Another bound on staleness, for the groups leased from now on (`buffer.max_lag: auto`)."""
+    """Another bound on staleness, for the groups leased from now on: `buffer.max_lag` is `auto`, or a person changed it."""
 
     version: PolicyVersion
     """The weights that are served."""

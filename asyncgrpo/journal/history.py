@@ -10,6 +10,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from asyncgrpo.errors import JournalError, WireError
@@ -69,7 +70,7 @@ class History:
         for segment in self.segments:
             yield from segment.found
 
-    @property
+    @cached_property
     def starts(self) -> dict[int, RunStarted]:
         """The starts of the run by lineage."""
         return {found.record.lineage: found.record for found in self.found if isinstance(found.record, RunStarted)}
