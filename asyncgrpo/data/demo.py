@@ -51,6 +51,7 @@ def make_demo_model(
     rope_theta: float = 100.0,
     initializer_range: float = 0.05,
     digit_prior: float = 2.0,
+    likely: str = DIGITS,
 ) -> None:
     """Write a random Qwen3 and its byte-level tokenizer into a folder.
 
@@ -67,6 +68,7 @@ def make_demo_model(
         rope_theta: base of the rotary position embedding.
         initializer_range: standard deviation of the initial weights.
         digit_prior: how strongly digits and <eos> are preferred; 0 leaves every weight random.
+        likely: the characters that are preferred, where they are others than digits.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -94,10 +96,9 @@ def make_demo_model(
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     if digit_prior:
-        likely = [*DIGITS.encode(), tokenizer.eos_token_id]
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 4 * initializer_range
-            model.lm_head.weight[likely, 0] += digit_prior
+            model.lm_head.weight[[*likely.encode(), tokenizer.eos_token_id], 0] += digit_prior
     with _without_progress_bars():
         model.save_pretrained(path)
 

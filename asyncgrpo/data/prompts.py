@@ -1,135 +1,138 @@
-"""The prompts of a run: loaded from a file, and issued in an order that survives a restart.
+"""The prompts of a run: loaded from its sources, and issued in an order that survives a restart.
 
-`PromptSource` issues every prompt once in each epoch, in an order that the seed decides. A restart at any moment skips
-none: a prompt that was not done is issued again, one that was done is not.
+`PromptSource` issues every prompt once in each epoch, in an order that the seed decides; with weights, once in each round
+of its own source (`mixing.py`). A restart at any moment skips none: a prompt that was not done is issued again, one that
+was done is not.
 """
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.rows import Record, read_rows, recognise
-from asyncgrpo.data.tokenizer import render
+from asyncgrpo.data.mixing import Mixture
+from asyncgrpo.data.rows import Record, recognise
+from asyncgrpo.data.sources import read_source
+from asyncgrpo.data.table import PromptTable, TableBuilder, fingerprint_of
+from asyncgrpo.data.tokenizer import render, render_all
 from asyncgrpo.errors import CheckpointError, ConfigError, DataError
 from asyncgrpo.types import Frozen, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-@dataclass(frozen=True)
-class Loaded:
-    """The prompts of one file."""
-
-    prompts: tuple[Prompt, ...]
-    """In the file's order, without those that are too long."""
-    schema_name: str
-    dropped_too_long: int
-    longest: int
-    """Tokens of the longest prompt of the file, dropped ones included. A prompt that is far too long has even more."""
+AT_ONCE = 256
+"""Rows that are tokenised at once."""
 
 
 def load_prompts(
-    path: str | Path, split: str, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, limit: int | None = None
-) -> Loaded:
-    """Read, recognise, render and tokenise a file.
+    sources: str | Path | Sequence[str],
+    split: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    limit: int | None = None,
+    *,
+    stop_token_ids: tuple[int, ...] = (),
+) -> PromptTable:
+    """Read, recognise, render and tokenise a file, or several sources one after the other.
 
     Args:
-        split: `train` or `eval`; row 17 becomes the prompt `train/17`.
-        limit: rows of the file to use, from its start; None: all.
+        sources: each is a file, or what `data/sources.py` reads.
+        split: `train` or `eval`; row 17 becomes the prompt `train/17`. The rows of several sources are counted through.
+        limit: rows of each source to use, from its start; None: all.
+        stop_token_ids: noted in the table.
     Raises:
-        DataError: the file cannot be used, or every prompt is longer than `config.max_prompt_tokens`.
+        DataError: a source cannot be used, or every prompt of it is longer than `config.max_prompt_tokens`.
     """
-    schema_name, records = _records(path, config, limit)
-    prompts: list[Prompt] = []
-    longest = 0
-    for index, record in enumerate(records):
-        token_ids = _token_ids(path, index, record, tokenizer, config)
-        longest = max(longest, len(token_ids))
-        if len(token_ids) <= config.max_prompt_tokens:
-            prompts.append(
-                Prompt(
-                    prompt_id=f"{split}/{index}",
-                    token_ids=token_ids,
-                    text=record.messages[-1]["content"],
-                    answer=record.answer,
-                    source=record.source,
-                    info=record.info,
-                )
+    builder = TableBuilder(split, config.max_prompt_tokens)
+    for source in (sources,) if isinstance(sources, str | Path) else sources:
+        schema_name, records = _records(source, config, limit)
+        builder.begin_source(schema_name)
+        row = 0
+        while some := tuple(itertools.islice(records, AT_ONCE)):
+            rendered = render_all(
+                tokenizer,
+                [record.messages for record in some],
+                config.system_prompt,
+                where=[f"{source}, row {number}" for number in range(row, row + len(some))],
+                longest=config.max_prompt_tokens,
             )
-    if not prompts:
-        raise _all_too_long(path, len(records), longest, config)
-    return Loaded(tuple(prompts), schema_name, len(records) - len(prompts), longest)
+            for record, (_, token_ids) in zip(some, rendered, strict=True):
+                builder.add(token_ids, record.prompt, record.answer, record.source, record.info)
+            row += len(some)
+        if not builder.prompts_of_source:
+            raise _all_too_long(source, row, builder.longest_of_source, config)
+    return builder.table(stop_token_ids)
 
 
 def check_prompts(
-    path: str | Path,
+    source: str | Path,
     tokenizer: "PreTrainedTokenizerBase",
     config: DataConfig,
     *,
     vocabulary: int | None,
     limit: int | None = None,
 ) -> set[str]:
-    """Refuse what `load_prompts` would refuse, but faster: every row is read, and few are tokenised.
+    """Refuse what `load_prompts` would refuse of one source, but faster: every row is read, and few are tokenised.
 
     One prompt of each sequence of roles is rendered, because a chat template may refuse a sequence, and as many more as it
     takes to find one that is not too long.
 
     Args:
         vocabulary: size of the model's vocabulary, if it is known.
-        limit: rows of the file to use, from its start; None: all.
+        limit: rows of the source to use, from its start; None: all.
     Returns:
-        Every `data_source` of the file.
+        Every `data_source` of its rows.
     Raises:
         DataError: where `load_prompts` would raise it.
         ConfigError: the tokenizer gives tokens that the model does not have.
     """
-    _, records = _records(path, config, limit)
-    rendered: set[tuple[str, ...]] = set()
-    longest, fits = 0, False
+    _, records = _records(source, config, limit)
+    rendered, sources = set[tuple[str, ...]](), set[str]()
+    longest, fits, index = 0, False, -1
     for index, record in enumerate(records):
+        sources.add(record.source)
         roles = tuple(turn["role"] for turn in record.messages)
         if fits and roles in rendered:
             continue
         rendered.add(roles)
-        token_ids = _token_ids(path, index, record, tokenizer, config)
+        token_ids = _token_ids(source, index, record, tokenizer, config)
         if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
             raise ConfigError(
-                f"{path}, row {index}: the tokenizer of model.path gives token {max(token_ids)}, but the vocabulary of "
+                f"{source}, row {index}: the tokenizer of model.path gives token {max(token_ids)}, but the vocabulary of "
                 f"the model has {vocabulary} tokens; give the model its own tokenizer"
             )
         longest = max(longest, len(token_ids))
         fits = fits or len(token_ids) <= config.max_prompt_tokens
     if not fits:
-        raise _all_too_long(path, len(records), longest, config)
-    return {record.source for record in records}
+        raise _all_too_long(source, index + 1, longest, config)
+    return sources
 
 
-def _records(path: str | Path, config: DataConfig, limit: int | None) -> tuple[str, list[Record]]:
-    """The name of the file's schema, and what its rows hold."""
-    rows = read_rows(path)[:limit]
-    schema = recognise(rows, config.columns, str(path))
-    return schema.name, [schema.to_record(row, index) for index, row in enumerate(rows)]
+def _records(source: str | Path, config: DataConfig, limit: int | None) -> tuple[str, Iterator[Record]]:
+    """The name of the source's schema, and what its rows hold, one after the other."""
+    rows, columns = read_source(str(source), config.columns)
+    rows = rows[:limit]
+    schema = recognise(rows, columns, str(source))
+    return schema.name, (schema.to_record(row, index) for index, row in enumerate(rows))
 
 
 def _token_ids(
-    path: str | Path, index: int, record: Record, tokenizer: "PreTrainedTokenizerBase", config: DataConfig
+    source: str | Path, index: int, record: Record, tokenizer: "PreTrainedTokenizerBase", config: DataConfig
 ) -> tuple[int, ...]:
-    where = f"{path}, row {index}"
+    where = f"{source}, row {index}"
     longest = config.max_prompt_tokens
     return render(tokenizer, record.messages, config.system_prompt, where=where, longest=longest).token_ids
 
 
-def _all_too_long(path: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
+def _all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
     return DataError(
-        f"{path}: all {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
+        f"{source}: all {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
         f"the longest has at least {longest}"
     )
 
@@ -146,6 +149,8 @@ class PromptState(Frozen):
     num_prompts: int
     fingerprint: str
     """Digest of the prompts' ids and tokens. It differs for another file, tokenizer or chat template."""
+    weights: tuple[float, ...] = ()
+    """Of the sources; none: all prompts have one order."""
 
 
 class PromptSource:
@@ -155,20 +160,31 @@ class PromptSource:
     either `done`, or given back and issued again. Not safe for threads; one process owns it.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, epochs: int | None) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        epochs: int | None,
+        weights: Sequence[float] = (),
+        sizes: Sequence[int] = (),
+    ) -> None:
         """
         Args:
             prompts: at least one.
             seed: decides the order of each epoch, together with the epoch's number.
             shuffle: False keeps the given order in each epoch.
-            epochs: passes over the prompts; None: without an end.
+            epochs: how often as many prompts as there are; None: without an end.
+            weights: of the sources; none: all prompts have one order.
+            sizes: with weights, how many of the prompts each source has.
         """
         assert prompts, "a prompt source needs prompts"
-        self._prompts = tuple(prompts)
+        self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
         self._end = None if epochs is None else epochs * len(self._prompts)
-        self._fingerprint = _fingerprint(self._prompts)
+        self._fingerprint = fingerprint_of(prompts)
         self._frontier = 0
         self._next = 0
         self._done_beyond: set[int] = set()
@@ -176,7 +192,9 @@ class PromptSource:
         self._given_back: list[int] = []  # a heap
         self._isolated: list[int] = []  # a heap
         self._claimed: set[int] = set()
-        self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
+        self._weights = tuple(weights)
+        self._mixture = Mixture(sizes, weights) if weights else None
+        self._permutation = lru_cache(maxsize=2)(self._order_of)
 
     def next(self) -> tuple[int, Prompt] | None:
         """Issue the next (prompt_index, prompt): the oldest given back, else a new one. None: nothing to issue now."""
@@ -243,6 +261,7 @@ class PromptSource:
             shuffle=self._shuffle,
             num_prompts=len(self._prompts),
             fingerprint=self._fingerprint,
+            weights=self._weights,
         )
 
     def restore(self, state: PromptState) -> None:
@@ -257,6 +276,7 @@ class PromptSource:
             ("fingerprint", "fingerprint of data.train as the model's tokenizer reads it"),
             ("seed", "run.seed"),
             ("shuffle", "data.shuffle"),
+            ("weights", "data.weights"),
         ):
             then, now = getattr(state, field), getattr(here, field)
             if then != now:
@@ -315,14 +335,9 @@ class PromptSource:
         """The prompt index that `next_isolated` would issue; None: none waits for it."""
         return self._isolated[0] if self._isolated else None
 
-    def isolated_before(self, prompt_index: int) -> int:
-        """How many prompts with a smaller index wait for `next_isolated`."""
-        return sum(index < prompt_index for index in self._isolated)
-
-    @property
-    def has_isolated(self) -> bool:
-        """Whether `next_isolated` would issue a prompt."""
-        return bool(self._isolated)
+    def waiting_before(self, prompt_index: int) -> int:
+        """How many prompts with a smaller index were issued, and wait for `next` or `next_isolated` to issue them again."""
+        return sum(index < prompt_index for waiting in (self._given_back, self._isolated) for index in waiting)
 
     @property
     def is_exhausted(self) -> bool:
@@ -342,21 +357,18 @@ class PromptSource:
             prompt_index += 1
         return None if self._end is not None and prompt_index >= self._end else prompt_index
 
-    def _draw_permutation(self, epoch: int) -> np.ndarray:
-        """[num_prompts] indices of the prompts in the order of `epoch`.
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """[num_prompts] indices of the prompts in the order of `epoch`."""
+        if self._mixture is None:
+            return self._drawn(len(self._prompts), epoch)
+        return self._mixture.order(epoch, lambda source, number, size: self._drawn(size, number, source))
+
+    def _drawn(self, size: int, *key: int) -> np.ndarray:
+        """[size] indices in the order that the seed and `key` decide.
 
         It sorts raw bits of Philox: numpy keeps these the same in every release, but not `Generator.permutation`.
         """
-        num_prompts = len(self._prompts)
         if not self._shuffle:
-            return np.arange(num_prompts)
-        bits = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(num_prompts)
+            return np.arange(size)
+        bits = np.random.Philox(np.random.SeedSequence([self._seed, *key])).random_raw(size)
         return np.argsort(bits, kind="stable")
-
-
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    digest = xxhash.xxh3_128()
-    for prompt in prompts:
-        digest.update(f"{prompt.prompt_id}\0{len(prompt.token_ids)}\0".encode())
-        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
-    return digest.hexdigest()

@@ -55,8 +55,8 @@ def _why_missing(path: Path, *, known_extension: bool) -> str:
         return f"{path} is a folder; give one file" + (f" of it: {', '.join(inside[:5])}" if inside else "")
     if not known_extension and not path.parent.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return (
-            f"{path} is no file; if it is a Hugging Face dataset id, download it and give its Parquet or JSONL file: "
-            "asyncgrpo reads local files only"
+            f"{path} is no file; if it is a Hugging Face data set, write hf:{path} (docs/sources.md), or download it and "
+            "give its Parquet or JSONL file"
         )
     if not path.parent.is_dir():
         return f"{path}: no such file, and no folder {path.parent}"
@@ -72,7 +72,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         rows = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
-    return [{name: _plain_value(value) for name, value in row.items()} for row in rows]
+    return [{name: plain_value(value) for name, value in row.items()} for row in rows]
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -131,12 +131,12 @@ def _unreadable(error: ValueError | RecursionError) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
 
 
-def _plain_value(value: Any) -> Any:
-    """A value of Arrow as one of JSON."""
+def plain_value(value: Any) -> Any:
+    """A value of Arrow, or of `datasets`, as one of JSON."""
     if isinstance(value, dict):
-        return {str(key): _plain_value(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_value(item) for item in value]
+        return [plain_value(item) for item in value]
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -177,14 +177,19 @@ _MOST_BYTES = PROMPT_BYTES - 2**16
 class Record:
     """One row, whatever its schema was."""
 
-    messages: list[Message]
-    """Chat turns, at least one, each with `role` and `content`. A prompt that was a string is one user turn."""
+    prompt: str | list[Message]
+    """A text, or chat turns: at least one, each with `role` and `content`."""
     answer: Any
     """The ground truth as the file has it; None where it has none."""
     source: str
     """The origin of the row, by which rule-based rewards choose their rule. Empty where the file has none."""
     info: dict[str, Any]
     """The other columns, for a reward that wants them."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The chat turns. A prompt that is a text is one user turn."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,7 @@ class _Misfit(Exception):
 
 def _check_size(record: Record) -> None:
     """Raise _Misfit for a record that no message to a generator can hold."""
-    fields = {"prompt": record.messages, "answer": record.answer, "source": record.source, "info": record.info}
+    fields = {"prompt": record.prompt, "answer": record.answer, "source": record.source, "info": record.info}
     sizes = {name: _encoded_bytes(name, value) for name, value in fields.items()}
     if (beside := sizes["answer"] + sizes["info"]) > _MOST_BYTES:
         raise _Misfit(f"its answer and info have {beside:,} bytes; a message holds {_MOST_BYTES:,} of them")
@@ -268,10 +273,10 @@ def _mapped(first: DataRow, columns: Mapping[str, str], file: str) -> Callable[[
 
     def convert(row: DataRow) -> Record:
         return Record(
-            messages=_messages(row, prompt),
+            prompt=_prompt(row, prompt),
             answer=_required(row, answer) if answer else None,
             source=_source(row, source),
-            info=_others(row, prompt, answer, source),
+            info=_others(row, prompt),  # with answer and source, for functions that ask for columns by their names
         )
 
     return convert
@@ -280,7 +285,7 @@ def _mapped(first: DataRow, columns: Mapping[str, str], file: str) -> Callable[[
 def _verl(row: DataRow) -> Record:
     reward_model = _object(row, "reward_model")
     return Record(
-        messages=_messages(row, "prompt"),
+        prompt=_prompt(row, "prompt"),
         answer=_required(reward_model, "ground_truth", shown="reward_model.ground_truth"),
         source=_source(row, "data_source"),
         info=_info(row, "extra_info"),
@@ -291,7 +296,7 @@ def _skyrl(row: DataRow) -> Record:
     reward_spec = _object(row, "reward_spec")
     env_class = {"env_class": row["env_class"]} if row.get("env_class") else {}
     return Record(
-        messages=_messages(row, "prompt"),
+        prompt=_prompt(row, "prompt"),
         answer=_required(reward_spec, "ground_truth", shown="reward_spec.ground_truth"),
         source=_source(row, "data_source"),
         info=env_class | _info(row, "extra_info"),
@@ -300,7 +305,7 @@ def _skyrl(row: DataRow) -> Record:
 
 def _plain(row: DataRow) -> Record:
     return Record(
-        messages=_messages(row, "prompt"),
+        prompt=_prompt(row, "prompt"),
         answer=_required(row, "ground_truth"),
         source=_source(row, "data_source"),
         info=_others(row, "prompt", "ground_truth", "data_source", "extra_info") | _info(row, "extra_info"),
@@ -311,7 +316,7 @@ def _verifiers(row: DataRow) -> Record:
     prompt = "prompt" if row.get("prompt") is not None else "question"
     source = "data_source" if row.get("data_source") else "task"
     return Record(
-        messages=_messages(row, prompt),
+        prompt=_prompt(row, prompt),
         answer=None if "info" in row and "answer" not in row else _required(row, "answer"),
         source=_source(row, source),
         info=_others(row, prompt, "answer", source, "info") | _info(row, "info"),
@@ -321,7 +326,7 @@ def _verifiers(row: DataRow) -> Record:
 def _trl(row: DataRow) -> Record:
     # TRL passes every column to the reward by name, so `solution`, its usual ground truth, stays in `info` as well.
     return Record(
-        messages=_messages(row, "prompt"),
+        prompt=_prompt(row, "prompt"),
         answer=row.get("solution"),
         source=_source(row, "data_source"),
         info=_others(row, "prompt", "data_source"),
@@ -341,12 +346,12 @@ _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]
 }
 
 
-def _messages(row: DataRow, column: str) -> list[Message]:
+def _prompt(row: DataRow, column: str) -> str | list[Message]:
     value = row.get(column)
     if value is None:
         raise _Misfit(f"no {column}; a prompt is spelt {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return value
     if not isinstance(value, list) or not value:
         raise _Misfit(f"{column} is neither text nor a list of chat turns")
     for turn, message in enumerate(value):

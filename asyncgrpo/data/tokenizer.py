@@ -4,8 +4,10 @@ A prompt is tokenised once, here. From then on only its token ids are used.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncgrpo.data.rows import one_line
@@ -22,9 +24,11 @@ class Rendered(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
+def load_tokenizer(path: str, template: Mapping[str, Any] = MappingProxyType({})) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model folder, or of a hub id where the hub or its cache can be reached.
 
+    Args:
+        template: arguments that its chat template always gets (`data.chat_template_kwargs`).
     Raises:
         ConfigError: the folder is missing, it is no model folder, or the hub cannot be reached.
     """
@@ -36,7 +40,10 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if template:
+            tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template)  # type: ignore[method-assign]
+        return tokenizer
     except Exception as error:  # transformers raises whatever the broken file leads to
         if folder.is_dir():
             raise ConfigError(f"model.path {path!r}: its tokenizer cannot be loaded: {one_line(error)}") from error
@@ -91,41 +98,129 @@ def render(
     Raises:
         DataError: the chat template refuses these turns.
     """
+    text = _text_of(tokenizer, messages, system_prompt, where)
+    return Rendered(text, _encode(tokenizer, text, longest))
+
+
+def render_all(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[dict[str, Any]]],
+    system_prompt: str | None,
+    *,
+    where: Sequence[str],
+    longest: int,
+) -> list[Rendered]:
+    """Several prompts, each as `render` gives it, in less time: a fast tokenizer takes those of a usual length at once."""
+    texts = [_text_of(tokenizer, messages, system_prompt, at) for messages, at in zip(prompts, where, strict=True)]
+    # The first by itself: that brings the backend into the state in which the tokenizer uses it.
+    token_ids = {text: _encode(tokenizer, text, longest) for text in texts[:1]}
+    if tokenizer.is_fast:
+        usual = [text for text in texts[1:] if len(text) <= _beginning(longest)]
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(usual, add_special_tokens=_adds_special(tokenizer))
+        token_ids |= {text: tuple(encoding.ids) for text, encoding in zip(usual, encodings, strict=True)}
+    return [Rendered(text, token_ids.get(text) or _encode(tokenizer, text, longest)) for text in texts]
+
+
+def _text_of(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[dict[str, Any]],
+    system_prompt: str | None,
+    where: str,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
     turns = list(messages)
     if system_prompt is not None and all(turn["role"] != "system" for turn in turns):
         turns.insert(0, {"role": "system", "content": system_prompt})
     if not tokenizer.chat_template:
-        text = "".join(turn["content"] for turn in turns)
-        return Rendered(text, _encode(tokenizer, text, longest))
+        if tools is not None:
+            raise DataError(f"{where}: the model has no chat template that could tell it of tools")
+        return "".join(turn["content"] for turn in turns)
     from jinja2 import TemplateError
 
+    told: dict[str, Any] = {} if tools is None else {"tools": tools}
     try:
-        templated = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+        templated = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
+    except (TemplateError, TypeError, ValueError) as error:  # the latter two of expressions in it, and of odd tools
         roles = ", ".join(turn["role"] for turn in turns)
         raise DataError(f"{where}: the model's chat template refuses the turns {roles}: {one_line(error)}") from error
     assert isinstance(templated, str)
-    # The template has written the special tokens already.
-    return Rendered(templated, _encode(tokenizer, templated, longest, add_special_tokens=False))
+    return templated
 
 
 _MARGIN = 256
 """Tokens in which a text and its beginning may differ, because the beginning may end in the middle of a word."""
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int | None, **how: bool) -> tuple[int, ...]:
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int | None) -> tuple[int, ...]:
     """The token ids of a text, or of its beginning where that has more than `longest` already.
 
     Tokenising megabytes of text would take longer than reading the file. How many characters a token has depends on the
     tokenizer, so a growing beginning is tokenised until it has more than twice `longest` tokens.
     """
-    size = 16 * (longest + _MARGIN) if longest is not None else len(text)
+    size = _beginning(longest) if longest is not None else len(text)
+    adds_special = _adds_special(tokenizer)
     while longest is not None and size < len(text):
-        token_ids = tokenizer.encode(text[:size], **how)
+        token_ids = tokenizer.encode(text[:size], add_special_tokens=adds_special)
         if len(token_ids) > 2 * longest + _MARGIN:
             return tuple(token_ids)
         size *= 4
-    return tuple(tokenizer.encode(text, **how))
+    return tuple(tokenizer.encode(text, add_special_tokens=adds_special))
+
+
+def _beginning(longest: int) -> int:
+    """Characters of a text that are tokenised first; a text with no more is tokenised whole."""
+    return 16 * (longest + _MARGIN)
+
+
+def _adds_special(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether special tokens are to be put around a text. A chat template has written them already."""
+    return not tokenizer.chat_template
+
+
+MARK = "\ue000"
+"""Stands for a turn of the model while its surroundings are rendered: a character of no text."""
+
+
+def continuation(
+    tokenizer: "PreTrainedTokenizerBase",
+) -> Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]:
+    """A function from the messages that follow a turn of the model to the token ids that follow its tokens.
+
+    Its second argument is the last token of that turn. The token ids end where the next turn begins. The turn itself is
+    never rendered: the chat template gives what stands around it, so what was sampled stays as it was sampled. Without a
+    template the contents follow each other.
+
+    Raises:
+        DataError: (the function) the chat template refuses a message of such a role after a turn of the model.
+    """
+
+    def continue_(messages: Sequence[dict[str, Any]], last: int | None) -> tuple[int, ...]:
+        if not tokenizer.chat_template:
+            return tuple(tokenizer.encode("".join(one["content"] for one in messages), add_special_tokens=False))
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        text = _text_of(tokenizer, [*before, *messages], None, "a reply of the environment").rpartition(MARK)[2]
+        if last is not None:  # the template ends the turn with a token that the model has sampled
+            text = text.removeprefix(str(tokenizer.decode([last])))
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    return continue_
+
+
+def opening(
+    tokenizer: "PreTrainedTokenizerBase",
+) -> Callable[[Sequence[dict[str, Any]], list[dict[str, Any]] | None, int], tuple[int, ...]]:
+    """A function from the first messages of a conversation, and the tools in it, to the token ids that the model reads.
+
+    Its third argument is a number of tokens: of a longer opening only the first token ids may be returned, which are more.
+
+    Raises:
+        DataError: (the function) the chat template refuses these messages or tools.
+    """
+
+    def open_(messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None, longest: int) -> tuple[int, ...]:
+        return _encode(tokenizer, _text_of(tokenizer, messages, None, "the first messages", tools), longest)
+
+    return open_
 
 
 def vocabulary_size(model_path: str) -> int | None:

@@ -25,17 +25,26 @@ def write(path, prompts: list[str]) -> str:
 def test_rows_become_prompts_and_the_over_long_are_counted(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", ["1", "22222", "333"])
     loaded = load_prompts(path, "train", tokenizer, DataConfig(train=path, max_prompt_tokens=5))
-    assert loaded.prompts == (
+    assert tuple(loaded) == (
         Prompt(prompt_id="train/0", token_ids=(259, 49, 260), text="1", answer="1", source="s"),
         Prompt(prompt_id="train/2", token_ids=(259, 51, 51, 51, 260), text="333", answer="333", source="s"),
     )
-    assert (loaded.schema_name, loaded.dropped_too_long, loaded.longest) == ("plain", 1, 7)
+    assert (loaded.about.schema_name, loaded.dropped_too_long, loaded.about.longest) == ("plain", 1, 7)
+
+
+def test_a_prompt_knows_the_turns_of_its_row_where_that_has_turns(tmp_path, tokenizer):
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    rows = [{"prompt": turns, "ground_truth": "2"}, {"prompt": "1+1", "ground_truth": "2"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    chat, text = load_prompts(tmp_path / "rows.json", "train", tokenizer, DataConfig(train=""))
+    assert (chat.turns, chat.text) == (tuple(turns), "")
+    assert (text.turns, text.text) == ((), "1+1")
 
 
 def test_a_limit_takes_the_first_rows(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", ["1", "2", "3"])
     loaded = load_prompts(path, "eval", tokenizer, DataConfig(train=path), limit=2)
-    assert [prompt.prompt_id for prompt in loaded.prompts] == ["eval/0", "eval/1"]
+    assert [prompt.prompt_id for prompt in loaded] == ["eval/0", "eval/1"]
 
 
 def test_a_file_of_over_long_prompts_is_an_error(tmp_path, tokenizer):
@@ -110,8 +119,8 @@ def test_an_isolated_prompt_is_issued_only_to_a_caller_that_asks_for_it():
     source.isolate(2)
     source.isolate(0)
     source.done(1)
-    assert source.next() is None and source.has_next and source.has_isolated and not source.is_exhausted
-    assert (source.isolated_before(99), source.next_isolated_index, source.next_prompt_index) == (2, 0, 0)
+    assert source.next() is None and source.has_next and not source.is_exhausted
+    assert (source.waiting_before(99), source.next_isolated_index, source.next_prompt_index) == (2, 0, 0)
     assert [source.next_isolated()[0] for _ in range(2)] == [0, 2] and source.next_isolated() is None
     source.isolate(2)
     source.restore(source.state())

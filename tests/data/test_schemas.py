@@ -28,7 +28,7 @@ def test_verl():
 
 def test_plain_rows_with_a_string_prompt():
     row = {"prompt": "2+2?", "ground_truth": "4", "data_source": "math_reasoning", "level": 1, "extra_info": {"a": 2}}
-    assert first_record(row) == ("plain", Record(TURN, "4", "math_reasoning", {"level": 1, "a": 2}))
+    assert first_record(row) == ("plain", Record("2+2?", "4", "math_reasoning", {"level": 1, "a": 2}))
 
 
 def test_skyrl():
@@ -45,27 +45,29 @@ def test_skyrl():
 @pytest.mark.parametrize("prompt", ["2+2?", TURN])
 def test_trl_keeps_every_column_for_the_reward(prompt):
     row = {"prompt": prompt, "solution": "4", "difficulty": 0.5}
-    assert first_record(row) == ("trl", Record(TURN, "4", "", {"solution": "4", "difficulty": 0.5}))
-    assert first_record({"prompt": prompt}) == ("trl", Record(TURN, None, "", {}))
+    assert first_record(row) == ("trl", Record(prompt, "4", "", {"solution": "4", "difficulty": 0.5}))
+    assert first_record({"prompt": prompt}) == ("trl", Record(prompt, None, "", {}))
 
 
 @pytest.mark.parametrize("info", [{"unit": "m"}, json.dumps({"unit": "m"})])
 @pytest.mark.parametrize("row", [{"prompt": TURN}, {"question": "2+2?"}])
 def test_verifiers(row, info):
     row = {**row, "answer": "4", "info": info, "task": "sums"}
-    assert first_record(row) == ("verifiers", Record(TURN, "4", "sums", {"unit": "m"}))
+    prompt = row.get("prompt", "2+2?")
+    assert first_record(row) == ("verifiers", Record(prompt, "4", "sums", {"unit": "m"}))
 
 
 def test_verifiers_rows_may_have_info_instead_of_an_answer():
-    assert first_record({"question": "2+2?", "info": {}}) == ("verifiers", Record(TURN, None, "", {}))
+    assert first_record({"question": "2+2?", "info": {}}) == ("verifiers", Record("2+2?", None, "", {}))
 
 
 def test_other_files_go_through_the_columns_map():
     row = {"input": "2+2?", "label": 4, "set": "sums", "level": 1, "prompt": "not this one"}
     columns = {"prompt": "input", "answer": "label", "source": "set"}
-    info = {"level": 1, "prompt": "not this one"}
-    assert first_record(row, columns) == ("columns", Record(TURN, 4, "sums", info))
-    assert first_record({"prompt": "2+2?", "gold": "4"}, {"answer": "gold"}) == ("columns", Record(TURN, "4", "", {}))
+    info = {"label": 4, "set": "sums", "level": 1, "prompt": "not this one"}
+    assert first_record(row, columns) == ("columns", Record("2+2?", 4, "sums", info))
+    record = Record("2+2?", "4", "", {"gold": "4"})
+    assert first_record({"prompt": "2+2?", "gold": "4"}, {"answer": "gold"}) == ("columns", record)
 
 
 def test_chat_turns_lose_the_keys_that_parquet_filled_up():

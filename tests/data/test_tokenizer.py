@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from asyncgrpo.data.tokenizer import load_tokenizer, render, stop_token_ids, vocabulary_size
+from asyncgrpo.data.tokenizer import load_tokenizer, render, render_all, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 
 QUESTION = [{"role": "user", "content": "735"}]
@@ -52,6 +52,25 @@ def test_a_prompt_that_fits_is_tokenised_whole(tokenizer, size):
     whole = render(tokenizer, turns).token_ids
     cut = render(tokenizer, turns, longest=512).token_ids
     assert cut == whole if len(whole) <= 512 else 512 < len(cut) <= len(whole)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_many_prompts_are_tokenised_as_each_of_them_and_only_the_longest_one_by_one(
+    demo_model, monkeypatch, has_template
+):
+    tokenizer = load_tokenizer(str(demo_model))
+    if not has_template:
+        tokenizer.chat_template = None
+    texts = ["735", "", "ä漢", "</s><user>", *map(str, range(90)), "7" * 5_000, "7" * 60_000]
+    prompts = [[{"role": "user", "content": text}] for text in texts]
+    each = [render(tokenizer, prompt, "Copy.", longest=512) for prompt in prompts]
+    tokenizer(texts, padding=True, truncation=True, max_length=2)  # which its backend remembers
+    seen = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: seen.append(len(text)) or encode(text, **more))
+    where = [f"row {row}" for row in range(len(texts))]
+    assert render_all(tokenizer, prompts, "Copy.", where=where, longest=512) == each
+    assert len(seen) == 2, "the first, and the one that is far too long"
 
 
 def test_a_long_text_of_few_tokens_fits(demo_model):

@@ -1,0 +1,304 @@
+"""Many prompts in little memory: flat arrays, out of which a prompt is made when it is asked for. They can be kept in a file.
+
+    header    msgpack: what the file holds, under which key, and the digest of the rest
+    rows      [N] int64, the row of the data file from which a prompt was made
+    ends      [N + 1] int64, where the token ids of a prompt begin and end
+    places    [N + 1] int64, where the record of a prompt begins and ends
+    token_ids int32
+    records   msgpack of (prompt, answer, source, info), one after the other; prompt is a text or the list of its turns
+
+A loaded table is mapped into memory, so only prompts that were asked for are ever read, and no start waits for the others.
+"""
+
+import os
+import stat
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import msgspec
+import numpy as np
+import xxhash
+
+from asyncgrpo.types import Frozen, Prompt
+
+MAGIC = b"asyncgrpo prompts 2\n"
+_ALIGN = 8
+_CHUNK = 1 << 20
+
+Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
+Int32s = np.ndarray[tuple[int], np.dtype[np.int32]]
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The arrays of a table, in the order of the file."""
+
+    rows: Int64s
+    ends: Int64s
+    places: Int64s
+    token_ids: Int32s
+    records: Bytes
+
+
+class About(Frozen):
+    """What is known of the sources once all of them are tokenised."""
+
+    schema_name: str
+    """Of several sources with several schemas, all of them."""
+    sizes: tuple[int, ...]
+    """Prompts of each source."""
+    num_rows: int
+    longest: int
+    """Tokens of the longest prompt of the file, dropped ones included. A prompt that is far too long has even more."""
+    sources: tuple[str, ...]
+    """Every `data_source` of the file, sorted."""
+    fingerprint: str
+    """Digest of the prompts' ids and tokens. It differs for another file, tokenizer or chat template."""
+    stop_token_ids: tuple[int, ...] = ()
+    """What the same tokenizer ends a completion with, so that a start with kept prompts needs no tokenizer."""
+
+
+class _Header(Frozen):
+    key: str
+    split: str
+    about: About
+    sizes: tuple[int, ...]
+    """Elements of each column."""
+    digest: str
+
+
+class PromptTable(Sequence[Prompt]):
+    """The prompts of a file, in its order, without those that are too long."""
+
+    def __init__(self, split: str, columns: Columns, about: About) -> None:
+        """
+        Args:
+            split: `train` or `eval`; row 17 becomes the prompt `train/17`.
+        """
+        self._split, self._columns, self.about = split, columns, about
+
+    def __len__(self) -> int:
+        return len(self._columns.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        at = range(len(self))[index]
+        columns = self._columns
+        prompt, answer, source, info = msgspec.msgpack.decode(
+            columns.records[columns.places[at] : columns.places[at + 1]].data
+        )
+        turns = () if isinstance(prompt, str) else tuple(prompt)
+        return Prompt(
+            prompt_id=f"{self._split}/{columns.rows[at]}",
+            token_ids=tuple(columns.token_ids[columns.ends[at] : columns.ends[at + 1]].tolist()),
+            text="" if turns else prompt,
+            turns=turns,
+            answer=answer,
+            source=source,
+            info=info,
+        )
+
+    @property
+    def dropped_too_long(self) -> int:
+        """Rows of the file that are no prompts, because they have too many tokens."""
+        return self.about.num_rows - len(self)
+
+    # -- in a file -----------------------------------------------------------------------------------------------------
+
+    def save(self, file: Path, key: str) -> None:
+        """Write the table beside its place and rename it when it is whole. Raises OSError."""
+        columns = [np.ascontiguousarray(column) for column in vars(self._columns).values()]
+        digest = xxhash.xxh3_128()
+        for column in columns:
+            digest.update(column.data)
+        header = _Header(
+            key=key,
+            split=self._split,
+            about=self.about,
+            sizes=tuple(len(column) for column in columns),
+            digest=digest.hexdigest(),
+        )
+        encoded = msgspec.msgpack.encode(header)
+        file.parent.mkdir(0o700, parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        try:
+            with open(descriptor, "wb") as out:
+                out.write(MAGIC + len(encoded).to_bytes(8, "little") + xxhash.xxh3_64_digest(encoded) + encoded)
+                for column in columns:
+                    out.write(bytes(-out.tell() % _ALIGN))
+                    out.write(column.data)
+            os.replace(temporary, file)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, file: Path, key: str) -> "PromptTable | None":
+        """The table that was saved under this key; None where there is none, or it is damaged or somebody else's."""
+        try:
+            with open(file, "rb") as opened:
+                there = os.fstat(opened.fileno())
+                if there.st_uid != os.getuid() or stat.S_IMODE(there.st_mode) & 0o022:
+                    return None
+                header = _read_header(opened)
+                if header is None or header.key != key:
+                    return None
+                places = list(_places(opened.tell(), header.sizes))
+                if not places or places[-1][1] != there.st_size or _digest_of(opened, places) != header.digest:
+                    return None
+                mapped = np.asarray(np.memmap(opened, np.uint8, "r"))
+        except (OSError, msgspec.MsgspecError):
+            return None
+        arrays = [mapped[begin:end].view(dtype) for (begin, end), dtype in zip(places, _DTYPES.values(), strict=True)]
+        return cls(header.split, Columns(*arrays), header.about)
+
+
+_DTYPES: dict[str, Any] = {
+    "rows": np.int64,
+    "ends": np.int64,
+    "places": np.int64,
+    "token_ids": np.int32,
+    "records": np.uint8,
+}
+
+
+def _read_header(opened: Any) -> _Header | None:
+    """The header of a file, or None where it begins as no table does."""
+    begins = opened.read(len(MAGIC) + 16)
+    if len(begins) < len(MAGIC) + 16 or not begins.startswith(MAGIC):
+        return None
+    size = int.from_bytes(begins[len(MAGIC) : len(MAGIC) + 8], "little")
+    if size > os.fstat(opened.fileno()).st_size:
+        return None
+    encoded = opened.read(size)
+    if xxhash.xxh3_64_digest(encoded) != begins[len(MAGIC) + 8 :]:
+        return None
+    return msgspec.msgpack.decode(encoded, type=_Header)
+
+
+def _places(begin: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each column begins and ends, bytes from the start of the file."""
+    for size, dtype in zip(sizes, _DTYPES.values(), strict=True):
+        begin += -begin % _ALIGN
+        end = begin + size * np.dtype(dtype).itemsize
+        yield begin, end
+        begin = end
+
+
+def _digest_of(opened: Any, places: Sequence[tuple[int, int]]) -> str:
+    """The digest of the columns. It reads them without mapping them: what is mapped and read counts as memory in use."""
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    for begin, end in places:
+        opened.seek(begin)
+        while (left := end - opened.tell()) > 0 and (count := opened.readinto(chunk[:left])):
+            digest.update(chunk[:count])
+    return digest.hexdigest()
+
+
+# -- building one ------------------------------------------------------------------------------------------------------
+
+
+class TableBuilder:
+    """Makes a table of the rows of one source after the other."""
+
+    def __init__(self, split: str, max_prompt_tokens: int) -> None:
+        self._split, self._limit = split, max_prompt_tokens
+        self._schemas: list[str] = []
+        self._sizes: list[int] = []
+        self.longest_of_source = 0
+        """Tokens of the longest prompt so far of the source that is read, of one that is too long as well."""
+        self._rows, self._token_ids, self._records = array("q"), array("i"), bytearray()
+        self._ends, self._places = array("q", [0]), array("q", [0])
+        self._sources: set[str] = set()
+        self._fingerprint = Fingerprint()
+        self._num_rows = self._longest = 0
+
+    def begin_source(self, schema_name: str) -> None:
+        """Rows of another source follow."""
+        self._schemas.append(schema_name)
+        self._sizes.append(0)
+        self.longest_of_source = 0
+
+    @property
+    def prompts_of_source(self) -> int:
+        """How many prompts the rows so far of the source that is read have made."""
+        return self._sizes[-1]
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        prompt: str | list[dict[str, Any]],
+        answer: Any,
+        source: str,
+        info: dict[str, Any],
+    ) -> None:
+        """Add the next row of the source. A prompt that is too long is only counted."""
+        row = self._num_rows
+        self._num_rows += 1
+        self._longest = max(self._longest, len(token_ids))
+        self.longest_of_source = max(self.longest_of_source, len(token_ids))
+        self._sources.add(source)
+        if len(token_ids) > self._limit:
+            return
+        self._sizes[-1] += 1
+        ids = np.asarray(token_ids, np.int32)
+        self._rows.append(row)
+        self._token_ids.frombytes(ids.tobytes())
+        self._ends.append(len(self._token_ids))
+        self._records += msgspec.msgpack.encode((prompt, answer, source, info))
+        self._places.append(len(self._records))
+        self._fingerprint.add(f"{self._split}/{row}", ids)
+
+    def table(self, stop_token_ids: tuple[int, ...] = ()) -> PromptTable:
+        """The table of the rows so far; it may be empty."""
+        columns = Columns(
+            np.frombuffer(self._rows, np.int64),
+            np.frombuffer(self._ends, np.int64),
+            np.frombuffer(self._places, np.int64),
+            np.frombuffer(self._token_ids, np.int32),
+            np.frombuffer(self._records, np.uint8),
+        )
+        about = About(
+            schema_name=", ".join(dict.fromkeys(self._schemas)),
+            sizes=tuple(self._sizes),
+            num_rows=self._num_rows,
+            longest=self._longest,
+            sources=tuple(sorted(self._sources)),
+            fingerprint=self._fingerprint.hexdigest(),
+            stop_token_ids=stop_token_ids,
+        )
+        return PromptTable(self._split, columns, about)
+
+
+class Fingerprint:
+    """The digest of prompts' ids and tokens, one prompt after the other."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, prompt_id: str, token_ids: Sequence[int] | Int32s) -> None:
+        self._digest.update(f"{prompt_id}\0{len(token_ids)}\0".encode())
+        self._digest.update(np.asarray(token_ids, dtype=np.int64).tobytes())
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def fingerprint_of(prompts: Sequence[Prompt]) -> str:
+    """The fingerprint of these prompts; a table knows its own."""
+    if isinstance(prompts, PromptTable):
+        return prompts.about.fingerprint
+    fingerprint = Fingerprint()
+    for prompt in prompts:
+        fingerprint.add(prompt.prompt_id, prompt.token_ids)
+    return fingerprint.hexdigest()

@@ -1,0 +1,143 @@
+"""Several sources of prompts: shares, rounds, and the same promises over restarts as one source has."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import DataConfig
+from asyncgrpo.data.mixing import places
+from asyncgrpo.data.prompts import PromptSource, load_prompts
+from asyncgrpo.errors import CheckpointError, ConfigError, DataError
+from asyncgrpo.types import Prompt
+
+
+def mixed(sizes, weights, *, seed=0, shuffle=True, epochs=None) -> PromptSource:
+    prompts = [
+        Prompt(prompt_id=f"{source}/{row}", token_ids=(row,)) for source, n in enumerate(sizes) for row in range(n)
+    ]
+    return PromptSource(prompts, seed=seed, shuffle=shuffle, epochs=epochs, weights=weights, sizes=sizes)
+
+
+def order(source: PromptSource, count: int) -> list[str]:
+    return [source.prompt(index).prompt_id for index in range(count)]
+
+
+SOURCES = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.1, 0.25, 0.5, 1.0, 3.0])), min_size=1, max_size=4)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(SOURCES, st.integers(0, 5), st.booleans())
+def test_a_source_issues_each_of_its_prompts_once_a_round_and_has_its_share_of_every_stretch(sources, seed, shuffle):
+    sizes, weights = zip(*sources, strict=True)
+    total, shares = sum(sizes), places(sum(sizes), weights)
+    assert sum(shares) == total and min(shares) >= 1
+    issued = order(mixed(sizes, weights, seed=seed, shuffle=shuffle), 4 * total)
+    for number, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+        of_source = [prompt_id for prompt_id in issued if prompt_id.startswith(f"{number}/")]
+        assert len(of_source) == 4 * share
+        for start in range(0, len(of_source) - size + 1, size):
+            assert len(set(of_source[start : start + size])) == size, "a prompt came twice in one round"
+        for begin in range(0, len(issued) - 20, 7):
+            stretch = sum(prompt_id.startswith(f"{number}/") for prompt_id in issued[begin : begin + 20])
+            assert abs(stretch - 20 * share / total) <= max(2, len(sizes))
+
+
+def test_shares_follow_the_weights_and_not_the_sizes():
+    count = Counter(prompt_id[0] for prompt_id in order(mixed((900, 100), (1.0, 3.0)), 1000))
+    assert count == {"0": 250, "1": 750}
+    assert places(10, (1e-6, 1.0)) == (1, 9), "a source is never left out"
+    assert places(7, (1.0, 1.0, 1.0)) == (3, 2, 2)
+
+
+def test_a_batch_has_every_source_by_its_share():
+    issued = order(mixed((50, 50), (0.75, 0.25)), 80)
+    for begin in range(0, 80, 8):
+        assert Counter(prompt_id[0] for prompt_id in issued[begin : begin + 8])["0"] == 6
+
+
+def test_the_seed_decides_the_order_of_every_round():
+    assert order(mixed((8, 8), (1, 1), seed=3), 64) == order(mixed((8, 8), (1, 1), seed=3), 64)
+    assert order(mixed((8, 8), (1, 1), seed=3), 16) != order(mixed((8, 8), (1, 1), seed=4), 16)
+    rounds = [p for p in order(mixed((8, 8), (1, 1)), 32) if p[0] == "0"]
+    assert rounds[:8] != rounds[8:]
+    assert [p for p in order(mixed((4, 4), (1, 1), shuffle=False), 16) if p[0] == "1"] == [
+        "1/0",
+        "1/1",
+        "1/2",
+        "1/3",
+    ] * 2
+
+
+def test_a_restart_goes_on_where_each_source_was():
+    whole = order(mixed((5, 11), (2, 1)), 48)
+    source = mixed((5, 11), (2, 1))
+    for index in range(20):
+        issued = source.next()
+        assert issued is not None and issued[1].prompt_id == whole[index]
+        if index != 13:
+            source.done(index)
+    again = mixed((5, 11), (2, 1))
+    again.restore(source.state())
+    assert [again.next() for _ in range(3)] == [(i, source.prompt(i)) for i in (13, 20, 21)]
+
+
+def test_other_weights_are_another_order():
+    state = mixed((4, 4), (1, 3)).state()
+    with pytest.raises(CheckpointError, match=r"data.weights was \(1, 3\) and is now \(1, 1\)"):
+        mixed((4, 4), (1, 1)).restore(state)
+
+
+def write(path, prompts: list[str], **columns) -> str:
+    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": p} | columns) + "\n" for p in prompts))
+    return str(path)
+
+
+def test_several_files_are_one_table_whose_rows_are_counted_through(tmp_path, tokenizer):
+    one = write(tmp_path / "one.jsonl", ["1", "22222", "3"], data_source="a")
+    two = write(tmp_path / "two.jsonl", ["4", "5"], data_source="b")
+    table = load_prompts((one, two), "train", tokenizer, DataConfig(train=(one, two), max_prompt_tokens=5))
+    assert [(prompt.prompt_id, prompt.text) for prompt in table] == [
+        ("train/0", "1"), ("train/2", "3"), ("train/3", "4"), ("train/4", "5")
+    ]  # fmt: skip
+    assert (table.about.sizes, table.about.sources) == ((2, 2), ("a", "b"))
+    turned = load_prompts((two, one), "train", tokenizer, DataConfig(train=(two, one), max_prompt_tokens=5))
+    assert turned.about.fingerprint != table.about.fingerprint
+
+
+def test_the_file_that_cannot_be_used_is_named_with_its_own_row(tmp_path, tokenizer):
+    good = write(tmp_path / "good.jsonl", ["1", "2"])
+    long = write(tmp_path / "long.jsonl", ["333333"])
+    bad = write(tmp_path / "bad.jsonl", ["1"])
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n{"prompt": 7, "ground_truth": "1"}\n')
+    config = DataConfig(train="", max_prompt_tokens=5)
+    with pytest.raises(DataError, match=r"long.jsonl: all 1 prompts .* has at least 8"):
+        load_prompts((good, long), "train", tokenizer, config)
+    with pytest.raises(DataError, match=r"bad.jsonl, row 1: prompt is neither text"):
+        load_prompts((good, bad), "train", tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["data.train=[a, b]", "data.weights=[1.0]"], "data.weights has 1 and data.train 2 entries"),
+        (["data.train=a", "data.weights=[1.0, 2.0]"], "data.weights has 2 and data.train 1 entries"),
+        (["data.train=[]"], "data.train is an empty list"),
+        (["data.train=[a, b]", "data.weights=[1.0, 0.0]"], "data.weights"),
+    ],
+)
+def test_a_weight_belongs_to_each_source(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(None, ["model.path=m", *settings])
+
+
+def test_a_source_with_parameters_is_read_as_it_is_written():
+    source = 'reasoning-gym:chain_sum?min_terms=2&operators=["+"]'
+    assert load_config(None, ["model.path=m", f"data.train={source}"]).data.sources == (source,)
+    assert load_config(None, ["model.path=m", "data.train=[a.jsonl, hf:openai/gsm8k]"]).data.sources == (
+        "a.jsonl",
+        "hf:openai/gsm8k",
+    )
