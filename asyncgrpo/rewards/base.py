@@ -1,4 +1,4 @@
-"""The `Reward` protocol, and how a returned value or an exception becomes a `Score`.
+"""The `Reward` protocol, and how returned values or an exception become a `Score` for each completion.
 
 A reward never raises and never hangs for its caller. A score is a number within bounds or a named failure.
 """
@@ -8,9 +8,9 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.types import Prompt, Score
@@ -18,14 +18,43 @@ from asyncgrpo.types import Prompt, Score
 # -- the protocol ------------------------------------------------------------------------------------------------------
 
 
+class Sampled(NamedTuple):
+    """A completion as a reward sees it."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+
+
 class Reward(Protocol):
     """Scores completions. Build one with `rewards.build_reward`."""
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """Score one completion, always within the configured deadline (plus the time to kill a worker)."""
+    @property
+    def takes_groups(self) -> bool:
+        """Whether one call scores all completions of a group. Otherwise each is scored as soon as it is sampled."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """The score of each completion of one prompt. A call that runs has a deadline, which it never passes by more than
+        the time to kill a worker."""
 
     async def close(self) -> None:
         """End every worker process."""
+
+
+class ConfiguredReward(Reward, Protocol):
+    """A reward that a configuration names."""
+
+    @property
+    def about(self) -> str:
+        """What it calls, for a person."""
+
+    def check_sources(self, sources: set[str]) -> None:
+        """Raise RewardError if it cannot score rows of one of these sources."""
+
+
+async def score_one(reward: Reward, prompt: Prompt, completion_text: str) -> Score:
+    """Score one completion of which only the text is known."""
+    (score,) = await reward.score(prompt, [Sampled(completion_text)])
+    return score
 
 
 # -- from what a function returned or raised to a score ----------------------------------------------------------------
@@ -60,8 +89,35 @@ def score_of_call(function: Callable[[], Any]) -> Score:
         return failed("exception", describe(error))
 
 
+def scores_of_call(function: Callable[[], Any], count: int) -> list[Score]:
+    """Call a function for a group of `count` completions, and make their scores of what it returns or raises."""
+    try:
+        return scores_of_values(function(), count)
+    except BaseException as error:
+        return [failed("exception", describe(error))] * count
+
+
+def scores_of_values(values: Any, count: int) -> list[Score]:
+    """The scores of what a function returned for a group: a list with a value, or None, for each of `count` completions.
+
+    None means that the function does not apply to this completion, as in TRL.
+    """
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list | tuple):
+        return [failed("bad_type", f"a list of {count} rewards was expected, not {_clip(values)}")] * count
+    if len(values) != count:
+        return [failed("bad_type", f"a list of {len(values)} was returned for {count} completions")] * count
+    return [_not_applicable() if value is None else score_of_value(value) for value in values]
+
+
+def _not_applicable() -> Score:
+    return failed("not_applicable", "the reward function returned None for this completion, and no other one scores it")
+
+
 def score_of_value(value: Any) -> Score:
-    """The score of a returned value: a real number, or a mapping with one under `score`."""
+    """The score of a returned value: a real number, a mapping with one under `score`, or a rule's own `Score`."""
+    if isinstance(value, Score):
+        return value
     if not isinstance(value, Mapping):
         return _score_of_number(value, "a reward")
     if "score" not in value:

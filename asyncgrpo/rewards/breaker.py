@@ -8,11 +8,14 @@ is reported: the first time, the tenth, the hundredth, and so on.
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from asyncgrpo import metrics
-from asyncgrpo.rewards.base import Reward, kind_of
+from asyncgrpo.rewards.base import Reward, Sampled, kind_of
 from asyncgrpo.types import Prompt, RewardHealth, Score
 
 log = logging.getLogger(__name__)
@@ -29,7 +32,7 @@ HOLD_S = 60.0
 """How long a completion waits for its score."""
 KEPT = 8
 """Prompts of which one call each is kept to probe with."""
-OF_THE_PROMPT = frozenset({"unknown_source", "aborted"})
+OF_THE_PROMPT = frozenset({"unknown_source", "not_applicable", "aborted"})
 """Failures that say nothing about the reward itself."""
 
 
@@ -48,7 +51,7 @@ class News:
 
 class _Call(NamedTuple):
     prompt: Prompt
-    text: str
+    completions: Sequence[Sampled]
 
 
 class Breaker:
@@ -66,6 +69,7 @@ class Breaker:
         self._check: asyncio.Task[None] | None = None
         self._check_began_s = 0.0
         self._opened_s: float | None = None
+        self._num_opened = 0
         self._probe_at_s = 0.0
         self._worked = self._failed = self._streak = 0
         self._failing_since_s: float | None = None
@@ -79,30 +83,39 @@ class Breaker:
         self.changed = asyncio.Event()
         """Set when `health` has changed or there is news."""
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """Score one completion.
+    @property
+    def takes_groups(self) -> bool:
+        """See `rewards.base.Reward`."""
+        return self._reward.takes_groups
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Make one call, for these completions.
 
         Raises:
             RewardsPaused: no call has worked for `HOLD_S`.
         """
-        call = _Call(prompt, completion_text)
+        call, asked_s = _Call(prompt, completions), asyncio.get_running_loop().time()
         while True:
             if not self._closed.is_set():
                 self._keep(call)
                 await self._until_closed()
             async with self._turn:
                 if self._closed.is_set():
-                    return await self._make(call)
+                    waited = asyncio.get_running_loop().time() - asked_s
+                    scores = await self._make(call)
+                    return [msgspec.structs.replace(score, waited=waited + score.waited) for score in scores]
 
-    async def works(self) -> None:
-        """Return once a call has worked since the last failure.
+    async def works(self) -> bool:
+        """Return once a call has worked since the last failure: whether the circuit was never open meanwhile.
 
         Raises:
             RewardsPaused: no call has worked for `HOLD_S`.
         """
+        was_closed, num_opened = self._opened_s is None, self._num_opened
         if self._streak:
             self._begin_check()
             await self._until_closed()
+        return was_closed and num_opened == self._num_opened
 
     async def close(self) -> None:
         """End every worker process."""
@@ -134,18 +147,20 @@ class Breaker:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    async def _make(self, call: _Call) -> Score:
-        score = await self._reward.score(*call)
-        if score.failure is not None:
-            self._note_failure(call, score)
-        else:
+    async def _make(self, call: _Call) -> list[Score]:
+        scores = await self._reward.score(*call)
+        failures = [score for score in scores if score.failure is not None]
+        for score in failures:
+            self._report(call, score)
+        if len(failures) < len(scores):
             self._worked += 1
             self._good = call
             self._close_circuit()
-        return score
+        elif (last := next((s for s in reversed(failures) if s.failure not in OF_THE_PROMPT), None)) is not None:
+            self._note_failure(call, last)
+        return scores
 
-    def _note_failure(self, call: _Call, score: Score) -> None:
-        assert score.failure is not None
+    def _report(self, call: _Call, score: Score) -> None:
         metrics.reward_failures_total.labels(failure=score.failure).inc()
         if (count := self._tally.add(kind := kind_of(score))) is not None:
             log.warning(
@@ -153,8 +168,8 @@ class Breaker:
             )
             self._news.append(News(kind, score.detail, count))
             self.changed.set()
-        if score.failure in OF_THE_PROMPT:
-            return
+
+    def _note_failure(self, call: _Call, score: Score) -> None:
         now_s = asyncio.get_running_loop().time()
         self._failed += 1
         self._streak += 1
@@ -201,6 +216,7 @@ class Breaker:
             if await self._works_now():
                 return
         self._opened_s = asyncio.get_running_loop().time()
+        self._num_opened += 1
         log.warning("rewards are paused: every call fails, the last with %s", self._last)
         metrics.rewards_paused.set(1)
         interval_s = FIRST_PROBE_S

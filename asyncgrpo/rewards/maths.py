@@ -1,5 +1,8 @@
 r"""The rule for mathematics: 1.0 if the final answer equals the ground truth, else 0.0. It runs inside a worker.
 
+For `gsm8k` a wrong answer that is marked by `####` or `\boxed{}` has `reward.format_score`, and the score has the parts
+`correct` and `format`.
+
 The final answer is the first of these that the completion has:
 
     gsm8k                 the number after the last `####`, the last `\boxed{}`, the free text
@@ -13,6 +16,7 @@ math-verify's own timers are off: when one fires, a hard comparison looks like a
 it as a timeout instead.
 """
 
+import functools
 import logging
 import re
 import resource
@@ -23,6 +27,9 @@ from typing import Any
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.worker import Call
 
+FORMAT_SCORE = 0.1
+"""Of `gsm8k`, for a wrong answer in the right format."""
+
 TAIL = 4_000
 """Characters of free text that are searched for an answer."""
 
@@ -32,7 +39,7 @@ MAX_MEMORY = 4 << 30
 _HASH = re.compile(
     r"####[ ]*(?P<number>[-+−]?[$€£¥]?[ ]?\d[\d,]*(?:\.\d+)?(?:/\d+)?[ ]?%?)(?:[ ]*[^\W\d]+)?[.。]?[ ]*$", re.MULTILINE
 )
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _CHINESE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+")
 _FULL_WIDTH = str.maketrans("０１２３４５６７８９％＋－−＝／．（）", "0123456789%+--=/.()")
 _SPACE = r"(?:\s|\\[ ,;:!])+"
@@ -41,18 +48,25 @@ _MIXED = re.compile(rf"(?<=\d){_SPACE}(\d+)/(\d+)(?!\d)")
 _APART = re.compile(rf"(?<=\d){_SPACE}(?=\d+(?![\d/]))")
 
 
-def load_maths(_: str = "") -> Callable[[Call], float]:
+def load_maths(format_score: str) -> Callable[[Call], float | dict[str, float]]:
     """Bound this process's memory, import math-verify and use it once, so that the first call is as quick as others."""
+    bound_memory()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the timers that we turn off on purpose
+    score_maths(Call(data_source="math", completions=("the answer is $\\frac{1}{2}$",), ground_truth="0.5"))
+    return functools.partial(score_maths, format_score=float(format_score))
+
+
+def bound_memory() -> None:
+    """Bound the address space of this process to `MAX_MEMORY`."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the timers that we turn off on purpose
-    score_maths(Call(data_source="math", completion_text="the answer is $\\frac{1}{2}$", ground_truth="0.5"))
-    return score_maths
 
 
-def score_maths(call: Call) -> float:
+def score_maths(call: Call, *, format_score: float = FORMAT_SCORE) -> float | dict[str, float]:
     """1.0 if the final answer of the completion equals the ground truth, or one of a list of them; else 0.0.
+
+    For `gsm8k` a dict, whose `score` of a wrong answer in the right format is `format_score`.
 
     Raises:
         RewardError: the row has no ground truth.
@@ -61,13 +75,23 @@ def score_maths(call: Call) -> float:
     golds = call.ground_truth if isinstance(call.ground_truth, list) else [call.ground_truth]
     final = final_answer(call.completion_text, prefers_hash)
     answer = _parse_free(call.completion_text) if final is None else _parse_whole(final)
-    return float(any(_equal(_gold_text(gold, prefers_hash), final, answer) for gold in golds))
+    correct = any(_equal(_gold_text(gold, prefers_hash), final, answer) for gold in golds)
+    if not prefers_hash:
+        return float(correct)
+    score = 1.0 if correct else format_score * (final is not None)
+    return {"score": score, "correct": float(correct), "format": float(final is not None)}
 
 
 def final_answer(text: str, prefers_hash: bool) -> str | None:
     """The final answer that the text marks, or None."""
     finders = (_after_hash, last_boxed) if prefers_hash else (last_boxed, _after_hash)
     return next((found for find in finders if (found := find(text)) is not None), None)
+
+
+def vote(completion_text: str, prefers_hash: bool) -> str:
+    """The final answer as one spelling, for a vote among completions; of one that marks none the last line."""
+    final = final_answer(completion_text, prefers_hash)
+    return _tidy(final if final is not None else completion_text.strip().rpartition("\n")[2])
 
 
 def _after_hash(text: str) -> str | None:
@@ -77,13 +101,14 @@ def _after_hash(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{}` whose braces close, or None."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += (text[end] == "{") - (text[end] == "}")
-            if depth == 0:
-                return text[match.end() : end].strip()
-    return None
+    opened: list[int | None] = []  # where the content of each open brace begins, if that is boxed
+    found: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):  # once, because a text may repeat `\boxed{` without end
+        if match[0] != "}":
+            opened.append(match.end() if match[0] != "{" else None)
+        elif opened and (start := opened.pop()) is not None and (found is None or start > found[0]):
+            found = start, match.start()
+    return None if found is None else text[found[0] : found[1]].strip()
 
 
 def _gold_text(gold: Any, prefers_hash: bool) -> str:

@@ -1,29 +1,44 @@
-"""The rules by `data_source`: which rule scores which source, and where it runs.
+"""The built-in rewards: which rule scores which `data_source`, and where it runs.
 
-Text rules (`qa`, `trivia`, `classification`, `exact_match`) and the caller's extra rules are quick string functions that
-cannot hang: they run in this process. Mathematics can hang, so it runs in worker processes (`maths.py`). A source is
-matched by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as `openai/gsm8k`, but `mathqa`
-does not count as `math`.
+Text rules (`text.py`) and the caller's extra rules are quick string functions that cannot hang: they run in this process.
+Mathematics and the scorers of reasoning-gym can hang, so they run in worker processes (`maths.py`, `gym.py`); code is run in a
+sandbox (`code.py`). A source is matched
+by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as `openai/gsm8k`, but `mathqa` does not
+count as `math`.
 """
 
-import re
+import difflib
 import time
-import unicodedata
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import failed, score_of_call
-from asyncgrpo.rewards.maths import last_boxed
+from asyncgrpo.rewards import maths, text
+from asyncgrpo.rewards.base import Sampled, failed, score_of_call
+from asyncgrpo.rewards.code import CodeReward, CodeSettings
+from asyncgrpo.rewards.gym import GYM_SOURCE, check_gym_source
+from asyncgrpo.rewards.maths import FORMAT_SCORE
 from asyncgrpo.rewards.pool import Pool
-from asyncgrpo.rewards.user import call_of
+from asyncgrpo.rewards.text import (
+    boxed_format,
+    exact_match,
+    label_match,
+    length,
+    text_match,
+    think_answer_format,
+    think_format,
+    token_f1,
+)
+from asyncgrpo.rewards.user import score_each
 from asyncgrpo.types import Prompt, Score
 
-TextRule = Callable[[str, Any], float]
-"""`rule(completion_text, ground_truth)` gives the score."""
+TextRule = Callable[[str, Any], Any]
+"""`rule(completion_text, ground_truth)` gives the score, or a dict with `score` and named parts."""
 
+BY_SOURCE = "data_source"
+"""The built-in reward that is the rule for each row's `data_source`."""
 MATHS_SOURCES = (
     "math_reasoning",
     "gsm8k",
@@ -36,141 +51,158 @@ MATHS_SOURCES = (
     "numina",
 )
 CODE_SOURCES = ("code", "code_generation", "codecontests", "apps", "codeforces", "taco")
-_NO_CODE = "code is not scored yet, because that needs a sandbox; give a function of your own with --reward-func"
+
+
+def qa(score: Literal["match", "f1"]) -> TextRule:
+    """The rule for questions. Its score is one of its parts `match` and `f1`."""
+
+    def rule(completion_text: str, ground_truth: Any) -> dict[str, float]:
+        parts = {"match": text_match(completion_text, ground_truth), "f1": token_f1(completion_text, ground_truth)}
+        return parts | {"score": parts[score]}
+
+    return rule
+
+
+QA_SOURCES = ("qa", "trivia", "searchR1")
+TEXT_RULES: dict[str, TextRule] = dict.fromkeys(QA_SOURCES, qa("match")) | {
+    "classification": label_match,
+    "exact_match": exact_match,
+}
+SHAPE_RULES: dict[str, Callable[[Sampled], float]] = {
+    "format": think_answer_format,
+    "think_format": think_format,
+    "boxed_format": boxed_format,
+    "length": length,
+}
+"""Rules that need no ground truth. No source has them; a configuration names them."""
+
+OTHERS = ("judge", "model")
+"""Built-in rewards that are no rules: `rewards.build_reward` makes them."""
 
 
 class RuleReward:
-    """Scores by the rule for the prompt's source. Mathematics has `workers` processes, and `timeout_s` for a call."""
+    """Scores by a rule. Mathematics has `workers` processes, and `timeout_s` for a call."""
 
-    def __init__(self, *, timeout_s: float, workers: int, extra_rules: dict[str, TextRule] | None = None) -> None:
-        self._text_rules = TEXT_RULES | (extra_rules or {})
-        self._maths = Pool("asyncgrpo.rewards.maths:load_maths", workers=workers, timeout_s=timeout_s)
+    takes_groups = False
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        workers: int | Literal["auto"],
+        name: str = BY_SOURCE,
+        format_score: float = FORMAT_SCORE,
+        qa_score: Literal["match", "f1"] = "match",
+        code: CodeSettings = CodeSettings(),  # noqa: B008 - frozen
+        extra_rules: dict[str, TextRule] | None = None,
+    ) -> None:
+        """
+        Args:
+            name: the rule for all rows, whatever their source; `BY_SOURCE`: each row's own.
+            format_score: of `gsm8k`, for a wrong answer in the right format.
+            qa_score: of `qa`.
+            code: how code is run and scored.
+            extra_rules: by exact `data_source`, beside the built-in ones.
+        Raises:
+            RewardError: there is no rule of this name.
+        """
+        self._name = name
+        self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(qa_score)) | (extra_rules or {})
+        self._maths = Pool(
+            "asyncgrpo.rewards.maths:load_maths", repr(format_score), workers=workers, timeout_s=timeout_s
+        )
+        self._gym = Pool("asyncgrpo.rewards.gym:load_gym", workers=workers, timeout_s=timeout_s)
+        self._code = CodeReward(code, workers=workers)
+        self._runs_unsafe_code = code.unsafe
+        if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:
+            raise RewardError(self._no_such_name())
+        self.about = "by data_source" if name == BY_SOURCE else f"{name}, built in"
 
     @property
     def known_sources(self) -> list[str]:
         """The names with which `data_source` may begin."""
-        return sorted({*self._text_rules, *MATHS_SOURCES})
+        return sorted({*self._text_rules, *MATHS_SOURCES, *CODE_SOURCES, GYM_SOURCE})
 
     def check_sources(self, sources: set[str]) -> None:
-        """Raise RewardError if one of `sources` has no rule; the message lists those that have one."""
-        unknown = sorted(source for source in sources if self._rule(source) is None)
-        if unknown:
-            raise RewardError(self._complaint(", ".join(map(repr, unknown)), any_code=any(map(_is_code, unknown))))
+        """Raise RewardError if one of `sources` has no rule, and say which have one; or if code cannot be run here."""
+        if self._name in SHAPE_RULES:
+            return
+        rules = {source: self._rule(source) for source in (sources if self._name == BY_SOURCE else {self._name})}
+        if unknown := sorted(source for source, rule in rules.items() if rule is None):
+            raise RewardError(self._complaint(", ".join(map(repr, unknown))))
+        if "code" in rules.values():
+            self._code.check()
+        for source, rule in rules.items():
+            if rule == "gym":
+                check_gym_source(source, is_unsafe_allowed=self._runs_unsafe_code)
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """Score one completion. See `rewards.base.Reward`."""
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Score completions. See `rewards.base.Reward`."""
+        if self._name in SHAPE_RULES:
+            shape_rule = SHAPE_RULES[self._name]
+            return [_timed(shape_rule, one) for one in completions]
+        if self._name != BY_SOURCE:
+            prompt = msgspec.structs.replace(prompt, source=self._name)
         rule = self._rule(prompt.source)
         if rule is None:
-            complaint = self._complaint(repr(prompt.source), any_code=_is_code(prompt.source))
-            return failed("unknown_source", complaint)
+            return [failed("unknown_source", self._complaint(repr(prompt.source))) for _ in completions]
         if rule == "maths":
-            return await self._maths.call(call_of(prompt, completion_text))
+            return await score_each(self._maths, prompt, completions)
+        if rule == "gym":
+            return await score_each(self._gym, prompt, completions)
+        if rule == "code":
+            return await self._code.score(prompt, completions)
         text_rule = self._text_rules[rule]
-        started = time.perf_counter()
-        score = score_of_call(lambda: text_rule(completion_text, prompt.answer))
-        return msgspec.structs.replace(score, seconds=time.perf_counter() - started)
+        return [_timed(text_rule, one.text, prompt.answer) for one in completions]
 
     async def close(self) -> None:
         """End every worker process."""
         await self._maths.close()
+        await self._gym.close()
+        await self._code.close()
 
     def _rule(self, source: str) -> str | None:
-        """`maths`, the name of a text rule, or None. A rule under exactly this name comes before prefixes."""
+        """`maths`, `code`, `gym`, the name of a text rule, or None. A rule under exactly this name comes before prefixes."""
         if source in self._text_rules:
             return source
         if any(_is_under(source, name) for name in MATHS_SOURCES):
             return "maths"
+        if any(_is_under(source, name) for name in CODE_SOURCES):
+            return "code"
+        if _is_under(source, GYM_SOURCE):
+            return "gym"
         return max((name for name in TEXT_RULES if _is_under(source, name)), key=len, default=None)
 
-    def _complaint(self, sources: str, *, any_code: bool) -> str:
-        reason = f" ({_NO_CODE})" if any_code else ""
-        known = ", ".join(self.known_sources)
-        return f"no reward rule for data_source {sources}{reason}; known: {known}; or --reward-func"
+    def _complaint(self, sources: str) -> str:
+        return f"no reward rule for data_source {sources}; known: {', '.join(self.known_sources)}; or --reward-func"
+
+    def _no_such_name(self) -> str:
+        known = [BY_SOURCE, *SHAPE_RULES, *OTHERS, *(name for name in self.known_sources if name.isidentifier())]
+        close = difflib.get_close_matches(self._name, known, n=1)
+        return (
+            f"reward.function: {self._name} is no built-in reward; "
+            + (f"did you mean {close[0]}? " if close else "")
+            + f"there are {', '.join(known)}; a function of your own is FILE.py or FILE.py:NAME"
+        )
 
 
-def _is_code(source: str) -> bool:
-    return any(_is_under(source, name) for name in CODE_SOURCES)
+def vote_of(completion_text: str, source: str) -> str:
+    """The final answer of a completion, spelt alike where it is alike: what completions to one prompt vote for.
+
+    It is taken out of the text as the rule for `source` does. Where no rule has one, it is what the completion marks as
+    its answer, or else the whole text.
+    """
+    if any(_is_under(source, name) for name in MATHS_SOURCES):
+        return maths.vote(completion_text, "gsm8k" in source.lower())
+    is_short = any(_is_under(source, name) for name in (*QA_SOURCES, "classification"))
+    return text.vote(completion_text, whole=not is_short)
+
+
+def _timed(rule: Callable[..., Any], *arguments: Any) -> Score:
+    started = time.perf_counter()
+    score = score_of_call(lambda: rule(*arguments))
+    return msgspec.structs.replace(score, seconds=time.perf_counter() - started)
 
 
 def _is_under(source: str, name: str) -> bool:
     return source.casefold().startswith(name.casefold()) and not source[len(name) : len(name) + 1].isalpha()
-
-
-def exact_match(completion_text: str, ground_truth: Any) -> float:
-    """1.0 if the completion equals the ground truth; white space around them does not count."""
-    return float(any(completion_text.strip() == gold.strip() for gold in _golds(ground_truth)))
-
-
-def text_match(completion_text: str, ground_truth: Any) -> float:
-    """1.0 if the completion gives the ground truth, or one of a list; case, punctuation and articles do not count.
-
-    The text in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是` must equal it. Without such a
-    mark it must occur as whole words in the last line that is not empty.
-    """
-    golds = [normalise(gold) for gold in _golds(ground_truth)]
-    marked = _marked(completion_text)
-    if marked is not None:
-        return float(normalise(marked) in golds)
-    line = normalise(_last_line(completion_text))
-    return float(any(_occurs(gold, line) for gold in golds if gold))
-
-
-def label_match(completion_text: str, ground_truth: Any) -> float:
-    """1.0 if the label equals the ground truth. The label is marked as for `text_match`, or is the last line."""
-    marked = _marked(completion_text)
-    label = normalise(_last_line(completion_text) if marked is None else marked)
-    return float(label in [normalise(gold) for gold in _golds(ground_truth)])
-
-
-TEXT_RULES: dict[str, TextRule] = {
-    "qa": text_match,
-    "trivia": text_match,
-    "searchR1": text_match,
-    "classification": label_match,
-    "exact_match": exact_match,
-}
-
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_ANNOUNCED = re.compile(
-    r"(?:answer|label|category|class|答案|标签|类别|分类)\**\s*(?:[:：]|[是为]\s*[:：]?)\**[ \t]*(\S.*)",
-    re.IGNORECASE,
-)
-
-
-def _golds(ground_truth: Any) -> list[str]:
-    """The correct texts: one, a list of them, or Search-R1's `{"target": [...]}`. Raises RewardError without any."""
-    if isinstance(ground_truth, dict):
-        ground_truth = ground_truth.get("target")
-    golds = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    texts = [str(gold) for gold in golds if gold is not None and str(gold).strip()]
-    if not texts:
-        raise RewardError("the row has no ground truth")
-    return texts
-
-
-def _marked(text: str) -> str | None:
-    """The final answer that the completion marks, or None."""
-    if tagged := _TAGGED.findall(text):
-        return str(tagged[-1])
-    if (boxed := last_boxed(text)) is not None:
-        return boxed
-    announced = _ANNOUNCED.findall(text)
-    return str(announced[-1]) if announced else None
-
-
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def normalise(text: str) -> str:
-    """Normalise to lower case, composed characters, no punctuation, no English articles and single spaces."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    text = "".join(" " if unicodedata.category(character)[0] in "PC" else character for character in text)
-    return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
-
-
-def _occurs(gold: str, line: str) -> bool:
-    """Whether `gold` occurs in `line` as whole words; in Chinese, which has no spaces, at any place."""
-    if re.search(r"[\u2e80-\u9fff]", gold):
-        return gold in line
-    return f" {gold} " in f" {line} "

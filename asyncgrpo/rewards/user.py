@@ -1,86 +1,107 @@
 """Reward functions of users: `my_reward.py` or `my_reward.py:name`.
 
 The file only runs inside worker processes. It is checked at the start of a run, and an error is one sentence, before any
-GPU time is spent. A function may take any of the names of verl's `compute_score(data_source, solution_str,
-ground_truth, extra_info=None)` and of `f(prompt, completion, answer, info)`. It returns a number, or a dict with `score`
-and named parts. It may be `async`; one worker awaits one call at a time.
+GPU time is spent. `signatures.py` says which parameters a function may take, and what it returns. It may be `async`; one
+worker awaits one call at a time.
 """
 
 import asyncio
 import importlib.util
 import inspect
+import json
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import describe
+from asyncgrpo.rewards.base import Sampled, describe
 from asyncgrpo.rewards.pool import START_TIMEOUT_S, Pool
-from asyncgrpo.rewards.worker import Call
+from asyncgrpo.rewards.signatures import Function, recognise
+from asyncgrpo.rewards.worker import Call, WorkerReady
 from asyncgrpo.types import Prompt, Score
 
 DEFAULT_NAME = "compute_score"
-_TARGET = f"{__name__}:load_user_function"
-
-_VERL: dict[str, Callable[[Call], Any]] = {
-    "data_source": lambda call: call.data_source,
-    "solution_str": lambda call: call.completion_text,
-    "ground_truth": lambda call: call.ground_truth,
-    "extra_info": lambda call: call.info,
-}
-_KEYWORD: dict[str, Callable[[Call], Any]] = {
-    "prompt": lambda call: call.prompt_text,
-    "completion": lambda call: call.completion_text,
-    "answer": lambda call: call.ground_truth,
-    "info": lambda call: call.info,
-}
-_KNOWN = _VERL | _KEYWORD
-_SIGNATURES = f"compute_score({', '.join(_VERL)}) or any of the names {', '.join(_KEYWORD)}"
+_TARGET = f"{__name__}:load_in_worker"
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class UserReward:
     """Scores with the user's function `spec`, in `workers` processes; a call may take `timeout_s`."""
 
-    def __init__(self, spec: str, *, timeout_s: float, workers: int) -> None:
-        self._pool = Pool(_TARGET, spec, workers=workers, timeout_s=timeout_s)
+    def __init__(
+        self,
+        spec: str,
+        *,
+        timeout_s: float,
+        workers: int | Literal["auto"],
+        kwargs: Mapping[str, Any] = NO_KWARGS,
+        takes_groups: bool = False,
+        about: str = "",
+    ) -> None:
+        """
+        Args:
+            kwargs: further arguments of the function, as far as it takes them.
+            takes_groups, about: as `check_user_function` found them.
+        """
+        self._pool = Pool(_TARGET, _argument(spec, kwargs), what=spec, workers=workers, timeout_s=timeout_s)
+        self.takes_groups, self.about = takes_groups, about
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """Score one completion. See `rewards.base.Reward`."""
-        return await self._pool.call(call_of(prompt, completion_text))
+    def check_sources(self, sources: set[str]) -> None:
+        """Any `data_source` will do."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Score completions. See `rewards.base.Reward`."""
+        if self.takes_groups:
+            return await self._pool.call(call_of(prompt, completions, is_group=True))
+        return await score_each(self._pool, prompt, completions)
 
     async def close(self) -> None:
         """End every worker process."""
         await self._pool.close()
 
 
-def call_of(prompt: Prompt, completion_text: str) -> Call:
-    """The call to a worker that scores a completion of this prompt."""
+def call_of(prompt: Prompt, completions: Sequence[Sampled], *, is_group: bool = False) -> Call:
+    """The call to a worker that scores these completions of this prompt."""
     return Call(
         data_source=prompt.source,
-        completion_text=completion_text,
+        completions=tuple(one.text for one in completions),
         ground_truth=prompt.answer,
         info=prompt.info,
-        prompt_text=prompt.text,
+        prompt_text=prompt.turns[-1]["content"] if prompt.turns else prompt.text,
+        turns=prompt.turns,
+        completion_ids=tuple(tuple(one.token_ids) for one in completions) if is_group else (),
+        is_group=is_group,
     )
 
 
-def check_user_function(spec: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
+async def score_each(pool: Pool, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+    """Score completions with a call for each."""
+    replies = await asyncio.gather(*(pool.call(call_of(prompt, [one])) for one in completions))
+    return [score for (score,) in replies]
+
+
+def check_user_function(
+    spec: str, *, kwargs: Mapping[str, Any] = NO_KWARGS, timeout_s: float = START_TIMEOUT_S
+) -> WorkerReady:
     """Check a user's function: load it in a worker, which then ends. Blocks as long as the file's imports take.
 
+    Returns:
+        What the function is, and how it is called.
     Raises:
         RewardError: there is no such file or function, it cannot be imported, or its parameters are unknown.
     """
+    found: list[WorkerReady] = []
     problems: list[BaseException] = []
 
     async def load() -> None:
-        pool = Pool(_TARGET, spec, workers=1, timeout_s=timeout_s)
+        pool = Pool(_TARGET, _argument(spec, kwargs), what=spec, workers=1, timeout_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                await pool.start()
+                found.append(await pool.start())
         except TimeoutError:
             raise RewardError(
                 f"{spec} was not imported within {timeout_s:g} s; does its import wait for something? If it only takes "
@@ -101,37 +122,49 @@ def check_user_function(spec: str, *, timeout_s: float = START_TIMEOUT_S) -> Non
     thread.join()
     if problems:
         raise problems[0]
+    return found[0]
 
 
-def load_user_function(spec: str) -> Callable[[Call], Any]:
+def _argument(spec: str, kwargs: Mapping[str, Any]) -> str:
+    return json.dumps([spec, dict(kwargs)])
+
+
+def load_in_worker(argument: str) -> Function:
+    """`load_user_function` for a spec and further arguments, as JSON."""
+    spec, kwargs = json.loads(argument)
+    return load_user_function(spec, kwargs)
+
+
+def load_user_function(spec: str, kwargs: Mapping[str, Any] = NO_KWARGS) -> Function:
     """Run the user's file and return its function, called by the names it takes. For worker processes only.
 
+    Args:
+        kwargs: further arguments of it, as far as it takes them.
     Raises:
         RewardError: one sentence that names the file and what to fix.
     """
     path, name = split_spec(spec)
-    function = _function(_run_file(path), path, name)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"{path}: the parameters of {name} cannot be read: {error}") from error
-    return _bind(function, signature, f"{path}: {name}{signature}")
+    return recognise(_function(run_file(path), path, name), path, name, kwargs)
 
 
-def split_spec(spec: str) -> tuple[Path, str]:
-    """Split `my_reward.py:name` into an absolute path and a name, which is `compute_score` by default."""
+def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[Path, str]:
+    """Split `my_reward.py:name` into an absolute path and a name, which is `default` if there is none."""
     head, colon, tail = spec.rpartition(":")
-    path, name = (head, tail) if colon and tail.isidentifier() else (spec, DEFAULT_NAME)
+    path, name = (head, tail) if colon and tail.isidentifier() else (spec, default)
     return Path(path).expanduser().absolute(), name
 
 
-def _run_file(path: Path) -> ModuleType:
-    """Import the file as running it would: its folder comes first on the path, so that it finds its own modules."""
+def run_file(path: Path, what: str = "reward") -> ModuleType:
+    """Import a user's file as running it would: its folder comes first on the path, so that it finds its own modules.
+
+    Raises:
+        RewardError: there is none, or its import fails; one sentence.
+    """
     if not path.is_file():
-        raise RewardError(f"there is no reward file {path}")
+        raise RewardError(f"there is no {what} file {path}")
     # Under its own name if that is free, so that a module that imports it back gets the same module.
     taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    found = importlib.util.spec_from_file_location(f"_reward_{path.stem}" if taken else path.stem, path)
+    found = importlib.util.spec_from_file_location(f"_{what}_{path.stem}" if taken else path.stem, path)
     if found is None or found.loader is None:
         raise RewardError(f"{path} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(found)
@@ -159,34 +192,3 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
     ]
     there = f"it has {', '.join(own)}: name one with {path.name}:{own[0]}" if own else "it has no function at all"
     raise RewardError(f"{path} has no {name}; {there}")
-
-
-def _bind(function: Callable[..., Any], signature: inspect.Signature, what: str) -> Callable[[Call], Any]:
-    """How to call `function`: by the names it takes, or by position in verl's order if its names are unknown."""
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    required = [p.name for p in named if p.default is p.empty]
-    known = [p.name for p in named if p.name in _KNOWN]
-    if inspect.Parameter.POSITIONAL_ONLY in kinds or not set(required) <= _KNOWN.keys():
-        return _by_position(function, [p.name for p in named if p.kind != p.KEYWORD_ONLY], required, what)
-    if inspect.Parameter.VAR_KEYWORD in kinds:  # it gets the other names of the same naming as well
-        speaks_verl = not known or any(name in _VERL for name in known)
-        known += [name for name in (_VERL if speaks_verl else _KEYWORD) if name not in known]
-    elif inspect.Parameter.VAR_POSITIONAL in kinds and not known:
-        return _by_position(function, list(_VERL), list(_VERL), what)
-    if not known:
-        raise RewardError(f"{what} takes nothing that a reward can give; expected {_SIGNATURES}")
-    return lambda call: function(**{name: _KNOWN[name](call) for name in known})
-
-
-def _by_position(
-    function: Callable[..., Any], names: list[str], required: list[str], what: str
-) -> Callable[[Call], Any]:
-    """Call by position, in verl's order, with three or four required parameters, none of a known name out of place."""
-    order = list(_VERL)
-    agrees = all(name == expected or name not in _KNOWN for name, expected in zip(names, order, strict=False))
-    if not agrees or not 3 <= len(required) <= 4 or not set(required) <= set(names[:4]):
-        unknown = ", ".join(name for name in required if name not in _KNOWN) or "positional-only parameters"
-        raise RewardError(f"{what} takes {unknown}, which a reward cannot give; expected {_SIGNATURES}")
-    getters = [_VERL[name] for name, _ in zip(order, names, strict=False)]
-    return lambda call: function(*[get(call) for get in getters])

@@ -1,7 +1,7 @@
 """A reward worker: the messages between it and the pool, and its process.
 
-Messages are msgpack in frames that begin with their length. The pool sends a `Call` and the worker replies with a
-`Score`, one at a time. A worker's first frame is a `WorkerReady`.
+Messages are msgpack in frames that begin with their length. The pool sends a `Call` and the worker replies with a list
+of `Score`, one for each completion of the call. A worker's first frame is a `WorkerReady`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.rewards.base import describe, score_of_call
+from asyncgrpo.rewards.base import describe, score_of_call, scores_of_call
 from asyncgrpo.types import Score
 
 # -- between the pool and its workers ----------------------------------------------------------------------------------
@@ -38,19 +38,39 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     """Tells that a worker has loaded its scorer, or why it cannot."""
 
     error: str = ""
+    about: str = ""
+    """The function in words, and how it is called."""
+    takes_groups: bool = False
+    """Whether a call may have several completions."""
+    kwargs: tuple[str, ...] = ()
+    """Of the keyword arguments that were given, the names of those that it takes."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion to score, and what its reward may read."""
+    """Completions of one prompt to score, and what their reward may read."""
 
     data_source: str
-    completion_text: str
+    completions: tuple[str, ...]
+    """One, unless the scorer takes groups."""
     ground_truth: Any
     info: dict[str, Any] = {}
     prompt_text: str = ""
+    """The prompt before tokenisation; of chat turns the last one."""
+    turns: tuple[dict[str, Any], ...] = ()
+    """Of `Prompt`."""
+    completion_ids: tuple[tuple[int, ...], ...] = ()
+    """The token ids of each completion, where the scorer takes groups."""
+    is_group: bool = False
+    """Whether the scorer returns a list, with a value for each completion."""
+
+    @property
+    def completion_text(self) -> str:
+        """The text of the only completion."""
+        (text,) = self.completions
+        return text
 
 
-def frame(message: msgspec.Struct) -> bytes:
+def frame(message: msgspec.Struct | list[Score]) -> bytes:
     """Encode one message. Raises TypeError, ValueError or OverflowError for values that msgpack cannot hold."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
@@ -70,7 +90,7 @@ def read_frame(file: BinaryIO) -> bytes | None:
 
 
 Scorer = Callable[[Call], Any]
-"""Scores one call in a worker: returns a number or a dict, or an awaitable of one."""
+"""Scores one call in a worker: returns a number or a dict, for a group a list of them, or an awaitable of that."""
 
 BOOT = (
     "import json, sys; boot = json.loads(sys.argv[1]); sys.path[:] = boot['path']; "
@@ -79,20 +99,20 @@ BOOT = (
 _PR_SET_PDEATHSIG = 1
 
 
-def command(target: str, argument: str) -> list[str]:
+def command(target: str, argument: str, what: str) -> list[str]:
     """The command line of a worker that scores with `factory(argument)`, where `target` is `module:factory`.
 
-    It finds the modules that this process finds. The factory returns a `Scorer`.
+    It finds the modules that this process finds. The factory returns a `Scorer`, and `what` is its name for a person.
     """
-    boot = {"path": sys.path, "parent": os.getpid(), "target": target, "argument": argument}
+    boot = {"path": sys.path, "parent": os.getpid(), "target": target, "argument": argument, "what": what}
     return [sys.executable, "-u", "-c", BOOT, json.dumps(boot)]
 
 
 def main(boot: dict[str, Any]) -> None:
     """Serve calls until the pool closes the pipe."""
-    _die_with(boot["parent"])
-    _be_expendable()
-    calls, scores = _take_pipes()
+    die_with(boot["parent"])
+    be_expendable()
+    calls, scores = take_pipes()
     # A crash leaves its Python stack on stderr; the pool asks for the stack of a call that is late with SIGUSR1.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=scores, all_threads=False)
@@ -100,30 +120,32 @@ def main(boot: dict[str, Any]) -> None:
     try:
         scorer = _load(boot["target"], boot["argument"])
     except AsyncGRPOError as error:
-        _send(scores, WorkerReady(error=str(error)))
+        send(scores, WorkerReady(error=str(error)))
         return
     except BaseException as error:
-        _send(scores, WorkerReady(error=f"cannot load {boot['argument'] or boot['target']}: {describe(error)}"))
+        send(scores, WorkerReady(error=f"cannot load {boot['what']}: {describe(error)}"))
         return
-    _send(scores, WorkerReady())
+    about, takes_groups = getattr(scorer, "about", ""), getattr(scorer, "takes_groups", False)
+    send(scores, WorkerReady(about=about, takes_groups=takes_groups, kwargs=getattr(scorer, "kwargs", ())))
     decoder = msgspec.msgpack.Decoder(Call)
     own_pid = os.getpid()
     with asyncio.Runner() as runner:
         while (body := read_frame(calls)) is not None:
-            score = _score(scorer, decoder.decode(body), runner)
+            reply = _score(scorer, decoder.decode(body), runner)
             if os.getpid() != own_pid:  # the reward forked, and this is the child that came back
                 os._exit(0)
-            _send(scores, score)
+            send(scores, reply)
 
 
-def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> Score:
+def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:
     def run() -> Any:
         value = scorer(call)
         return runner.run(_wait(value)) if inspect.isawaitable(value) else value
 
-    started = time.perf_counter()
-    score = score_of_call(run)
-    return msgspec.structs.replace(score, seconds=time.perf_counter() - started)
+    started, count = time.perf_counter(), len(call.completions)
+    scores = scores_of_call(run, count) if call.is_group else [score_of_call(run)]
+    seconds = (time.perf_counter() - started) / count
+    return [msgspec.structs.replace(score, seconds=seconds) for score in scores]
 
 
 async def _wait(value: Awaitable[Any]) -> Any:
@@ -136,21 +158,21 @@ def _load(target: str, argument: str) -> Scorer:
     return scorer
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when the thread that started it ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before that
         os._exit(1)
 
 
-def _be_expendable() -> None:
+def be_expendable() -> None:
     """Let the kernel kill this worker before the trainer when memory runs out, and write no core file in a crash."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Move the pool's pipes to descriptors that no child inherits. stdin is empty then, and stdout goes to stderr."""
     calls, scores = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -160,7 +182,8 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return os.fdopen(calls, "rb"), os.fdopen(scores, "wb", buffering=0)
 
 
-def _send(file: BinaryIO, message: msgspec.Struct) -> None:
+def send(file: BinaryIO, message: msgspec.Struct | list[Score]) -> None:
+    """Write one message whole."""
     rest = memoryview(frame(message))
     while rest:
         rest = rest[file.write(rest) :]

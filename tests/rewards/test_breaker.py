@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from asyncgrpo import metrics
+from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.breaker import (
     FIRST_PROBE_S,
     HOLD_S,
@@ -20,14 +22,14 @@ from asyncgrpo.rewards.breaker import (
     Tally,
 )
 from asyncgrpo.types import Prompt, Score
-from tests.simulation.clock import VirtualLoop
+from tests.rewards.stubs import OneByOne
 
 
 def prompt(number: int) -> Prompt:
     return Prompt(prompt_id=f"train/{number}", token_ids=(number,))
 
 
-class Judge:
+class Judge(OneByOne):
     """A reward of a tenth of a second that may be down, or fail for some prompts, and notes who calls it when."""
 
     def __init__(self, seconds: float = 0.1) -> None:
@@ -37,16 +39,13 @@ class Judge:
         self.seconds = seconds
         self.calls: list[tuple[float, str]] = []
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
         loop = asyncio.get_running_loop()
         self.calls.append((loop.time(), prompt.prompt_id))
         await asyncio.sleep(self.seconds)
         if self.is_down or prompt.prompt_id in self.bad:
             return Score(failure=self.failure, detail=f"my_reward.py:12: OSError: {loop.time()}")
         return Score(value=1.0)
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
 
 class Rig:
@@ -61,7 +60,7 @@ class Rig:
         return self.loop.create_task(coroutine)
 
     def ask(self, *numbers: int) -> list[asyncio.Task]:
-        return [self.start(self.breaker.score(prompt(number), f"answer {i}")) for i, number in enumerate(numbers)]
+        return [self.start(score_one(self.breaker, prompt(number), f"answer {i}")) for i, number in enumerate(numbers)]
 
     def wait(self, seconds: float) -> None:
         self.loop.run_until(self.loop.time() + seconds)
@@ -129,7 +128,19 @@ def test_a_reward_that_fails_for_some_prompts_is_not_paused():
     assert failed == ["exception" if n % 10 in (3, 4, 5) else None for n in range(100) for _ in range(8)]
 
 
-@pytest.mark.parametrize("failure", ["unknown_source", "aborted"])
+def test_a_group_is_one_call_which_worked_if_one_of_its_completions_has_a_score():
+    rig = Rig()
+    rig.judge.bad = {"train/1"}
+    groups = [rig.start(rig.breaker.score(prompt(n), [Sampled("a"), Sampled("b")])) for n in (0, 1)]
+    rig.wait(1.0)
+    assert [[score.failure for score in group.result()] for group in groups] == [[None] * 2, ["exception"] * 2]
+    asyncio.events._set_running_loop(rig.loop)
+    assert (rig.breaker.health.worked, rig.breaker.health.failed) == (1, 1)
+    asyncio.events._set_running_loop(None)
+    assert [news.count for news in rig.breaker.news()] == [1], "of two completions, and the second is no news"
+
+
+@pytest.mark.parametrize("failure", ["unknown_source", "not_applicable", "aborted"])
 def test_a_failure_that_says_nothing_of_the_reward_is_no_outage(failure: str):
     rig = Rig()
     rig.judge.is_down, rig.judge.failure = True, failure

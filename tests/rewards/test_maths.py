@@ -8,7 +8,7 @@ from asyncgrpo.rewards.worker import Call
 
 
 def score(completion_text, ground_truth, source="math_reasoning"):
-    return score_maths(Call(data_source=source, completion_text=completion_text, ground_truth=ground_truth))
+    return score_maths(Call(data_source=source, completions=(completion_text,), ground_truth=ground_truth))
 
 
 RIGHT = [
@@ -108,7 +108,7 @@ def test_wrong(completion_text, ground_truth):
 @pytest.mark.parametrize("ground_truth", ["42", "20 and 22 are 42\n#### 42"])
 @pytest.mark.parametrize("source", ["gsm8k", "openai/gsm8k"])
 def test_gsm8k_prefers_the_number_after_the_hashes(completion_text, value, ground_truth, source):
-    assert score(completion_text, ground_truth, source) == value
+    assert score(completion_text, ground_truth, source)["correct"] == value
 
 
 def test_others_prefer_the_box():

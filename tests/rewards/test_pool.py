@@ -11,23 +11,26 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncgrpo.rewards import pool as pool_module
+from asyncgrpo.rewards import score_one
 from asyncgrpo.rewards.pool import Pool
 from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
+from tests.test_metrics import value
 
 BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))
 
 
 async def pid_of_worker(reward: UserReward) -> int:
-    score = await reward.score(prompt(), "pid")
+    score = await score_one(reward, prompt(), "pid")
     assert score.value is not None
     return int(score.value)
 
 
 async def test_many_calls_over_two_workers_are_all_answered():
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
-    scores = await asyncio.gather(*(reward.score(prompt(), f"number {i}") for i in range(200)))
+    scores = await asyncio.gather(*(score_one(reward, prompt(), f"number {i}") for i in range(200)))
     assert [score.value for score in scores] == list(range(200))
     assert len(workers_of()) == 2
     await reward.close()
@@ -38,14 +41,14 @@ async def test_workers_start_only_when_calls_need_them():
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
     assert workers_of() == []
     for _ in range(3):
-        await reward.score(prompt(), "one")
+        await score_one(reward, prompt(), "one")
     assert len(workers_of()) == 1
     await reward.close()
 
 
 async def test_large_answers_pass():
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
-    score = await reward.score(prompt(info={"padding": "x" * 3_000_000}), "one")
+    score = await score_one(reward, prompt(info={"padding": "x" * 3_000_000}), "one")
     assert score.value == 1.0
     await reward.close()
 
@@ -55,7 +58,7 @@ async def test_crashed_workers_leave_no_process_and_no_open_file(times):
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     files = []
     for _ in range(times):
-        assert (await reward.score(prompt(), "exits")).failure == "crash"
+        assert (await score_one(reward, prompt(), "exits")).failure == "crash"
         assert workers_of() == []
         files.append(psutil.Process().num_fds())
     assert len(set(files)) == 1
@@ -76,9 +79,9 @@ async def test_a_worker_that_dies_between_calls_costs_no_score():
 async def test_a_cancelled_caller_leaves_the_pool_usable(began_s):
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     worker = await pid_of_worker(reward)
-    running = asyncio.create_task(reward.score(prompt(), "half_a_second"))
-    waiting = asyncio.create_task(reward.score(prompt(), "exits"))
-    last = asyncio.create_task(reward.score(prompt(), "pid"))
+    running = asyncio.create_task(score_one(reward, prompt(), "half_a_second"))
+    waiting = asyncio.create_task(score_one(reward, prompt(), "exits"))
+    last = asyncio.create_task(score_one(reward, prompt(), "pid"))
     await asyncio.sleep(began_s)
     running.cancel()
     waiting.cancel()
@@ -90,19 +93,19 @@ async def test_a_cancelled_caller_leaves_the_pool_usable(began_s):
 
 async def test_close_ends_calls_that_run_and_calls_that_wait():
     reward = UserReward(BEHAVIOURS, timeout_s=1000, workers=1)
-    await reward.score(prompt(), "one")
-    calls = [asyncio.create_task(reward.score(prompt(), "hang")) for _ in range(3)]
+    await score_one(reward, prompt(), "one")
+    calls = [asyncio.create_task(score_one(reward, prompt(), "hang")) for _ in range(3)]
     await asyncio.sleep(0.05)
     await reward.close()
     assert [score.failure for score in await asyncio.gather(*calls)] == ["aborted"] * 3
-    assert (await reward.score(prompt(), "one")).failure == "aborted"
+    assert (await score_one(reward, prompt(), "one")).failure == "aborted"
     assert workers_of() == []
     await reward.close()
 
 
 async def test_close_while_a_worker_starts_leaves_nothing():
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
-    call = asyncio.create_task(reward.score(prompt(), "one"))
+    call = asyncio.create_task(score_one(reward, prompt(), "one"))
     while not workers_of():
         await asyncio.sleep(0.001)
     await reward.close()
@@ -114,13 +117,13 @@ async def test_a_start_does_not_count_against_the_deadline(reward_file):
     reward = UserReward(
         reward_file("import time; time.sleep(1)\ndef compute_score(answer): return 1.0"), timeout_s=0.5, workers=1
     )
-    assert (await reward.score(prompt(), "")).value == 1.0
+    assert (await score_one(reward, prompt(), "")).value == 1.0
     await reward.close()
 
 
 async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
     pool = Pool("asyncgrpo.no_such_module:load", workers=1, timeout_s=1)
-    score = await pool.call(Call(data_source="", completion_text="", ground_truth=""))
+    (score,) = await pool.call(Call(data_source="", completions=("",), ground_truth=""))
     assert score.failure == "crash"
     assert "no_such_module" in score.detail
     await pool.close()
@@ -129,14 +132,14 @@ async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
 def test_no_worker_survives_the_kill_of_its_parent():
     parent_code = textwrap.dedent(f"""
         import asyncio
-        from asyncgrpo.rewards import UserReward
+        from asyncgrpo.rewards import UserReward, score_one
         from tests.rewards.conftest import prompt
 
         async def main():
             reward = UserReward({BEHAVIOURS!r}, timeout_s=1000, workers=2)
-            hang = asyncio.gather(reward.score(prompt(), "hang_deaf"), reward.score(prompt(), "slow"))
+            hang = asyncio.gather(score_one(reward, prompt(), "hang_deaf"), score_one(reward, prompt(), "slow"))
             reward_started = UserReward({BEHAVIOURS!r}, timeout_s=1000, workers=1)
-            await reward_started.score(prompt(), "one")
+            await score_one(reward_started, prompt(), "one")
             print("started", flush=True)
             await hang
 
@@ -149,3 +152,59 @@ def test_no_worker_survives_the_kill_of_its_parent():
         parent.kill()
     gone, alive = psutil.wait_procs(workers, timeout=30)
     assert (len(gone), alive) == (3, [])
+
+
+def auto(most: int, monkeypatch, idle_cores: float = 8.0) -> UserReward:
+    monkeypatch.setattr(pool_module, "cores", lambda: most)
+    monkeypatch.setattr(pool_module, "LOOK_EVERY_S", 0.02)
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers="auto")
+    reward._pool._idle_cores = lambda: idle_cores
+    return reward
+
+
+async def load(reward: UserReward, calls: int) -> list[float]:
+    """How long each call waited."""
+    scores = await asyncio.gather(*(score_one(reward, prompt(), "a_tenth") for _ in range(calls)))
+    assert [score.value for score in scores] == [1.0] * calls
+    return [score.waited for score in scores]
+
+
+async def test_a_pool_that_follows_the_load_starts_workers_while_calls_wait_and_lets_idle_ones_go(monkeypatch):
+    reward = auto(3, monkeypatch)
+    before = value("reward_workers")
+    waited = await load(reward, 60)
+    assert max(waited) > 0.1 and waited == sorted(waited)
+    assert len(workers_of()) == 3 and value("reward_workers") == before + 3
+    monkeypatch.setattr(pool_module, "IDLE_S", 0.1)
+    while len(workers_of()) > 1:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    assert len(workers_of()) == 1 and value("reward_workers") == before + 1, "the last one stays"
+    await load(reward, 2)
+    await reward.close()
+    assert workers_of() == [] and value("reward_workers") == before
+
+
+async def test_calls_one_after_the_other_need_one_worker(monkeypatch):
+    reward = auto(3, monkeypatch)
+    for _ in range(10):
+        await load(reward, 1)
+    assert len(workers_of()) == 1
+    await reward.close()
+
+
+async def test_no_worker_is_started_without_an_idle_core(monkeypatch):
+    reward = auto(3, monkeypatch, idle_cores=0.5)
+    await load(reward, 10)
+    assert len(workers_of()) == 1
+    await reward.close()
+
+
+async def test_a_call_that_hangs_does_not_keep_others_from_a_worker_of_their_own(monkeypatch):
+    reward = auto(2, monkeypatch)
+    await load(reward, 1)
+    hangs = asyncio.create_task(score_one(reward, prompt(), "hang"))
+    await load(reward, 3)
+    assert not hangs.done()
+    await reward.close()
+    assert (await hangs).failure == "aborted"

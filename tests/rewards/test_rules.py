@@ -4,8 +4,9 @@ import pytest
 
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import build_reward
-from asyncgrpo.rewards.rules import RuleReward, exact_match, label_match, text_match
+from asyncgrpo.rewards import Sampled, build_reward, score_one
+from asyncgrpo.rewards.rules import SHAPE_RULES, RuleReward
+from asyncgrpo.rewards.text import exact_match, label_match, text_match, token_f1
 from tests.rewards.conftest import prompt, workers_of
 
 MATHS = [
@@ -37,29 +38,22 @@ def test_an_unknown_source_is_refused_with_the_known_ones(rules, source):
         rules.check_sources({source, "gsm8k"})
 
 
-@pytest.mark.parametrize("source", ["code", "code_generation", "codecontests"])
-def test_code_is_refused_with_the_reason(rules, source):
-    with pytest.raises(RewardError, match="sandbox"):
-        rules.check_sources({source})
-
-
 async def test_an_unknown_source_at_run_time_is_a_named_failure(rules):
-    score = await rules.score(prompt(source="my_data"), "42")
+    score = await score_one(rules, prompt(source="my_data"), "42")
     assert (score.value, score.failure) == (None, "unknown_source")
     assert "'my_data'" in score.detail
-    assert (await rules.score(prompt(source="code"), "print()")).failure == "unknown_source"
 
 
 async def test_mathematics_runs_in_a_worker_and_the_rest_does_not():
     rules = build_reward(RewardConfig(timeout_s=30))
     assert isinstance(rules, RuleReward)
     for source in TEXT:
-        assert (await rules.score(prompt(source=source, answer="Paris"), "Paris")).value == 1.0
+        assert (await score_one(rules, prompt(source=source, answer="Paris"), "Paris")).value == 1.0
     assert workers_of() == []
-    assert (await rules.score(prompt(source="gsm8k"), "15 + 27 = 42")).value == 1.0
-    assert (await rules.score(prompt(source="math"), r"\boxed{43}")).value == 0.0
+    assert (await score_one(rules, prompt(source="gsm8k"), "15 + 27 = 42")).value == 1.0
+    assert (await score_one(rules, prompt(source="math"), r"\boxed{43}")).value == 0.0
     assert len(workers_of()) == 1
-    missing = await rules.score(prompt(source="math", answer=None), "42")
+    missing = await score_one(rules, prompt(source="math", answer=None), "42")
     assert (missing.failure, missing.detail) == ("exception", "the row has no ground truth")
     await rules.close()
     assert workers_of() == []
@@ -67,7 +61,7 @@ async def test_mathematics_runs_in_a_worker_and_the_rest_does_not():
 
 async def test_a_tower_of_powers_is_a_timeout_and_not_a_wrong_answer():
     rules = RuleReward(timeout_s=0.5, workers=1)
-    score = await rules.score(prompt(source="math"), r"\boxed{9^{9^{9^{9}}}}")
+    score = await score_one(rules, prompt(source="math"), r"\boxed{9^{9^{9^{9}}}}")
     assert (score.value, score.failure) == (None, "timeout")
     await rules.close()
 
@@ -76,9 +70,9 @@ async def test_an_extra_rule_that_fails_is_named(rules):
     reward = build_reward(
         RewardConfig(), extra_rules={"broken": lambda text, truth: 1 / 0, "text": lambda text, truth: truth}
     )
-    assert (await reward.score(prompt(source="broken"), "")).failure == "exception"
-    assert (await reward.score(prompt(source="text"), "")).failure == "bad_type"
-    assert (await rules.score(prompt(source="demo/reverse", answer="cba"), "cba")).value == 1.0
+    assert (await score_one(reward, prompt(source="broken"), "")).failure == "exception"
+    assert (await score_one(reward, prompt(source="text"), "")).failure == "bad_type"
+    assert (await score_one(rules, prompt(source="demo/reverse", answer="cba"), "cba")).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -118,6 +112,80 @@ def test_text_match(completion_text, ground_truth, value):
 )
 def test_label_match(completion_text, ground_truth, value):
     assert label_match(completion_text, ground_truth) == value
+
+
+@pytest.mark.parametrize(
+    ("completion_text", "ground_truth", "value"),
+    [
+        ("Paris", "Paris", 1.0),
+        ("I think so.\nThe city of Paris", "Paris, the city", 0.8),  # 2 of {city, of, paris} and of {paris, city}
+        ("<answer>New York</answer> Boston", ["Boston", "New York City"], 0.8),
+        ("paris paris", "Paris", 2 / 3),
+        ("London", "Paris", 0.0),
+        ("", "Paris", 0.0),
+        ("答案是北京", "北京市", 0.8),
+    ],
+)
+def test_token_f1_is_that_of_squad(completion_text, ground_truth, value):
+    assert token_f1(completion_text, ground_truth) == pytest.approx(value)
+
+
+async def test_a_question_has_a_match_and_an_f1_and_the_configuration_says_which_is_the_score():
+    row = prompt(source="trivia_qa", answer="Paris, the city")
+    for name, value in (("match", 0.0), ("f1", 0.8)):
+        reward = build_reward(RewardConfig(qa_score=name))
+        score = await score_one(reward, row, "The city of Paris")
+        assert score.value == pytest.approx(value) and score.parts == {"match": 0.0, "f1": pytest.approx(0.8)}
+
+
+async def test_a_wrong_answer_of_gsm8k_in_the_right_format_has_the_score_of_the_configuration():
+    reward = build_reward(RewardConfig(format_score=0.25, timeout_s=30))
+    texts = ["#### 42", "#### 41", "it is 42", "it is 41", ""]
+    scores = [await score_one(reward, prompt(source="openai/gsm8k"), text) for text in texts]
+    assert [score.value for score in scores] == [1.0, 0.25, 1.0, 0.0, 0.0]
+    assert [tuple(score.parts.values()) for score in scores] == [(1, 1), (0, 1), (1, 0), (0, 0), (0, 0)]
+    assert list(scores[0].parts) == ["correct", "format"]
+    await reward.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "again", ["<answer>", "</answer>", r"\boxed{", "{", "answer: ", "answer", "*", "</think>", "是", "答案是"]
+)
+def test_rules_that_run_in_the_generator_take_a_moment_for_a_text_that_repeats_itself(again):
+    """Minutes, if their time grew with the square of the length."""
+    text = "answer" + again * (2**18 // len(again))
+    assert text_match(text, "Paris") == token_f1(text, "Paris") == label_match(text, "Paris") == 0.0
+    assert all(rule(Sampled(text)) == 0.0 for rule in SHAPE_RULES.values())
+
+
+GOOD = "<think>15 + 27</think><answer>42</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        (GOOD, {"format", "think_format"}),
+        (f"\n{GOOD}\n".replace("</think>", "\n</think>\n\n"), {"format", "think_format"}),
+        (GOOD.removeprefix("<think>"), {"format", "think_format"}),
+        ("<think></think><answer>42</answer>", {"format", "think_format"}),
+        (GOOD + " as I said", {"think_format"}),
+        ("<think>15 + 27</think> It is 42.", {"think_format"}),
+        (r"<think>15 + 27</think> \boxed{42}", {"think_format", "boxed_format"}),
+        (GOOD + GOOD, set()),
+        ("<think><think>x</think><answer>42</answer>", set()),
+        ("<think>x</think><answer> </answer>", {"think_format"}),
+        ("<think>x</think><answer>", {"think_format"}),
+        ("<think>x</think>", set()),
+        ("<answer>42</answer>", set()),
+        ("<think>15 + 27 = 42", set()),
+        (r"\boxed{}", set()),
+        ("", set()),
+    ],
+)
+def test_the_shape_of_a_completion(text, rules):
+    shapes = [name for name in SHAPE_RULES if name != "length"]
+    assert {name for name in shapes if SHAPE_RULES[name](Sampled(text)) == 1.0} == rules
 
 
 def test_exact_match_counts_everything_but_blanks_around():

@@ -6,12 +6,13 @@ import pytest
 
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import build_reward
+from asyncgrpo.rewards import build_reward, score_one
 from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function, split_spec
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
+from tests.runs import wait_until
 
-CALL = Call(data_source="math", completion_text="it is 42", ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")
+CALL = Call(data_source="math", completions=("it is 42",), ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")
 VERL = ("math", "it is 42", "42", {"level": 3})
 
 
@@ -58,7 +59,9 @@ def test_a_function_gets_what_its_parameters_name(reward_file, parameters, seen)
         "x=1",
         "solution",
         "solution, truth",
-        "prompts, completions, **columns",
+        "completions, trainer_state",
+        "completions, /",
+        "solution_strs, ground_truths, tokenizer",
         "source, truth, solution_str",
         "a, b, c, d, e",
         "solution_str, ground_truth, tokenizer",
@@ -145,7 +148,7 @@ def test_an_import_that_ends_the_process_is_named(reward_file):
 def test_an_import_that_never_ends_is_named(reward_file):
     with pytest.raises(RewardError, match=r"my_reward.py was not imported within 1 s.*raise reward.timeout_s"):
         check_user_function(reward_file("while True: pass"), timeout_s=1)
-    assert workers_of() == []
+    wait_until(lambda: not workers_of(), lambda: f"end of {workers_of()}", 30.0)  # SIGKILL takes its time under load
 
 
 async def test_build_reward_checks_the_file_at_the_start_even_inside_a_loop(reward_file):
@@ -155,7 +158,7 @@ async def test_build_reward_checks_the_file_at_the_start_even_inside_a_loop(rewa
         RewardConfig(function=reward_file("def compute_score(prompt): return len(prompt)", "good.py"))
     )
     assert isinstance(reward, UserReward)
-    assert (await reward.score(prompt(text="6 * 7?"), "42")).value == 6.0
+    assert (await score_one(reward, prompt(text="6 * 7?"), "42")).value == 6.0
     await reward.close()
 
 

@@ -1,0 +1,377 @@
+"""Code rewards: the share of its tests that the code of a completion passes.
+
+The code is the last fenced block in a language that is known, else the last fenced block, else the whole text. Tests are
+the ground truth of the row: programs read an input and print an output, functions return a value, or `assert` statements
+hold. Code that fails, crashes or is late fails its test; only a runner that fails makes the score a named failure.
+
+Each test is a run of its own. A mark that differs each time is printed behind an `assert` and before a returned value, so
+that a program that ends early passes nothing. Code that reads its own source can still print the mark.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.base import MAX_DETAIL, Sampled, describe, failed
+from asyncgrpo.rewards.pool import Pool
+from asyncgrpo.rewards.sandbox import (
+    MAX_CODE,
+    TIMEOUT,
+    LocalRunner,
+    Program,
+    Runner,
+    RunnerError,
+    why_not_isolated,
+)
+from asyncgrpo.rewards.user import score_each
+from asyncgrpo.rewards.worker import Call, Scorer
+from asyncgrpo.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from asyncgrpo.rewards.fusion import FusionRunner
+
+log = logging.getLogger(__name__)
+
+
+class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How code is scored: `reward.code`, and the deadline and the workers of `reward`."""
+
+    url: str | None = None
+    max_concurrent: int = 64
+    timeout_s: float = 5.0
+    memory_mb: int = 1024
+    score: Literal["share", "all"] = "share"
+    unsafe: bool = False
+    start_within_s: float = 10.0
+    """The seconds within which the last test of a completion must have been started."""
+
+
+# -- which code --------------------------------------------------------------------------------------------------------
+
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_LANGUAGES = {
+    "py": "python",
+    "python3": "python",
+    "c++": "cpp",
+    "cc": "cpp",
+    "c#": "csharp",
+    "cs": "csharp",
+    "golang": "go",
+    "javascript": "nodejs",
+    "js": "nodejs",
+    "ts": "typescript",
+    "rs": "rust",
+    "rb": "ruby",
+    "sh": "bash",
+}
+"""Names in fences for names of Sandbox Fusion."""
+_KNOWN = {
+    *("python", "cpp", "nodejs", "go", "java", "php", "csharp", "bash", "typescript", "rust", "lua", "perl", "ruby"),
+    *("scala", "julia", "swift", "racket"),
+}
+
+
+def code_of(completion_text: str) -> tuple[str, str]:
+    """The code of a completion, and its language. A block that does not end reaches to the end of the text."""
+    blocks = [(_LANGUAGES.get(tag.lower(), tag.lower()), code) for tag, code in _FENCE.findall(completion_text)]
+    named = [(code, language) for language, code in blocks if language in _KNOWN]
+    if named:
+        return named[-1]
+    return (blocks[-1][1] if blocks else completion_text), "python"
+
+
+# -- which tests -------------------------------------------------------------------------------------------------------
+
+
+def _mark() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Prints:
+    """A program prints this output for this input; blanks at the ends of lines and empty last lines do not count."""
+
+    stdin: str
+    output: str
+
+    def program(self, code: str) -> str:
+        """What is run."""
+        return code
+
+    def passed(self, stdout: str) -> bool:
+        """Whether a run that ended well passed."""
+        return _lines(stdout) == _lines(self.output)
+
+
+@dataclass(frozen=True)
+class Asserts:
+    """Python statements that raise nothing behind the code."""
+
+    statements: str
+    stdin: str = ""
+    mark: str = field(default_factory=_mark)
+
+    def program(self, code: str) -> str:
+        """What is run."""
+        return f"{code}\n\n{self.statements}\n\nimport os as _os\n_os.write(1, b'\\n{self.mark}\\n')\n"
+
+    def passed(self, stdout: str) -> bool:
+        """Whether a run that ended well passed."""
+        return f"\n{self.mark}\n" in stdout
+
+
+_PRELUDE = """import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+"""
+"""What code that was written for a judge of functions expects to be there."""
+
+
+@dataclass(frozen=True)
+class Returns:
+    """A Python function, or a method of `class Solution`, returns this value for these arguments."""
+
+    function: str
+    arguments: list[Any]
+    values: list[Any]
+    """One of them."""
+    stdin: str = ""
+    mark: str = field(default_factory=_mark)
+
+    def program(self, code: str) -> str:
+        """What is run."""
+        return (
+            f"{_PRELUDE}\n{code}\n\nimport json as _json, os as _os\n"
+            f"_call = globals().get({self.function!r}) or getattr(globals()['Solution'](), {self.function!r})\n"
+            f"_value = _call(*_json.loads({json.dumps(self.arguments)!r}))\n"
+            f"_os.write(1, ('\\n{self.mark}' + _json.dumps(_value, default=list) + '\\n').encode())\n"
+        )
+
+    def passed(self, stdout: str) -> bool:
+        """Whether a run that ended well passed."""
+        _, mark, rest = stdout.rpartition(f"\n{self.mark}")
+        try:
+            return bool(mark) and json.loads(rest.partition("\n")[0]) in self.values
+        except (ValueError, RecursionError):  # a program printed it, as deep as it liked
+            return False
+
+
+Test = Prints | Asserts | Returns
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def read_tests(ground_truth: Any) -> list[Test]:
+    """The tests of a row. docs/rewards.md has the forms.
+
+    Raises:
+        RewardError: it has none, or they cannot be read; the message names what is wrong.
+    """
+    value = _parsed(ground_truth)
+    if isinstance(value, dict):
+        tests = list(_tests_of_dict(value))
+    elif isinstance(value, list):
+        tests = [Asserts(text) for text in _texts(value, "a list of assert statements")]
+    else:
+        raise RewardError(
+            "the ground truth of code must be tests: a dict with inputs and outputs, or assert statements, not "
+            + type(value).__name__
+        )
+    if not tests:
+        raise RewardError("the ground truth has no tests")
+    return tests
+
+
+def _parsed(ground_truth: Any) -> Any:
+    """Read the JSON of a text, or its assert statements."""
+    if not isinstance(ground_truth, str):
+        return ground_truth
+    text = ground_truth.strip()
+    if text.startswith(("{", "[")):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise RewardError(f"the ground truth begins like JSON and is none: {error}") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines if all(line.startswith("assert ") for line in lines) else [text]
+
+
+def _tests_of_dict(tests: dict[str, Any]) -> Iterator[Test]:
+    asserts = tests.get("assert_case")
+    if asserts is not None:
+        asserts = _texts([asserts] if isinstance(asserts, str) else asserts, "assert_case")
+        inputs = tests.get("inputs") or [""] * len(asserts)
+        if len(inputs) != len(asserts):
+            raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(asserts)} of assert_case")
+        yield from (Asserts(text, stdin=_joined(given)) for text, given in zip(asserts, inputs, strict=True))
+        return
+    inputs, outputs = (_list_of(tests, name) for name in ("inputs", "outputs"))
+    if len(inputs) != len(outputs):
+        raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(outputs)} outputs")
+    function = tests.get("fn_name")
+    if function and not (isinstance(function, str) and function.isidentifier()):
+        raise RewardError(f"the ground truth's fn_name is no name of a function: {str(function)[:80]!r}")
+    for given, wanted in zip(inputs, outputs, strict=True):
+        if function:
+            yield Returns(function, _arguments(given), _values(wanted))
+        else:
+            yield Prints(_joined(given), _joined(wanted))
+
+
+def _list_of(tests: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(tests.get(name), list | tuple):
+        known = ", ".join(map(str, list(tests)[:8])) or "nothing"
+        raise RewardError(f"the ground truth of code needs inputs and outputs, lists, or assert_case; it has {known}")
+    return list(tests[name])
+
+
+def _texts(values: Any, what: str) -> list[str]:
+    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
+        raise RewardError(f"the ground truth: {what} must be texts")
+    return list(values)
+
+
+def _joined(value: Any) -> str:
+    """An input or output: a text, or a list of its lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Those of a call: a list, or in verl's form a text with each as JSON on a line of its own."""
+    if isinstance(given, list | tuple):
+        return list(given)
+    try:
+        return [json.loads(line) for line in str(given).splitlines() if line.strip()]
+    except ValueError as error:
+        raise RewardError(f"the ground truth has fn_name, and an input that is no JSON: {error}") from error
+
+
+def _values(wanted: Any) -> list[Any]:
+    """The values that are right: as it stands, as JSON, and, as in APPS and TACO, the only one of a list."""
+    values = [wanted]
+    if isinstance(wanted, str):
+        with contextlib.suppress(ValueError):  # it is a text
+            values.append(json.loads(wanted))
+    return values + [value[0] for value in values if isinstance(value, list) and len(value) == 1]
+
+
+# -- the score ---------------------------------------------------------------------------------------------------------
+
+
+async def score_code(completion_text: str, ground_truth: Any, runner: Runner, settings: CodeSettings) -> Score:
+    """Run the tests of a row, one after the other, until one is late: those after it count as failed.
+
+    Raises:
+        RewardError: the row's tests cannot be read.
+    """
+    tests = read_tests(ground_truth)
+    code, language = code_of(completion_text)
+    if len(code.encode(errors="replace")) > MAX_CODE:
+        return _score(0, tests, f"the code is longer than {MAX_CODE >> 20} MiB", settings)
+    if language != "python" and not isinstance(tests[0], Prints):
+        return _score(0, tests, f"tests in Python cannot test {language}", settings)
+    started, passed, complaint = time.monotonic(), 0, ""
+    for number, test in enumerate(tests, 1):
+        if time.monotonic() - started > settings.start_within_s:
+            text = f"{number - 1} of {len(tests)} tests ended within reward.timeout_s, {settings.start_within_s:g} s"
+            return failed("timeout", text)
+        try:
+            ran = await runner.run(Program(test.program(code), language, test.stdin))
+        except RunnerError as error:
+            return failed(error.failure, str(error))
+        if not ran.problem and test.passed(ran.stdout):
+            passed += 1
+            continue
+        complaint = complaint or f"test {number}: {ran.problem or 'wrong output'}"
+        if ran.problem == TIMEOUT:
+            break
+    return _score(passed, tests, complaint, settings)
+
+
+def _score(passed: int, tests: Sequence[Test], complaint: str, settings: CodeSettings) -> Score:
+    share = passed / len(tests)
+    return Score(
+        value=share if settings.score == "share" else float(passed == len(tests)),
+        parts={"tests_passed": share},
+        detail=complaint[:MAX_DETAIL],
+    )
+
+
+def load_code(settings_json: str) -> Scorer:
+    """The scorer of a worker, which runs code on this machine. Raises RewardError if it may not."""
+    settings = msgspec.json.decode(settings_json, type=CodeSettings)
+    runner = LocalRunner(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, unsafe=settings.unsafe)
+
+    def score(call: Call) -> Any:
+        return score_code(call.completion_text, call.ground_truth, runner, settings)
+
+    return score
+
+
+# -- the reward --------------------------------------------------------------------------------------------------------
+
+
+class CodeReward:
+    """Scores code: in Sandbox Fusion where the settings have its URL, else in `workers` processes on this machine."""
+
+    def __init__(self, settings: CodeSettings, *, workers: int | Literal["auto"]) -> None:
+        self._settings = settings
+        deadline_s = settings.start_within_s + settings.timeout_s + 1.0
+        argument = msgspec.json.encode(settings).decode()
+        self._pool = Pool(f"{__name__}:load_code", argument, workers=workers, timeout_s=deadline_s)
+        self._turn = asyncio.Semaphore(settings.max_concurrent)
+        self._service: FusionRunner | None = None
+        if settings.url is not None:
+            from asyncgrpo.rewards import fusion  # only here, because it imports aiohttp
+
+            self._service = fusion.FusionRunner(
+                settings.url, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb
+            )
+
+    def check(self) -> None:
+        """Raise RewardError if code cannot be run. Blocks while a program is run in bubblewrap to find out."""
+        if self._service is not None or (why := why_not_isolated()) is None:
+            return
+        if not self._settings.unsafe:
+            raise RewardError(why)
+        log.warning("reward.code.unsafe: code of the model runs as your user, with your files and your network")
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Score completions. See `rewards.base.Reward`."""
+        if self._service is None:
+            return await score_each(self._pool, prompt, completions)
+        return await asyncio.gather(*(self._score_there(self._service, prompt, one) for one in completions))
+
+    async def close(self) -> None:
+        """End every worker process, and close the connections."""
+        await self._pool.close()
+        if self._service is not None:
+            await self._service.close()
+
+    async def _score_there(self, service: "FusionRunner", prompt: Prompt, completion: Sampled) -> Score:
+        asked = time.perf_counter()
+        async with self._turn:
+            started = time.perf_counter()
+            try:
+                score = await score_code(completion.text, prompt.answer, service, self._settings)
+            except Exception as error:  # of the row: what it holds instead of tests
+                score = failed("exception", describe(error))
+            return msgspec.structs.replace(score, seconds=time.perf_counter() - started, waited=started - asked)

@@ -1,0 +1,106 @@
+"""Requests to a service that runs or scores something: JSON is posted, and posted again where that did not work.
+
+A request is made again where the service was not reached, was too busy (429) or failed (5xx); the wait before it doubles,
+and all of it ends at one deadline. Every other reply is final.
+"""
+
+import asyncio
+import random
+from collections.abc import Mapping
+
+import aiohttp
+
+from asyncgrpo.errors import RewardError
+
+FIRST_WAIT_S, LAST_WAIT_S = 0.2, 5.0
+"""Before the second request, and the longest; up to half is added by chance, so that callers do not come together."""
+
+
+class ServiceError(RewardError):
+    """A service gave no reply that could be used."""
+
+    def __init__(self, detail: str, *, is_late: bool = False) -> None:
+        super().__init__(detail)
+        self.is_late = is_late
+        """Whether it did not reply before the deadline."""
+
+
+class _Unavailable(Exception):
+    """The service was not reached, or failed: another try may work."""
+
+
+class Service:
+    """Something that takes JSON at one URL. Use it from one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_s: float,
+        max_reply: int,
+        tries: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            deadline_s: of a reply, all tries together, seconds.
+            max_reply: bytes of a reply that are read.
+            tries: requests that are made at most; None: as many as the deadline allows.
+        """
+        self.url = url
+        self._deadline_s, self._max_reply, self._tries = deadline_s, max_reply, tries
+        self._headers = {"Content-Type": "application/json"} | dict(headers or {})
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, body: bytes) -> bytes:
+        """The reply to `body`. Raises ServiceError."""
+        tried, problem = 0, ""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while True:
+                    try:
+                        return await self._post(body)
+                    except _Unavailable as error:
+                        tried, problem = tried + 1, str(error)
+                    if tried == self._tries:
+                        break
+                    wait_s = min(FIRST_WAIT_S * 2 ** (tried - 1), LAST_WAIT_S)
+                    await asyncio.sleep(wait_s * random.uniform(1.0, 1.5))
+        except TimeoutError:
+            if not problem:
+                raise ServiceError(f"{self.url} did not reply within {self._deadline_s:g} s", is_late=True) from None
+        raise ServiceError(f"{self.url}: {problem}, {tried} times")
+
+    async def close(self) -> None:
+        """Close the connections; requests that run fail."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(self, body: bytes) -> bytes:
+        if self._session is None:  # here, because it belongs to the event loop
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        try:
+            async with self._session.post(self.url, data=body, headers=self._headers) as response:
+                if response.status == 429 or response.status >= 500:
+                    raise _Unavailable(f"HTTP {response.status}")
+                if response.status != 200:
+                    said = (await response.content.read(200)).decode(errors="replace")
+                    raise ServiceError(f"{self.url}: HTTP {response.status}: {said}")
+                return await _read(response, self._max_reply)
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError):  # the deadline's
+                raise
+            raise _Unavailable(str(error) or type(error).__name__) from error
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The body, cut off where it is longer than any that is used; then it is no JSON."""
+    parts, size = [], 0
+    async for part in response.content.iter_chunked(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            break
+    return b"".join(parts)

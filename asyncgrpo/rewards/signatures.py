@@ -1,0 +1,216 @@
+"""How a user's function is called: its form is recognised by the names of its parameters.
+
+    verl's            f(data_source, solution_str, ground_truth, extra_info=None)
+    verl's batch      f(data_sources, solution_strs, ground_truths, extra_infos=None)
+    TRL's             f(completions, **columns), f(prompts, completions, completion_ids, ground_truth, ...)
+    by keyword        f(prompt, completion, answer, info), or some of these
+
+A function of verl's batch form or of TRL's is called once for all completions of a group and returns a list. The others
+are called for each completion and return a number, or a dict with `score` and named parts. All may be `async`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.worker import Call
+
+Getters = dict[str, Callable[[Call], Any]]
+
+_VERL: Getters = {
+    "data_source": lambda call: call.data_source,
+    "solution_str": lambda call: call.completion_text,
+    "ground_truth": lambda call: call.ground_truth,
+    "extra_info": lambda call: call.info,
+}
+_KEYWORD: Getters = {
+    "prompt": lambda call: call.prompt_text,
+    "completion": lambda call: call.completion_text,
+    "answer": lambda call: call.ground_truth,
+    "info": lambda call: call.info,
+}
+_KNOWN = _VERL | _KEYWORD
+_VERL_BATCH: Getters = {
+    "data_sources": lambda call: [call.data_source] * len(call.completions),
+    "solution_strs": lambda call: list(call.completions),
+    "ground_truths": lambda call: [call.ground_truth] * len(call.completions),
+    "extra_infos": lambda call: [call.info] * len(call.completions),
+}
+_TRL: Getters = {
+    "prompts": lambda call: [list(call.turns) if call.turns else call.prompt_text] * len(call.completions),
+    "completions": lambda call: [_as_trl(text, is_chat=bool(call.turns)) for text in call.completions],
+    "completion_ids": lambda call: [list(ids) for ids in call.completion_ids],
+}
+_OF_TRL_ITSELF = ("trainer_state", "environments", "log_extra", "log_metric")
+_FORMS = (
+    f"compute_score({', '.join(_VERL)}), TRL's f(completions, **columns), or any of the names {', '.join(_KEYWORD)}"
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A user's function, called for a `Call`."""
+
+    about: str
+    """Its name, its parameters and its form, for a person."""
+    takes_groups: bool
+    """Whether it is called once for a group, and returns a list."""
+    call: Callable[[Call], Any]
+    kwargs: tuple[str, ...] = ()
+    """The names of the further arguments that it takes of those given."""
+
+    def __call__(self, call: Call) -> Any:
+        return self.call(call)
+
+
+def recognise(function: Callable[..., Any], path: Path, name: str, kwargs: Mapping[str, Any]) -> Function:
+    """The form of a user's function.
+
+    Args:
+        kwargs: further arguments of it. It gets those that it takes, and they are no part of its form.
+    Raises:
+        RewardError: it takes what no reward can give; the message names file, function and the forms there are.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{path}: the parameters of {name} cannot be read: {error}") from error
+    taken = {key: value for key, value in kwargs.items() if _takes(signature, key)}
+    if taken:
+        function = functools.partial(function, **taken)
+    parameters = _Parameters(signature, f"{path}: {name}{signature}", taken)
+    for names, form, bind in ((_TRL, "TRL's form", _bind_trl), (_VERL_BATCH, "verl's batch form", _bind_verl_batch)):
+        if parameters.any_of(names):
+            return Function(
+                f"{_bare(name, signature)}, {form}, one call for a group", True, bind(function, parameters), (*taken,)
+            )
+    form, call = _bind_one(function, parameters)
+    return Function(f"{_bare(name, signature)}, {form}, one call for a completion", False, call, (*taken,))
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    """Whether `name` can be given by keyword."""
+    parameter = signature.parameters.get(name)
+    if parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        return True
+    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+
+class _Parameters:
+    """The parameters of a function, as far as they decide how it is called."""
+
+    def __init__(self, signature: inspect.Signature, what: str, taken: Container[str]) -> None:
+        """
+        Args:
+            what: file, name and parameters, with which every complaint begins.
+            taken: parameters that have their value already.
+        """
+        every = [p for p in signature.parameters.values() if p.name not in taken]
+        self.taken = taken
+        self.kinds = {p.kind for p in every}
+        self.named = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self.required = [p.name for p in self.named if p.default is p.empty]
+        self.what = what
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether it has `**rest`."""
+        return inspect.Parameter.VAR_KEYWORD in self.kinds
+
+    @property
+    def has_unnamed(self) -> bool:
+        """Whether some can only be given by position."""
+        return inspect.Parameter.POSITIONAL_ONLY in self.kinds
+
+    def any_of(self, names: Iterable[str]) -> bool:
+        return any(p.name in names for p in self.named)
+
+    def refuse(self, names: Iterable[str]) -> RewardError:
+        unknown = ", ".join(names) or "positional-only parameters"
+        return RewardError(f"{self.what} takes {unknown}, which a reward cannot give; expected {_FORMS}")
+
+
+def _bare(name: str, signature: inspect.Signature) -> str:
+    """Name and parameters without annotations."""
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
+
+
+# -- one call for a group ----------------------------------------------------------------------------------------------
+
+
+def _bind_trl(function: Callable[..., Any], parameters: _Parameters) -> Callable[[Call], Any]:
+    """By keyword: prompts, completions, their token ids, and the columns of the row, each repeated."""
+    of_trl = [name for name in parameters.required if name in _OF_TRL_ITSELF]
+    if of_trl or parameters.has_unnamed:
+        raise parameters.refuse(of_trl)
+    names = [p.name for p in parameters.named]
+
+    def call(call: Call) -> Any:
+        count = len(call.completions)
+        columns = {name: [value] * count for name, value in _columns(call).items() if name not in parameters.taken}
+        given = columns | {name: get(call) for name, get in _TRL.items()}
+        if missing := [name for name in parameters.required if name not in given]:
+            raise RewardError(
+                f"the row has no column {', '.join(missing)}, which the function takes; it has {', '.join(columns)}"
+            )
+        return function(**(given if parameters.takes_any else {name: given[name] for name in names if name in given}))
+
+    return call
+
+
+def _columns(call: Call) -> dict[str, Any]:
+    """The columns of the row. Answer and source have each name that a file may give them."""
+    answer, source = call.ground_truth, call.data_source
+    known = {"ground_truth": answer, "answer": answer, "solution": answer, "data_source": source, "task": source}
+    return known | {"extra_info": call.info} | call.info
+
+
+def _as_trl(text: str, *, is_chat: bool) -> str | list[dict[str, str]]:
+    """A completion as TRL gives it: after chat turns it is a list of one turn."""
+    return [{"role": "assistant", "content": text}] if is_chat else text
+
+
+def _bind_verl_batch(function: Callable[..., Any], parameters: _Parameters) -> Callable[[Call], Any]:
+    unknown = [name for name in parameters.required if name not in _VERL_BATCH]
+    if unknown or parameters.has_unnamed:
+        raise parameters.refuse(unknown)
+    named = {p.name for p in parameters.named}
+    names = [name for name in _VERL_BATCH if parameters.takes_any or name in named]
+    return lambda call: function(**{name: _VERL_BATCH[name](call) for name in names})
+
+
+# -- one call for a completion -----------------------------------------------------------------------------------------
+
+
+def _bind_one(function: Callable[..., Any], parameters: _Parameters) -> tuple[str, Callable[[Call], Any]]:
+    """By the names it takes, or by position in verl's order if its names are unknown."""
+    named, required = parameters.named, parameters.required
+    known = [p.name for p in named if p.name in _KNOWN]
+    if parameters.has_unnamed or not set(required) <= _KNOWN.keys():
+        return _by_position(function, parameters, [p.name for p in named if p.kind != p.KEYWORD_ONLY], required)
+    speaks_verl = not known or any(name in _VERL for name in known)
+    if parameters.takes_any:  # it gets the other names of the same naming as well
+        known += [name for name in (_VERL if speaks_verl else _KEYWORD) if name not in known]
+    elif inspect.Parameter.VAR_POSITIONAL in parameters.kinds and not known:
+        return _by_position(function, parameters, list(_VERL), list(_VERL))
+    if not known:
+        raise RewardError(f"{parameters.what} takes nothing that a reward can give; expected {_FORMS}")
+    form = "verl's form" if speaks_verl else "by keyword"
+    return form, lambda call: function(**{name: _KNOWN[name](call) for name in known})
+
+
+def _by_position(
+    function: Callable[..., Any], parameters: _Parameters, names: list[str], required: list[str]
+) -> tuple[str, Callable[[Call], Any]]:
+    """In verl's order, with three or four required parameters, none of a known name out of place."""
+    order = list(_VERL)
+    agrees = all(name == expected or name not in _KNOWN for name, expected in zip(names, order, strict=False))
+    if not agrees or not 3 <= len(required) <= 4 or not set(required) <= set(names[:4]):
+        raise parameters.refuse(name for name in required if name not in _KNOWN)
+    getters = [_VERL[name] for name, _ in zip(order, names, strict=False)]
+    return "verl's form by position", lambda call: function(*[get(call) for get in getters])

@@ -1,0 +1,21 @@
+"""Rewards in the place of the product's, for tests of what calls them."""
+
+from collections.abc import Sequence
+
+from asyncgrpo.rewards import Sampled
+from asyncgrpo.types import Prompt, Score
+
+
+class OneByOne:
+    """A reward that scores one completion after the other; a test says how."""
+
+    takes_groups = False
+
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
+        raise NotImplementedError
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        return [await self.score_one(prompt, one.text) for one in completions]
+
+    async def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,161 @@
+"""Which code is scored against which tests, and what it is given: with runners that say what a program does."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.code import CodeSettings, Returns, code_of, read_tests, score_code
+from asyncgrpo.rewards.sandbox import TIMEOUT, Program, Ran, RunnerError
+from asyncgrpo.types import Score
+
+
+class Fake:
+    """A runner that ends each program as `does` says, and keeps them."""
+
+    def __init__(self, does: Callable[[Program], Ran]) -> None:
+        self.does, self.programs = does, list[Program]()
+
+    async def run(self, program: Program) -> Ran:
+        self.programs.append(program)
+        return self.does(program)
+
+
+async def score(does, ground_truth, text="code", **settings) -> tuple[Score, list[Program]]:
+    runner = Fake(does)
+    return await score_code(text, ground_truth, runner, CodeSettings(**settings)), runner.programs
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("print(1)", ("print(1)", "python")),
+        ("So:\n```python\nprint(1)\n```\nDone.", ("print(1)\n", "python")),
+        ("```py\nprint(1)\n```\nbetter:\n```Python3\nprint(2)\n```", ("print(2)\n", "python")),
+        ("```\nprint(1)\n```", ("print(1)\n", "python")),
+        ("```python\nprint(1)\n```\nIt prints\n```text\n1\n```", ("print(1)\n", "python")),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", ("print(1)\n", "python")),
+        ("```python\nprint(1)", ("print(1)", "python")),
+        ("```c++\nint main() {}\n```", ("int main() {}\n", "cpp")),
+        ("1. First\n   ```js\n   f()\n   ```", ("   f()\n", "nodejs")),
+        ("```output\n1\n```", ("1\n", "python")),
+        ("", ("", "python")),
+    ],
+)
+def test_the_code_of_a_completion(text, code):
+    assert code_of(text) == code
+
+
+FORMS = [
+    {"inputs": ["2"], "outputs": ["4"]},
+    json.dumps({"inputs": ["2"], "outputs": ["4"], "time_limit": 3}),
+    {"inputs": [["2"]], "outputs": [["4"]]},
+    {"inputs": ["[2]\n"], "outputs": ["4"], "fn_name": "double"},
+    {"inputs": [[2]], "outputs": [[4]], "fn_name": "double"},
+    {"assert_case": ["assert double(2) == 4"]},
+    {"assert_case": ["assert double(2) == 4"], "inputs": [""], "outputs": [None]},
+    ["assert double(2) == 4"],
+    json.dumps(["assert double(2) == 4"]),
+    "assert double(2) == 4",
+    "def check(f):\n    assert f(2) == 4\ncheck(double)",
+]
+
+
+@pytest.mark.parametrize("ground_truth", FORMS)
+def test_each_form_of_tests_is_one_test(ground_truth):
+    assert len(read_tests(ground_truth)) == 1
+
+
+def test_lines_of_asserts_are_a_test_each():
+    assert len(read_tests("assert f(1)\n\nassert f(2)\n")) == 2
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "why"),
+    [
+        (None, "must be tests.*not NoneType"),
+        (42, "must be tests.*not int"),
+        ({}, "inputs and outputs.*has nothing"),
+        ({"inputs": ["1"]}, "inputs and outputs.*has inputs"),
+        ({"inputs": "1", "outputs": "2"}, "inputs and outputs, lists"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs for 0 outputs"),
+        ({"inputs": [], "outputs": []}, "has no tests"),
+        ("{'inputs': ['1'], 'outputs': ['2']}", "begins like JSON and is none"),
+        ({"assert_case": [1]}, "assert_case must be texts"),
+        ({"assert_case": ["assert 1"], "inputs": ["", ""]}, "2 inputs for 1 of assert_case"),
+        ([{"input": "1"}], "assert statements must be texts"),
+        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "an input that is no JSON"),
+        ({"inputs": ["1"], "outputs": ["3"], "fn_name": "f(1)"}, "fn_name is no name of a function"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_refused_by_what_is_wrong(ground_truth, why):
+    with pytest.raises(RewardError, match=why):
+        read_tests(ground_truth)
+
+
+async def test_the_score_is_the_share_of_tests_that_pass():
+    tests = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "3", "0"]}
+    scored, programs = await score(lambda program: Ran(program.stdin), tests)
+    assert (scored.value, scored.parts, scored.detail) == (0.75, {"tests_passed": 0.75}, "test 4: wrong output")
+    assert [program.stdin for program in programs] == ["1", "2", "3", "4"]
+    scored, _ = await score(lambda program: Ran(program.stdin), tests, score="all")
+    assert (scored.value, scored.parts) == (0.0, {"tests_passed": 0.75})
+
+
+@pytest.mark.parametrize(
+    ("output", "passed"), [("1\n2", 1), ("1  \n2\n\n", 1), ("1\n\n2", 0), (" 1\n2", 0), ("1 2", 0), ("", 0)]
+)
+async def test_blanks_at_the_ends_of_an_output_do_not_count(output, passed):
+    scored, _ = await score(lambda _: Ran(output), {"inputs": [""], "outputs": ["1\n2\n"]})
+    assert scored.value == passed
+
+
+async def test_an_output_does_not_help_a_program_that_failed():
+    scored, _ = await score(lambda _: Ran("4", "exit code 1: ValueError"), FORMS[0])
+    assert (scored.value, scored.detail) == (0.0, "test 1: exit code 1: ValueError")
+
+
+@pytest.mark.parametrize("ground_truth", FORMS[3:])
+async def test_a_program_that_ends_well_before_its_test_has_not_passed_it(ground_truth):
+    for output in ("", "4", "\n\n", "double"):
+        assert (await score(lambda _, output=output: Ran(output), ground_truth))[0].value == 0.0
+
+
+def test_a_function_is_compared_by_value():
+    (test,) = read_tests({"inputs": [[1]], "outputs": [[[1, 2]]], "fn_name": "f"})
+    assert isinstance(test, Returns)
+    for printed, passed in (("[1, 2]", True), ("[[1, 2]]", True), ("[1,2.0]", True), ("[2, 1]", False), ("?", False)):
+        assert test.passed(f"hello\n{test.mark}{printed}\n") is passed
+    assert not test.passed(f"\n{test.mark}{'[' * 100_000}")
+
+
+async def test_no_test_is_started_after_one_that_was_late():
+    """A loop without an end would otherwise take the deadline of one test for each."""
+
+    def does(program: Program) -> Ran:
+        return Ran("", TIMEOUT) if program.stdin == "2" else Ran(program.stdin)
+
+    scored, programs = await score(does, {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]})
+    assert (scored.value, scored.detail, len(programs)) == (pytest.approx(1 / 3), "test 2: timeout", 2)
+
+
+async def test_tests_that_could_not_be_started_in_time_are_no_fault_of_the_code():
+    scored, programs = await score(lambda _: Ran("4"), FORMS[0], start_within_s=-1.0)
+    assert (scored.value, scored.failure, programs) == (None, "timeout", [])
+    assert "reward.timeout_s" in scored.detail
+
+
+async def test_a_runner_that_fails_is_a_named_failure():
+    def does(program: Program) -> Ran:
+        raise RunnerError("sandbox", "no sandbox today")
+
+    scored, _ = await score(does, FORMS[0])
+    assert (scored.value, scored.failure, scored.detail) == (None, "sandbox", "no sandbox today")
+
+
+async def test_code_that_cannot_be_tested_fails_and_is_not_run():
+    for text in ("x" * (2 << 20), "```cpp\nint main() {}\n```"):
+        scored, programs = await score(lambda _: Ran("4"), FORMS[5], text=text)
+        assert (scored.value, programs) == (0.0, [])
+        assert scored.detail

@@ -1,0 +1,157 @@
+"""Several rewards are one weighted sum, each is a part of it, and one that fails is never a 0."""
+
+import pytest
+
+from asyncgrpo.config.schema import RewardConfig
+from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards import CombinedReward, Sampled, build_reward, score_one
+from asyncgrpo.rewards.base import failed
+from asyncgrpo.rewards.combined import Weighted
+from asyncgrpo.types import Score
+from tests.rewards.conftest import prompt
+from tests.rewards.stubs import OneByOne
+
+FINE = "<think>15 + 27</think><answer>42</answer>"
+
+
+class Gives(OneByOne):
+    """Gives every completion one score."""
+
+    about = "a stub"
+
+    def __init__(self, score: Score) -> None:
+        self.given = score
+
+    async def score_one(self, prompt, text) -> Score:
+        return self.given
+
+
+def combined(*scores: tuple[float, Score]) -> CombinedReward:
+    return CombinedReward([Weighted(f"r{i}", weight, Gives(score)) for i, (weight, score) in enumerate(scores)])
+
+
+async def test_the_score_is_the_weighted_sum_and_the_parts_are_the_scores():
+    reward = combined((1.0, Score(value=0.5, seconds=0.1)), (-0.2, Score(value=2.0, parts={"long": 1.0}, seconds=0.3)))
+    score = await score_one(reward, prompt(), "")
+    assert score.value == pytest.approx(0.1) and score.seconds == 0.3
+    assert score.parts == {"r0": 0.5, "r1": 2.0, "r1/long": 1.0}
+
+
+async def test_a_reward_may_be_called_score_and_too_many_parts_are_left_out_by_name():
+    many = Score(value=1.0, parts={f"p{i}": 1.0 for i in range(40)})
+    reward = CombinedReward([Weighted("score", 1.0, Gives(Score(value=0.5))), Weighted("many", 1.0, Gives(many))])
+    score = await score_one(reward, prompt(), "")
+    assert (score.value, score.parts["score"], len(score.parts)) == (1.5, 0.5, 32)
+    assert score.detail.startswith("parts left out, more than 32: many/p30, ")
+
+
+async def test_one_reward_that_fails_fails_the_whole_by_its_name():
+    broken = failed("exception", "/r.py:3: KeyError: x")
+    score = await score_one(combined((1.0, Score(value=0.5)), (0.0, broken)), prompt(), "")
+    assert (score.value, score.failure, score.detail) == (None, "exception", "r1: /r.py:3: KeyError: x")
+
+
+async def test_one_that_does_not_apply_adds_nothing_and_where_none_applies_there_is_no_score():
+    nothing = failed("not_applicable", "returned None")
+    score = await score_one(combined((1.0, nothing), (2.0, Score(value=0.5))), prompt(), "")
+    assert (score.value, score.parts) == (1.0, {"r1": 0.5})
+    score = await score_one(combined((1.0, nothing), (2.0, nothing)), prompt(), "")
+    assert (score.value, score.failure) == (None, "not_applicable")
+
+
+async def test_a_sum_has_the_bounds_of_a_score():
+    score = await score_one(combined((10.0, Score(value=9e5))), prompt(), "")
+    assert score.failure == "too_large"
+
+
+class ByText(OneByOne):
+    """Gives each text the score that a test says, and keeps what it was asked."""
+
+    about = "a stub"
+
+    def __init__(self, scores: dict[str, Score]) -> None:
+        self.scores = scores
+        self.asked: list[str] = []
+
+    async def score_one(self, prompt, text) -> Score:
+        self.asked.append(text)
+        return self.scores[text]
+
+
+NOTHING = failed("not_applicable", "returned None")
+
+
+async def test_the_first_that_applies_scores_and_those_behind_it_are_not_called():
+    rule = ByText({"a": Score(value=0.0), "b": NOTHING, "c": NOTHING, "d": failed("timeout", "late")})
+    judge = ByText({"b": Score(value=0.5), "c": NOTHING})
+    reward = CombinedReward([Weighted("rule", 1.0, rule), Weighted("judge", 2.0, judge)], "first")
+    a, b, c, d = await reward.score(prompt(), [Sampled(text) for text in "abcd"])
+    assert (a.value, a.parts) == (0.0, {"rule": 0.0})
+    assert (b.value, b.parts) == (1.0, {"judge": 0.5})
+    assert (c.failure, d.failure, d.detail) == ("not_applicable", "timeout", "rule: late")
+    assert (rule.asked, judge.asked) == (["a", "b", "c", "d"], ["b", "c"])
+    assert reward.about == "1 x a stub, else 2 x a stub"
+
+
+async def test_behind_a_gate_the_others_are_called_only_where_the_first_is_above_it():
+    first = ByText({
+        "no": Score(value=0.25), "yes": Score(value=0.5), "broken": failed("crash", "gone"), "none": NOTHING,
+    })  # fmt: skip
+    costly = [ByText({"yes": Score(value=3.0)}), ByText({"yes": NOTHING})]
+    rewards = [Weighted("first", 2.0, first), Weighted("x", 1.0, costly[0]), Weighted("y", 1.0, costly[1])]
+    reward = CombinedReward(rewards, "gate", gate_above=0.25)
+    no, yes, broken, none = await reward.score(prompt(), [Sampled(t) for t in ("no", "yes", "broken", "none")])
+    assert (no.value, no.parts) == (0.5, {"first": 0.25})
+    assert (yes.value, yes.parts) == (4.0, {"first": 0.5, "x": 3.0})
+    assert (broken.failure, broken.detail) == ("crash", "first: gone")
+    assert none.failure == "not_applicable", "what has no first reward passes no gate, and is no silent 0"
+    assert [one.asked for one in costly] == [["yes"], ["yes"]]
+    assert reward.about == "2 x a stub, and where that reward is above 0.25 + 1 x a stub + 1 x a stub"
+
+
+async def test_functions_and_built_in_rewards_are_mixed_by_name(reward_file):
+    path = reward_file("def brief(completions, **columns): return [float(len(c) < 99) for c in completions]", "r.py")
+    config = RewardConfig(
+        function=("exact_match", f"{path}:brief", "format", "length"), weights=(1.0, 0.5, 0.2, -0.1), timeout_s=30
+    )
+    reward = build_reward(config)
+    assert reward.takes_groups
+    assert reward.about == (
+        "1 x exact_match, built in + 0.5 x brief(completions, **columns), TRL's form, one call for a group + "
+        "0.2 x format, built in + -0.1 x length, built in"
+    )
+    right, wrong = await reward.score(prompt(answer="42"), [Sampled("42", [1]), Sampled(FINE, [1] * 500)])
+    assert right.parts == {"exact_match": 1.0, "brief": 1.0, "format": 0.0, "length": 0.001}
+    assert wrong.value == pytest.approx(0.5 + 0.2 - 0.05)
+    await reward.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (RewardConfig(function=()), "reward.function is an empty list"),
+        (RewardConfig(function=("format", "qa"), weights=(1.0,)), "reward.weights has 1 and reward.function 2 entries"),
+        (RewardConfig(weights=(1.0, 2.0)), "reward.weights has 2 and reward.function 1 entries"),
+        (RewardConfig(function=("format", "format")), "names format twice"),
+        (RewardConfig(function="qa", combine="gate"), "reward.combine=gate needs two rewards or more"),
+        (RewardConfig(function="gsm8"), "reward.function: gsm8 is no built-in reward; did you mean gsm8k"),
+        (RewardConfig(function="nowhere.py"), "there is no reward file .*nowhere.py"),
+    ],
+)
+def test_what_is_wrong_with_a_list_is_one_sentence(config, sentence):
+    with pytest.raises(RewardError, match=sentence):
+        build_reward(config)
+
+
+def test_functions_of_one_name_are_told_apart_by_their_files(reward_file):
+    files = [reward_file("def compute_score(answer): return 1.0", name) for name in ("a.py", "b.py")]
+    reward = build_reward(RewardConfig(function=(*files, "qa"), timeout_s=30))
+    assert [one.name for one in reward._rewards] == ["a.compute_score", "b.compute_score", "qa"]
+
+
+def test_the_rule_of_each_source_is_checked_before_the_run_also_in_a_list():
+    reward = build_reward(RewardConfig(function=("data_source", "format")))
+    reward.check_sources({"gsm8k"})
+    with pytest.raises(RewardError, match="no reward rule for data_source 'my_data'"):
+        reward.check_sources({"my_data"})
+    build_reward(RewardConfig(function="qa")).check_sources({"my_data"})

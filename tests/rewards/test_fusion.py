@@ -1,0 +1,209 @@
+"""Code that runs in Sandbox Fusion: a small server that speaks its protocol, runs the code, and fails when it is told to."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
+from asyncgrpo.rewards import Sampled, build_reward, fusion, http, score_one
+from asyncgrpo.rewards.fusion import TRIES
+from asyncgrpo.types import Score
+from tests.rewards.conftest import prompt
+from tests.rewards.servers import Recording
+
+SQUARES = {"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]}
+GOOD = "n = int(input())\nprint(n * n)"
+
+
+class Service(Recording):
+    """Runs Python as Sandbox Fusion does. `replies` are given first, each a status and a body; None hangs up."""
+
+    def __init__(self) -> None:
+        super().__init__(Handler)
+        self.replies: list[tuple[int, bytes] | None] = []
+        self.hold = threading.Event()
+        self.hold.set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Service
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.requests.append(asked)
+            server.paths.append(self.path)
+            server.running += 1
+            server.most = max(server.most, server.running)
+            told = server.replies.pop(0) if server.replies else (200, b"")
+        server.hold.wait(30)
+        if told is not None:
+            status, body = told
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body or json.dumps(run(asked)).encode())
+        with server.lock:
+            server.running -= 1
+
+
+def run(asked: dict) -> dict:
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", asked["code"]],
+            input=asked["stdin"],
+            capture_output=True,
+            text=True,
+            timeout=asked["run_timeout"],
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "Failed", "message": "", "run_result": {"status": "TimeLimitExceeded"}}
+    result = {
+        "status": "Finished",
+        "execution_time": 0.01,
+        "return_code": ended.returncode,
+        "stdout": ended.stdout,
+        "stderr": ended.stderr,
+    }
+    return {"status": "Failed" if ended.returncode else "Success", "compile_result": None, "run_result": result}
+
+
+@pytest.fixture
+def service(monkeypatch) -> Iterator[Service]:
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
+    with Service() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.hold.set()
+        server.shutdown()
+
+
+async def score(url: str, text: str = GOOD, answer: object = SQUARES, **settings) -> Score:
+    rules = build_reward(RewardConfig(code=CodeRewardConfig(url=url, **settings)))
+    rules.check_sources({"code"})
+    scored = await score_one(rules, prompt(source="code", answer=answer), text)
+    await rules.close()
+    return scored
+
+
+@pytest.mark.parametrize("path", ["", "/", "/run_code"])
+async def test_code_is_run_in_the_service(service, path):
+    scored = await score(service.url + path, memory_mb=512, timeout_s=3.0)
+    assert scored.value == 1.0
+    assert service.paths == ["/run_code"] * 2
+    assert service.requests[0] == {
+        "code": GOOD, "language": "python", "stdin": "2\n", "run_timeout": 3.0, "compile_timeout": 3.0,
+        "memory_limit_MB": 512,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "value", "detail"),
+    [
+        ("print(4)", SQUARES, 0.5, "wrong output"),
+        ("print(", SQUARES, 0.0, "SyntaxError"),
+        ("while True: pass", SQUARES, 0.0, "test 1: timeout"),
+        ("def f(x): return x * x", {"inputs": [[3]], "outputs": [[9]], "fn_name": "f"}, 1.0, ""),
+        ("def f(x): return x * x", ["assert f(3) == 9", "assert f(3) == 8"], 0.5, "AssertionError"),
+    ],
+)
+async def test_what_the_code_does_is_its_score(service, text, answer, value, detail):
+    scored = await score(service.url, text, answer, timeout_s=1.0)
+    assert scored.value == value and detail in scored.detail
+
+
+async def test_other_languages_are_named_to_the_service(service):
+    service.replies = [
+        (200, json.dumps({"status": "Success", "run_result": {"status": "Finished", "stdout": "4"}}).encode())
+    ]
+    await score(service.url, "```c++\nint main() {}\n```")
+    assert service.requests[0]["language"] == "cpp"
+
+
+async def test_code_that_does_not_compile_fails_its_tests(service):
+    compiled = {"status": "Finished", "return_code": 1, "stderr": "a.cpp:1\nno main"}
+    service.replies = [(200, json.dumps({"status": "Failed", "compile_result": compiled}).encode())] * 2
+    scored = await score(service.url, "```cpp\n```")
+    assert (scored.value, scored.detail) == (0.0, "test 1: it does not compile: exit code 1: no main")
+
+
+@pytest.mark.parametrize("reply", [None, (500, b"oops"), (503, b"")])
+async def test_a_service_that_fails_once_is_asked_again(service, reply):
+    service.replies = [reply]
+    assert (await score(service.url)).value == 1.0
+    assert len(service.requests) == 3
+
+
+async def test_a_service_that_always_fails_is_asked_a_few_times_and_is_a_named_failure(service):
+    service.replies = [(500, b"")] * 100
+    scored = await score(service.url)
+    assert (scored.value, scored.failure) == (None, "sandbox")
+    assert scored.detail == f"{service.url}/run_code: HTTP 500, 3 times"
+    assert len(service.requests) == TRIES
+
+
+@pytest.mark.parametrize(
+    ("reply", "detail"),
+    [
+        ((404, b"no such page"), "HTTP 404: no such page"),
+        ((422, b"unknown language"), "HTTP 422: unknown language"),
+        ((200, b"<html>"), "no reply of Sandbox Fusion"),
+        ((200, b"[]"), "no reply of Sandbox Fusion"),
+        ((200, b'{"status": "SandboxError", "message": "disk full"}'), "SandboxError: disk full"),
+        ((200, b'{"status": "Success"}'), "no run_result"),
+    ],
+)
+async def test_a_reply_that_says_nothing_of_the_code_is_a_named_failure_and_final(service, reply, detail):
+    service.replies = [reply]
+    scored = await score(service.url)
+    assert (scored.value, scored.failure) == (None, "sandbox") and detail in scored.detail
+    assert len(service.requests) == 1
+
+
+async def test_a_service_that_is_not_there_is_a_named_failure(service):
+    service.shutdown()
+    service.server_close()
+    scored = await score(service.url)
+    assert scored.failure == "sandbox" and "3 times" in scored.detail
+
+
+async def test_a_service_that_hangs_is_a_named_failure(service, monkeypatch):
+    monkeypatch.setattr(fusion, "QUEUE_S", 0.1)
+    service.hold.clear()
+    scored = await score(service.url, timeout_s=0.1)
+    assert scored.failure == "timeout" and "did not reply" in scored.detail
+
+
+async def test_a_row_without_tests_is_a_named_failure(service):
+    scored = await score(service.url, answer={"inputs": []})
+    assert scored.failure == "exception" and "inputs and outputs" in scored.detail
+    assert service.requests == []
+
+
+async def test_no_more_than_the_configuration_says_run_at_once(service):
+    rules = build_reward(RewardConfig(code=CodeRewardConfig(url=service.url, max_concurrent=3)))
+    service.hold.clear()
+    one = {"inputs": ["2"], "outputs": ["4"]}
+    scoring = asyncio.create_task(rules.score(prompt(source="code", answer=one), [Sampled("print(4)")] * 9))
+    while service.running < 3:
+        await asyncio.sleep(0.01)
+    service.hold.set()
+    assert [score.value for score in await scoring] == [1.0] * 9
+    assert service.most == 3
+    await rules.close()
+
+
+def test_a_generator_has_as_many_calls_at_once_as_the_service_takes():
+    assert RewardConfig(workers=2).at_once == 2
+    assert RewardConfig(workers=2, code=CodeRewardConfig(max_concurrent=8)).at_once == 2
+    assert RewardConfig(workers=2, code=CodeRewardConfig(url="http://h", max_concurrent=8)).at_once == 8

@@ -1,0 +1,218 @@
+"""The LLM judge, against a small server that replies as it is told to, and against SGLang's own."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+from asyncgrpo.config.schema import JudgeConfig, RewardConfig
+from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards import Sampled, build_reward, http, score_one
+from asyncgrpo.rewards.judge import PATTERN, chat_url, number_in
+from asyncgrpo.types import Score
+from tests.rewards.conftest import prompt
+from tests.rewards.servers import Recording
+
+Told = tuple[int, str] | None
+
+
+def chat(text: str | None) -> Told:
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+class Judge(Recording):
+    """Gives the `replies` in turn, the last one for ever: a status and a body each; None hangs up."""
+
+    def __init__(self) -> None:
+        super().__init__(Handler)
+        self.replies: list[Told] = [chat("Fine.\nScore: 7")]
+        self.keys: list[str | None] = []
+        self.may_reply = threading.Event()
+        self.may_reply.set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Judge
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.requests.append(asked)
+            server.paths.append(self.path)
+            server.keys.append(self.headers["Authorization"])
+            server.running += 1
+            server.most = max(server.most, server.running)
+            told = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
+        server.may_reply.wait(30)
+        with server.lock:
+            server.running -= 1
+        if told is not None:
+            self.send_response(told[0])
+            self.end_headers()
+            self.wfile.write(told[1].encode())
+
+
+@pytest.fixture
+def judge(monkeypatch) -> Iterator[Judge]:
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
+    with Judge() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.may_reply.set()
+        server.shutdown()
+
+
+async def judged(judge: Judge, text: str = "It is 42.", row=None, **settings) -> Score:
+    reward = build_reward(RewardConfig(function="judge", judge=JudgeConfig(url=judge.url, **settings)))
+    score = await score_one(reward, row or prompt(answer="42", text="What is 6 x 7?"), text)
+    await reward.close()
+    return score
+
+
+async def test_the_judge_sees_prompt_completion_and_answer_and_its_number_is_the_score(judge):
+    score = await judged(judge, "It is {answer}.", model="judy", max_tokens=99)
+    assert (score.value, score.failure) == (0.7, None) and score.seconds > 0
+    assert judge.paths == ["/v1/chat/completions"] and judge.keys == [None]
+    (asked,) = judge.requests
+    (message,) = asked.pop("messages")
+    assert asked == {"model": "judy", "max_tokens": 99, "temperature": 0.0}
+    assert message["role"] == "user"
+    parts = ["What is 6 x 7?", "\n42\n", "It is {answer}."]  # what a completion writes in braces stays as it is
+    assert re.search(".*".join(map(re.escape, parts)), message["content"], re.DOTALL)
+
+
+async def test_all_turns_of_a_chat_are_shown_and_a_template_is_a_text_or_a_file(judge, tmp_path):
+    turns = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"})
+    await judged(judge, "Hi", prompt(turns=turns), template="{prompt}|{completion}|{other}")
+    file = tmp_path / "judge.txt"
+    file.write_text("{completion} of {answer}")
+    await judged(judge, "Hi", prompt(answer={"a": 1}, turns=turns[1:]), template=str(file))
+    texts = [asked["messages"][0]["content"] for asked in judge.requests]
+    assert texts == ["system: Be kind.\n\nuser: Hello?|Hi|{other}", 'Hi of {"a":1}']
+
+
+async def test_the_key_comes_from_the_environment_and_fields_of_the_request_are_the_users(judge, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    extra = {"temperature": None, "max_tokens": None, "max_completion_tokens": 5}
+    await judged(judge, api_key_env="JUDGE_KEY", extra=extra)
+    assert judge.keys == ["Bearer s3cret"]
+    assert judge.requests[0].keys() == {"model", "messages", "max_completion_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "number"),
+    [
+        ("Score: 7", 7.0),
+        ("It is good.\n**Score:** 8/10", 8.0),
+        ("Score (0 to 10): 6.5", 6.5),
+        ('{"reason": "ok", "score": 4}', 4.0),
+        ("The score is 3.", 3.0),
+        ("Score: -1", -1.0),
+        ("7", 7.0),
+        ("Two mistakes.\n[[9]]", 9.0),
+        ("Score: 2? No.\nScore: 5", 5.0),
+        ("<think>Score: 2</think>\nScore: 5", 5.0),
+        ("There are 3 mistakes in it.", None),
+        ("", None),
+    ],
+)
+def test_the_number_of_a_reply(reply, number):
+    assert number_in(reply, re.compile(PATTERN)) == number
+
+
+async def test_a_pattern_and_a_scale_of_the_user(judge):
+    judge.replies = [chat("grade=A4, score: 1")]
+    assert (await judged(judge, pattern=r"grade=A(\d)", scale=5.0)).value == 0.8
+    assert (await judged(judge, pattern=r"(?<=A)\d", scale=4.0)).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "failure", "detail"),
+    [
+        (chat("I cannot say."), "no_score", "no number: 'I cannot say.'"),
+        (chat(None), "no_score", "no number: ''"),
+        (chat("Score: 75"), "no_score", "gave 75, above reward.judge.scale (10)"),
+        ((200, "<html>"), "judge", "no chat completion"),
+        ((200, '{"choices": 3}'), "judge", "no chat completion"),
+        ((200, '{"choices": []}'), "no_score", "no number"),
+        ((401, "who are you?"), "judge", "HTTP 401: who are you?"),
+    ],
+)
+async def test_a_reply_without_a_score_is_a_named_failure_and_final(judge, reply, failure, detail):
+    judge.replies = [reply]
+    score = await judged(judge)
+    assert (score.value, score.failure) == (None, failure) and detail in score.detail
+    assert len(judge.requests) == 1
+
+
+@pytest.mark.parametrize("reply", [None, (500, "oops"), (503, ""), (429, "slow down")])
+async def test_a_judge_that_is_busy_or_fails_is_asked_again(judge, reply):
+    judge.replies = [reply, reply, reply, reply, chat("Score: 7")]
+    assert (await judged(judge)).value == 0.7
+    assert len(judge.requests) == 5
+
+
+async def test_a_judge_that_always_fails_is_a_named_failure_within_the_deadline(judge):
+    judge.replies = [(429, "")]
+    score = await judged(judge, timeout_s=0.3)
+    assert score.failure == "judge" and re.search(r"HTTP 429, \d+ times", score.detail)
+    assert len(judge.requests) > 2
+
+
+async def test_a_judge_that_is_slow_or_not_there_is_a_named_failure(judge):
+    judge.may_reply.clear()
+    score = await judged(judge, timeout_s=0.2)
+    assert score.failure == "timeout" and score.detail.endswith("did not reply within 0.2 s")
+    judge.may_reply.set()
+    judge.shutdown()
+    judge.server_close()
+    score = await judged(judge, timeout_s=0.2)
+    assert score.failure == "judge" and "times" in score.detail
+
+
+async def test_no_more_than_max_concurrent_requests_run_at_once(judge):
+    config = JudgeConfig(url=judge.url, max_concurrent=3)
+    reward = build_reward(RewardConfig(function="judge", judge=config))
+    scores = await reward.score(prompt(), [Sampled("a")] * 12)
+    assert [score.value for score in scores] == [0.7] * 12
+    assert judge.most <= 3
+    await reward.close()
+
+
+def test_a_generator_has_as_many_calls_at_once_as_the_judge_takes():
+    assert RewardConfig(workers=2, judge=JudgeConfig(max_concurrent=8)).at_once == 2
+    assert RewardConfig(function=("judge", "length"), judge=JudgeConfig(max_concurrent=8)).at_once == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"url": None}, "reward.function names judge, and reward.judge.url is not set"),
+        ({"template": "judge.txt"}, "reward.judge.template: judge.txt cannot be read"),
+        ({"pattern": "("}, r"reward.judge.pattern: \( is no regular expression"),
+        ({"api_key_env": "NOT_SET"}, "reward.judge.api_key_env names NOT_SET, which is not set"),
+    ],
+)
+def test_what_is_wrong_with_a_setting_is_one_sentence(settings, sentence):
+    with pytest.raises(RewardError, match=sentence):
+        build_reward(RewardConfig(function="judge", judge=JudgeConfig(**({"url": "http://h"} | settings))))
+
+
+def test_a_template_file_without_the_completion_is_refused(tmp_path):
+    (tmp_path / "judge.txt").write_text("{prompt}")
+    config = JudgeConfig(url="http://h", template=str(tmp_path / "judge.txt"))
+    with pytest.raises(RewardError, match="would not see what it judges"):
+        build_reward(RewardConfig(function="judge", judge=config))
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/chat/completions"])
+def test_the_address_may_have_a_path_or_not(url):
+    assert chat_url(url) == "http://h:1/v1/chat/completions"
+    assert chat_url("https://h/proxy") == "https://h/proxy/chat/completions"

@@ -1,0 +1,104 @@
+"""The reward model, against a plain forward pass of transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import PreTrainedTokenizerFast as Tokenizers
+
+from asyncgrpo.config.schema import RewardConfig, RewardModelConfig
+from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards import Sampled, build_reward, score_one
+from asyncgrpo.rewards.model import SequenceScorer
+from asyncgrpo.rewards.user import call_of
+from asyncgrpo.types import Score
+from tests.rewards.conftest import prompt, workers_of
+
+TEMPLATE = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }};{% endfor %}"
+TEXTS = ["yes", "no, it is a much longer completion than the others", "", "it is 42"]
+
+
+def make_reward_model(path: Path, *, outputs: int = 1, template: str | None = TEMPLATE) -> Path:
+    """Save a tiny random Llama with a value head, whose tokens are bytes; the padding token is one that ends sequences."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, num_labels=outputs, pad_token_id=None,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    saved = Tokenizers(tokenizer_object=tokenizer, pad_token=";", eos_token=";")
+    saved.chat_template = template
+    saved.save_pretrained(path)
+    return path
+
+
+def forward(path: Path, text: str) -> float:
+    """The model's output for one text, alone."""
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    tokenizer = Tokenizers.from_pretrained(path)
+    with torch.inference_mode():
+        return float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0])
+
+
+def reward_of(path: Path, **settings):
+    return build_reward(RewardConfig(function="model", model=RewardModelConfig(path=str(path), **settings)))
+
+
+async def test_a_group_has_the_scores_of_a_plain_forward_pass_of_each_completion(tmp_path):
+    path = make_reward_model(tmp_path)
+    reward = reward_of(path, batch_size=3)
+    assert reward.takes_groups
+    turns = ({"role": "system", "content": "Be brief"}, {"role": "user", "content": "6 x 7?"})
+    scores = await reward.score(prompt(turns=turns), [Sampled(text) for text in TEXTS])
+    expected = [forward(path, f"<system>Be brief;<user>6 x 7?;<assistant>{text};") for text in TEXTS]
+    assert [score.value for score in scores] == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 3) for score in expected}) == len(TEXTS), "they differ, so that a mix-up would show"
+    (worker,) = workers_of()
+    assert (await score_one(reward, prompt(text="6 x 7?"), "42")).value == pytest.approx(
+        forward(path, "<user>6 x 7?;<assistant>42;"), abs=1e-5
+    )
+    assert workers_of() == [worker], "it is loaded once"
+    await reward.close()
+    assert workers_of() == []
+
+
+def scorer(path: Path, **settings) -> SequenceScorer:
+    return SequenceScorer(
+        str(path), **({"device": "cpu", "dtype": "auto", "max_tokens": None, "batch_size": 2} | settings)
+    )
+
+
+def test_a_model_without_a_chat_template_reads_the_texts_as_they_are(tmp_path):
+    path = make_reward_model(tmp_path, template=None)
+    tokens = scorer(path).tokens([], "42", "6 x 7? ")
+    assert Tokenizers.from_pretrained(path).decode(tokens) == "6 x 7? 42"
+
+
+def test_what_is_too_long_has_a_named_failure_and_the_others_their_scores(tmp_path):
+    path = make_reward_model(tmp_path)
+    call = call_of(prompt(text="6 x 7?"), [Sampled("42"), Sampled("4" * 40)], is_group=True)
+    short, long = scorer(path, max_tokens=40)(call)
+    assert short == pytest.approx(forward(path, "<user>6 x 7?;<assistant>42;"), abs=1e-5)
+    assert isinstance(long, Score) and long.failure == "model"
+    assert "tokens, and the reward model takes 40 (reward.model.max_tokens)" in long.detail
+
+
+def test_a_model_that_cannot_score_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(RewardError, match=r"reward.model.path: .*nowhere cannot be loaded"):
+        scorer(tmp_path / "nowhere")
+    with pytest.raises(RewardError, match=r"reward.model.path: .* has 2 outputs; a reward model has one"):
+        scorer(make_reward_model(tmp_path, outputs=2))
+
+
+def test_without_a_path_or_a_gpu_it_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(RewardError, match=r"reward.function names model, and reward.model.path is not set"):
+        build_reward(RewardConfig(function="model"))
+    if not torch.cuda.is_available():
+        with pytest.raises(RewardError, match=r"reward.model.device is cuda, and this process sees no GPU"):
+            scorer(make_reward_model(tmp_path), device="cuda")
