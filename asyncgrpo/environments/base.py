@@ -1,0 +1,197 @@
+"""The `Environment` protocol, and how what a class of a user returns becomes a `Reply`.
+
+An environment is asked for an episode for each completion. It says something at the start if it wants to, reads each turn
+of the model, and answers until it is done.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+
+from asyncgrpo.errors import AsyncGRPOError, RewardError
+from asyncgrpo.rewards.base import LARGEST
+from asyncgrpo.types import Prompt
+
+LONGEST_REPLY = 1 << 20
+"""Most characters of one observation."""
+
+
+class EnvironmentFailed(AsyncGRPOError):
+    """An episode cannot go on. No completion is the cause for certain; the one that plays it has no score."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What an episode is about: the row of the prompt."""
+
+    prompt: str
+    """The prompt before tokenisation; of chat turns the last one."""
+    turns: tuple[dict[str, Any], ...] = ()
+    answer: Any = None
+    source: str = ""
+    info: dict[str, Any] = {}
+    seed: int = 0
+    """The same for all completions of a prompt, so that what they are compared by is the model's doing."""
+
+    NAMES: ClassVar = ("prompt", "messages", "answer", "ground_truth", "data_source", "info", "extra_info", "seed")
+    """What code of a user may ask for by name."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, seed: int) -> "Task":
+        """The task of a prompt."""
+        return cls(
+            prompt=prompt.turns[-1]["content"] if prompt.turns else prompt.text,
+            turns=prompt.turns,
+            answer=prompt.answer,
+            source=prompt.source,
+            info=prompt.info,
+            seed=seed,
+        )
+
+    def named(self) -> dict[str, Any]:
+        """The values of `NAMES`."""
+        return {
+            "prompt": self.prompt,
+            "messages": list(self.turns) or [{"role": "user", "content": self.prompt}],
+            "answer": self.answer,
+            "ground_truth": self.answer,
+            "data_source": self.source,
+            "info": self.info,
+            "extra_info": self.info,
+            "seed": self.seed,
+        }
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment says to a turn of the model, or at the start."""
+
+    messages: tuple[dict[str, str], ...] = ()
+    """Chat turns with `role` and `content`, which the model reads next."""
+    reward: float | None = None
+    """Adds to the reward of the episode."""
+    done: bool = False
+    """Whether the episode is over."""
+
+
+class Episode(Protocol):
+    """One completion in an environment. Its calls raise EnvironmentFailed."""
+
+    async def reset(self) -> Reply:
+        """Begin. Call it first, and once."""
+
+    async def step(self, text: str) -> Reply:
+        """The reply to a turn of the model."""
+
+    async def close(self) -> None:
+        """End it, finished or not; nothing is left of it."""
+
+
+class Environment(Protocol):
+    """What completions are played in."""
+
+    scores: bool
+    """Whether the sum of its rewards is the score of a completion. Otherwise a reward scores it, as without environment."""
+    about: str
+    """In words, for a person."""
+
+    def episode(self, task: Task) -> Episode:
+        """An episode for one completion; it begins with `reset`."""
+
+    async def close(self) -> None:
+        """End every process of it."""
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """How an agent reaches the model in its episode."""
+
+    base_url: str
+    api_key: str
+    model: str
+    """Its name."""
+
+
+# -- what code of a user takes -----------------------------------------------------------------------------------------
+
+
+def names_of(function: Callable[..., Any], given: Sequence[str], where: str, *, skip: int = 0) -> tuple[str, ...]:
+    """Which of `given` a user's function asks for by name. Raises RewardError: it takes something else.
+
+    Args:
+        skip: its first parameters that are no names.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return tuple(given)
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if unknown := [one.name for one in named if one.name not in given and one.default is one.empty]:
+        raise RewardError(f"{where} takes {', '.join(unknown)}; there are {', '.join(given)}")
+    return tuple(one.name for one in named if one.name in given)
+
+
+# -- from what a class returned to a reply -----------------------------------------------------------------------------
+
+
+def reply_of_reset(value: Any) -> Reply:
+    """The reply that `reset` returned: nothing, a text, messages, or Gym's `(observation, info)`."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value = value[0]
+    return Reply(messages=_messages(value))
+
+
+def reply_of_step(value: Any) -> Reply:
+    """The reply that `step` returned.
+
+    That is `(observation, reward, done)`, the same with a dict of information behind it, Gymnasium's `(observation,
+    reward, terminated, truncated, info)`, a dict with `observation`, `reward` and `done`, or None: the episode is over.
+
+    Raises:
+        EnvironmentFailed: it is something else, or the reward is no finite number.
+    """
+    match value:
+        case None:
+            return Reply(done=True)
+        case Mapping():
+            if unknown := value.keys() - {"observation", "reward", "done", "info"}:
+                raise EnvironmentFailed(f"step returned a dict with {', '.join(map(repr, sorted(unknown)))}")
+            observation, reward, done = value.get("observation"), value.get("reward"), value.get("done", False)
+        case (observation, reward, terminated, truncated, Mapping()):
+            done = bool(terminated) or bool(truncated)
+        case (observation, reward, done, Mapping()) | (observation, reward, done):
+            pass
+        case _:
+            raise EnvironmentFailed(
+                f"step returned {type(value).__name__} {str(value)[:80]!r}; it must return (observation, reward, done)"
+            )
+    return Reply(messages=_messages(observation), reward=_reward(reward), done=bool(done))
+
+
+def _messages(value: Any) -> tuple[dict[str, str], ...]:
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    is_chat = isinstance(value, Sequence) and all(
+        isinstance(one, Mapping) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in value
+    )
+    if not is_chat:
+        raise EnvironmentFailed(
+            f"an observation must be a text or a list of messages with role and content, not {type(value).__name__}"
+        )
+    if (size := sum(len(one["content"]) for one in value)) > LONGEST_REPLY:
+        raise EnvironmentFailed(f"an observation of {size:,} characters; the longest is {LONGEST_REPLY:,}")
+    return tuple({"role": one["role"], "content": one["content"]} for one in value)
+
+
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise EnvironmentFailed(f"a reward must be a number, not {type(value).__name__}") from None
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise EnvironmentFailed(f"the reward {number:g} is not a finite number within {LARGEST:g}")
+    return number

@@ -1,0 +1,88 @@
+"""Builds the environment or agent that a configuration asks for."""
+
+import json
+
+import msgspec
+
+from asyncgrpo.config.schema import Config, EnvironmentConfig
+from asyncgrpo.environments.agent import AGENT
+from asyncgrpo.environments.base import Environment
+from asyncgrpo.environments.builtin import BUILTIN, Local
+from asyncgrpo.environments.host import START_TIMEOUT_S, Hosted, HostedAgent, check_environment
+from asyncgrpo.environments.openenv import OpenEnv, text_field_at
+from asyncgrpo.environments.tools import SPEC
+from asyncgrpo.environments.worker import Ready
+from asyncgrpo.errors import ConfigError, RewardError
+
+
+def build_environment(config: EnvironmentConfig) -> Environment | None:
+    """The environment, or None where a completion is one turn. Blocks while a user's file is imported.
+
+    Raises:
+        ConfigError: there is no such environment, or its class cannot be used; one sentence.
+    """
+    if config.name is None and not config.tools:
+        return None
+    if config.name is not None and config.tools:
+        raise ConfigError(
+            "environment.name and environment.tools are both given; tools are an environment of their own"
+        )
+    if config.name in BUILTIN:
+        return Local(config.name)
+    if config.url is not None:
+        return OpenEnv(config.url, timeout_s=config.timeout_s, text_field=text_field_at(config.url))
+    if config.name is not None and not config.files:
+        raise ConfigError(
+            f"environment.name: there is no environment {config.name}; there are {', '.join(BUILTIN)}, or a file: "
+            "FILE.py, FILE.py:CLASS, or an OpenEnv server: openenv:http://HOST:PORT"
+        )
+    ready = _checked(config)
+    return Hosted(_spec(config), processes=config.processes, timeout_s=config.timeout_s, ready=ready)
+
+
+def build_agent(config: EnvironmentConfig) -> HostedAgent | None:
+    """The agent that calls the model, or None where there is none. Blocks while its file is imported.
+
+    Raises:
+        ConfigError: there is no such file or function, or it takes something unknown; one sentence.
+    """
+    if config.agent is None:
+        return None
+    try:
+        ready = check_environment(AGENT + config.agent)
+    except RewardError as error:
+        raise ConfigError(f"environment.agent: {error}") from error
+    return HostedAgent(config.agent, processes=config.processes, timeout_s=config.agent_timeout_s, ready=ready)
+
+
+def environment_scores(config: Config, environment: Environment | None) -> bool:
+    """Whether the environment's rewards are the score: it has some, and no `reward.function` was asked for."""
+    return environment is not None and environment.scores and config.reward.function is None
+
+
+def with_tools(config: Config) -> Config:
+    """`config`, in which the chat template is told of the tools that the model may call, unless it is told already.
+
+    Raises:
+        ConfigError: a tool cannot be described; one sentence.
+    """
+    given = config.data.chat_template_kwargs
+    if not config.environment.tools or "tools" in given:
+        return config
+    tools = _checked(config.environment, with_schemas=True).tools
+    data = msgspec.structs.replace(config.data, chat_template_kwargs=given | {"tools": tools})
+    return msgspec.structs.replace(config, data=data)
+
+
+def _checked(config: EnvironmentConfig, *, with_schemas: bool = False) -> Ready:
+    key = "environment.tools" if config.tools else "environment.name"
+    try:
+        return check_environment(
+            _spec(config), timeout_s=max(START_TIMEOUT_S, config.timeout_s), with_schemas=with_schemas
+        )
+    except RewardError as error:
+        raise ConfigError(f"{key}: {str(error).removeprefix(f'{key}: ')}") from error
+
+
+def _spec(config: EnvironmentConfig) -> str:
+    return str(config.name) if config.name is not None else SPEC + json.dumps(config.tools)

@@ -1,0 +1,178 @@
+"""Environments that a server of OpenEnv holds (https://github.com/meta-pytorch/OpenEnv, openenv-core 0.3).
+
+A session is a WebSocket, `{url}/ws`: `{"type": "reset" | "step" | "close", "data": ...}` is answered with an observation or an
+error. `GET {url}/schema` says what an action has. With one text field a turn of the model is that text; otherwise a turn is
+the action as a JSON object. What the server does not take as an action is told to the model.
+"""
+
+import asyncio
+import contextlib
+import json
+import urllib.request
+from typing import Any, NoReturn
+
+import aiohttp
+import msgspec
+
+from asyncgrpo.environments.base import Environment, EnvironmentFailed, Episode, Reply, Task, reply_of_step
+from asyncgrpo.errors import ConfigError
+
+CHECK_S = 10.0
+"""How long a server may take to say what its actions are."""
+AGAIN_S = 0.2
+"""Before a server that had no free session is asked for one again."""
+_LARGEST = 8 * 2**20
+
+
+class _Refused(Exception):
+    """The server takes this action not; another one it may take."""
+
+
+class _Full(Exception):
+    """All sessions are taken."""
+
+
+class OpenEnv:
+    """The environment of one server. Use it from one event loop."""
+
+    scores = True
+
+    def __init__(self, url: str, *, timeout_s: float, text_field: str | None) -> None:
+        """
+        Args:
+            timeout_s: of one reset or step; a reset may wait as long for a free session.
+            text_field: of `text_field_at`.
+        """
+        self.url, self.timeout_s, self.text_field = url.rstrip("/"), timeout_s, text_field
+        self.about = f"environment at {self.url}"
+        self._http: aiohttp.ClientSession | None = None
+
+    def episode(self, task: Task) -> Episode:
+        """An episode for one completion: a session of its own."""
+        return _Session(self, task)
+
+    async def connect(self) -> aiohttp.ClientWebSocketResponse:
+        """A new session."""
+        if self._http is None:  # here, because it belongs to the event loop
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return await self._http.ws_connect(f"{self.url}/ws", max_msg_size=_LARGEST)
+
+    async def close(self) -> None:
+        """End every session."""
+        if self._http is not None:
+            await self._http.close()
+
+
+class _Session:
+    def __init__(self, of: OpenEnv, task: Task) -> None:
+        self._of, self._task = of, task
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+
+    async def reset(self) -> Reply:
+        """See `Episode`. The server gets the seed and the row's `extra_info`, of which it takes what its reset knows."""
+        async with self._within("reset"):
+            while True:
+                self._socket = await self._of.connect()
+                try:
+                    return await self._ask("reset", {"seed": self._task.seed, **self._task.info})
+                except _Full:
+                    await self._socket.close()
+                    await asyncio.sleep(AGAIN_S)
+                except _Refused as refused:
+                    raise EnvironmentFailed(f"{self._of.url} does not take this row: {refused}") from refused
+        raise AssertionError
+
+    async def step(self, text: str) -> Reply:
+        """See `Episode`."""
+        field = self._of.text_field
+        try:
+            action = {field: text} if field is not None else json.loads(text)
+            if not isinstance(action, dict):
+                raise _Refused("an action is a JSON object")
+            async with self._within("step"):
+                return await self._ask("step", action)
+        except (ValueError, RecursionError) as error:
+            told = f"an action is a JSON object: {error}"
+        except _Refused as error:
+            told = str(error)
+        return Reply(messages=({"role": "user", "content": f"error: {told}"},), reward=0.0)
+
+    async def close(self) -> None:
+        """See `Episode`."""
+        if self._socket is not None and not self._socket.closed:
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                await self._socket.send_str('{"type": "close"}')
+                await asyncio.wait_for(self._socket.close(), AGAIN_S)
+
+    @contextlib.asynccontextmanager
+    async def _within(self, what: str) -> Any:
+        try:
+            async with asyncio.timeout(self._of.timeout_s):
+                yield
+        except TimeoutError:
+            raise EnvironmentFailed(
+                f"{self._of.url} did not reply to {what} within {self._of.timeout_s:g} s; has it a session for every "
+                "completion that is under way (max_concurrent_envs)?"
+            ) from None
+        except (aiohttp.ClientError, OSError, TypeError) as error:  # TypeError: an answer that is no text
+            raise EnvironmentFailed(f"{self._of.url}: {str(error) or type(error).__name__}") from error
+
+    async def _ask(self, kind: str, data: dict[str, Any]) -> Reply:
+        assert self._socket is not None
+        await self._socket.send_str(json.dumps({"type": kind, "data": data}, default=str))
+        try:
+            answer = msgspec.json.decode(await self._socket.receive_str(), type=_Answer)
+        except msgspec.MsgspecError as error:
+            raise EnvironmentFailed(f"{self._of.url} sent what OpenEnv does not say: {error}") from error
+        if answer.type != "observation":
+            self._fail(answer.data)
+        seen, done = answer.data.get("observation"), bool(answer.data.get("done"))
+        return reply_of_step((_text_of(seen), answer.data.get("reward"), done))
+
+    def _fail(self, data: dict[str, Any]) -> NoReturn:
+        said, code = str(data.get("message", ""))[:500], data.get("code")
+        if code == "CAPACITY_REACHED":
+            raise _Full(said)
+        if code == "VALIDATION_ERROR":
+            problems = [one.get("msg", "") for one in data.get("errors", ()) if isinstance(one, dict)]
+            raise _Refused("; ".join([said, *map(str, problems)])[:500])
+        raise EnvironmentFailed(f"{self._of.url}: {code}: {said}")
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    type: str
+    data: dict[str, Any] = {}
+
+
+def _text_of(observation: Any) -> str:
+    """What the model reads: the text of an observation with one field, or else all of it as JSON."""
+    if isinstance(observation, dict) and len(observation) == 1:
+        (only,) = observation.values()
+        if isinstance(only, str):
+            return only
+    return json.dumps(observation, ensure_ascii=False) if observation else ""
+
+
+def text_field_at(url: str) -> str | None:
+    """The only field of an action, if that is a text; None: actions are JSON objects. Blocks until the server has said it.
+
+    Raises:
+        ConfigError: it is not there, or is no OpenEnv; one sentence.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url.rstrip('/')}/schema", timeout=CHECK_S) as reply:
+            fields = dict(json.loads(reply.read(_LARGEST))["action"]["properties"])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"environment.name: no OpenEnv server replies at {url}: {error}; start it before the run"
+        ) from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"environment.name: what replies at {url} is no OpenEnv server: no schema of its actions"
+        ) from error
+    fields.pop("metadata", None)
+    return next(iter(fields)) if len(fields) == 1 and next(iter(fields.values())).get("type") == "string" else None
+
+
+_: type[Environment] = OpenEnv

@@ -1,0 +1,200 @@
+"""Environments reply as their classes say; what goes wrong in one fails its episode by name, and nothing else."""
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncgrpo.config.schema import EnvironmentConfig
+from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task
+from asyncgrpo.environments.build import build_environment
+from asyncgrpo.environments.builtin import Local, calculate
+from asyncgrpo.environments.host import Hosted, check_environment
+from asyncgrpo.errors import ConfigError
+from tests.runs import wait_until
+
+GAMES = Path(__file__).with_name("games.py")
+
+
+def task(**info) -> Task:
+    return Task(prompt="go", answer=7, source="games", info=info, seed=11)
+
+
+def said(text: str, role: str = "user") -> tuple[dict[str, str], ...]:
+    return ({"role": role, "content": text},)
+
+
+def hosted(name: str = "Environment", *, processes: int = 1, timeout_s: float = 20.0) -> Hosted:
+    spec = f"{GAMES}:{name}"
+    return Hosted(spec, processes=processes, timeout_s=timeout_s, ready=check_environment(spec))
+
+
+def processes_of(_: Hosted) -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "asyncgrpo.environments" in " ".join(one.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("37*48", "1776"),
+        (" (2 + 3) * -4 ", "-20"),
+        ("7/2", "3.5"),
+        ("8/2", "4"),
+        ("7//2 + 7%2", "4"),
+        ("1/0", "error: division by zero"),
+        ("2**999999999", "error: no arithmetic expression"),
+        ("9" * 70, "error: no arithmetic expression"),
+        ("__import__('os')", "error: no arithmetic expression"),
+        ("True + 1", "error: no arithmetic expression"),
+        ("1" * 300, "error: too long"),
+        ("", "error: no arithmetic expression"),
+        ("(" * 90 + "1" + ")" * 90, "1"),
+    ],
+)
+def test_the_calculator_calculates_and_nothing_else(expression, value):
+    assert calculate(expression) == value
+
+
+async def test_a_turn_that_ends_with_an_equals_sign_is_calculated_and_any_other_is_the_answer():
+    episode = Local("calculator").episode(task())
+    assert await episode.reset() == Reply()
+    assert await episode.step("I need\n6*7 =\n") == Reply(messages=said("42"))
+    assert await episode.step("so it is 42") == Reply(done=True)
+    assert not Local("calculator").scores
+
+
+async def test_guesses_are_answered_until_the_number_is_found():
+    episode = Local("guess").episode(task())
+    await episode.reset()
+    assert await episode.step("3") == Reply(messages=said(">"), reward=0.0)
+    assert await episode.step(" 9 ") == Reply(messages=said("<"), reward=0.0)
+    assert await episode.step("7") == Reply(reward=0.8, done=True)
+    for lost in ("", "seven", "77", "-1", "²"):
+        episode = Local("guess").episode(task())
+        await episode.reset()
+        assert await episode.step(lost) == Reply(reward=0.0, done=True)
+
+
+async def test_a_row_that_does_not_fit_a_game_is_named():
+    with pytest.raises(EnvironmentFailed, match="invalid literal"):
+        await Local("guess").episode(Task(prompt="", answer="no number")).reset()
+
+
+async def test_classes_of_users_reply_in_every_form_there_is():
+    async def play(name: str, *turns: str) -> list[Reply]:
+        host = hosted(name)
+        episode = host.episode(task(turns=2))
+        replies = [await episode.reset(), *[await episode.step(turn) for turn in turns]]
+        await episode.close()
+        await host.close()
+        return replies
+
+    found = await asyncio.gather(
+        play("Environment", "a", "b"), play("Async", "abc"), play("Gymnasium", "on", "end"), play("Naughty", "print")
+    )
+    assert found[0] == [
+        Reply(messages=said("go 7?")),
+        Reply(messages=said("heard a"), reward=0.25),
+        Reply(messages=said("heard b"), reward=0.25, done=True),
+    ]
+    assert found[1] == [Reply(messages=said("go", "tool")), Reply(messages=said("ABC"), reward=1.0, done=True)]
+    assert found[2] == [Reply(messages=said("11")), Reply(reward=1.5), Reply(reward=1.5, done=True)]
+    assert found[3] == [Reply(), Reply(messages=said("fine"), reward=0.0)]
+
+
+@pytest.mark.parametrize(
+    ("turn", "why"),
+    [
+        ("raise", r"games.py:\d+: ValueError: no such place"),
+        ("nan", "the reward nan is not a finite number"),
+        ("string", r"step returned str 'only a text'; it must return \(observation, reward, done\)"),
+        ("huge", "an observation of 2,097,152 characters"),
+        ("deep", "an observation must be a text or a list of messages"),
+    ],
+)
+async def test_a_bad_reply_fails_its_episode_by_name_and_the_process_lives_on(turn, why, bad_and_good):
+    bad, good = bad_and_good
+    with pytest.raises(EnvironmentFailed, match=why):
+        await bad.step(turn)
+    assert await good.step("on") == Reply(messages=said("fine"), reward=0.0)
+
+
+@pytest.fixture
+async def bad_and_good():
+    """Two episodes in one process."""
+    host = hosted("Naughty")
+    episodes = host.episode(task()), host.episode(task())
+    for one in episodes:
+        await one.reset()
+    yield episodes
+    await host.close()
+    wait_until(lambda: not processes_of(host), "end of the environment's process", 30.0)
+
+
+async def test_a_process_that_dies_fails_its_episodes_and_is_replaced():
+    host = hosted("Naughty")
+    first, second = host.episode(task()), host.episode(task())
+    await first.reset()
+    await second.reset()
+    with pytest.raises(EnvironmentFailed, match="process exited with code 3"):
+        await first.step("exit")
+    with pytest.raises(EnvironmentFailed, match="process"):
+        await second.step("on")
+    for one in (first, second):
+        await one.close()
+    third = host.episode(task())
+    await third.reset()
+    assert (await third.step("on")).messages == said("fine")
+    assert len(processes_of(host)) == 1
+    await host.close()
+    assert processes_of(host) == []
+
+
+async def test_a_method_that_hangs_fails_its_episode_and_the_others_end_in_peace():
+    host = hosted("Naughty", timeout_s=1.0)
+    late, other = host.episode(task()), host.episode(task())
+    await late.reset()
+    await other.reset()
+    (process,) = processes_of(host)
+    with pytest.raises(EnvironmentFailed, match="step did not return within 1 s"):
+        await late.step("hang")
+    await late.close()
+    assert (await other.step("on")).messages == said("fine"), "it lives in the same process"
+    new = host.episode(task())
+    await new.reset()
+    assert len(processes_of(host)) == 2, "which takes no new episodes"
+    await other.close()
+    assert process not in processes_of(host)
+    await host.close()
+    assert processes_of(host) == []
+
+
+async def test_episodes_are_spread_over_processes():
+    host = hosted(processes=2)
+    episodes = [host.episode(task()) for _ in range(4)]
+    await asyncio.gather(*(one.reset() for one in episodes))
+    assert len(processes_of(host)) == 2
+    await host.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("chess", "environment.name: there is no environment chess; there are calculator, guess, or a file"),
+        ("nowhere.py", "there is no environment file .*nowhere.py"),
+        (f"{GAMES}:Missing", "games.py has no class Missing; it has Environment, Async"),
+        (f"{GAMES}:NoStep", r"NoStep has no method step\(self, text\)"),
+        (f"{GAMES}:OddStep", r"OddStep.step cannot be called as step\(text\)"),
+        (f"{GAMES}:OddReset", "OddReset.reset takes weather; there are prompt, messages"),
+    ],
+)
+def test_what_is_no_environment_is_said_in_a_sentence(name, why):
+    with pytest.raises(ConfigError, match=why):
+        build_environment(EnvironmentConfig(name=name))
+
+
+def test_no_name_is_no_environment():
+    assert build_environment(EnvironmentConfig()) is None
+    found = build_environment(EnvironmentConfig(name=str(GAMES)))
+    assert found is not None and found.scores and found.about == "environment Environment of games.py"

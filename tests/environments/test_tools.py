@@ -1,0 +1,90 @@
+"""The model is told of its tools, calls them, and reads their results or what was wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import EnvironmentConfig
+from asyncgrpo.data.demo import make_demo_model
+from asyncgrpo.data.tokenizer import load_tokenizer, render
+from asyncgrpo.environments.base import Reply, Task
+from asyncgrpo.environments.build import build_environment, with_tools
+from asyncgrpo.errors import ConfigError
+
+TOOLS = Path(__file__).with_name("my_tools.py")
+SPECS = ("calculator", f"{TOOLS}:lookup", f"{TOOLS}:later")
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def test_calls_are_answered_in_order_and_a_turn_without_one_is_the_answer():
+    environment = build_environment(EnvironmentConfig(tools=SPECS))
+    assert not environment.scores and environment.about == "environment tools calculator, lookup, later"
+    episode = environment.episode(Task(prompt="?"))
+    assert await episode.reset() == Reply()
+    turn = (
+        "First" + call("calculator", expression="6*7") + call("lookup", word="cat", times=2) + call("later", word="so")
+    )
+    reply = await episode.step(turn)
+    assert [one["content"] for one in reply.messages] == ["42", '{"word": "catcat"}', "so!"]
+    assert {one["role"] for one in reply.messages} == {"tool"} and not reply.done and reply.reward is None
+    bad = call("lookup", word="nothing") + call("lookup") + call("fly") + "<tool_call>{</tool_call>"
+    errors = [one["content"] for one in (await episode.step(bad)).messages]
+    assert "KeyError: 'no such word'" in errors[0] and "missing 1 required" in errors[1]
+    assert errors[2] == "error: there is no tool 'fly'; there are calculator, lookup, later"
+    assert "this tool call is no JSON" in errors[3]
+    assert await episode.step("It is 42.") == Reply(done=True)
+    await episode.close()
+    await environment.close()
+
+
+def settings(*more: str):
+    return load_config(None, ["model.path=m", "data.train=t.jsonl", *more])
+
+
+def test_the_chat_template_is_told_of_the_tools():
+    config = with_tools(settings(f"environment.tools=[calculator,{TOOLS}:lookup]"))
+    tools = config.data.chat_template_kwargs["tools"]
+    assert [one["function"]["name"] for one in tools] == ["calculator", "lookup"]
+    assert tools[1]["function"]["parameters"]["properties"]["times"] == {"type": "integer", "description": "how often"}
+    assert with_tools(config) is config, "what is told already is not told again"
+    assert with_tools(settings()) == settings()
+
+
+def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path):
+    make_demo_model(tmp_path / "model", seed=0)
+    plain = load_tokenizer(str(tmp_path / "model"))
+    plain.chat_template = "{{ greeting }}" + plain.chat_template
+    plain.save_pretrained(tmp_path / "model")
+    told = load_tokenizer(str(tmp_path / "model"), {"greeting": "hello "})
+    turns = [{"role": "user", "content": "7"}]
+    assert render(told, turns).text == "hello <user>7<assistant>"
+    assert render(load_tokenizer(str(tmp_path / "model")), turns).text == "<user>7<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("tools", "why"),
+    [
+        (("hammer.py",), "hammer.py is no tool; there are calculator, and FILE.py:FUNCTION"),
+        (("nowhere.py:f",), "there is no tools file .*nowhere.py"),
+        ((f"{TOOLS}:missing",), "my_tools.py has no function missing"),
+        (("calculator", "calculator"), "names calculator twice"),
+    ],
+)
+def test_what_is_no_tool_is_said_in_a_sentence(tools, why):
+    with pytest.raises(ConfigError, match=f"environment.tools: .*{why}"):
+        build_environment(EnvironmentConfig(tools=tools))
+
+
+def test_a_tool_that_cannot_be_described_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="the tool bare needs type hints and a docstring"):
+        with_tools(settings(f"environment.tools=[{TOOLS}:bare]"))
+
+
+def test_an_environment_and_tools_are_not_both_given():
+    with pytest.raises(ConfigError, match=r"environment.name and environment.tools are both given"):
+        build_environment(EnvironmentConfig(name="guess", tools=("calculator",)))
