@@ -1,8 +1,7 @@
 """The weight group: how the bytes of a publication get from the learner, which is rank 0, to the generators.
 
-    nccl             between GPUs; refuses two ranks on one GPU
-    gloo             between hosts without GPUs
-    shared_memory    between processes of one machine: for a learner and a generator that share a GPU
+    nccl    between GPUs; refuses two ranks on one GPU
+    gloo    between hosts without GPUs
 
 A group stands beside torch's default group, which the learner's ranks use among themselves, and holds no global state.
 Members meet in the learner's store. Every wait has a deadline. When a member dies, the group is dropped and the next one
@@ -15,17 +14,13 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncgrpo import scratch
-from asyncgrpo.scratch import SHARED_MEMORY
-
-Backend = Literal["nccl", "gloo", "shared_memory"]
+Backend = Literal["nccl", "gloo"]
 
 POLL_S = 0.0005
 """How often a broadcast is looked at that cannot be waited for with a deadline."""
@@ -91,9 +86,7 @@ def form_group(
     prefixed.set_timeout(timedelta(seconds=timeout_s))
     if backend == "nccl":
         return NcclGroup(prefixed, rank, world, timeout_s)
-    if backend == "gloo":
-        return GlooGroup(prefixed, rank, world, host, timeout_s)
-    return SharedMemoryGroup(prefixed, number, rank, world, timeout_s)
+    return GlooGroup(prefixed, rank, world, host, timeout_s)
 
 
 class GlooGroup:
@@ -154,94 +147,6 @@ class NcclGroup:
     def close(self) -> None:
         self._group.abort()
         del self._group
-
-
-class SharedMemoryGroup:
-    """A broadcast within one machine: rank 0 writes into a file in memory, and the others copy out of it.
-
-    The store says when: rank 0 announces a broadcast once its bytes are there, and goes on when all members have copied
-    them.
-    """
-
-    def __init__(self, store: dist.Store, number: int, rank: int, world: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._is_cancelled = False
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-        self._store, self._number, self._rank, self._world = store, number, rank, world
-        self._broadcasts = 0
-        self._name = ""
-        self._shared = _NOTHING
-        if rank > 0:
-            store.set(f"here/{rank}", "")
-        else:
-            store.wait([f"here/{member}" for member in range(1, world)])
-
-    def broadcast(self, flat: Tensor) -> None:
-        self._broadcasts += 1
-        ready, copies, copied = (f"{what}/{self._broadcasts}" for what in ("ready", "copies", "copied"))
-        if self._rank > 0:
-            self._wait(ready)
-            self._open(self._store.get(ready).decode())
-            flat.copy_(self._shared[: flat.numel()])
-            if self._store.add(copies, 1) == self._world - 1:
-                self._store.set(copied, "")
-            return
-        if flat.numel() > len(self._shared):
-            self._create(flat.numel())
-        self._shared[: flat.numel()].copy_(flat)
-        self._store.set(ready, self._name)
-        self._wait(copied)
-        for key in (ready, copies, copied):
-            self._store.delete_key(key)
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-
-    def _wait(self, key: str) -> None:
-        """Wait until another member sets `key`."""
-        deadline = time.monotonic() + self._timeout_s
-        while not self._store.check([key]):
-            if self._is_cancelled or time.monotonic() > deadline:
-                raise RuntimeError(f"a broadcast was {_ended(self._is_cancelled, self._timeout_s)}")
-            time.sleep(POLL_S)
-
-    def close(self) -> None:
-        self._shared = _NOTHING
-        if self._rank == 0 and self._name:
-            (SHARED_MEMORY / self._name).unlink(missing_ok=True)
-
-    def _create(self, size: int) -> None:
-        """Make a file of `size` bytes for this broadcast and the next ones. If this process is killed, a later one
-        removes it."""
-        self.close()
-        name = f"{scratch.mark()}-weights-{self._number}-{self._broadcasts}"
-        _allocate(SHARED_MEMORY / name, size)
-        self._open(name)
-
-    def _open(self, name: str) -> None:
-        if name != self._name:
-            file = SHARED_MEMORY / Path(name).name
-            self._shared = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
-            self._name = name
-
-
-_CPU = torch.device("cpu")
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-def _allocate(file: Path, size: int) -> None:
-    """Create a file in memory whose pages are all there: writing into memory that is full would kill this process."""
-    descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        file.unlink()
-        raise RuntimeError(
-            f"{size / 2**20:.0f} MiB of weights do not fit into {file.parent} ({error}); give the container more, for "
-            "example docker run --shm-size=4g, or lower weights.bucket_mb"
-        ) from error
-    finally:
-        os.close(descriptor)
 
 
 def _ended(is_cancelled: bool, timeout_s: float) -> str:

@@ -1,32 +1,62 @@
-"""The generator's side of a publication, in a thread of its own beside the engine.
+"""The generator's side of a publication, in two threads of its own beside the engine.
 
-Weights are received into host memory while the engine goes on sampling. The engine pauses only for the swap, and only
-loads bytes whose digest the learner has confirmed. Adapters are merged into their base before that pause. If the learner
-dies in the middle of a broadcast, this thread waits for a deadline and the engine notices nothing.
+One thread talks to the publisher and stages weights: it copies them out of the learner's memory, takes part in a
+broadcast, or applies deltas to those that it has, in memory of its own, while the engine goes on sampling. If their digest
+is the one that the learner names, the other thread has the engine swap to them, between two tokens. Nobody waits for it
+but this engine. Adapters are merged into their base before the swap. If the learner dies, the engine notices nothing.
 """
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from asyncgrpo.errors import WireError
+from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.adapters import AdapterMerger, content_digest
-from asyncgrpo.weights.broadcast import add_digests, digest, plan_buckets
+from asyncgrpo.weights.arena import Layout, MappedArenas, Staging, same_machine
+from asyncgrpo.weights.check import is_checked
+from asyncgrpo.weights.delta import Delta, State, apply
+from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
+from asyncgrpo.weights.lane import Arriving
 from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.sockets import Client, Keys
-from asyncgrpo.wire.weights import FormGroup, Join, Offer, Ping, Pong, Staged, Swap, Swapped, SyncFailed
+from asyncgrpo.wire.weights import (
+    Alive,
+    Checked,
+    DeltaPart,
+    FormGroup,
+    GroupFormed,
+    Join,
+    Offer,
+    PartTaken,
+    Staged,
+    Swapped,
+    SyncFailed,
+    WeightsLayout,
+)
 
 log = logging.getLogger(__name__)
 
 Apply = Callable[[Iterable[tuple[str, Tensor]], PolicyVersion], str]
-"""Swaps the engine to these weights and returns its checksum. It is called in the receiver's thread."""
+"""Swaps the engine to these weights and returns its checksum. It is called in a thread of the receiver."""
+
+Score = Callable[[Sequence[Sequence[int]], int], Sequence[float]]
+"""The engine's log-probs of given sequences (`engines.base.Engine.score`). It is called in a thread of the receiver."""
+
+ALIVE_EVERY_S = 0.5
+LOOK_EVERY_S = 0.2
+"""How often the threads look at what is asked of them while no message comes."""
+LOOK_WHILE_SWAPPING_S = 0.005
+PIECE_BYTES = 2**22
+"""Copied and hashed at once: while it is hashed it is still in a core's cache."""
 
 
 class Receiver:
@@ -42,9 +72,11 @@ class Receiver:
         apply: Apply,
         keys: Keys | None,
         merger: AdapterMerger | None = None,
+        score: Score | None = None,
     ) -> None:
         """
         Args:
+            score: of the engine, for the sync gap; none: it cannot say.
             merger: makes whole weights of published adapters; None: whole weights are published.
         """
         self._endpoint, self._keys = endpoint, keys
@@ -52,10 +84,21 @@ class Receiver:
         self._host = host
         self._apply = apply
         self._merger = merger
+        self._score = score
+        self._layout: Layout | None = None
+        self._check: WeightsLayout | None = None
+        self._base = ""
+        self._arenas: MappedArenas | None = None
+        self._stagings: list[Staging] = []
+        self._arriving: Arriving | None = None
         self._group: WeightGroup | None = None
         self._group_number = 0
-        self._staged: list[tuple[str, Tensor]] = []
-        self._staged_version: PolicyVersion | None = None
+        # What waits for the engine, and what it is swapping to; a newer version takes the place of one that waits.
+        self._next: tuple[PolicyVersion, list[tuple[str, Tensor]], Staging] | None = None
+        self._swapping: Staging | None = None
+        self._swaps = ThreadPoolExecutor(1, thread_name_prefix="weights-swap")
+        # Reports of the swap, and None at its end.
+        self._done: queue.SimpleQueue[Message | BaseException | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receiver", daemon=True)
         self.failure: BaseException | None = None
@@ -64,48 +107,67 @@ class Receiver:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end; it ends between two messages of the learner."""
+        """Ask the threads to end; they end between two messages of the learner."""
         self._stop.set()
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
     def _run(self) -> None:
         self._client = client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)
         try:
-            self._join("start")
+            self._join()
+            said_s = 0.0
             while not self._stop.is_set():
+                if time.monotonic() - said_s >= ALIVE_EVERY_S:
+                    said_s = time.monotonic()
+                    client.send(Alive(generator_id=self._generator_id, incarnation=self._incarnation))
                 try:
-                    received = client.receive(0.2)
+                    received = client.receive(LOOK_EVERY_S if self._swapping is None else LOOK_WHILE_SWAPPING_S)
+                    if received is not None:
+                        self._handle(*received)
                 except WireError as error:
                     log.warning("refused a message of the learner: %s", error)
-                    continue
-                if received is not None:
-                    self._handle(received[0])
+                self._report_swaps()
+                self._swap_next()
         except BaseException as error:
             self.failure = error
             log.exception("weights receiver ended")
         finally:
+            self._swaps.shutdown(wait=True, cancel_futures=True)
             self._drop_group()
             client.close()
 
-    def _handle(self, message: Message) -> None:
-        is_current = getattr(message, "group_number", None) == self._group_number
-        if isinstance(message, FormGroup):
+    def _handle(self, message: Message, payload: Buffer = b"") -> None:
+        """Do what a message asks for. Raises WireError if it cannot be meant."""
+        if isinstance(message, WeightsLayout):
+            self._arriving = None
+            try:
+                self._layout, self._base, self._stagings = Layout(message.tensors), message.base, []
+                self._check = message
+            except WeightsError as error:
+                raise WireError(str(error)) from error
+        elif isinstance(message, FormGroup):
             self._form_group(message)
-        elif isinstance(message, Ping):
-            self._reply(Pong, message.group_number)
-        elif isinstance(message, Offer) and is_current and self._group is not None:
-            self._stage(self._group, message)
-        elif isinstance(message, Swap) and is_current and message.version == self._staged_version:
-            self._swap(message)
+        elif isinstance(message, Offer) and self._layout is not None:
+            self._arriving = None
+            if message.transfer:
+                self._expect(self._layout, message)
+            else:
+                self._stage(self._layout, message, lambda layout: self._whole(layout, message))
+        elif isinstance(message, DeltaPart) and self._layout is not None:
+            self._add_part(self._layout, message, payload)
 
-    def _join(self, cause: str) -> None:
-        self._client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, cause=cause[:200]))
+    def _join(self) -> None:
+        name, incarnation = self._generator_id, self._incarnation
+        self._client.send(Join(generator_id=name, incarnation=incarnation, machine=same_machine()))
 
     def _form_group(self, message: FormGroup) -> None:
         self._drop_group()
+        problem = ""
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
             self._group = form_group(
@@ -117,71 +179,179 @@ class Receiver:
                 host=self._host,
                 timeout_s=message.timeout_s,
             )
+            self._group_number = message.group_number
         except RuntimeError as error:
+            problem = str(error)[:200]
             log.warning("weight group %d cannot be formed: %s", message.group_number, error)
-            self._join(f"group failed: {error}")
-            return
-        self._group_number = message.group_number
+        self._client.send(
+            GroupFormed(generator_id=self._generator_id, group_number=message.group_number, problem=problem)
+        )
 
-    def _stage(self, group: WeightGroup, message: Offer) -> None:
-        """Receive every bucket, put what is to be loaded into host memory, and report the digest."""
-        self._staged, self._staged_version = [], None
-        received: list[tuple[str, Tensor]] = []
-        digests, start = [], 0
+    # -- one version ---------------------------------------------------------------------------------------------------
+
+    def _expect(self, layout: Layout, offer: Offer) -> None:
         try:
-            for bucket in plan_buckets(message.tensors, message.bucket_bytes):
-                flat = bucket.empty(group.device)
-                group.broadcast(flat)
-                digests.append(digest(flat, start))
-                start += bucket.num_bytes // 4
-                received += bucket.views(flat if message.base else _to_host(flat))
-        except RuntimeError as error:
-            log.warning("broadcast of %s failed: %s", message.version, error)
-            self._drop_group()
-            self._join(f"broadcast failed: {error}")
-            return
-        self._staged = self._merge(message, received) if message.base else received
-        self._staged_version = message.version
-        merged = content_digest(self._staged) if message.base else ""
-        self._reply(Staged, message.group_number, version=message.version, digest=add_digests(digests), merged=merged)
+            self._arriving = Arriving(offer, layout.num_bytes)
+        except WeightsError as error:
+            self._failed(offer.transfer, error)
 
-    def _merge(self, message: Offer, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _add_part(self, layout: Layout, part: DeltaPart, payload: Buffer) -> None:
+        """Take a part of the deltas that were offered, and stage the weights when all parts are there."""
+        arriving = self._arriving
+        try:
+            if arriving is None or arriving.offer.transfer != part.transfer:
+                raise WeightsError(f"a part of transfer {part.transfer} came, which was not offered or has ended")
+            arriving.add(part.start, payload)
+        except WeightsError as error:
+            self._arriving = None
+            self._failed(part.transfer, error)
+            return
+        self._client.send(PartTaken(generator_id=self._generator_id, transfer=part.transfer, taken=arriving.taken))
+        if arriving.is_whole:
+            self._arriving = None
+            self._stage(layout, arriving.offer, lambda layout: self._updated(layout, arriving.deltas()))
+
+    def _stage(self, layout: Layout, offer: Offer, receive: Callable[[Layout], tuple[Staging, str]]) -> None:
+        """Receive a version into memory of this generator, report its digest, and let the engine swap if it is right."""
+        try:
+            staging, received = receive(layout)
+        except (WeightsError, WireError, RuntimeError, ValueError) as error:
+            self._failed(offer.transfer, error)
+            return
+        merged, tensors = "", staging.tensors()
+        if received == offer.digest:
+            staging.holds = State(offer.version, received)
+            if self._base:
+                tensors = self._merge(tensors)
+                merged = content_digest(tensors)
+            self._next = offer.version, tensors, staging
+        self._client.send(
+            Staged(generator_id=self._generator_id, version=offer.version, digest=received, merged=merged)
+        )
+
+    def _failed(self, transfer: int, error: Exception) -> None:
+        """Weights were not received. The engine has not been touched."""
+        log.warning("weights were not received: %s", error)
+        if not transfer:
+            self._drop_group()
+        reason = str(error)[:300]
+        self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=False, transfer=transfer))
+
+    def _whole(self, layout: Layout, offer: Offer) -> tuple[Staging, str]:
+        staging = self._free_staging(layout)
+        staging.holds = None
+        return staging, (self._receive if offer.group_number else self._copy)(layout, offer, staging)
+
+    def _updated(self, layout: Layout, deltas: list[Delta]) -> tuple[Staging, str]:
+        """Apply deltas to the weights that they start from: in place, unless the engine is loading them."""
+        base = next((staging for staging in self._stagings if staging.holds == deltas[0].before), None)
+        if base is None or base.holds is None:
+            raise WeightsError(f"deltas from {deltas[0].before.version} came, and no memory here holds it")
+        holds, staging = base.holds, base
+        if base is self._swapping:
+            staging = self._free_staging(layout)
+            staging.flat.copy_(base.flat)
+        self._next, staging.holds = None, None
+        for delta in deltas:
+            apply(delta, staging.flat, holds)
+            holds = delta.after
+        return staging, add_digests(digest(staging.flat[start:end], start) for start, end in layout.slices(PIECE_BYTES))
+
+    def _free_staging(self, layout: Layout) -> Staging:
+        """Memory from which the engine does not load. What waits there for the engine is overtaken.
+
+        The second one is made when weights come for the first time while the engine is loading.
+        """
+        self._next = None
+        for staging in self._stagings:
+            if staging is not self._swapping:
+                return staging
+        self._stagings.append(Staging(layout))
+        return self._stagings[-1]
+
+    def _copy(self, layout: Layout, offer: Offer, staging: Staging) -> str:
+        if self._arenas is None or self._arenas.file != offer.file:
+            self._arenas = MappedArenas(offer.file)
+        memory, digests = self._arenas.read(offer.start, layout.num_bytes), []
+        for start, end in layout.slices(PIECE_BYTES):
+            piece = staging.flat[start:end].copy_(memory[start:end])
+            digests.append(digest(piece, start))
+        return add_digests(digests)
+
+    def _receive(self, layout: Layout, offer: Offer, staging: Staging) -> str:
+        group = self._group
+        if group is None or offer.group_number != self._group_number:
+            raise WeightsError(f"this generator is not in group {offer.group_number}")
+        digests = []
+        for start, end in layout.slices(offer.piece_bytes):
+            piece = staging.flat[start:end]
+            there = piece if group.device.type == "cpu" else torch.empty_like(piece, device=group.device)
+            group.broadcast(there)
+            digests.append(digest(there, start))
+            if there is not piece:
+                piece.copy_(there)
+        return add_digests(digests)
+
+    def _merge(self, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Make whole weights of adapters. A failure ends this generator: it would fail at every publication."""
         try:
             assert self._merger is not None, "adapters were published, and whole weights expected"
-            return self._merger.merge(adapters, message.base)
+            if torch.cuda.is_available():
+                adapters = [(name, tensor.to("cuda")) for name, tensor in adapters]
+            return self._merger.merge(adapters, self._base)
         except Exception as error:
-            self._give_up(message.group_number, error)
+            self._give_up(error)
             raise
 
-    def _swap(self, message: Swap) -> None:
+    # -- the swap ------------------------------------------------------------------------------------------------------
+
+    def _swap_next(self) -> None:
+        if self._next is None or self._swapping is not None:
+            return
+        version, tensors, self._swapping = self._next
+        self._next = None
+        self._swaps.submit(self._swap, version, tensors)
+
+    def _swap(self, version: PolicyVersion, tensors: list[tuple[str, Tensor]]) -> None:
+        """Have the engine swap, in the other thread."""
         started = time.monotonic()
         try:
-            checksum = self._apply(self._staged, message.version)
-        except Exception as error:  # the weights may be part old, part new, and must never sample
-            self._give_up(message.group_number, error)
-            raise
-        self._staged, self._staged_version = [], None
+            checksum = self._apply(tensors, version)
+        except BaseException as error:  # the weights may be part old, part new, and must never sample
+            self._done.put(error)
+            return
         seconds = time.monotonic() - started
-        self._reply(Swapped, message.group_number, version=message.version, checksum=checksum, seconds=seconds)
+        self._done.put(Swapped(generator_id=self._generator_id, version=version, checksum=checksum, seconds=seconds))
+        if self._check is not None and is_checked(version, self._check.check_every):
+            scores = tuple(self._scores(self._check))
+            self._done.put(Checked(generator_id=self._generator_id, version=version, scores=scores))
+        self._done.put(None)
 
-    def _give_up(self, group_number: int, error: Exception) -> None:
+    def _scores(self, check: WeightsLayout) -> Sequence[float]:
+        """Have the engine score the check sequences. The next swap waits: they are of one version."""
+        try:
+            return self._score(check.check, check.check_start) if self._score is not None else ()
+        except Exception as error:  # what fails the engine is met by its requests too
+            log.warning("the check sequences could not be scored: %s", error)
+            return ()
+
+    def _report_swaps(self) -> None:
+        while not self._done.empty():
+            outcome = self._done.get()
+            if outcome is None:
+                self._swapping = None
+            elif isinstance(outcome, BaseException):
+                self._give_up(outcome)
+                raise outcome
+            else:
+                self._client.send(outcome)
+
+    def _give_up(self, error: BaseException) -> None:
         """Tell the learner to go on without this generator. The service ends when it sees `failure`."""
-        self._reply(SyncFailed, group_number, reason=str(error)[:300], poisoned=True)
-
-    def _reply(self, kind: type[Message], group_number: int, **fields: Any) -> None:
-        self._client.send(kind(generator_id=self._generator_id, group_number=group_number, **fields))
+        self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], poisoned=True))
 
     def _drop_group(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
         self._group_number = 0
-        self._staged, self._staged_version = [], None
-
-
-def _to_host(flat: Tensor) -> Tensor:
-    """Copy to host memory, page-locked if the bytes come from a GPU: that copy is several times as fast."""
-    if flat.device.type == "cpu":
-        return flat
-    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)

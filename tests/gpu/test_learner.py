@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.broadcast import add_digests, digest, digest_of, plan_buckets
+from asyncgrpo.weights.arena import Layout, digest_of
+from asyncgrpo.weights.digest import add_digests, digest
 from tests.learner.helpers import VERSION, config, random_groups, step_and_gradient, weights, with_true_logprobs
 
 COSINE = 0.99
@@ -85,7 +87,7 @@ def test_recomputed_activations_change_next_to_nothing(device, model):
 
 
 def test_a_digest_is_the_same_wherever_the_bytes_are(device):
-    flat = torch.randint(0, 256, (4 * 5_000_001,), generator=torch.Generator().manual_seed(1)).byte()
+    flat = torch.randint(0, 256, (8 * 5_000_001,), generator=torch.Generator().manual_seed(1)).byte()
     assert digest(flat.to(device)) == digest(flat)
     assert digest(flat.to(device), 2**33) == digest(flat, 2**33)
     flat[7] ^= 1
@@ -94,10 +96,10 @@ def test_a_digest_is_the_same_wherever_the_bytes_are(device):
 
 def test_what_is_published_from_the_card_has_the_digest_of_the_host(device, model):
     learner = learner_on(device, model)
-    layout, source = learner.sent.layout(), learner.sent.weights
-    sent, tensors, start = [], iter(source()), 0
-    for bucket in plan_buckets(layout, 2**16):
-        sent.append(digest(bucket.fill(tensors, device), start))
-        start += bucket.num_bytes // 4
-    on_host = ((info, tensor.cpu()) for info, tensor in source())
-    assert add_digests(sent) == digest_of(layout, on_host, 2**16)
+    layout = Layout(learner.sent.layout())
+    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    is_written = fill_arena(learner.sent.weights(), layout, flat)
+    if is_written is not None:
+        is_written()
+    on_host = ((info, tensor.cpu()) for info, tensor in learner.sent.weights())
+    assert add_digests([digest(flat)]) == digest_of(layout, on_host)

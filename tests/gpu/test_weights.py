@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.broadcast import digest, digest_of
-from asyncgrpo.weights.group import form_group, serve_store, visit_store
+from asyncgrpo.weights.arena import Layout, digest_of
+from asyncgrpo.weights.group import form_group, serve_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
+from tests.weights.publishing import publish
 
 HOST = "127.0.0.1"
 SIZES = (1000, 4, 5_000_000)
@@ -50,34 +51,12 @@ def start() -> Iterator[Callable[..., None]]:
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 
-def take_broadcasts(port: int, device: str) -> None:
-    store = visit_store(HOST, port, 60)
-    group = form_group(store, number=1, rank=1, world=2, backend="shared_memory", host=HOST, timeout_s=60)
-    for number, size in enumerate(SIZES):
-        flat = torch.zeros(size, dtype=torch.uint8, device=device)
-        group.broadcast(flat)
-        store.set(f"digest/{number}", str(digest(flat)))
-
-
-def test_shared_memory_between_two_processes(device, start):
-    store = serve_store(HOST, 60)
-    start(take_broadcasts, store.port, str(device))
-    group = form_group(store, number=1, rank=0, world=2, backend="shared_memory", host=HOST, timeout_s=60)
-    if device.type == "cuda":
-        assert group.device.type == "cuda", "tensors of the card are broadcast as they are"
-    for number in range(len(SIZES)):
-        flat = drawn(number, device)
-        group.broadcast(flat)
-        assert store.get(f"digest/{number}").decode() == str(digest(flat)) == str(digest(drawn(number, "cpu")))
-    group.close()
-
-
 def generate(endpoint: str) -> None:
     """Receive as a generator whose engine reports a digest of what it was given."""
 
     def apply(tensors, version: PolicyVersion) -> str:
         held = dict(tensors)
-        return digest_of(LAYOUT, ((info, held[info.name]) for info in LAYOUT), 2**14)
+        return digest_of(Layout(LAYOUT), ((info, held[info.name]) for info in LAYOUT))
 
     receiver = Receiver(endpoint, generator_id="generator-0", incarnation="0", host=HOST, apply=apply, keys=None)
     receiver.start()
@@ -87,17 +66,17 @@ def generate(endpoint: str) -> None:
 
 def test_a_publication_from_the_card(device, start):
     settings = WeightsConfig(bucket_mb=1, timeout_s=60.0)
-    publisher = Publisher(settings, backend="shared_memory", bind=HOST, host=HOST, keys=None)
-    publisher.describe(LAYOUT)
+    publisher = Publisher(settings, maps=True, backend="gloo", bind=HOST, host=HOST, keys=None)
+    publisher.start(LAYOUT)
     start(generate, publisher.endpoint)
     publisher.wait_for(1, 60.0, lambda what, seconds: None)
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         tensors = [(i, torch.randn(i.shape, generator=generator).to(getattr(torch, i.dtype))) for i in LAYOUT]
         on_card = [(info, tensor.to(device)) for info, tensor in tensors]
-        publication = publisher.publish(PolicyVersion(1, step), lambda on_card=on_card: iter(on_card))
+        publication = publish(publisher, PolicyVersion(1, step), on_card)
         assert publication.generators == ("generator-0",) and publication.attempts == 1
-        assert publication.checksums == {"generator-0": digest_of(LAYOUT, tensors, 2**14)}
+        assert publication.checksums == {"generator-0": digest_of(Layout(LAYOUT), iter(tensors))}
     publisher.close()
 
 

@@ -5,19 +5,25 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from asyncgrpo.config.schema import WeightsConfig
-from asyncgrpo.errors import GeneratorsGone, WeightsError
+from asyncgrpo.errors import WeightsError
+from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights import publisher as publishing
 from asyncgrpo.weights import receiver as receiving
-from asyncgrpo.weights.broadcast import add_digests, digest, digest_of, plan_buckets
+from asyncgrpo.weights.arena import Layout, digest_of
+from asyncgrpo.weights.digest import add_digests
+from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from asyncgrpo.wire.weights import Swap
+from asyncgrpo.wire.weights import Offer
 
 LAYOUT = [
     TensorInfo(name="embed", shape=(7, 5), dtype="float32"),
@@ -50,18 +56,20 @@ class Engine:
         return str(sum(float(t.double().sum()) for t in self.held.values()))
 
 
-@pytest.fixture(params=["gloo", "shared_memory"])
-def plane(request):
-    """A publisher, and a way to add receivers to it."""
-    publisher = Publisher(
-        WeightsConfig(bucket_mb=1, timeout_s=3.0), backend=request.param, bind="127.0.0.1", host="127.0.0.1", keys=None
-    )
-    publisher.describe(LAYOUT)
-    receivers: list[Receiver] = []
+class Plane:
+    """A publisher, and receivers that a test adds to it."""
 
-    def add(name: str, engine: Engine, incarnation: str = "0") -> Receiver:
+    def __init__(self, kind: str) -> None:
+        config = WeightsConfig(bucket_mb=1, timeout_s=3.0)
+        self.publisher = Publisher(
+            config, maps=kind == "mapped", backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
+        )
+        self.receivers: list[Receiver] = []
+        self.publisher.start(LAYOUT)
+
+    def add(self, name: str, engine: "Engine", incarnation: str = "0") -> Receiver:
         receiver = Receiver(
-            publisher.endpoint,
+            self.publisher.endpoint,
             generator_id=name,
             incarnation=incarnation,
             host="127.0.0.1",
@@ -69,13 +77,56 @@ def plane(request):
             keys=None,
         )
         receiver.start()
-        receivers.append(receiver)
+        self.receivers.append(receiver)
         return receiver
 
-    yield publisher, add
-    for receiver in receivers:
-        receiver.stop()
-    publisher.close()
+    def wait_for(self, count: int) -> None:
+        wait_until(lambda: len(self.publisher.generators) == count, f"{count} generators")
+
+    def offer(self, step: int) -> None:
+        wait_until(
+            lambda: self.publisher.offer(
+                PolicyVersion(1, step), lambda layout, flat: fill_arena(iter(weights(step)), layout, flat)
+            ),
+            "an arena that nobody reads",
+        )
+
+    def publish(self, step: int) -> Publication:
+        """Offer a version, and wait until everyone that is there has it, or was left out."""
+        self.offer(step)
+        return self.publication(step)
+
+    def publication(self, step: int) -> Publication:
+        """The next report, which must be of this version."""
+        found: list[Publication] = []
+        wait_until(lambda: found.extend(self.publisher.reports()) or bool(found), f"a report of version {step}")
+        assert found[0].version == PolicyVersion(1, step), found
+        return found[0]
+
+    def close(self) -> None:
+        for receiver in self.receivers:
+            receiver.stop()
+        self.publisher.close()
+
+
+@pytest.fixture(params=["gloo", "mapped"])
+def plane(request) -> Iterator[Plane]:
+    made = Plane(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(publishing, "SILENT_S", 1.5)
+    monkeypatch.setattr(publishing, "LOST_S", 2.0)
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
+        time.sleep(0.01)
 
 
 def assert_holds(engine: Engine, expected: list[tuple[TensorInfo, torch.Tensor]]) -> None:
@@ -85,47 +136,66 @@ def assert_holds(engine: Engine, expected: list[tuple[TensorInfo, torch.Tensor]]
 
 
 def test_every_generator_holds_exactly_what_was_published(plane):
-    publisher, add = plane
     engines = [Engine(), Engine()]
     for index, engine in enumerate(engines):
-        add(f"generator-{index}", engine)
-    publisher.wait_for(2, 10.0, lambda what, seconds: None)
+        plane.add(f"generator-{index}", engine)
+    plane.wait_for(2)
     for step in range(3):
-        publication = publisher.publish(PolicyVersion(1, step), lambda step=step: weights(step))
+        publication = plane.publish(step)
         assert publication.generators == ("generator-0", "generator-1")
-        assert len(set(publication.checksums.values())) == 1
-        assert publication.digest == digest_of(LAYOUT, weights(step), 2**20) == digest_of(LAYOUT, weights(step), 64)
+        assert len(set(publication.checksums.values())) == 1 and publication.attempts == 1
+        assert publication.digest == digest_of(Layout(LAYOUT), iter(weights(step)))
+        assert plane.publisher.is_idle and plane.publisher.is_served(PolicyVersion(1, step))
         for engine in engines:
             assert engine.version == PolicyVersion(1, step)
             assert_holds(engine, weights(step))
 
 
 def test_a_newcomer_gets_the_current_version_and_the_rest_goes_on(plane):
-    publisher, add = plane
     first, second = Engine(), Engine()
-    add("generator-0", first)
-    publisher.wait_for(1, 10.0, lambda what, seconds: None)
-    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
-    add("generator-1", second)
-    publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    assert publisher.newcomers()
-    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
-    assert not publisher.newcomers()
+    plane.add("generator-0", first)
+    plane.wait_for(1)
+    plane.publish(0)
+    plane.add("generator-1", second)
+    assert "generator-1" in plane.publication(0).generators
     assert_holds(second, weights(0))
+    assert first.num_swaps == 1 or plane.publisher._lane.number, "who maps the memory is left in peace"
+
+
+def test_one_that_leaves_gets_no_more_weights_and_breaks_no_publication(plane):
+    stays, leaves = Engine(), Engine()
+    plane.add("generator-0", stays)
+    receiver = plane.add("generator-1", leaves, "7")
+    plane.wait_for(2)
+    plane.publish(0)
+    plane.publisher.dismiss(("generator-1-7",))
+    plane.wait_for(1)
+    publication = plane.publish(1)
+    assert (publication.generators, publication.attempts, publication.dropped) == (("generator-0",), 1, ())
+    assert_holds(leaves, weights(0))
+    receiver.stop()
+    plane.add("generator-1", leaves, "8")
+    plane.wait_for(2)
+    plane.publication(1)
+    assert plane.publish(2).generators == ("generator-0", "generator-1")
 
 
 def test_a_generator_that_is_gone_is_left_out_and_named(plane):
-    publisher, add = plane
+    told = []
+    plane.publisher.on_left_out = lambda *details: told.append(details)
     alive, dying = Engine(), Engine()
-    add("generator-0", alive)
-    gone = add("generator-1", dying)
-    publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
+    plane.add("generator-0", alive)
+    gone = plane.add("generator-1", dying)
+    plane.wait_for(2)
+    plane.publish(0)
     gone.stop()
-    publication = publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
+    publication = plane.publish(1)
     assert publication.generators == ("generator-0",)
-    assert "generator-1" in publication.dropped
-    assert_holds(alive, weights(1))
+    wait_until(lambda: plane.publisher.missing == ("generator-1-0",), "one that is missing")
+    wait_until(lambda: told, "the word of it")
+    assert told[0][:2] == ("generator-1", "0") and len(told) == 1
+    assert plane.publish(2).dropped == ("generator-1",)
+    assert_holds(alive, weights(2))
     assert dying.version == PolicyVersion(1, 0)
 
 
@@ -142,126 +212,169 @@ class Frozen(Engine):
         return super().apply(tensors, version)
 
 
-def test_whoever_does_not_reply_is_named_at_once_and_comes_back_by_itself(plane):
-    publisher, add = plane
-    told, frozen = [], Frozen()
-    publisher.on_left_out = lambda *details: told.append((*details, publisher.missing))
-    add("generator-0", Engine())
-    add("generator-1", frozen, "1.4")
-    publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
-    assert not told and publisher.missing == ()
-    publication = publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
-    assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
-    assert told == [("generator-1", "1.4", "it did not swap to 1.1 within 3 s", ("generator-1-1.4",))]
-    assert publisher.publish(PolicyVersion(1, 2), lambda: weights(2)).dropped == ("generator-1",), "not back yet"
+def test_whoever_does_not_swap_holds_up_nobody_and_comes_back_by_itself(plane):
+    told, frozen, quick = [], Frozen(), Engine()
+    plane.publisher.on_left_out = lambda *details: told.append((*details, plane.publisher.missing))
+    plane.add("generator-0", quick)
+    plane.add("generator-1", frozen, "1.4")
+    plane.wait_for(2)
+    plane.publish(0)
+    assert not told and plane.publisher.missing == ()
+    for step in (1, 2, 3):
+        plane.offer(step)
+        wait_until(lambda step=step: quick.version == PolicyVersion(1, step), "a swap of the other one", 5.0)
+    wait_until(lambda: told, "the one that is left out")
+    name, incarnation, why, missing = told[0]
+    assert (name, incarnation, missing) == ("generator-1", "1.4", ("generator-1-1.4",))
+    assert "did not swap to 1.1 within 3 s" in why or "did not swap to 1.3 within 3 s" in why
     frozen.let_go.set()
-    publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    assert publisher.missing == ()
-    publication = publisher.publish(PolicyVersion(1, 3), lambda: weights(3))
-    assert publication.generators == ("generator-0", "generator-1") and publication.dropped == ()
+    wait_until(lambda: plane.publisher.missing == () and frozen.version == PolicyVersion(1, 3), "its return")
     assert_holds(frozen, weights(3))
+    wait_until(lambda: plane.publisher.is_idle, "rest")
+    plane.publisher.reports()
+    assert plane.publish(4).generators == ("generator-0", "generator-1")
 
 
 def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
-    publisher, add = plane
-    monkeypatch.setattr(publisher, "_config", WeightsConfig(bucket_mb=1, timeout_s=600.0))  # nobody would wait for this
+    monkeypatch.setattr(
+        plane.publisher, "_config", WeightsConfig(bucket_mb=1, timeout_s=600.0)
+    )  # nobody would wait for this
     told, frozen = [], Frozen()
-    publisher.on_left_out = lambda *details: told.append(details)
-    add("generator-0", Engine())
-    add("generator-1", frozen, "1.4")
-    publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
-    publisher.give_up("generator-1", "1.3")  # the one before it
-    threading.Timer(0.5, publisher.give_up, ("generator-1", "1.4")).start()
-    publication = publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
+    plane.publisher.on_left_out = lambda *details: told.append(details)
+    plane.add("generator-0", Engine())
+    plane.add("generator-1", frozen, "1.4")
+    plane.wait_for(2)
+    plane.publish(0)
+    plane.publisher.give_up("generator-1", "1.3")  # the one before it
+    threading.Timer(0.5, plane.publisher.give_up, ("generator-1", "1.4")).start()
+    publication = plane.publish(1)
     assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
-    assert publication.attempts == 2 and publisher.missing == () and not told, "who gave it up has told everyone"
+    assert plane.publisher.missing == () and not told, "who gave it up has told everyone"
     frozen.let_go.set()
 
 
 def test_when_all_are_gone_the_next_that_comes_gets_the_version(plane):
-    publisher, add = plane
-    gone = [add("generator-0", Engine()), add("generator-1", Engine())]
-    publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
+    gone = [plane.add("generator-0", Engine()), plane.add("generator-1", Engine())]
+    plane.wait_for(2)
+    plane.publish(0)
     for receiver in gone:
         receiver.stop()
-    with pytest.raises(GeneratorsGone, match=r"1\.1 reached no generator"):
-        publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
-    assert not publisher.generators
+    plane.wait_for(0)
+    plane.offer(1)
     replacement = Engine()
-    add("generator-0", replacement, "1")
-    publisher.wait_for(1, 10.0, lambda what, seconds: None)
-    assert publisher.publish(PolicyVersion(1, 1), lambda: weights(1)).generators == ("generator-0",)
+    plane.add("generator-0", replacement, "1")
+    assert plane.publication(1).generators == ("generator-0",)
     assert_holds(replacement, weights(1))
 
 
+def test_versions_that_come_faster_than_they_travel_are_skipped(plane):
+    """And none is torn: the engine never holds a mixture, whatever was written to the arenas meanwhile."""
+    versions: list[PolicyVersion] = []
+
+    class Slow(Engine):
+        def apply(self, tensors, version: PolicyVersion) -> str:
+            time.sleep(0.05)
+            checksum = super().apply(tensors, version)
+            assert_holds(self, weights(version.number))
+            versions.append(version)
+            return checksum
+
+    receivers = [plane.add("generator-0", Slow()), plane.add("generator-1", Engine())]
+    plane.wait_for(2)
+    offered = 0
+    for step in range(60):
+        offered += plane.publisher.offer(
+            PolicyVersion(1, step), lambda layout, flat, step=step: fill_arena(iter(weights(step)), layout, flat)
+        )
+        time.sleep(0.01)
+    plane.offer(60)
+    wait_until(lambda: plane.publisher.is_served(PolicyVersion(1, 60)) and plane.publisher.is_idle, "the last version")
+    assert versions == sorted(set(versions)) and versions[-1] == PolicyVersion(1, 60)
+    assert len(versions) < 40 and offered > 3
+    assert all(receiver.failure is None for receiver in receivers)
+    assert all(publication.attempts == 1 for publication in plane.publisher.reports())
+
+
+def test_an_arena_that_is_being_read_is_not_written(plane):
+    publisher = plane.publisher
+    plane.offer(0)
+    wait_until(lambda: publisher._newest.digest, "a digest")
+    publisher._newest.readers.add("generator-0")
+    for step in (1, 2):
+        plane.offer(step)  # into the other one, again and again: nobody has read it
+        wait_until(lambda: publisher._newest.digest, "a digest")
+    assert [slot.version.number for slot in publisher._slots] in ([0, 2], [2, 0])
+    publisher._newest.readers.add("generator-1")
+    assert not publisher.offer(PolicyVersion(1, 3), lambda layout, flat: pytest.fail("it is being read"))
+    publisher._read_by("generator-0")
+    plane.offer(3)
+    assert sorted(slot.version.number for slot in publisher._slots) == [2, 3]
+
+
+def failure_of(plane: Plane) -> str:
+    with pytest.raises(WeightsError) as caught:
+        wait_until(lambda: plane.publisher.reports() and False, "failure")
+    return str(caught.value)
+
+
 def test_engines_that_end_up_different_are_an_error(plane):
-    publisher, add = plane
-    add("generator-0", Engine())
-    add("generator-1", Engine(corrupt=True))
-    publisher.wait_for(2, 10.0, lambda what, seconds: None)
-    with pytest.raises(WeightsError, match="different weights"):
-        publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
+    plane.add("generator-0", Engine())
+    plane.wait_for(1)
+    plane.publish(0)
+    corrupt = Engine(corrupt=True)
+    plane.add("generator-1", corrupt)
+    wait_until(lambda: corrupt.version is not None, "first swap")  # else it may be alone with the next version
+    plane.offer(1)
+    assert "different weights" in failure_of(plane)
 
 
 def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
-    publisher, add = plane
     engine = Engine()
-    add("generator-0", engine)
-    publisher.wait_for(1, 10.0, lambda what, seconds: None)
-    publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
+    plane.add("generator-0", engine)
+    plane.wait_for(1)
+    plane.publish(0)
     checksum = engine.apply([(i.name, t) for i, t in weights(0)], PolicyVersion(1, 0))
     engine.apply = lambda tensors, version: checksum  # says yes, does nothing
-    with pytest.raises(WeightsError, match="still holds the weights before"):
-        publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
+    plane.offer(1)
+    assert "still holds the weights before" in failure_of(plane)
 
 
 def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, monkeypatch):
-    publisher, add = plane
     came = iter(["0" * 16])
     monkeypatch.setattr(receiving, "add_digests", lambda parts: next(came, None) or add_digests(parts))
-    add("generator-0", engine := Engine())
-    publisher.wait_for(1, 10.0, lambda what, seconds: None)
-    publication = publisher.publish(PolicyVersion(1, 0), lambda: weights(0))
+    plane.add("generator-0", engine := Engine())
+    plane.wait_for(1)
+    publication = plane.publish(0)
     assert publication.attempts == 2 and next(came, None) is None
     assert engine.num_swaps == 1
     assert_holds(engine, weights(0))
 
 
-def test_a_swap_to_weights_that_were_not_staged_is_not_made(plane):
-    _, add = plane
-    receiver = add("generator-0", engine := Engine())
-    receiver._handle(Swap(group_number=0, version=PolicyVersion(1, 7)))
-    assert engine.num_swaps == 0
+def test_a_learner_whose_memory_is_not_here_is_asked_again_and_nothing_is_swapped(plane):
+    receiver = plane.add("generator-0", engine := Engine())
+    plane.wait_for(1)
+    receiver._handle(Offer(version=PolicyVersion(1, 7), digest="0" * 16, file="none"))
+    assert engine.num_swaps == 0 and receiver.failure is None
 
 
 def test_without_generators_the_wait_ends_with_a_sentence(plane):
-    publisher, _ = plane
     with pytest.raises(WeightsError, match="no generator asked"):
-        publisher.wait_for(1, 0.1, lambda what, seconds: None)
+        plane.publisher.wait_for(1, 0.1, lambda what, seconds: None)
 
 
-def test_the_digest_adds_up_over_buckets_and_sees_one_flipped_bit():
-    flat = torch.randint(0, 256, (4096,), dtype=torch.uint8)
-    whole = add_digests([digest(flat)])
-    assert whole == add_digests([digest(flat[:1024]), digest(flat[1024:], 256)])
-    assert whole != add_digests([digest(flat[:1024]), digest(flat[1024:], 0)])
-    for position in (0, 1023, 4095):
-        changed = flat.clone()
-        changed[position] ^= 1
-        assert add_digests([digest(changed)]) != whole
-    swapped = torch.cat([flat[4:8], flat[:4], flat[8:]])
-    assert add_digests([digest(swapped)]) != whole
+def test_a_publisher_that_fails_says_so_and_the_learner_goes_on(plane, monkeypatch):
+    monkeypatch.setattr(plane.publisher, "_hash_newest", lambda: 1 / 0)
+    assert "ended: ZeroDivisionError" in failure_of(plane)
+    assert plane.publisher.offer(PolicyVersion(1, 0), lambda layout, flat: None)
 
 
-def test_buckets_hold_every_tensor_once_and_align_each():
-    buckets = plan_buckets(LAYOUT, 2**20)
-    items = [item for bucket in buckets for item in bucket.items]
-    assert [info.name for info, _ in items] == [info.name for info in LAYOUT]
-    assert all(offset % 16 == 0 for _, offset in items)
-    assert len(buckets) == 3  # the large tensor is alone
+def test_the_layout_holds_every_tensor_once_and_aligns_each():
+    layout = Layout(LAYOUT)
+    assert [info.name for info, _ in layout.views(torch.zeros(layout.num_bytes, dtype=torch.uint8))] == [
+        info.name for info in LAYOUT
+    ]
+    assert all(start % 64 == 0 for start in (*layout.offsets, layout.num_bytes))
+    assert [*layout.slices(2**20)][-1][1] == layout.num_bytes
 
 
 RECEIVER = """
@@ -277,24 +390,30 @@ while receiver.is_alive:
 """
 
 
-def test_a_process_that_is_stopped_is_left_out_and_comes_back_when_it_goes_on(plane):
-    publisher, add = plane
-    add("generator-0", Engine())
+def test_a_process_that_is_stopped_is_left_out_and_comes_back_when_it_goes_on():
+    plane = Plane("mapped")
+    quick = Engine()
+    plane.add("generator-0", quick)
     process = subprocess.Popen(
-        [sys.executable, "-c", RECEIVER, publisher.endpoint],
+        [sys.executable, "-c", RECEIVER, plane.publisher.endpoint],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     try:
-        publisher.wait_for(2, 60.0, lambda what, seconds: None)
-        assert publisher.publish(PolicyVersion(1, 0), lambda: weights(0)).dropped == ()
+        plane.wait_for(2)
+        wait_until(
+            lambda: plane.publisher.offer(PolicyVersion(1, 0), lambda a, b: fill_arena(iter(weights(0)), a, b)), ""
+        )
+        wait_until(lambda: plane.publisher.is_idle, "rest")
         process.send_signal(signal.SIGSTOP)
-        publication = publisher.publish(PolicyVersion(1, 1), lambda: weights(1))
-        assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
-        assert publisher.missing == ("generator-1-1.0",)
+        for step in (1, 2, 3):
+            plane.offer(step)
+            wait_until(lambda step=step: quick.version == PolicyVersion(1, step), "the other's swap", 10.0)
+        wait_until(lambda: plane.publisher.missing == ("generator-1-1.0",), "one that is missing")
         process.send_signal(signal.SIGCONT)
-        publisher.wait_for(2, 60.0, lambda what, seconds: None)
-        publication = publisher.publish(PolicyVersion(1, 2), lambda: weights(2))
-        assert publication.generators == ("generator-0", "generator-1") and publisher.missing == ()
+        wait_until(lambda: plane.publisher.missing == () and plane.publisher.is_idle, "its return")
+        plane.publisher.reports()
+        assert plane.publish(4).generators == ("generator-0", "generator-1")
     finally:
         process.kill()
         process.wait()
+        plane.close()

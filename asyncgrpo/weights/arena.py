@@ -1,0 +1,216 @@
+"""Where a publication lies: every tensor at a fixed place of one flat run of bytes, in memory that processes share.
+
+The learner has two such arenas in one file in memory, and a page of flags behind them. It writes its weights into one while
+generators still read the other. Generators on the same machine map the file and copy out of it, each when it likes; to others
+its bytes are broadcast. Each generator keeps what it received in a `Staging`, whose pages SGLang's processes map in their turn.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncgrpo import scratch
+from asyncgrpo.errors import WeightsError
+from asyncgrpo.scratch import SHARED_MEMORY
+from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights.delta import Span, State
+from asyncgrpo.weights.digest import add_digests, digest
+
+ALIGNMENT = 64
+"""Every tensor starts at a multiple of so many bytes, so that a view of any dtype is aligned."""
+SLOTS = 2
+PAGE = 4096
+_numbers = itertools.count()
+
+
+def dtype_of(info: TensorInfo) -> torch.dtype:
+    return getattr(torch, info.dtype)
+
+
+def size_bytes(info: TensorInfo) -> int:
+    return prod(info.shape) * dtype_of(info).itemsize
+
+
+class Layout:
+    """Where each tensor of a publication lies. Learner and generators make the same of the same list of tensors."""
+
+    def __init__(self, tensors: Sequence[TensorInfo]) -> None:
+        """Raises WeightsError: a shape or a dtype is none."""
+        self.tensors = tuple(tensors)
+        self.offsets: tuple[int, ...] = ()
+        self.num_bytes = 0
+        """A multiple of `ALIGNMENT`."""
+        for info in self.tensors:
+            if not isinstance(getattr(torch, info.dtype, None), torch.dtype) or min(info.shape, default=0) < 0:
+                raise WeightsError(f"{info.name[:100]} is {info.dtype[:20]} {info.shape[:8]}, which is no tensor")
+            self.offsets += (self.num_bytes,)
+            self.num_bytes += -(-size_bytes(info) // ALIGNMENT) * ALIGNMENT
+
+    def views(self, flat: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:
+        """Every tensor as a view of `flat`, [num_bytes] uint8."""
+        for info, start in zip(self.tensors, self.offsets, strict=True):
+            raw = flat[start : start + size_bytes(info)]
+            yield info, raw.view(dtype_of(info)).view(info.shape)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Every tensor, for a delta."""
+        places = zip(self.tensors, self.offsets, strict=True)
+        return [Span(start, size_bytes(info), dtype_of(info).itemsize, start) for info, start in places]
+
+    def slices(self, size: int) -> Iterator[tuple[int, int]]:
+        """First and last byte of each piece of at most `size` bytes, a multiple of `ALIGNMENT`."""
+        for start in range(0, self.num_bytes, size):
+            yield start, min(start + size, self.num_bytes)
+
+
+def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> str:
+    """The digest of a publication of `tensors`, without publishing it; on the CPU."""
+    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for (info, view), (given, tensor) in zip(layout.views(flat), tensors, strict=True):
+        assert info == given, f"{info.name} expected, {given.name} given"
+        view.copy_(tensor)
+    return add_digests([digest(flat)])
+
+
+class Arenas:
+    """The learner's two arenas, [num_bytes] uint8 each."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Make them in shared memory; where they do not fit, in memory of this process alone."""
+        self.layout = layout
+        self.file = ""
+        """Name of their file in memory; empty: no other process can map them."""
+        self._stride = -(-layout.num_bytes // PAGE) * PAGE
+        name = f"{scratch.mark()}-weights-{next(_numbers)}"
+        try:
+            allocate(SHARED_MEMORY / name, SLOTS * self._stride + PAGE)
+        except RuntimeError as error:
+            self.trouble = str(error)
+            memory = torch.zeros(SLOTS * self._stride, dtype=torch.uint8)
+        else:
+            self.file, self.trouble = name, ""
+            memory = _map(SHARED_MEMORY / name, SLOTS * self._stride + PAGE)
+        _pin(memory)
+        self.slots = [memory[i * self._stride :][: layout.num_bytes] for i in range(SLOTS)]
+
+    def start_of(self, slot: int) -> int:
+        """First byte of a slot in the file."""
+        return slot * self._stride
+
+    def close(self) -> None:
+        self.slots = []
+        if self.file:
+            (SHARED_MEMORY / self.file).unlink(missing_ok=True)
+
+
+@dataclass
+class Slot:
+    """One arena and what is in it."""
+
+    flat: Tensor
+    start: int
+    version: PolicyVersion | None = None
+    digest: str = ""
+    is_written: Callable[[], None] | None = None
+    """Returns once every byte is there; None: all are."""
+    readers: set[str] = field(default_factory=set)
+    is_ours: bool = False
+    """Whether it is being filled or hashed."""
+
+    @property
+    def may_be_read(self) -> bool:
+        return bool(self.digest) and not self.is_ours
+
+
+class MappedArenas:
+    """Another process's view of the learner's arenas."""
+
+    def __init__(self, file: str) -> None:
+        """Raises WeightsError: there is no such file here."""
+        path = SHARED_MEMORY / Path(file).name
+        try:
+            self._memory = _map(path, path.stat().st_size)
+        except (OSError, RuntimeError) as error:
+            raise WeightsError(f"the learner's weights are not in {SHARED_MEMORY} of this machine: {error}") from error
+        self.file = file
+        self.flags = self._memory[-PAGE:].view(torch.int64)
+        """[512] behind the arenas: how many snapshots each learner rank has written."""
+
+    def pin(self) -> None:
+        """Lock the pages, in a process whose GPU writes into them."""
+        _pin(self._memory)
+
+    def read(self, start: int, size: int) -> Tensor:
+        """[size] uint8 from byte `start` of the file on. Raises WeightsError: the file is shorter."""
+        if not 0 <= start <= start + size <= len(self._memory):
+            raise WeightsError(f"the learner's weights end at byte {len(self._memory)} of {self.file}")
+        return self._memory[start : start + size]
+
+
+class Staging:
+    """What a generator received, [num_bytes] uint8. Where they fit, the pages are shared: an engine's other processes map
+    them."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        self.holds: State | None = None
+        """The weights whose digest was found in it; None: whatever came so far."""
+        there = os.statvfs(SHARED_MEMORY)
+        if (
+            layout.num_bytes < there.f_bavail * there.f_frsize
+        ):  # writing into shared memory that is full kills the process
+            self.flat = self.flat.share_memory_()
+        if torch.cuda.is_available():
+            torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), layout.num_bytes, 0)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Every tensor by its name, as views of the memory."""
+        return [(info.name, view) for info, view in self.layout.views(self.flat)]
+
+
+def same_machine() -> str:
+    """What two processes have in common exactly if they share `/dev/shm`: containers of one machine may not."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    device = SHARED_MEMORY.stat()
+    return f"{boot}-{device.st_dev}-{device.st_ino}"
+
+
+def allocate(file: Path, size: int) -> None:
+    """Create a file in memory whose pages are all there: writing into memory that is full would kill this process.
+
+    Raises:
+        RuntimeError: it does not fit.
+    """
+    descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        file.unlink()
+        raise RuntimeError(_too_small(size, str(error))) from error
+    finally:
+        os.close(descriptor)
+
+
+def _pin(memory: Tensor) -> None:
+    """Lock the pages for the GPU, which then writes them at full speed, beside whatever the learner does next."""
+    if torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+
+
+def _map(file: Path, size: int) -> Tensor:
+    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+
+
+def _too_small(size: int, why: str) -> str:
+    return (
+        f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} ({why}); give the container more, for "
+        "example docker run --shm-size=4g"
+    )

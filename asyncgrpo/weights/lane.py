@@ -1,0 +1,382 @@
+"""The two ways to generators that cannot map the learner's memory: on other machines, or where a backend was asked for.
+
+Deltas go to those that hold an earlier publication, where they are small enough; broadcasts to all others. A broadcast is
+collective: who dies in the middle of it holds up the others until it is found out. So it runs in a thread
+of its own, and is given up with everybody in it as soon as one of them is; the next group is formed of those that are left.
+"""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncgrpo.errors import WeightsError
+from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.delta import Chain, Delta, Piece, State, compare
+from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import Buffer
+from asyncgrpo.wire.weights import DeltaPart, FormGroup, Offer, PartTaken
+
+log = logging.getLogger(__name__)
+
+
+class GroupLane:
+    """The weight group of generators that are reached by broadcasts. The publisher's thread uses it."""
+
+    def __init__(self, backend: Backend, host: str, timeout_s: float, piece_bytes: int) -> None:
+        """
+        Args:
+            host: at which the generators reach this process.
+            piece_bytes: sent at once.
+        """
+        self._backend, self._host, self._timeout_s = backend, host, timeout_s
+        self._piece_bytes = piece_bytes
+        self._store = serve_store(host, timeout_s)
+        self._number = 0
+        self._group: WeightGroup | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
+        self._job: Future[WeightGroup] | None = None
+        self.names: frozenset[str] = frozenset()
+        """Generators in the group, or in the one that is being formed."""
+        self.state: Literal["none", "forming", "ready", "sending"] = "none"
+
+    @property
+    def number(self) -> int:
+        """How often a group was formed."""
+        return self._number
+
+    def form(self, names: list[str], send: Callable[[str, Message], bool]) -> None:
+        """Begin to form a group of the learner and these generators."""
+        self._number += 1
+        self.names, self.state = frozenset(names), "forming"
+        number, world, backend = self._number, len(names) + 1, self._backend
+        gpu = torch.cuda.current_device() if backend == "nccl" else None
+        for rank, name in enumerate(names, start=1):
+            message = FormGroup(
+                group_number=number,
+                rank=rank,
+                world=world,
+                store_host=self._host,
+                store_port=self._store.port,
+                backend=backend,
+                timeout_s=self._timeout_s,
+            )
+            send(name, message)
+
+        def work() -> WeightGroup:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)  # each thread has its own
+            return form_group(
+                self._store,
+                number=number,
+                rank=0,
+                world=world,
+                backend=backend,
+                host=self._host,
+                timeout_s=self._timeout_s,
+            )
+
+        self._job = self._pool.submit(work)
+
+    def broadcast(
+        self, version: PolicyVersion, digest: str, layout: Layout, flat: Tensor, send: Callable[[str, Message], bool]
+    ) -> None:
+        """Begin to send `flat`, [num_bytes] uint8, to everyone in the group."""
+        assert self.state == "ready" and self._group is not None
+        self.state, group = "sending", self._group
+        for name in sorted(self.names):
+            send(
+                name,
+                Offer(version=version, digest=digest, group_number=self._number, piece_bytes=self._piece_bytes),
+            )
+
+        def work() -> WeightGroup:
+            for start, end in layout.slices(self._piece_bytes):
+                group.broadcast(flat[start:end].to(group.device))
+            return group
+
+        self._job = self._pool.submit(work)
+
+    def look(self) -> str | None:
+        """Note what has ended. Returns what went wrong with it; the group is then gone."""
+        if self._job is None or not self._job.done():
+            return None
+        job, self._job = self._job, None
+        error = job.exception()
+        if error is None:
+            self._group, self.state = job.result(), "ready"
+            return None
+        what = "formed" if self.state == "forming" else "sent to"
+        self.drop()
+        return f"group {self._number} cannot be {what}: {str(error).splitlines()[0][:200]}"
+
+    def drop(self) -> None:
+        """Give up the group, and whatever is under way in it."""
+        group, self._group = self._group, None
+        job, self._job = self._job, None
+        self.names, self.state = frozenset(), "none"
+        if group is not None:
+            group.cancel()
+        if job is None:
+            if group is not None:
+                group.close()
+            return
+        # A broadcast of gloo cannot be ended: its thread ends at the deadline, and nobody waits for it.
+        self._pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
+        job.add_done_callback(lambda ended: _close(group or (None if ended.exception() else ended.result())))
+
+    def close(self) -> None:
+        self.drop()
+        self._pool.shutdown(wait=False)
+
+
+def _close(group: WeightGroup | None) -> None:
+    if group is not None:
+        group.close()
+
+
+# -- deltas ------------------------------------------------------------------------------------------------------------
+
+MAX_DELTAS = 8
+"""Kept for those who missed some."""
+LEAST_SAVING = 4
+"""Deltas are sent if they have so many times fewer bytes than the weights, or one time for each generator if these are
+more. The learner sends them to each by itself, and comparing and applying takes a core longer than receiving a broadcast."""
+SKIPPED, MOST_SKIPPED = 4, 256
+"""Versions that are not compared after one that changed too much; then twice as many, and so on."""
+PARTS_AHEAD = 2
+"""Parts sent to a generator before it has taken the first of them: the memory that a slow one costs the learner."""
+TAKES_PART_WITHIN_S = 10.0
+LARGEST_PART_BYTES = DeltaPart.max_payload_bytes
+
+
+class DeltaLane:
+    """Deltas to generators that hold an earlier publication, over the socket of each: none waits for another, and nothing
+    is collective. The publisher's thread uses it.
+
+    A thread of its own compares each publication with the one before it. The bytes of that one are kept here, since the
+    learner may write over its arena at any moment. So there is no gap, whatever is skipped.
+    """
+
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes = min(part_bytes, LARGEST_PART_BYTES)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
+        self._job: Future[tuple[Tensor, tuple[Piece, ...] | None]] | None = None
+        self._is_void = False
+        """Whether nobody wants what the job makes any more."""
+        self._following: State | None = None
+        self._tip: State | None = None
+        """The newest publication to which deltas lead; None: there are none."""
+        self._mirror: Tensor | None = None
+        """Its bytes."""
+        self._chain = Chain(MAX_DELTAS, 0)
+        self._skip, self._skip_next = 0, SKIPPED
+        self._held: dict[str, State] = {}
+        """What generators hold in their memory for certain."""
+        self._transfers: dict[str, Transfer] = {}
+        self._number = 0
+
+    # -- making them ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        return self._job is not None
+
+    def wants(self, state: State) -> bool:
+        """Whether this publication is to be compared now. It is asked once about each."""
+        if self.is_busy or state == self._following:
+            return False
+        self._following = state
+        self._skip = max(self._skip - 1, 0)
+        return not self._skip
+
+    def follow(self, state: State, layout: Layout, flat: Tensor, generators: int) -> None:
+        """Begin to compare a publication with the one before it.
+
+        Args:
+            flat: [num_bytes] uint8; nobody writes it until `look` returns True.
+            generators: that are to get it.
+        """
+        mirror, most = self._mirror, at_most(layout.num_bytes, generators)
+
+        def work() -> tuple[Tensor, tuple[Piece, ...] | None]:
+            if mirror is None:
+                return flat.clone(), ()
+            return mirror, _update(mirror, flat, layout, most)
+
+        if mirror is None:
+            self._chain = Chain(MAX_DELTAS, layout.num_bytes // LEAST_SAVING)
+        self._job, self._is_void = self._pool.submit(work), False
+
+    def look(self) -> bool:
+        """Note what has ended. Returns whether something has."""
+        if self._job is None or not self._job.done():
+            return False
+        job, self._job = self._job, None
+        if self._is_void:
+            return True
+        try:
+            mirror, pieces = job.result()
+        except Exception as error:
+            log.warning("no delta was made: %r", error)
+            pieces = None
+        if pieces is None:
+            self._skip, self._skip_next = self._skip_next, min(2 * self._skip_next, MOST_SKIPPED)
+            self.clear()
+            return True
+        assert self._following is not None
+        if self._tip is not None:
+            delta = Delta(self._tip, self._following, len(mirror), pieces)
+            self._chain.add(Delta.from_bytes(delta.to_bytes()))  # kept as it is sent
+            self._skip_next = SKIPPED
+        self._tip, self._mirror = self._following, mirror
+        return True
+
+    def clear(self) -> None:
+        """Keep nothing: a new chain begins."""
+        self._tip, self._mirror = None, None
+        self._chain.clear()
+        self._is_void = True
+
+    # -- sending them --------------------------------------------------------------------------------------------------
+
+    def path(self, name: str, most: int) -> list[Delta] | None:
+        """The deltas of at most `most` bytes that a generator needs; None: it needs all the weights."""
+        held = self._held.get(name)
+        if held is None or self._tip is None:
+            return None
+        path = [] if held == self._tip else self._chain.since(held)
+        return path if path is not None and sum(delta.packed_bytes for delta in path) <= most else None
+
+    def may_reach(self, name: str) -> bool:
+        """Whether deltas are on their way to a generator, or may lead on from what it holds when one is made."""
+        return self.is_sending(name) or (self.is_busy and name in self._held)
+
+    def offer(self, name: str, path: list[Delta], send: Callable[[str, Message, Buffer], bool]) -> bool:
+        """Begin to send deltas to a generator. False if there is no connection to it."""
+        self._number += 1
+        transfer = self._transfers[name] = Transfer(self._number, path, self._part_bytes)
+        version, digest = path[-1].after
+        sizes = tuple(delta.packed_bytes for delta in path)
+        offer = Offer(version=version, digest=digest, transfer=self._number, delta_bytes=sizes)
+        return send(name, offer, b"") and transfer.go_on(name, send)
+
+    def taken(self, name: str, message: PartTaken, send: Callable[[str, Message, Buffer], bool]) -> None:
+        transfer = self._transfers.get(name)
+        if transfer is not None and transfer.number == message.transfer:
+            transfer.taken = message.taken
+            transfer.go_on(name, send)
+
+    def is_sending(self, name: str, transfer: int | None = None) -> bool:
+        """Whether it is receiving deltas, or those of this transfer."""
+        now = self._transfers.get(name)
+        return now is not None and transfer in (None, now.number)
+
+    def is_stuck(self, name: str, staging_s: float) -> bool:
+        """Whether a part, or a reply, must have been lost.
+
+        Args:
+            staging_s: what it may take to make the weights when all parts are there.
+        """
+        transfer = self._transfers.get(name)
+        if transfer is None:
+            return False
+        return time.monotonic() - transfer.moved_s > TAKES_PART_WITHIN_S + (staging_s if transfer.is_whole else 0.0)
+
+    def received(self, name: str, state: State) -> None:
+        """A generator holds these weights in its memory."""
+        self._transfers.pop(name, None)
+        self._held[name] = state
+
+    def stop(self, name: str) -> None:
+        """Send it no more parts."""
+        self._transfers.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """It is not known what a generator holds."""
+        self.stop(name)
+        self._held.pop(name, None)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+
+def at_most(num_bytes: int, generators: int) -> int:
+    """Bytes of deltas that are sent instead of `num_bytes` of weights."""
+    return num_bytes // max(LEAST_SAVING, generators)
+
+
+def _update(mirror: Tensor, flat: Tensor, layout: Layout, most: int) -> tuple[Piece, ...] | None:
+    """Make the mirror what `flat` is. Returns what changed; None: too much, and the mirror is part old, part new."""
+    pieces, size = [], 0
+    for piece in compare(flat, mirror, layout.spans):
+        size += piece.num_bytes
+        if size > most:
+            return None
+        piece.write(mirror.numpy())
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+class Transfer:
+    """Deltas on their way to one generator, a few parts ahead of what it has taken."""
+
+    def __init__(self, number: int, deltas: list[Delta], part_bytes: int) -> None:
+        self.number, self.taken = number, 0
+        self.moved_s = time.monotonic()
+        self._ahead, self._sent = PARTS_AHEAD * part_bytes, 0
+        payloads = [delta.to_bytes().data for delta in deltas]
+        self._left = deque(p[at : at + part_bytes] for p in payloads for at in range(0, len(p), part_bytes))
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._left and self.taken == self._sent
+
+    def go_on(self, name: str, send: Callable[[str, Message, Buffer], bool]) -> bool:
+        """Send the next parts. False if there is no connection."""
+        self.moved_s = time.monotonic()
+        while self._left and self._sent - self.taken < self._ahead:
+            part = self._left.popleft()
+            if not send(name, DeltaPart(transfer=self.number, start=self._sent), part):
+                return False
+            self._sent += len(part)
+        return True
+
+
+class Arriving:
+    """Deltas that a generator is receiving."""
+
+    def __init__(self, offer: Offer, limit: int) -> None:
+        """Raises WeightsError: they are longer than `limit` bytes."""
+        size = sum(offer.delta_bytes)
+        if min(offer.delta_bytes, default=0) <= 0 or size > limit:
+            raise WeightsError(f"deltas of {offer.delta_bytes[:8]} bytes were offered for weights of {limit}")
+        self.offer, self.taken = offer, 0
+        self._bytes = np.empty(size, np.uint8)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.taken == len(self._bytes)
+
+    def add(self, start: int, part: Buffer) -> None:
+        """Take the next part; one that came before counts for nothing. Raises WeightsError: one is missing."""
+        if start > self.taken or start + len(part) > len(self._bytes):
+            raise WeightsError(f"bytes {start} to {start + len(part)} came after {self.taken} of {len(self._bytes)}")
+        if start == self.taken:
+            self._bytes[start : start + len(part)] = np.frombuffer(part, np.uint8)
+            self.taken += len(part)
+
+    def deltas(self) -> list[Delta]:
+        """All of them, in order. Raises WireError: one is none."""
+        ends = list(itertools.accumulate(self.offer.delta_bytes, initial=0))
+        return [Delta.from_bytes(self._bytes[start:end]) for start, end in itertools.pairwise(ends)]

@@ -1,0 +1,40 @@
+"""Publications under injected faults, a few; `python -m benchmarks.weights_faults` makes as many as are wanted."""
+
+from collections import Counter
+
+import pytest
+
+from asyncgrpo.weights import receiver
+from asyncgrpo.weights.arena import Layout
+from benchmarks import weights_faults
+from benchmarks.weights_faults import FAULTS, WRONG, run
+
+
+def test_no_version_is_torn_or_under_another_name():
+    total: Counter[str] = Counter()
+    for seed in range(6):  # which faults there are depends on timing: go on until each was there
+        found = run(publications=100, seed=seed, often=4.0)
+        assert {name: found[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
+        assert found["publications"] == 101 and found["loads"] > 200
+        total += found
+        if total["offered again"] and all(total[fault] for fault in FAULTS):
+            return
+    raise AssertionError(f"a fault was never there: {total}")
+
+
+def test_what_is_given_to_an_engine_unproved_is_seen(monkeypatch):
+    """The check itself: a receiver that believes whatever it gets."""
+    monkeypatch.setattr(weights_faults, "AFTER_A_PUBLICATION", {})
+    stage = receiver.Receiver._stage
+
+    def believe(self: receiver.Receiver, layout: Layout, offer, receive) -> None:
+        stage(self, layout, offer, lambda layout: (receive(layout)[0], offer.digest))
+
+    monkeypatch.setattr(receiver.Receiver, "_stage", believe)
+    # Which parts are hit depends on timing: a run may lose some and alter none.
+    assert any(run(publications=20, seed=seed, often=20.0)["not what was published"] for seed in range(6))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(weights_faults, "LONGEST_PAUSE_S", 1.0)
