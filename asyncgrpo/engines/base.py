@@ -9,7 +9,7 @@ caller gets the error.
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +18,19 @@ from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling, VersionSpan
 
 # -- the protocol ------------------------------------------------------------------------------------------------------
+
+
+class EngineOccupancy(NamedTuple):
+    """How full an engine is."""
+
+    running: int
+    """Completions that are sampled."""
+    waiting: int
+    """Completions that it has and does not sample yet: all places are taken, or their keys and values have no room."""
+    places: int
+    """Completions that it can sample at once."""
+    kv: float
+    """Share of the memory for keys and values that completions hold, 0 to 1; NaN: the engine keeps none."""
 
 
 class Engine(Protocol):
@@ -73,6 +86,16 @@ class Engine(Protocol):
 
     async def checksum(self) -> str:
         """The digest of the weights that the engine holds; equal on two engines of one kind exactly if their weights are."""
+
+    async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        """Log-probs of the tokens from `start` on of each sequence (token ids), in order, nats, at temperature 1, under
+        the present weights; empty: this engine has no model. `start` is at least 1.
+
+        It goes the way of a request, so that it meets what a request would: also keys and values that were kept by mistake.
+        """
+
+    def occupancy(self) -> EngineOccupancy:
+        """How full it is now. Quick, and needs no reply of another process."""
 
     async def probe(self) -> None:
         """Return as soon as the model's process replies: at once, or between two batches. Never, if it is stuck."""

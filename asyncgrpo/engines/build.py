@@ -65,7 +65,7 @@ def build_engine(config: Config, *, seed: int) -> Engine:
 
     # Tokens that take no time would leave other processes of a small machine none either.
     own = {"vocab_size": vocabulary_size(config.model.path) or 256, "seconds_per_token": 0.005}
-    return FakeEngine(**own | generators.extra)
+    return FakeEngine(**own | {"max_completions": max_completions} | generators.extra)
 
 
 SHARED_FRACTION = 0.9

@@ -8,14 +8,14 @@ sampled tokens, and a wrong broadcast shows in the checksum.
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import NormalDist
 from typing import Literal
 
 import xxhash
 from torch import Tensor
 
-from asyncgrpo.engines.base import EngineBase, PendingCompletion, Request
+from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
@@ -44,17 +44,20 @@ class FakeEngine(EngineBase[FakeRequest]):
         *,
         vocab_size: int = 256,
         max_context: int = 4096,
+        max_completions: int = 256,
         seconds_per_token: float = 0.0,
         fail_after_tokens: int | None = None,
         hang_after_tokens: int | None = None,
         injected_fault: Callable[[PendingCompletion, int], InjectedFault | None] = lambda completion, length: None,
         median_tokens: float | None = None,
         sigma: float = 1.0,
+        seconds_per_completion: float = 0.0,
     ):
         """
         Args:
             vocab_size: token ids are 0 .. vocab_size - 1.
             max_context: longest prompt plus completion, tokens.
+            max_completions: what it says of its places; it samples all that it is given.
             seconds_per_token: every running completion gets one token in this time; 0 still gives others their turn.
             fail_after_tokens: the engine fails for good once it has sampled this many tokens. None: never.
             hang_after_tokens: the engine hangs once it has sampled this many tokens. None: never.
@@ -63,13 +66,15 @@ class FakeEngine(EngineBase[FakeRequest]):
                 the variance is the prompt's: for some prompts all completions are long. None: they stop whenever the
                 table gives a stop token.
             sigma: standard deviation of the logarithm of these lengths: above 1 a few take far longer than most.
+            seconds_per_completion: what each completion that runs adds to `seconds_per_token`, as in continuous batching.
         """
         super().__init__()
-        self.vocab_size, self.max_context = vocab_size, max_context
+        self.vocab_size, self.max_context, self.max_completions = vocab_size, max_context, max_completions
         self.seconds_per_token = seconds_per_token
         self.fail_after_tokens, self.hang_after_tokens = fail_after_tokens, hang_after_tokens
         self.injected_fault = injected_fault
         self.median_tokens, self.sigma = median_tokens, sigma
+        self.seconds_per_completion = seconds_per_completion
         self._num_sampled = 0
         self._checksum = weights_digest(())
 
@@ -78,6 +83,13 @@ class FakeEngine(EngineBase[FakeRequest]):
 
     async def checksum(self) -> str:
         return self._checksum
+
+    async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        return []
+
+    def occupancy(self) -> EngineOccupancy:
+        running = sum(len(request.tokens) for request in self._requests.values())
+        return EngineOccupancy(running, 0, self.max_completions, math.nan)
 
     async def probe(self) -> None:
         if self.hang_after_tokens is not None and self._num_sampled >= self.hang_after_tokens:
@@ -109,7 +121,8 @@ class FakeEngine(EngineBase[FakeRequest]):
         """Sample one token for every unfinished completion of the request, then let others have their turn."""
         limit = min(request.sampling.max_tokens, self.max_context - len(request.prompt))
         while request.tokens and not self._failure:
-            await asyncio.sleep(self.seconds_per_token)
+            running = sum(len(other.tokens) for other in self._requests.values())
+            await asyncio.sleep(self.seconds_per_token + self.seconds_per_completion * running)
             await self.probe()
             for completion, tokens in list(request.tokens.items()):
                 if (fault := self.injected_fault(completion, len(tokens))) is not None:

@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from asyncgrpo.engines.base import EngineOccupancy
+from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.rollout import SEED_STRIDE, GroupInFlight, Redundancy
 from asyncgrpo.types import Completion, Lease, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.weights.check import BOUNDS, CheckSequences, SyncGap
 from tests.engines.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
+from tests.rewards.stubs import OneByOne
 
 PROMPT = (5, 77, 130, 9, 201)
 OFTEN = tuple(range(0, VOCAB, 12))
@@ -170,18 +174,15 @@ def test_abort_returns_what_was_generated(rig: Rig) -> None:
             rig.assert_logprobs(PROMPT, completion)
 
 
-class Unrewarded:
+class Unrewarded(OneByOne):
     """Every completion is as good as another, except the first of all."""
 
     def __init__(self) -> None:
         self.asked = 0
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
         self.asked += 1
         return Score(failure="timeout") if self.asked == 1 else Score(value=1.0)
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
 
 def test_a_group_with_a_reserve_and_a_retry_is_whole_and_leaves_the_engine_free(rig: Rig) -> None:
@@ -208,6 +209,25 @@ def test_a_group_with_a_reserve_and_a_retry_is_whole_and_leaves_the_engine_free(
         if rig.reference_model is not None:
             rig.assert_logprobs(PROMPT, rollout.completion)
     assert len(rig.run(rig.sample(PROMPT, 12, max_tokens=3))) == 12
+
+
+def test_it_says_how_full_it_is(rig: Rig) -> None:
+    async def ask_midway() -> list[EngineOccupancy]:
+        seen = [rig.engine.occupancy()]
+        sampling = asyncio.create_task(rig.sample(PROMPT, 3, max_tokens=LONG))
+        while not sampling.done() and (len(seen) == 1 or seen[-1].running < 3):
+            await asyncio.sleep(0)
+            seen.append(rig.engine.occupancy())
+        await sampling
+        while rig.engine.occupancy().running:
+            await asyncio.sleep(0.05)
+        return [seen[0], seen[-1], rig.engine.occupancy()]
+
+    before, midway, after = rig.run(ask_midway())
+    assert (before.running, midway.running, after.running) == (0, 3, 0)
+    assert midway.waiting == 0 and midway.places >= 3
+    if not isinstance(rig.engine, FakeEngine):
+        assert before.kv == after.kv == 0 < midway.kv < 1
 
 
 def test_abort_of_an_unknown_request_does_nothing(rig: Rig) -> None:
@@ -342,6 +362,29 @@ def test_no_later_request_reuses_old_keys(model_rig: Rig, keep_kv: bool) -> None
             for completion in model_rig.run(model_rig.sample(prompt, 2, max_tokens=6)):
                 assert [span.version for span in completion.spans] == [version]
                 model_rig.assert_logprobs(prompt, completion)
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_scores_are_those_of_a_transformers_forward_under_the_present_weights(model_rig: Rig, keep_kv: bool) -> None:
+    """Also while it samples, and though it has seen the same sequences under older weights."""
+    check = CheckSequences.draw(VOCAB, MAX_CONTEXT)
+
+    async def change_and_score(change: int) -> list[float]:
+        beside = asyncio.create_task(model_rig.sample(PROMPT, 4, max_tokens=30))
+        await asyncio.sleep(0)
+        await model_rig.load(change, keep_kv=keep_kv)
+        scores = await model_rig.engine.score(check.tokens, check.start)
+        assert len(await beside) == 4
+        return scores
+
+    for change in (0, 1, 2):
+        scores = model_rig.run(change_and_score(change))
+        expected: list[float] = []
+        for tokens in check.tokens:
+            logprobs = model_rig.logits(list(tokens), model_rig.engine.version).log_softmax(-1)
+            expected += [logprobs[place - 1, tokens[place]].item() for place in range(check.start, len(tokens))]
+        np.testing.assert_allclose(scores, expected, rtol=0, atol=model_rig.tolerance)
+        assert SyncGap.between(expected, scores).mean < BOUNDS["float32"][0]
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])

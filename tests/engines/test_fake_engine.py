@@ -9,6 +9,7 @@ import torch
 
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
+from asyncgrpo.planner.clock import VirtualLoop
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
 
 PROMPT = (1, 2, 3)
@@ -85,3 +86,16 @@ async def test_tokens_can_take_time() -> None:
 async def test_the_context_ends_a_completion() -> None:
     engine = await started(max_context=8)
     assert {(len(a.token_ids), a.finish_reason) for a in await sample(engine, max_tokens=50)} == {(5, "length")}
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_each_completion_that_runs_can_make_tokens_slower(requests: int) -> None:
+    loop = VirtualLoop()  # type: ignore[abstract]
+
+    async def sample_all() -> None:
+        engine = await started(seconds_per_token=0.01, seconds_per_completion=0.002)
+        await asyncio.gather(*(sample(engine, str(name), max_tokens=10) for name in range(requests)))
+
+    task = loop.create_task(sample_all())
+    loop.run_until(math.inf, task.done)
+    assert loop.time() == pytest.approx(10 * (0.01 + 0.002 * 3 * requests))

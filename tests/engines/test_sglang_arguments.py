@@ -17,6 +17,7 @@ import torch
 from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.check import NUM_SEQUENCES
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("sglang")
@@ -73,7 +74,7 @@ def test_sglang_takes_the_arguments_of_a_gpu_as_they_are(
         "pp_size": 1,
         "dtype": "bfloat16",
         "context_length": 1007,
-        "max_running_requests": 40,
+        "max_running_requests": 40 + NUM_SEQUENCES,
         "mem_fraction_static": 0.7,
         "random_seed": 5,
         "weight_version": "1.7",
@@ -83,7 +84,7 @@ def test_sglang_takes_the_arguments_of_a_gpu_as_they_are(
     }
     assert {name: arguments[name] for name in expected} == expected
     # A batch larger than the largest captured one runs without a graph, several times slower.
-    assert arguments["cuda_graph_config"]["decode"]["max_bs"] == 40
+    assert arguments["cuda_graph_config"]["decode"]["max_bs"] == 40 + NUM_SEQUENCES
 
 
 def test_logits_are_float32_as_in_the_learner(resolved: Resolved) -> None:

@@ -19,8 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncgrpo import scratch
 from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.environments.base import Reply, Task
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, PolicyVersion, Sampling
+from asyncgrpo.generators.turns import TurnSampler
+from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling
+from asyncgrpo.weights.check import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
 
@@ -32,6 +35,8 @@ PROMPT = tuple(range(3, 43))
 LONG = 150
 MAX_CONTEXT = 200
 AT_ONCE = 4
+PLACES = AT_ONCE + NUM_SEQUENCES
+"""With those for the check sequences."""
 END_TOKENS = list(range(0, 260, 10))
 """End tokens of the model's own configuration: most completions would soon meet one."""
 
@@ -121,12 +126,12 @@ def test_before_start_everything_is_refused(folder: Path) -> None:
 def test_a_request_still_queued_when_weights_change_does_not_find_old_keys(rig: Rig) -> None:
     async def queue_behind_long_ones() -> list[Completion]:
         await rig.sample(PROMPT, max_tokens=2)  # now the prefix cache holds PROMPT
-        long = asyncio.create_task(rig.sample(PROMPT[:2], AT_ONCE, max_tokens=LONG))
-        while len(rig.engine._manager.rid_to_state) < AT_ONCE:
+        long = asyncio.create_task(rig.sample(PROMPT[:2], PLACES, max_tokens=LONG))
+        while len(rig.engine._manager.rid_to_state) < PLACES:
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8))
         await asyncio.sleep(0.05)
-        assert len(rig.engine._manager.rid_to_state) == AT_ONCE + 2
+        assert len(rig.engine._manager.rid_to_state) == PLACES + 2
         version = await rig.load(1)
         completions = await queued
         assert all(completion.spans[0].version == version for completion in completions)
@@ -165,6 +170,87 @@ def test_the_prefix_cache_is_used_within_a_version(rig: Rig) -> None:
         return output["meta_info"]["cached_tokens"]
 
     assert rig.run(cached_tokens()) >= len(PROMPT) - 1
+
+
+def test_turns_are_sampled_after_all_that_was_said_under_the_weights_of_their_time(rig: Rig) -> None:
+    """Three turns, and other weights from the second on: each token has the log-prob of its own weights after its context."""
+
+    class Says:
+        scores, about = True, "says"
+        heard = 0
+
+        def episode(self, task: Task) -> "Says":
+            return self
+
+        async def reset(self) -> Reply:
+            await rig.load(0)
+            return Reply()
+
+        async def step(self, text: str) -> Reply:
+            self.heard += 1
+            if self.heard == 1:
+                await rig.load(1)
+            return Reply(messages=({"role": "user", "content": text},), done=self.heard == 3)
+
+        async def close(self) -> None:
+            pass
+
+    async def play() -> Completion:
+        sampler = TurnSampler(rig.engine, Says(), str, lambda _, last: (last, 7, 11), max_turns=8, scores=True)
+        turns = sampler.of(Prompt(prompt_id="p", token_ids=PROMPT))
+        sampling = Sampling(max_tokens=100, stop_token_ids=tuple(range(0, 260, 3)))
+        (completion,) = [one async for one in turns.generate("turns", PROMPT, 1, sampling, 0)]
+        return completion
+
+    completion = rig.run(play())
+    assert len(completion.turns) == 3 and len(completion.spans) == 2
+    assert completion.spans[0].end == len(completion.turns[0])
+    versions = [span.version for span in completion.spans for _ in range(span.start, span.end)]
+    ids = [*PROMPT, *completion.all_token_ids.tolist()]
+    for at, token, logprob, version in zip(
+        completion.sampled_at, completion.token_ids, completion.logprobs, versions, strict=True
+    ):
+        expected = rig.logits(ids[: len(PROMPT) + at], version).log_softmax(-1)[-1, token].item()
+        assert abs(expected - logprob) < 1e-4
+
+
+CHECK = CheckSequences.draw(260, MAX_CONTEXT)
+
+
+def gap_after_a_change(rig: Rig) -> SyncGap:
+    """Of the engine, between a plain forward and its scores, after it has seen the same tokens under other weights."""
+
+    async def scores() -> list[float]:
+        for change in (0, 1):
+            await rig.load(change)
+            found = await rig.engine.score(CHECK.tokens, CHECK.start)
+        return found
+
+    found, expected = rig.run(scores()), []
+    for tokens in CHECK.tokens:
+        logprobs = rig.logits(list(tokens), rig.engine.version).log_softmax(-1)
+        expected += [logprobs[place - 1, tokens[place]].item() for place in range(CHECK.start, len(tokens))]
+    return SyncGap.between(expected, found)
+
+
+def test_keys_and_values_of_older_weights_show_in_the_scores(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gap_after_a_change(rig).mean < BOUNDS["float32"][0]
+    monkeypatch.setattr(rig.engine, "_prefix_keys", lambda count: ["the same in every version"] * count)
+    assert gap_after_a_change(rig).mean > BOUNDS["float32"][1]
+
+
+def test_scores_wait_for_no_completion(rig: Rig) -> None:
+    async def score_beside() -> bool:
+        busy = asyncio.create_task(rig.sample(PROMPT, AT_ONCE, max_tokens=LONG))
+        while rig.engine.occupancy().running < AT_ONCE:
+            await asyncio.sleep(0.01)
+        await rig.engine.score(CHECK.tokens, CHECK.start)
+        was_busy = not busy.done()
+        await busy
+        return was_busy
+
+    assert rig.run(score_beside())
+    assert rig.engine.occupancy().places == AT_ONCE
 
 
 def test_the_end_tokens_of_the_model_do_not_end_a_completion(rig: Rig) -> None:
@@ -214,8 +300,8 @@ def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
 
 def test_a_completion_aborted_in_the_queue_is_empty(rig: Rig) -> None:
     async def abort_queued() -> list[Completion]:
-        long = asyncio.create_task(rig.sample(PROMPT[:2], AT_ONCE, max_tokens=LONG, request_id="long"))
-        while len(rig.engine._manager.rid_to_state) < AT_ONCE:
+        long = asyncio.create_task(rig.sample(PROMPT[:2], PLACES, max_tokens=LONG, request_id="long"))
+        while len(rig.engine._manager.rid_to_state) < PLACES:
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8, request_id="queued"))
         await asyncio.sleep(0.05)
@@ -288,6 +374,35 @@ def test_a_packed_bucket_unpacks_to_the_same_bits() -> None:
     assert got.keys() == given.keys()
     for name, tensor in given.items():
         assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+
+
+def test_received_weights_are_not_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang maps the pages into which they were received."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    from asyncgrpo.engines.sglang import weights
+    from asyncgrpo.types import TensorInfo
+    from asyncgrpo.weights.arena import Layout, Staging
+
+    monkeypatch.setattr(weights, "INLINE_BYTES", 0)
+    layout = Layout(
+        [TensorInfo(name="a", shape=(3,), dtype="bfloat16"), TensorInfo(name="b", shape=(5, 7), dtype="float32")]
+    )
+    staging = Staging(layout)
+    given = staging.tensors()
+    for _, tensor in given:
+        tensor.copy_(torch.randn(tensor.shape))
+    memory = weights.shared_run(given)
+    assert memory is not None and memory.data_ptr() == staging.flat.data_ptr()
+    bucket = weights.as_received(given, memory, 1)
+    content = MultiprocessingSerializer.deserialize(bucket.payloads[0])
+    got = dict(FlattenedTensorBucket(**content).reconstruct_tensors())
+    assert all(torch.equal(got[name], tensor) for name, tensor in given)
+    given[0][1].fill_(7.0)
+    assert got["a"].tolist() == [7.0] * 3, "the same pages"
+    assert weights.shared_run([*given, ("c", torch.zeros(3))]) is None
+    assert weights.shared_run([(name, tensor.clone()) for name, tensor in given]) is None
 
 
 def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: Rig) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
+from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.engine import TorchEngine, weights_digest
 from asyncgrpo.errors import EngineError
@@ -76,6 +77,20 @@ def test_requests_wait_their_turn_first_come_first_served(rig: Rig) -> None:
         return done
 
     assert rig.run(prompt_index()) == [0, 1, 2, 3, 4]
+
+
+def test_completions_without_a_row_wait(rig: Rig) -> None:
+    async def fill() -> EngineOccupancy:
+        asked = [asyncio.create_task(rig.sample(PROMPT, 3, max_tokens=4)) for _ in range(2)]
+        while not rig.engine.occupancy().running:
+            await asyncio.sleep(0)
+        use = rig.engine.occupancy()
+        await asyncio.gather(*asked)
+        return use
+
+    use = rig.run(fill())
+    assert (use.running, use.waiting, use.places) == (3, 3, 4)
+    assert use.kv == 3 * len(PROMPT) / (4 * MAX_CONTEXT), "the last token of each has none yet"
 
 
 def test_a_waiting_request_that_is_aborted_yields_empty_completions(rig: Rig) -> None:

@@ -17,14 +17,14 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncgrpo.engines.base import EngineBase, Request
+from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, PolicyVersion, Sampling, VersionSpan
 
@@ -73,7 +73,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             max_context: longest prompt plus completion, tokens; a completion that reaches it ends with "length".
             device: "cuda", "cpu", or "auto": cuda where there is a GPU.
             tensor_parallel: GPUs of this engine.
-            max_completions: completions that run at once; more wait.
+            max_completions: completions that are to run at once. There are a few more places, so that `score` never waits.
             memory_fraction: share of GPU memory for weights and cache.
             prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
             random_seed: of SGLang's sampling; the same seed and the same requests in the same batches repeat.
@@ -131,6 +131,51 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             raise EngineError(f"SGLang cannot compute the checksum of its weights: {message}")
         return str(digest)
 
+    async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        """The first half of a sequence may come from the prefix cache, as it would for a request."""
+        self._require_running()
+        return await self._reply(self._score(sequences, start))
+
+    async def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        manager = self._manager
+        await self._may_submit.wait()
+        call = GenerateReqInput(
+            rid=[f"{next(self._serial):010d}-score-{index}" for index in range(len(sequences))],
+            input_ids=[list(tokens) for tokens in sequences],
+            sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+            return_logprob=True,
+            logprob_start_len=start - 1,  # nothing is said of the first one
+            extra_key=self._prefix_keys(len(sequences)),
+        )
+        call.normalize_batch_and_arguments()
+        manager._init_req_state(call)
+        await manager._send_batch_request(await manager._batch_tokenize_and_process(len(sequences), call))
+
+        async def logprobs(index: int) -> list[float]:
+            output = await anext(manager._wait_one_response(call[index]))
+            return [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]]
+
+        # All at once: SGLang forgets a request when it has ended, whether or not somebody waits for it.
+        return list(itertools.chain(*await asyncio.gather(*map(logprobs, range(len(sequences))))))
+
+    def _prefix_keys(self, count: int) -> list[str] | None:
+        """Requests with the same key share the keys and values of common prefixes."""
+        return [str(self._version)] * count if self.prefix_cache else None
+
+    def occupancy(self) -> EngineOccupancy:
+        """What the scheduler last wrote into shared memory: after each batch, and when it has nothing to do."""
+        written = self._manager.load_snapshot_reader.read(0)
+        if written is None:
+            return EngineOccupancy(0, 0, self.max_completions, 0.0)
+        return EngineOccupancy(
+            written.num_running_reqs,
+            written.num_waiting_reqs,
+            min(written.max_running_requests, self.max_completions),
+            written.token_usage,
+        )
+
     async def probe(self) -> None:
         """Return once every scheduler has replied, between two batches; a long prefill is cut into several."""
         self._require_running()
@@ -187,7 +232,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             input_ids=[list(request.prompt)] * num_completions,
             sampling_params=sampling_params(request.sampling, room=self.max_context - len(request.prompt)),
             return_logprob=True,
-            extra_key=[str(self._version)] * num_completions if self.prefix_cache else None,
+            extra_key=self._prefix_keys(num_completions),
         )
         call.normalize_batch_and_arguments()
         manager._init_req_state(call)

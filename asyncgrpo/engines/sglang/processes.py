@@ -18,23 +18,27 @@ from collections.abc import Collection
 from typing import Any
 
 import psutil
-import torch
-from sglang.srt.entrypoints import engine
-from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.layers.attention.attention_registry import register_attention_backend
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers import scheduler
-from sglang.srt.managers.load_snapshot import shm_path_for
-from sglang.srt.runtime_context import get_serving
-from sglang.srt.server_args import PortArgs
-from sglang.srt.utils.hf_transformers_utils import get_context_length
-from sglang.srt.utils.weight_versions import WeightVersionEvent
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, PretrainedConfig
 
 from asyncgrpo import scratch
 from asyncgrpo.errors import EngineError
+from asyncgrpo.importing import importing
+from asyncgrpo.weights.check import LENGTH, NUM_SEQUENCES
+
+with importing():  # also in the scheduler's process, which imports this module first
+    import torch
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.managers import scheduler
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.server_args import PortArgs
+    from sglang.srt.utils.hf_transformers_utils import get_context_length
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+    from torch import Tensor
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformers import AutoConfig, PretrainedConfig
 
 CONTEXT_RESERVE = 7
 """Tokens by which SGLang's context must exceed the longest prompt plus completion: SGLang reserves them."""
@@ -204,7 +208,7 @@ def arguments(
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
         "context_length": context,
-        "max_running_requests": max_completions,
+        "max_running_requests": max_completions + NUM_SEQUENCES,  # so that a check never waits for a completion
         "tp_size": tensor_parallel,
         "skip_tokenizer_init": True,
         "log_level": "error",
@@ -217,7 +221,7 @@ def arguments(
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "sleep_on_idle": True,
-        "max_total_tokens": max(context, min(max_completions * context, room)),
+        "max_total_tokens": max(context, min(max_completions * context + NUM_SEQUENCES * LENGTH, room)),
     }
 
 

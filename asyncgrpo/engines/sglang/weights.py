@@ -1,7 +1,8 @@
 """Sends new weights from this process into SGLang's schedulers, by the calls that replace them in place.
 
-Tensors are packed into buckets, one byte tensor each. A small bucket goes inside the message, a larger one into shared
-memory, of which all schedulers map the same pages. With a GPU they copy to it from there.
+Weights that were received into shared memory (`weights.arena.Staging`) stay where they are: all schedulers map the same
+pages, so that the pause has one copy in it, theirs. Other tensors are packed into buckets, one byte tensor each; a small
+bucket goes inside the message, a larger one into shared memory.
 """
 
 import asyncio
@@ -63,7 +64,9 @@ async def replace_weights(
     def send(call: str, message: Any) -> asyncio.Task[None]:
         return asyncio.create_task(_ask(call, getattr(manager, f"{call}_communicator"), message))
 
-    buckets = pack(tensors, num_schedulers)
+    given = list(tensors)
+    received = shared_run(given)
+    buckets = pack(given, num_schedulers) if received is None else iter([as_received(given, received, num_schedulers)])
     first = next(buckets)  # made before the pause
     await manager.pause_generation(PauseGenerationReqInput(mode="in_place" if keep_kv else "retract"))
     replies = [send("begin_weight_update", BeginWeightUpdateReqInput())]
@@ -96,6 +99,29 @@ async def _ask(call: str, communicator: Any, message: Any) -> None:
     refusals = [reply.message for reply in await communicator(message) if not reply.success]
     if refusals:
         raise EngineError(f"{call}: {refusals[0]}")
+
+
+def shared_run(tensors: list[tuple[str, Tensor]]) -> Tensor | None:
+    """The shared memory of which all tensors are parts, [bytes] uint8; None: they are not, or a message holds them."""
+    if not tensors or sum(tensor.nbytes for _, tensor in tensors) <= INLINE_BYTES:
+        return None
+    storage = tensors[0][1].untyped_storage()
+    for _, tensor in tensors:
+        is_part = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        if not (is_part and tensor.is_shared() and tensor.is_contiguous()):
+            return None
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def as_received(tensors: list[tuple[str, Tensor]], memory: Tensor, num_schedulers: int) -> PackedBucket:
+    """All tensors where they lie in `memory`, [bytes] uint8, which must not change until SGLang has replied."""
+    layout = []
+    for name, tensor in tensors:
+        start = tensor.storage_offset() * tensor.element_size()
+        end = start + tensor.nbytes
+        layout.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
+    content = {"flattened_tensor": memory, "metadata": layout}
+    return PackedBucket([MultiprocessingSerializer.serialize(content) for _ in range(num_schedulers)], is_last=True)
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator[PackedBucket]:

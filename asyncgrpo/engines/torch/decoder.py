@@ -69,6 +69,14 @@ class Decoder:
     def num_free(self) -> int:
         return self.max_completions - len(self._running)
 
+    @property
+    def kv_use(self) -> float:
+        """Share of the cache's positions that hold keys and values of running completions."""
+        held = (
+            int(self._rows["length"][: self.num_running].sum()) - self.num_running
+        )  # the last token of each is not there
+        return held / (self.max_completions * self.max_context)
+
     @torch.inference_mode()
     def admit(self, batches: Sequence[Sequence[PendingCompletion]], version: PolicyVersion) -> None:
         """Give each completion a row. The completions of one batch share their request, which is prefilled once."""
@@ -119,6 +127,16 @@ class Decoder:
             [self._tokens[row, : lengths[row] - 1] for row in range(self.num_running)],
             [[row] for row in range(self.num_running)],
         )
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        """Log-probs of the tokens from `start` on of each sequence, nats; rows and cache are left alone."""
+        found = []
+        for tokens in sequences:
+            given = torch.tensor([tokens], device=self._device)
+            logits = self._model(input_ids=given, use_cache=False).logits[0, start - 1 : -1].float()
+            found += logits.log_softmax(-1).gather(-1, given[0, start:, None]).squeeze(-1).tolist()
+        return found
 
     @torch.inference_mode()
     def clear(self) -> None:

@@ -14,14 +14,14 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import xxhash
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncgrpo.engines.base import EngineBase, PendingCompletion, Request, check_request
+from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request, check_request
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.decoder import Decoder
 from asyncgrpo.errors import EngineError
@@ -78,6 +78,17 @@ class TorchEngine(EngineBase[Request]):
     async def checksum(self) -> str:
         self._require_running()
         return weights_digest(disk_tensors(self._model).items())
+
+    async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        self._require_running()
+        assert self._decoder is not None
+        return self._decoder.score(sequences, start)
+
+    def occupancy(self) -> EngineOccupancy:
+        waiting = sum(map(len, self._waiting))
+        if self._decoder is None:
+            return EngineOccupancy(0, waiting, self.max_completions, 0.0)
+        return EngineOccupancy(self._decoder.num_running, waiting, self.max_completions, self._decoder.kv_use)
 
     async def probe(self) -> None:
         """Return at once: the model runs on the caller's own loop."""
