@@ -2,18 +2,18 @@
 
 A group that is leased at version u, while the bound is L, may be trained at version u + L at the latest: that is its
 *deadline*. L is `buffer.max_lag`; with `auto` it changes between steps (`auto_lag.py`), and a group keeps the L of its
-lease. Each step trains P groups. At version v,
+lease. Each step trains P groups. Where the learner is at version v and the generator serves u,
 
-    a group may begin      while fewer than (L + 1) * P hold a slot, those in training included
+    a group may begin      while fewer than (L + 1 - (v - u)) * P hold a slot, those in training included
     a batch may be taken   if for every k >= 0:   #{remaining groups with deadline <= v + k}  <=  k * P
 
 This is earliest-deadline-first scheduling. It drops nothing. The proof: let D(k) be the number of groups with a slot whose
 deadline is at most v + k. While nothing is held, D(k) <= (k + 1) P for every k. A group that begins has the deadline
-v + L, so it counts only where k >= L; and there D(k) is at most what is held, (L + 1) P, so at most (k + 1) P. After a
-batch that may be taken, the same holds at v + 1. And once every group is ready, the P earliest deadlines may always be
-taken. So the learner waits only where going on would break the bound, no group is dropped for its age, and long
-completions are not filtered away. Where L becomes smaller, new groups wait until fewer are held, and no older deadline
-is touched.
+u + L, so it counts only where k >= u + L - v; and there D(k) is at most what is held, (u + L - v + 1) P, so at most
+(k + 1) P. After a batch that may be taken, the same holds at v + 1. And once every group is ready, the P earliest
+deadlines may always be taken. So the learner waits only where going on would break the bound, no group is dropped for its
+age, and long completions are not filtered away. Where L becomes smaller, new groups wait until fewer are held, and no older
+deadline is touched.
 
 A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D. So a refill endangers no deadline.
 
@@ -161,8 +161,8 @@ class Wait(Policy):
 class Window(Policy):
     """Trains strictly in prompt order: which prompts make a batch is known before anything is generated.
 
-    A prompt that was given back begins before all that have overtaken it, so these do not count against it. An isolated
-    prompt will be waited for, and counts as if it held a slot already.
+    A prompt that was given back begins before all that have overtaken it, so these do not count against it. It will be
+    waited for, as an isolated one will, and counts against those behind it as if it held a slot already.
     """
 
     is_in_order: ClassVar[bool] = True

@@ -15,7 +15,7 @@ Time is an argument, and nothing is random: the same calls give the same replies
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.auto_lag import AutoLag
@@ -69,6 +69,7 @@ class Buffer:
         self._policy = POLICIES[config.policy](config)
         self._admission = ADMISSIONS[config.admission](config)
         self._auto = AutoLag(config.auto_lag, max_lag) if config.max_lag == "auto" else None
+        self._max_lag = config.largest_max_lag
         self.is_held_back = False
         """Whether it was the bound that made the learner wait when it was last refused a batch."""
         self._asked_at: PolicyVersion | None = None  # the version whose step the learner last asked a batch for
@@ -84,6 +85,7 @@ class Buffer:
         # Sums over the entries, which `_enter`, `_turn` and `_leave` keep, so that no message costs a pass over them.
         self._in_state: Counter[State] = Counter()
         self._held: Counter[str] = Counter()  # leases by holder
+        self._scored: Counter[str] = Counter()  # those of them for which only scores are missing
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt index
         self._blamed: Counter[int] = Counter()  # those of them for which the prompt is to blame
         self._ended: Counter[int] = Counter()  # leases that are over, failed or not: no lease id is granted twice
@@ -104,15 +106,20 @@ class Buffer:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def lease(self, holder: str, now_s: float) -> Lease | None:
+    def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
         """A lease for `holder`.
 
-        None if no slot is free, enough is under way, no prompt is left, nothing is published, the disk refuses, or the run
-        drains.
+        None if no slot is free for it, enough is under way, no prompt is left, the learner has not said yet where it is,
+        the disk refuses, or the run drains.
+
+        Args:
+            serves: its engine samples with this version or a later one; None: with the learner's.
         """
         if self.draining or self.version is None:
             return None
-        issued = self._issue(holder)
+        serves = serves or self.version
+        behind = max(0, self.version.number - serves.number)
+        issued = self._issue(holder, behind) if behind <= self.max_lag else None
         if issued is None:
             return None
         prompt_index, prompt = issued
@@ -134,7 +141,7 @@ class Buffer:
             cut_after_s=CUT_AT * limit_s,
         )
         self._enter(
-            GroupEntry(prompt_index, prompt, attempt, lease, holder, now_s, self.version, self.max_lag, limit_s=limit_s)
+            GroupEntry(prompt_index, prompt, attempt, lease, holder, now_s, serves, self.max_lag, limit_s=limit_s)
         )
         self._deadlines.begin(lease.lease_id, now_s + limit_s)
         self.outcomes["leased"] += 1
@@ -145,16 +152,23 @@ class Buffer:
         entry = self._leased(lease_id)
         return entry.lease if entry is not None else None
 
-    def _issue(self, holder: str) -> tuple[int, Prompt] | None:
+    def _issue(self, holder: str, behind: int) -> tuple[int, Prompt] | None:
         """The prompt that `holder` may work on: an ordinary one, or an isolated one alone.
 
+        Args:
+            behind: steps that its weights are behind the learner's.
         Raises:
             DataError: no prompt is left that may be leased, in this epoch or any other.
         """
         prompts, num_quarantined = self._prompts, 0
-        may_join, may_be_alone = self._isolated.may_lease(holder, self._held[holder], is_waiting=prompts.has_isolated)
+        may_join, may_be_alone = self._isolated.may_lease(
+            holder, self._held[holder], is_waiting=self._needs_a_free_generator
+        )
         while self.journal.is_blocked is None:  # a blocked journal could not keep what would come of a lease
-            may_begin = self._has_slot(prompts.next_isolated_index) if may_be_alone else may_join and self._may_begin
+            if may_be_alone:
+                may_begin = self._has_slot(prompts.next_isolated_index, behind)
+            else:
+                may_begin = may_join and self._may_begin(behind)
             if not may_begin:
                 return None
             issued = prompts.next_isolated() if may_be_alone else prompts.next()
@@ -180,9 +194,29 @@ class Buffer:
                 return issued
         return None
 
+    def only_these_may_lease(self, holders: Container[str]) -> None:
+        """Note which generators may get a lease now: none is kept free for an isolated prompt that may not have it."""
+        self._isolated.choose_among(holders)
+
     def held_by(self, holder: str) -> int:
         """Leases that `holder` works on."""
         return self._held[holder]
+
+    def sampled_by(self, holder: str) -> int:
+        """Those of them that take a place: completions are still sampled."""
+        return self._held[holder] - self._scored[holder]
+
+    @property
+    def num_sampled(self) -> int:
+        """Groups of which completions are still sampled."""
+        return self._in_state[State.LEASED] - self._scored.total()
+
+    def awaits_scores(self, holder: str, lease_id: str) -> None:
+        """Note that only scores are missing for a lease of `holder`. It keeps its slot: the bound counts it as before."""
+        entry = self._leased(lease_id)
+        if entry is not None and entry.holder == holder and not entry.is_sampled:
+            entry.is_sampled = True
+            self._scored[entry.holder] += 1
 
     def fail(self, lease_id: str, reason: str) -> None:
         """End a lease that failed. Its prompt is issued again before new ones, or dropped after `max_attempts`."""
@@ -214,6 +248,21 @@ class Buffer:
         if entry is not None:
             self._requeue(entry)
 
+    def free_leases_of(self, holder: str) -> list[str]:
+        """Free the leases of a generator that may be gone, as `release` does. Returns their ids.
+
+        An isolated prompt stays where it is, for it may be what stopped the generator.
+        """
+        freed = [e for e in self._leases_of(holder) if not self._isolated.is_alone(e.prompt_index)]
+        self._isolated.left_behind(holder, [e.prompt_index for e in freed])
+        for entry in freed:
+            self._requeue(entry)
+        return [e.lease.lease_id for e in freed]
+
+    def is_back(self, holder: str) -> None:
+        """Note that a generator is not gone, so that nothing stopped it."""
+        self._isolated.is_back(holder)
+
     def release(self, holder: str) -> list[str]:
         """Free the leases of a generator that is gone; their prompts are issued again. Returns the ids of these leases.
 
@@ -222,10 +271,8 @@ class Buffer:
         A group of such a lease may still arrive, older than the lease that replaced it. The bound on lag counted that
         lease by its own version (`admission.py`), so the group is refused.
         """
-        lost = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
-        if lost:
-            prompt_indices = tuple(e.prompt_index for e in lost)
-            self._isolated.interrupted(prompt_indices)
+        lost = self._leases_of(holder)
+        if prompt_indices := self._isolated.interrupted(holder, [e.prompt_index for e in lost]):
             self.journal.append(Interrupted(generator_id=holder, prompt_indices=prompt_indices))
         for entry in lost:
             if self._isolated.is_alone(entry.prompt_index):
@@ -309,6 +356,9 @@ class Buffer:
         When no prompt is left, the last batch of the run may be smaller. Groups and leases that this step, or the one
         after it, would find too old are given up and counted; admission replaces each by exactly one.
         """
+        if version == self._asked_at and self._lacks_a_batch:
+            self.is_held_back = self._is_bound_to_wait
+            return None
         self._give_up_what_is_late_for(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         if version != self._asked_at:
@@ -331,8 +381,11 @@ class Buffer:
         self._give_up_what_is_late_for(PolicyVersion(version.lineage, version.number + 1))
         return batch
 
-    def published(self, version: PolicyVersion) -> None:
-        """Every generator serves `version`: the groups that were taken are trained, and their slots are free."""
+    def trained(self, version: PolicyVersion) -> None:
+        """The learner has made `version`: the groups that were taken are trained, and their slots are free.
+
+        Whether a generator serves it already makes no difference: who does not is behind, and may begin fewer groups.
+        """
         assert self.version is None or version > self.version, f"{version} after {self.version}"
         self.version = version
         for entry in [e for e in self._entries.values() if e.state is State.TAKEN]:
@@ -353,6 +406,13 @@ class Buffer:
         before, after = self.max_lag, self._auto.step_ended(version.number, shares, waited)
         if after != before:
             self.journal.append(BoundChanged(version=version, max_lag=after))
+
+    def change_max_lag(self, max_lag: int) -> None:
+        """Another bound for the groups leased from now on, as a person asked for; the learner is there already."""
+        assert self._auto is None and self.version is not None
+        if max_lag != self._max_lag:
+            self._max_lag = max_lag
+            self.journal.append(BoundChanged(version=self.version, max_lag=max_lag))
 
     # -- what earlier starts left: before the first lease --------------------------------------------------------------
 
@@ -398,7 +458,7 @@ class Buffer:
     @property
     def max_lag(self) -> int:
         """The bound in force, for the groups leased from now on."""
-        return self._config.largest_max_lag if self._auto is None else self._auto.max_lag
+        return self._max_lag if self._auto is None else self._auto.max_lag
 
     @property
     def num_slots(self) -> int:
@@ -455,8 +515,7 @@ class Buffer:
 
     # -- private -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _may_begin(self) -> bool:
+    def _may_begin(self, behind: int) -> bool:
         """Whether the next ordinary prompt may begin: the bound allows it, and the learner's next batches need it.
 
         A prompt that stands before one that has begun was given back, or its group was lost with an earlier start. It is
@@ -464,24 +523,46 @@ class Buffer:
         """
         wanted = self._admission.wanted
         if wanted is None or self._in_state[State.LEASED] + self._in_state[State.READY] < wanted:
-            return self._has_slot(self._prompts.next_ordinary_index if self._policy.is_in_order else None)
+            return self._has_slot(self._prompts.next_ordinary_index if self._policy.is_in_order else None, behind)
         index = self._prompts.next_ordinary_index
-        return index is not None and index < self._last_begun and self._has_slot(index)
+        return index is not None and index < self._last_begun and self._has_slot(index, behind)
 
-    def _has_slot(self, prompt_index: int | None) -> bool:
-        """Whether a slot is free for this prompt; its index counts only where the policy is in order."""
+    def _has_slot(self, prompt_index: int | None, behind: int) -> bool:
+        """Whether a slot is free for this prompt on weights so many steps behind the learner's.
+
+        The index counts only where the policy is in order.
+        """
         held = len(self._entries)
         if self._policy.is_in_order and prompt_index is not None:
             if prompt_index < self._last_begun:  # it was given back
                 held = sum(entry.prompt_index < prompt_index for entry in self._entries.values())
-            held += self._prompts.isolated_before(prompt_index)
-        return self._policy.admit(held, self.max_lag)
+            held += self._prompts.waiting_before(prompt_index)
+        return self._policy.admit(held, self.max_lag - behind)
+
+    @property
+    def _needs_a_free_generator(self) -> bool:
+        """Whether an isolated prompt waits for a generator of its own.
+
+        Where the policy is in order, prompts before it that were given back may keep it from a slot: the generator that
+        would be kept free may be the only one that could work on them.
+        """
+        index = self._prompts.next_isolated_index
+        return index is not None and (not self._policy.is_in_order or self._has_slot(index, 0))
+
+    @property
+    def _lacks_a_batch(self) -> bool:
+        """Whether no policy can have a batch yet, which most groups that come find, without a pass over all of them."""
+        is_last = not self._in_state[State.LEASED] and self._prompts.next_prompt_index is None
+        return self._in_state[State.READY] < self._config.prompts_per_step and not is_last
 
     @property
     def _is_bound_to_wait(self) -> bool:
         """Whether a larger bound would give the learner a batch sooner: it forbids one, or generators to begin more."""
         forbids = not self._policy.is_in_order and self._in_state[State.READY] >= self._config.prompts_per_step
         return forbids or not self._policy.admit(len(self._entries), self.max_lag)
+
+    def _leases_of(self, holder: str) -> list[GroupEntry]:
+        return [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
 
     def _leased(self, lease_id: str) -> GroupEntry | None:
         entry = self._entries.get(lease_id.rpartition(".")[0])
@@ -522,6 +603,7 @@ class Buffer:
 
     def _end_lease(self, entry: GroupEntry) -> None:
         self._held[entry.holder] -= 1
+        self._scored[entry.holder] -= entry.is_sampled
         self._isolated.lease_ended(entry.prompt_index)
 
     def _filter(self, entry: GroupEntry, message: Deliver, kind: str) -> None:

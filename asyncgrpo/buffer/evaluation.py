@@ -5,9 +5,11 @@ newest version that sampled. This file knows no sockets and no clock.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
+from asyncgrpo.buffer.suites import Scored, Suite, suite_of
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver, EvalResult
 
@@ -24,22 +26,35 @@ class _Evaluation:
     step: int
     started_s: float
     missing: int
-    values: list[float] = field(default_factory=list)
-    failures: Counter[str] = field(default_factory=Counter)
-    lengths: list[int] = field(default_factory=list)
-    versions: set[PolicyVersion] = field(default_factory=set)
+    suites: dict[str, Suite]
+    groups: list[Deliver] = field(default_factory=list)
 
 
 class Evaluations:
     """Evaluations of one fixed list of prompts, any number of them in flight at once."""
 
     def __init__(
-        self, prompts: tuple[Prompt, ...], sampling: Sampling, seed: int, lease_timeout_s: float, *, lineage: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        lease_timeout_s: float,
+        *,
+        lineage: int = 1,
+        completions: int = 1,
+        success: float = 1.0,
+        keep: Callable[[int, list[Deliver]], None] = lambda step, groups: None,
     ) -> None:
         """
         Args:
+            prompts: of all suites; their ids name them (`suite_of`).
             lineage: of this start; it is in every lease id, so that a late group of an earlier start fits no lease.
+            completions: to each prompt.
+            success: reward from which a completion is right.
+            keep: called with the step and the groups of each evaluation that ended.
         """
+        self._suites = list(dict.fromkeys(suite_of(prompt.prompt_id) for prompt in prompts))
+        self._completions, self._success, self._keep = completions, success, keep
         self._prompts, self._sampling, self._seed = prompts, sampling, seed
         self._lease_timeout_s = lease_timeout_s
         self._lineage = lineage
@@ -47,6 +62,7 @@ class Evaluations:
         self._queue: deque[Lease] = deque()
         self._losses: Counter[str] = Counter()  # generators that ended, by group id
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # with holder and time, by lease id
+        self._scored: set[str] = set()  # leases for which only scores are missing
 
     @property
     def in_flight(self) -> bool:
@@ -57,12 +73,14 @@ class Evaluations:
         """Queue every prompt for the evaluation of `step`; a step is evaluated once."""
         if not self._prompts or step in self._running:
             return
-        self._running[step] = _Evaluation(step, now_s, len(self._prompts))
+        self._running[step] = _Evaluation(
+            step, now_s, len(self._prompts), {name: Suite(self._success) for name in self._suites}
+        )
         self._queue.extend(self._lease(step, index, 0) for index in range(len(self._prompts)))
 
-    def lease(self, holder: str, now_s: float) -> Lease | None:
-        """A lease of the next queued prompt, or None."""
-        if not self._queue:
+    def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
+        """A lease of the next queued prompt; None if there is none, or if `serves` is older than what it is to evaluate."""
+        if not self._queue or (serves is not None and serves.number < _step_of(self._queue[0])):
             return None
         lease = self._queue.popleft()
         self._leased[lease.lease_id] = (lease, holder, now_s)
@@ -76,6 +94,15 @@ class Evaluations:
     def held_by(self, holder: str) -> int:
         """Leases that `holder` works on."""
         return sum(h == holder for _, h, _ in self._leased.values())
+
+    def sampled_by(self, holder: str) -> int:
+        """Those of them that take a place: completions are still sampled."""
+        return sum(h == holder and lease_id not in self._scored for lease_id, (_, h, _) in self._leased.items())
+
+    def awaits_scores(self, holder: str, lease_id: str) -> None:
+        """Note that only scores are missing for a lease of `holder`."""
+        if lease_id in self._leased and self._leased[lease_id][1] == holder:
+            self._scored.add(lease_id)
 
     def release(self, holder: str, now_s: float) -> list[EvalResult]:
         """Free the leases of a generator that is gone. Returns the evaluations that this finished.
@@ -93,7 +120,7 @@ class Evaluations:
 
     def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
         """Queue the prompt again, before all others, or count it as failed. Returns the evaluation if that finished it."""
-        held = self._leased.pop(lease_id, None)
+        held = self._end(lease_id)
         if held is None:
             return None
         lease = held[0]
@@ -102,12 +129,16 @@ class Evaluations:
             return None
         self._losses.pop(lease.group_id, None)
         evaluation = self._running[_step_of(lease)]
-        evaluation.failures[reason] += 1
+        evaluation.suites[suite_of(lease.prompt.prompt_id)].fail(reason)
         return self._count_down(evaluation, now_s)
+
+    def _end(self, lease_id: str) -> tuple[Lease, str, float] | None:
+        self._scored.discard(lease_id)
+        return self._leased.pop(lease_id, None)
 
     def give_back(self, lease_id: str) -> None:
         """Queue the prompt of this lease again, at no cost: the prompt was not the cause that it ended."""
-        held = self._leased.pop(lease_id, None)
+        held = self._end(lease_id)
         if held is not None:
             self._queue.appendleft(held[0])
 
@@ -131,18 +162,15 @@ class Evaluations:
 
     def accept(self, message: Deliver, now_s: float) -> EvalResult | None:
         """Count a delivered group. Returns the evaluation if that finished it."""
-        held = self._leased.pop(message.lease_id, None)
+        held = self._end(message.lease_id)
         if held is None:
             return None
         self._losses.pop(message.group_id, None)
         evaluation = self._running[_step_of(held[0])]
-        evaluation.versions.update(message.versions)
-        for rollout in message.rollouts:
-            evaluation.lengths.append(rollout.num_tokens)
-            if rollout.score.value is None:
-                evaluation.failures[rollout.score.failure or "unknown"] += 1
-            else:
-                evaluation.values.append(rollout.score.value)
+        evaluation.groups.append(message)
+        completions = [Scored(rollout.score, rollout.text, rollout.num_tokens) for rollout in message.rollouts]
+        prompt = held[0].prompt
+        evaluation.suites[suite_of(prompt.prompt_id)].add(prompt.source, completions, message.versions)
         return self._count_down(evaluation, now_s)
 
     def _count_down(self, evaluation: _Evaluation, now_s: float) -> EvalResult | None:
@@ -150,15 +178,20 @@ class Evaluations:
         if evaluation.missing:
             return None
         del self._running[evaluation.step]
+        self._keep(evaluation.step, evaluation.groups)
+        rewards = [value for suite in evaluation.suites.values() for value in suite.rewards]
+        lengths = [length for suite in evaluation.suites.values() for length in suite.lengths]
+        suites = {name: suite.result() for name, suite in evaluation.suites.items()}
         return EvalResult(
             step=evaluation.step,
-            oldest=min(evaluation.versions, default=None),
-            newest=max(evaluation.versions, default=None),
-            completions=len(evaluation.lengths),
-            reward_mean=_mean(evaluation.values),
-            failures=dict(evaluation.failures),
-            completion_length_mean=_mean(evaluation.lengths),
+            oldest=min((suite.oldest for suite in suites.values() if suite.oldest is not None), default=None),
+            newest=max((suite.newest for suite in suites.values() if suite.newest is not None), default=None),
+            completions=len(lengths),
+            reward_mean=fmean(rewards) if rewards else None,
+            failures=dict(sum((Counter(suite.failures) for suite in suites.values()), Counter())),
+            completion_length_mean=fmean(lengths) if lengths else None,
             seconds=now_s - evaluation.started_s,
+            suites=suites,
         )
 
     def _lease(self, step: int, index: int, attempt: int) -> Lease:
@@ -170,14 +203,10 @@ class Evaluations:
             prompt_index=index,
             purpose="eval",
             prompt=self._prompts[index],
-            num_completions=1,
+            num_completions=self._completions,
             sampling=self._sampling,
-            seed=self._seed + index,
+            seed=self._seed + index * self._completions,
         )
-
-
-def _mean(values: list[float] | list[int]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _step_of(lease: Lease) -> int:

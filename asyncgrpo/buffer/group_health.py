@@ -8,8 +8,8 @@ import logging
 import math
 import os
 import statistics
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -124,6 +124,8 @@ class IsolatedPrompts:
     def __init__(self) -> None:
         self._ends: Counter[int] = Counter()
         """Ends of generators with the prompt in flight, since its last completion."""
+        self._left: defaultdict[str, set[int]] = defaultdict(set)
+        """Prompts that were in flight at a generator when its silence gave them to others; none has completed since."""
         self._holder: str | None = None
         """The generator that is kept free of others for an isolated prompt."""
         self._alone: int | None = None
@@ -133,9 +135,19 @@ class IsolatedPrompts:
         """Add the ends of earlier starts. Call it before the first lease."""
         self._ends.update(ends)
 
-    def interrupted(self, prompt_indices: Iterable[int]) -> None:
-        """Count the end of a generator that worked on these prompts."""
-        self._ends.update(prompt_indices)
+    def left_behind(self, holder: str, prompt_indices: Iterable[int]) -> None:
+        """Note that others go on with these prompts of a generator that is silent: it may have ended."""
+        self._left[holder].update(prompt_indices)
+
+    def is_back(self, holder: str) -> None:
+        """Note that a generator that was silent had not ended."""
+        self._left.pop(holder, None)
+
+    def interrupted(self, holder: str, prompt_indices: Iterable[int]) -> tuple[int, ...]:
+        """Count the end of a generator that worked on these prompts. Returns them, with those that it left behind."""
+        in_flight = (*prompt_indices, *sorted(self._left.pop(holder, ())))
+        self._ends.update(in_flight)
+        return in_flight
 
     def is_isolated(self, prompt_index: int) -> bool:
         """Whether this prompt may only be leased alone."""
@@ -144,6 +156,8 @@ class IsolatedPrompts:
     def clear(self, prompt_index: int) -> None:
         """Forget the ends of a prompt: a completion came, or the prompt is dropped."""
         self._ends.pop(prompt_index, None)
+        for prompt_indices in self._left.values():
+            prompt_indices.discard(prompt_index)
 
     def may_lease(self, holder: str, num_held: int, *, is_waiting: bool) -> tuple[bool, bool]:
         """Whether `holder` may get an ordinary prompt, and whether it may get an isolated one.
@@ -157,6 +171,11 @@ class IsolatedPrompts:
         if holder != self._holder:
             return True, False
         return False, is_waiting and self._alone is None and num_held == 0
+
+    def choose_among(self, holders: Container[str]) -> None:
+        """Choose another generator next time, if the one that is kept free may get no lease now: it fell behind, for example."""
+        if self._alone is None and self._holder not in holders:
+            self._holder = None
 
     def leased(self, prompt_index: int) -> None:
         """Note that this prompt is leased to the generator that was kept free."""

@@ -36,6 +36,8 @@ class GroupEntry:
     newest: PolicyVersion = field(init=False)
     """The newest version that sampled in it; while leased, the version at the lease."""
     state: State = State.LEASED
+    is_sampled: bool = False
+    """While leased: only scores are missing."""
     message: Deliver | None = None
     payload: bytes | memoryview = b""
     limit_s: float = 0.0

@@ -7,7 +7,6 @@ What it tells of itself is in `totals.py`.
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -17,14 +16,14 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.reward_health import RewardMonitor, Tell
-from asyncgrpo.buffer.speeds import Speeds
+from asyncgrpo.buffer.sessions import Listener, Session, Speeds
 from asyncgrpo.buffer.totals import Gauges, Load, batch_figures, counters, observe_batch
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Tally
-from asyncgrpo.types import GeneratorSeconds, PolicyVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, decode
@@ -32,6 +31,7 @@ from asyncgrpo.wire.groups import check_group, check_lease
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Ack,
+    AwaitsScores,
     Batch,
     Cancel,
     Deliver,
@@ -42,7 +42,6 @@ from asyncgrpo.wire.rollouts import (
     LeaseFailed,
     Nack,
     NoMore,
-    Published,
     Register,
     RequestEval,
     Reregister,
@@ -53,11 +52,12 @@ from asyncgrpo.wire.rollouts import (
     Snapshot,
     Take,
     TakeSnapshot,
+    Trained,
     Waiting,
     Welcome,
 )
 from asyncgrpo.wire.sockets import Server
-from asyncgrpo.wire.supervision import Drain, GeneratorLost
+from asyncgrpo.wire.supervision import Drain, GeneratorLost, Steer
 
 log = logging.getLogger(__name__)
 
@@ -69,19 +69,10 @@ BURST = 32
 WAITING_EVERY_S = 1.0
 SILENT_AFTER_S = 60.0
 """A generator that sends nothing for so long is taken for dead. It sends a heartbeat every second."""
-
-
-@dataclass
-class Session:
-    """A generator in touch."""
-
-    peer: str
-    incarnation: str
-    window: int
-    heard_s: float
-    version: PolicyVersion | None = None
-    seconds: GeneratorSeconds | None = None
-    """What its process had done by the last heartbeat; None before the first, as it may have worked for another buffer."""
+EVENLY_S = 0.5
+"""How long after a version is first served no generator takes more than its part, so that the others find some left."""
+BEHIND = 1
+"""Versions that a generator may be behind the newest one that any of them serves, to get a lease."""
 
 
 class BufferService:
@@ -117,7 +108,8 @@ class BufferService:
         self._finished = False
         # Generators.
         self._sessions: dict[str, Session] = {}
-        self._speeds = Speeds()
+        self._listener, self._speeds = Listener(), Speeds()
+        self._served, self._served_s = -1, 0.0  # the newest version that a generator serves, and since when
         self._newest: dict[str, str] = {}  # by generator, the peer of its last incarnation that registered
         self._speaks_for: dict[str, str] = {}  # by peer, the generator for which it registered
         # By lease id, the position in the journal, the peer and the reply; in the order of the journal.
@@ -135,6 +127,8 @@ class BufferService:
         self._last_evals = False
         self._snapshot_requests: list[str] = []  # peers
         self._snapshot: PromptState | None = None  # the one that was sent last
+        # What a person asked for: the newest, and what is in effect.
+        self._steer_asked = self._steer = Steer()
         # The end of the run.
         self._drain_reason = ""
         self._is_failing = False
@@ -144,6 +138,15 @@ class BufferService:
     def missing(self) -> tuple[str, ...]:
         """Generators that were in touch and are not any more, by name and incarnation. May be read from any thread."""
         return tuple(peer for name, peer in tuple(self._newest.items()) if name not in self._sessions)
+
+    def steer(self, asked: Steer) -> None:
+        """Do what a person asks for, within a tick. May be called from any thread."""
+        self._steer_asked = asked
+
+    @property
+    def steered(self) -> int:
+        """The revision of the `Steer` in effect. May be read from any thread."""
+        return self._steer.revision
 
     def run(self) -> None:
         """Serve until `Finished`.
@@ -168,6 +171,7 @@ class BufferService:
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
         """Handle the message that was received at `now_s`, if any, and do what follows from it and from the time."""
+        self._listener.listen(now_s)
         if received is not None:
             self._receive(*received, now_s)
         if now_s - self._ticked_s >= TICK_S:
@@ -191,22 +195,43 @@ class BufferService:
     def _tick(self, now_s: float) -> None:
         """Do what only time brings: acknowledge what is on the disk by now, expire sessions and leases, show metrics."""
         self._journal.tick()
+        self._obey()
         self._acknowledge()
         self._send_snapshots(now_s)
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
                 self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
         self._expire_leases(now_s)
+        self._give_away_leases_of_silent(now_s)
         self._gauges.show(self._buffer, now_s)
         self._note_load(now_s)
         if (sentence := self._buffer.zero_signal_streak.news()) is not None:
             log.warning("%s (algorithm.filter_zero_signal)", sentence)
             self._tell("warning", about="filter", text=sentence)
 
+    def _obey(self) -> None:
+        """Bring what a person asked for into effect. A bound waits for the first weights: its record names a version."""
+        asked = self._steer_asked
+        if asked.revision > self._steer.revision and not (asked.max_lag is not None and self._buffer.version is None):
+            if asked.max_lag is not None:
+                self._buffer.change_max_lag(asked.max_lag)
+            for session in self._sessions.values():
+                session.window = asked.groups_in_flight or session.window
+            metrics.paused.set(asked.is_paused)
+            self._steer, self._may_take = asked, True
+        for name, session in self._sessions.items():
+            if session.peer in self._steer.ending and not self._holds(name, session.peer):
+                self._server.send(session.peer, Shutdown())
+
+    def _holds(self, name: str, peer: str) -> bool:
+        """Whether this generator has a lease, or a group that is not acknowledged."""
+        is_held = self._buffer.held_by(name) or self._evaluations.held_by(name)
+        return bool(is_held) or any(peer == other for _, other, _ in self._unacknowledged.values())
+
     def _note_load(self, now_s: float) -> None:
         self._load.note(
             now_s,
-            in_flight=self._buffer.count(State.LEASED),
+            in_flight=self._buffer.num_sampled,
             places=sum(session.window for session in self._sessions.values()),
             in_touch=len(self._sessions),
         )
@@ -218,9 +243,10 @@ class BufferService:
         try:
             message, payload = decode(frames, READ)
             self._check_sender(peer, message)
-            session = self._sessions.get(getattr(message, "generator_id", ""))
+            session = self._sessions.get(name := getattr(message, "generator_id", ""))
             if session is not None and session.peer == peer:
-                session.heard_s = now_s
+                self._listener.heard(session, now_s)
+                self._buffer.is_back(name)
             self._handle(peer, message, payload, now_s)
         except RefusedError as error:
             self._count_refusal(peer, error)
@@ -235,7 +261,10 @@ class BufferService:
         kind = type(message).__name__
         if isinstance(message, OfLearnerOrDriver):
             raise RefusedError("sender", f"{kind} is not for a generator to say")
-        if isinstance(message, Register | Serving | LeaseFailed | RewardFailed) and message.generator_id != speaks_for:
+        if (
+            isinstance(message, Register | Serving | AwaitsScores | LeaseFailed | RewardFailed)
+            and message.generator_id != speaks_for
+        ):
             raise RefusedError("sender", f"{kind} of {message.generator_id[:100]!r} from {speaks_for}")
 
     def _count_refusal(self, peer: str, error: RefusedError) -> None:
@@ -250,21 +279,24 @@ class BufferService:
                 self._note_serving(peer, message, now_s)
             case Register():
                 self._register(peer, message, now_s)
+            case AwaitsScores(generator_id=name, lease_id=lease_id):
+                self._buffer.awaits_scores(name, lease_id)
+                self._evaluations.awaits_scores(name, lease_id)
             case LeaseFailed():
                 self._lease_failed(message, now_s)
             case RewardFailed(generator_id=name):
                 if name in self._sessions:
                     self._rewards.failed(message)
             case Take():
-                self._published(message.version)
+                self._trained(message.version)
                 self._learner, self._waiting_sent_s = peer, now_s
                 self._asked(message, now_s)
-            case Published(version=version):
-                self._published(version)
+            case Trained(version=version):
+                self._trained(version)
             case RequestEval(step=step):
                 self._evaluations.request(step, now_s)
-            case TakeSnapshot(published=version):
-                self._published(version)
+            case TakeSnapshot(trained=version):
+                self._trained(version)
                 self._snapshot_requests.append(peer)
                 self._send_snapshots(now_s)
             case Saved(step=step):
@@ -301,7 +333,8 @@ class BufferService:
             self._lose(name, "it started again", now_s)
         self._newest[name] = peer
         self._speaks_for[peer] = name
-        self._sessions[name] = Session(peer, message.incarnation, message.window, now_s)
+        window = self._steer.groups_in_flight or message.window
+        self._sessions[name] = Session(peer, message.incarnation, window, now_s)
         self._server.send(peer, Welcome(protocol=PROTOCOL))
 
     def _note_serving(self, peer: str, message: Serving, now_s: float) -> None:
@@ -337,30 +370,71 @@ class BufferService:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
+    def _give_away_leases_of_silent(self, now_s: float) -> None:
+        """Free the leases of generators that are silent for too long, while any other may get one.
+
+        They are not lost yet. Who is back in time has worked in vain, which is cheaper than a learner that waits.
+        """
+        version = self._buffer.version
+        may_lease = not (self._steer.is_paused or self._drain_reason or self._journal.is_blocked is not None)
+        if version is None or not may_lease or not self._able(version, now_s):
+            return
+        for name, session in self._sessions.items():
+            if self._listener.is_silent(session, now_s) and (freed := self._buffer.free_leases_of(name)):
+                self._may_take = True
+                self._server.send(session.peer, Cancel(lease_ids=tuple(freed), reason="silent"))
+                log.warning("%s is silent: others go on with %d leases that it has", name, len(freed))
+
     def _grant(self, now_s: float) -> None:
         """Hand out leases, one at a time to the generator that would finish it soonest, evaluation first."""
         current = self._buffer.version
-        if current is None:
+        if current is None or self._steer.is_paused:
             return
-        able = {
-            name: session
-            for name, session in self._sessions.items()
-            if session.version is not None and session.version >= current and not self._rewards.is_paused(name)
-        }
+        able = self._able(current, now_s)
+        self._buffer.only_these_may_lease(able)
         owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
         for owner in owners:
-            held = {name: owner.held_by(name) for name in able}
-            pace = {n: self._pace(n, held[n]) for n in able if held[n] < able[n].window}
+            held = {name: owner.sampled_by(name) for name in able}
+            room = {name: self._room(able[name], now_s) for name in able}
+            pace = {n: self._pace(n, held[n]) for n in able if held[n] < room[n]}
             while pace:
                 name = min(pace, key=lambda n: (pace[n], n))
-                lease = owner.lease(name, now_s)
+                lease = owner.lease(name, now_s, able[name].version)
                 if lease is not None:
                     self._server.send(able[name].peer, Grant(lease=lease))
                     held[name] += 1
-                if lease is None or held[name] == able[name].window:  # none is left, or none for it; or it is full
+                if lease is None or held[name] == room[name]:  # none is left, or none for it; or it is full
                     del pace[name]
                 else:
                     pace[name] = self._pace(name, held[name])
+
+    def _able(self, current: PolicyVersion, now_s: float) -> dict[str, Session]:
+        """Generators that may get a lease: they speak, and serve the newest version that anyone serves, or nearly that."""
+        served = {
+            name: session.version.number
+            for name, session in self._sessions.items()
+            if session.version is not None and session.version.lineage == current.lineage
+        }
+        newest = max(served.values(), default=-1)
+        if newest > self._served:
+            self._served, self._served_s = newest, now_s
+        return {
+            name: self._sessions[name]
+            for name, number in served.items()
+            if number >= newest - BEHIND
+            and self._speaks(self._sessions[name], now_s)
+            and not self._rewards.is_paused(name)
+        }
+
+    def _speaks(self, session: Session, now_s: float) -> bool:
+        return session.speaks(now_s) and session.peer not in self._steer.leaving
+
+    def _room(self, session: Session, now_s: float) -> int:
+        """Leases that a generator may sample for."""
+        if now_s - self._served_s > EVENLY_S:
+            return session.window
+        num_speaking = sum(self._speaks(other, now_s) for other in self._sessions.values())
+        return min(session.window, -(-self._buffer.num_slots // num_speaking))
 
     def _pace(self, name: str, held: int) -> float:
         return self._speeds.seconds_per_token(name, held, self._sessions[name].window)
@@ -438,7 +512,7 @@ class BufferService:
         session = self._sessions.get(name)
         if message.purpose == "train" and session is not None and session.peer == peer:
             longest = max(rollout.num_tokens for rollout in message.rollouts)
-            held = self._buffer.held_by(name) + 1
+            held = self._buffer.sampled_by(name) + 1
             self._speeds.delivered(name, message.timings.get("generate", 0.0), longest, held, session.window)
 
     def _refusal(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> str | None:
@@ -466,10 +540,10 @@ class BufferService:
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
-    def _published(self, version: PolicyVersion | None) -> None:
-        """Note a publication. Messages of several kinds name it, so that it is known even when one was lost."""
+    def _trained(self, version: PolicyVersion | None) -> None:
+        """Note that the learner has made a version. Messages of two kinds name it, so that it is known even if one is lost."""
         if version is not None and (self._buffer.version is None or version > self._buffer.version):
-            self._buffer.published(version)
+            self._buffer.trained(version)
 
     def _asked(self, take: Take, now_s: float) -> None:
         """Note a request for a batch, and what it says of the step before it."""
@@ -493,7 +567,7 @@ class BufferService:
         if self._drain_reason:
             self._send_no_more("failing" if self._is_failing else "draining")
             return
-        if self._batch is None and self._may_take and self._journal.is_blocked is None:
+        if self._batch is None and self._may_take and self._journal.is_blocked is None and not self._steer.is_paused:
             self._may_take = False
             self._batch = self._buffer.take(self._take.version)
             if self._batch is not None and self._buffer.is_held_back:
@@ -509,7 +583,8 @@ class BufferService:
         if now_s - self._waiting_sent_s >= WAITING_EVERY_S:
             self._waiting_sent_s = now_s
             what, hopeless = self._awaited(now_s), self._rewards.hopeless_reason
-            self._server.send(learner, Waiting(what=what, evals=self._take_results(), hopeless=hopeless))
+            message = Waiting(what=what, evals=self._take_results(), hopeless=hopeless, is_paused=self._steer.is_paused)
+            self._server.send(learner, message)
 
     def _send_batch(self, take: Take, entries: list[GroupEntry], now_s: float) -> None:
         assert self._learner is not None
@@ -549,7 +624,7 @@ class BufferService:
         for peer in self._snapshot_requests:
             if now_s - self._waiting_sent_s >= WAITING_EVERY_S:
                 self._waiting_sent_s = now_s
-                self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}"))
+                self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}", of_snapshot=True))
 
     def _awaited(self, now_s: float) -> str:
         """A phrase for people: what the learner waits for."""
@@ -557,6 +632,8 @@ class BufferService:
             return f"the journal: {self._journal.is_blocked}"
         if (paused := self._rewards.describe_pause()) is not None:
             return paused
+        if self._steer.is_paused:
+            return "the end of the pause"
         if self._last_evals or self._buffer.exhausted:
             return "the last evaluation"
         ready, leased = self._buffer.count(State.READY), self._buffer.count(State.LEASED)

@@ -107,7 +107,7 @@ class AnyCrash(RuleBasedStateMachine):
         self.steps = list(self.saved)
         self.batch: list[GroupEntry] | None = None
         self.unacknowledged: dict[str, tuple[int, Kept]] = {}  # by lease, with the place in the journal
-        self.buffer.published(self.version)
+        self.buffer.trained(self.version)
 
     # -- generators ----------------------------------------------------------------------------------------------------
 
@@ -141,6 +141,14 @@ class AnyCrash(RuleBasedStateMachine):
     def release(self, holder):
         self.buffer.release(holder)
 
+    @rule(holder=HOLDERS, is_lost=st.booleans())
+    def fall_silent(self, holder, is_lost):
+        self.buffer.free_leases_of(holder)
+        if is_lost:
+            self.buffer.release(holder)
+        else:
+            self.buffer.is_back(holder)
+
     @rule()
     def expire(self):
         self.clock.now_s += 1e6
@@ -166,7 +174,7 @@ class AnyCrash(RuleBasedStateMachine):
         self.steps.append(tuple(entry.prompt_index for entry in self.batch))
         self.version = PolicyVersion(self.lineage, self.version.number + 1)
         self.weights.stepped(self.version)
-        self.buffer.published(self.version)
+        self.buffer.trained(self.version)
         self.batch = None
 
     @rule(told=st.booleans())

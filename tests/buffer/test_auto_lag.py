@@ -80,7 +80,7 @@ def test_it_settles_under_a_share_that_falls_with_the_lag():
 
 def test_a_group_keeps_the_bound_of_its_lease_and_a_smaller_one_lets_none_begin_before_there_is_room():
     buffer = make_buffer(count=40, per_step=1, max_lag="auto", auto_lag=AutoLagConfig(min=0))
-    buffer.published(v(0))
+    buffer.trained(v(0))
     leases = lease_all(buffer)
     assert len(leases) == 5 and buffer.max_lag == 4
     records: list = []
@@ -92,19 +92,19 @@ def test_a_group_keeps_the_bound_of_its_lease_and_a_smaller_one_lets_none_begin_
         assert buffer.accept(deliver(lease, 0), b"") is None
         (entry,) = buffer.take(v(version))
         assert entry.deadline == 4
-        buffer.published(v(version + 1))
+        buffer.trained(v(version + 1))
     last = buffer.lease("g", 0.0)
     assert buffer._entries[last.group_id].deadline == 5 and buffer.lease("g", 0.0) is None
 
 
 def test_the_earliest_deadline_is_trained_first_not_the_oldest_group():
     buffer = make_buffer(count=40, per_step=1, max_lag="auto", auto_lag=AutoLagConfig(min=0))
-    buffer.published(v(0))
+    buffer.trained(v(0))
     first, old = buffer.lease("g", 0.0), buffer.lease("g", 0.0)
     buffer.accept(deliver(first, 0), b"")
     assert buffer.take(v(0)) is not None
     buffer.step_ended(v(0), {1: WELL, 4: LOW}, 0.0)
-    buffer.published(v(1))
+    buffer.trained(v(1))
     new = buffer.lease("g", 0.0)
     for lease, version in ((old, 0), (new, 1)):
         buffer.accept(deliver(lease, version), b"")
@@ -114,11 +114,11 @@ def test_the_earliest_deadline_is_trained_first_not_the_oldest_group():
 
 def test_whether_the_bound_made_the_learner_wait():
     buffer = make_buffer(count=40, per_step=2, max_lag=1)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     leases = lease_all(buffer)
     assert buffer.take(v(0)) is None and buffer.is_held_back, "all slots are taken"
     buffer = make_buffer(count=40, per_step=2, max_lag=1)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     leases = [buffer.lease("g", 0.0) for _ in range(3)]
     assert buffer.take(v(0)) is None and not buffer.is_held_back, "generators have not begun more"
     for lease in leases[1:]:

@@ -114,7 +114,7 @@ def test_a_buffer_that_drops_the_slow_ones_is_told_from_one_that_waits():
     for policy in ("wait", "drop"):
         buffer = make_buffer(400, per_step=4, max_lag=1, policy=policy)
         late, version = [], 0
-        buffer.published(v(0))
+        buffer.trained(v(0))
         while version < 40:
             for lease in lease_all(buffer):
                 if lease.prompt_index % 4 == 0:
@@ -129,7 +129,7 @@ def test_a_buffer_that_drops_the_slow_ones_is_told_from_one_that_waits():
             if stuck:
                 assert buffer.take(v(version)) is not None
             version += 1
-            buffer.published(v(version))
+            buffer.trained(v(version))
         balance(buffer)
         seen[policy] = buffer.bias.distances()["length"]
     assert seen["wait"] == 0 and seen["drop"] > 0.1
@@ -138,20 +138,20 @@ def test_a_buffer_that_drops_the_slow_ones_is_told_from_one_that_waits():
 def test_a_lease_that_runs_out_counts_as_one_that_was_too_slow_and_one_that_fails_does_not():
     for reason, distance in (("lease_timeout", 0.2), ("failed", 0.0)):
         buffer = make_buffer(400, per_step=4, max_lag=0, max_attempts=1000)
-        buffer.published(v(0))
+        buffer.trained(v(0))
         for version in range(20):
             leases = lease_all(buffer)
             buffer.fail(leases[0].lease_id, reason)
             for lease in [*leases[1:], *lease_all(buffer)]:
                 buffer.accept(deliver(lease, version), b"")
             assert buffer.take(v(version)) is not None
-            buffer.published(v(version + 1))
+            buffer.trained(v(version + 1))
         assert buffer.bias.distances()["length"] == pytest.approx(distance)
 
 
 def test_what_has_no_signal_is_on_neither_side():
     buffer = make_buffer(400, per_step=2, max_lag=0, filters=True)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     for version in range(100):
         for number, lease in enumerate(lease_all(buffer)):
             scores = (0.0, 1.0) if number else (1.0, 1.0)
@@ -159,6 +159,6 @@ def test_what_has_no_signal_is_on_neither_side():
         for lease in lease_all(buffer):
             buffer.accept(deliver(lease, version), b"")
         assert buffer.take(v(version)) is not None
-        buffer.published(v(version + 1))
+        buffer.trained(v(version + 1))
     assert buffer.outcomes["filtered_zero_signal"] == 100
     assert set(buffer.bias.distances().values()) == {0.0}

@@ -66,19 +66,19 @@ def lease_all(buffer: Buffer, holder="g") -> list[Lease]:
 def test_nothing_is_leased_before_the_first_publication_and_never_more_than_the_slots():
     buffer = make_buffer(per_step=2, max_lag=1)
     assert buffer.lease("g", 0.0) is None
-    buffer.published(v(0))
+    buffer.trained(v(0))
     assert len(lease_all(buffer)) == 4
 
 
 def test_a_batch_is_full_oldest_first_and_in_prompt_order():
     buffer = make_buffer(per_step=2, max_lag=1)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     a, b, c, d = lease_all(buffer)
     for lease in (d, b):
         assert buffer.accept(deliver(lease, 0), b"") is None
     assert [e.prompt_index for e in buffer.take(v(0))] == [b.prompt_index, d.prompt_index]
     assert buffer.take(v(0)) is None
-    buffer.published(v(1))
+    buffer.trained(v(1))
     assert buffer.outcomes["trained"] == 2
     for lease in (c, a):
         buffer.accept(deliver(lease, 0), b"")
@@ -87,32 +87,32 @@ def test_a_batch_is_full_oldest_first_and_in_prompt_order():
 
 def test_slots_are_free_only_when_the_trained_weights_are_published():
     buffer = make_buffer(per_step=2, max_lag=0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     for lease in lease_all(buffer):
         buffer.accept(deliver(lease, 0), b"")
     assert buffer.take(v(0)) is not None
     assert buffer.lease("g", 0.0) is None
-    buffer.published(v(1))
+    buffer.trained(v(1))
     assert buffer.lease("g", 0.0) is not None
 
 
 def test_the_same_group_twice_is_trained_once():
     buffer = make_buffer(per_step=2, max_lag=0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     first, second = lease_all(buffer)
     assert buffer.accept(deliver(first, 0), b"") is None
     assert buffer.accept(deliver(first, 0), b"") == "duplicate"
     buffer.accept(deliver(second, 0), b"")
     buffer.take(v(0))
     assert buffer.accept(deliver(first, 0), b"") == "duplicate"
-    buffer.published(v(1))
+    buffer.trained(v(1))
     assert buffer.accept(deliver(first, 0), b"") == "duplicate"
     assert buffer.outcomes["trained"] == 2
 
 
 def test_a_lost_generator_s_prompts_are_issued_again_before_new_ones():
     buffer = make_buffer(per_step=2, max_lag=1)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     kept, lost = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
     assert kept is not None and lost is not None
     assert buffer.release("b") == [lost.lease_id]
@@ -124,14 +124,14 @@ def test_a_lost_generator_s_prompts_are_issued_again_before_new_ones():
 def test_a_group_whose_lease_was_taken_away_comes_too_late():
     """It is older than the lease that is out, and the rule of lag has not counted on it."""
     buffer = make_buffer(per_step=1, max_lag=1)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     trained, silent = lease_all(buffer)
     buffer.release("g")
     trained, again = lease_all(buffer, holder="other")
     buffer.accept(deliver(trained, 0), b"")
     buffer.release("other")
     assert buffer.take(v(0)) is not None
-    buffer.published(v(1))
+    buffer.trained(v(1))
     lease_all(buffer)
     for late in (silent, again):
         assert buffer.accept(deliver(late, 0), b"") == "no_such_lease"
@@ -140,7 +140,7 @@ def test_a_group_whose_lease_was_taken_away_comes_too_late():
 
 def test_a_prompt_that_fails_every_time_is_dropped_with_a_count():
     buffer = make_buffer(per_step=1, max_lag=0, max_attempts=3)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     prompt_indices = []
     for _ in range(3):
         lease = buffer.lease("g", 0.0)
@@ -155,7 +155,7 @@ def test_a_prompt_that_fails_every_time_is_dropped_with_a_count():
 
 def test_a_lease_that_takes_too_long_is_given_to_another():
     buffer = make_buffer(per_step=1, max_lag=0, lease_timeout_s=10.0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     lease = buffer.lease("slow", 0.0)
     assert lease is not None and buffer.expire(9.0) == []
     assert [entry.lease for entry in buffer.expire(11.0)] == [lease]
@@ -176,7 +176,7 @@ def test_a_lease_that_takes_too_long_is_given_to_another():
 )
 def test_a_group_that_cannot_be_trained_is_refused_by_name(message, reason):
     buffer = make_buffer()
-    buffer.published(v(0))
+    buffer.trained(v(0))
     lease = buffer.lease("g", 0.0)
     assert lease is not None
     assert buffer.accept(message(lease), b"") == reason
@@ -184,7 +184,7 @@ def test_a_group_that_cannot_be_trained_is_refused_by_name(message, reason):
 
 def test_a_group_that_is_already_too_old_is_dropped_and_its_prompt_issued_again():
     buffer = make_buffer(per_step=1, max_lag=0)
-    buffer.published(v(5))
+    buffer.trained(v(5))
     lease = buffer.lease("g", 0.0)
     assert lease is not None
     buffer.accept(deliver(lease, 3), b"")  # from a generator that missed two publications
@@ -196,13 +196,13 @@ def test_a_group_that_is_already_too_old_is_dropped_and_its_prompt_issued_again(
 
 def test_the_last_batch_holds_what_is_left():
     buffer = make_buffer(count=3, per_step=2, max_lag=0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     sizes = []
     for version in range(2):
         for lease in lease_all(buffer):
             buffer.accept(deliver(lease, version), b"")
         sizes.append(len(buffer.take(v(version))))
-        buffer.published(v(version + 1))
+        buffer.trained(v(version + 1))
     assert sizes == [2, 1]
     assert buffer.exhausted
 
@@ -226,7 +226,7 @@ def test_a_group_is_without_signal_only_if_its_rewards_are_exactly_equal(rewards
 @pytest.mark.parametrize("scores", [(1.0, 1.0), (0.0, 0.0), (1.0, None), (None, None)])
 def test_a_group_without_signal_is_replaced_by_exactly_one_other_prompt(scores):
     buffer = make_buffer(per_step=2, max_lag=1, filters=True)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     leases = lease_all(buffer)
     assert buffer.accept(deliver(leases[1], 0, scores), b"") is None, "the generator may forget it"
     assert buffer.accept(deliver(leases[1], 0, scores), b"") == "duplicate", "and need not send it again"
@@ -239,7 +239,7 @@ def test_a_group_without_signal_is_replaced_by_exactly_one_other_prompt(scores):
 
 def test_a_group_without_signal_is_kept_where_nobody_asked_for_the_filter():
     buffer = make_buffer(per_step=1, max_lag=0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     (lease,) = lease_all(buffer)
     buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
     assert len(buffer.take(v(0))) == 1 and not buffer.filtered
@@ -247,7 +247,7 @@ def test_a_group_without_signal_is_kept_where_nobody_asked_for_the_filter():
 
 def test_at_lag_zero_filtered_groups_are_refilled_within_the_step():
     buffer = make_buffer(count=6, per_step=2, max_lag=0, filters=True)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     a, b = lease_all(buffer)
     buffer.accept(deliver(a, 0, (0.0, 0.0)), b"")
     buffer.accept(deliver(b, 0), b"")
@@ -259,7 +259,7 @@ def test_at_lag_zero_filtered_groups_are_refilled_within_the_step():
 
 def test_a_run_whose_last_groups_are_all_filtered_ends():
     buffer = make_buffer(count=3, per_step=2, max_lag=0, filters=True)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     kept, *others = lease_all(buffer)
     buffer.accept(deliver(kept, 0), b"")
     for lease in others:
@@ -268,7 +268,7 @@ def test_a_run_whose_last_groups_are_all_filtered_ends():
         assert buffer.take(v(0)) is None, "one more prompt may still fill the batch"
         buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
     assert [e.prompt_index for e in buffer.take(v(0))] == [kept.prompt_index], "nothing can fill it any more"
-    buffer.published(v(1))
+    buffer.trained(v(1))
     assert buffer.exhausted and buffer.take(v(1)) is None
     assert buffer.outcomes["trained"] == 1 and buffer.outcomes["filtered_zero_signal"] == 2
 
@@ -298,7 +298,7 @@ def test_a_smaller_group_is_accepted_where_the_configuration_says_so(least, adva
     source = PromptSource(prompts(2), seed=0, shuffle=False, epochs=1)
     algorithm = AlgorithmConfig(group_size=3, min_completions=least, advantage=advantage)
     buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     lease = buffer.lease("g", 0.0)
     assert lease.min_completions == (least or 3) and lease.cut_after_s < config.lease_timeout_s
     assert buffer.accept(with_indices(deliver(lease, 0), *indices), b"") == refusal
@@ -308,7 +308,7 @@ def test_a_smaller_group_is_accepted_where_the_configuration_says_so(least, adva
 
 def test_completions_left_out_of_a_group_are_counted_and_their_tokens_are_aborted():
     buffer = make_buffer()
-    buffer.published(v(0))
+    buffer.trained(v(0))
     lease = buffer.lease("g", 0.0)
     discarded = Discarded(tokens=70, retried=2, failed=1, spare=3, censored=4)
     message = msgspec.structs.replace(deliver(lease, 0), discarded=discarded)
@@ -322,7 +322,7 @@ def test_completions_left_out_of_a_group_are_counted_and_their_tokens_are_aborte
 
 def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt():
     buffer = make_buffer(count=40, per_step=20, max_attempts=2, lease_timeout_s=1000.0, straggler_factor=3.0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     for _ in range(MIN_GROUPS):
         lease = buffer.lease("g", 0.0)
         assert lease.cut_after_s == 900.0, "nothing is known yet"
@@ -340,7 +340,7 @@ def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt(
 
 def test_leases_that_run_out_count_in_the_median():
     buffer = make_buffer(count=60, per_step=40, max_attempts=9, lease_timeout_s=1000.0, straggler_factor=3.0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     for _ in range(MIN_GROUPS):
         message = deliver(buffer.lease("g", 0.0), 0)
         buffer.accept(msgspec.structs.replace(message, timings={"generate": 20.0}), b"")
@@ -353,7 +353,7 @@ def test_leases_that_run_out_count_in_the_median():
 
 def test_a_lease_that_was_given_anew_has_its_time_from_then():
     buffer = make_buffer(per_step=1, lease_timeout_s=10.0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     first = buffer.lease("a", 0.0)
     buffer.release("a")
     again = buffer.lease("b", 8.0)
@@ -375,7 +375,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.max_lag, self.per_step, self.count = max_lag, per_step, 14
         self.buffer = make_buffer(self.count, per_step, max_lag, filters=filters, max_attempts=100)
         self.version = 0
-        self.buffer.published(v(0))
+        self.buffer.trained(v(0))
         self.leases: list[tuple[Lease, int]] = []
         self.trained: list[int] = []
         self.filtered: list[int] = []
@@ -421,7 +421,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(self.version - e.oldest.number <= self.max_lag for e in batch)
         self.trained += [e.prompt_index for e in batch]
         self.version += 1
-        self.buffer.published(v(self.version))
+        self.buffer.trained(v(self.version))
 
     @invariant()
     def slots_are_never_exceeded(self):
@@ -453,7 +453,9 @@ class AnyOrder(RuleBasedStateMachine):
         granted = [self.buffer.lease("a", 0.0) for _ in range(free + 1)]
         self.leases += [(lease, self.version) for lease in granted if lease is not None]
         assert granted[-1] is None
-        one_works_alone = self.buffer._prompts.has_isolated or self.buffer._isolated._alone is not None
+        one_works_alone = (
+            self.buffer._prompts.next_isolated_index is not None or self.buffer._isolated._alone is not None
+        )
         assert all(granted[:-1]) or one_works_alone or not self.buffer._prompts.has_next
 
     def teardown(self):
@@ -479,9 +481,26 @@ def test_a_lease_asks_for_a_greedy_baseline_where_the_advantage_needs_one():
     source = PromptSource(prompts(2), seed=0, shuffle=False, epochs=1)
     algorithm = AlgorithmConfig(group_size=GROUP_SIZE, advantage="remax")
     buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     lease = buffer.lease("g", 0.0)
     assert (lease.num_completions, lease.with_greedy) == (GROUP_SIZE, True)
     assert buffer.accept(deliver(lease, 0), b"") == "incomplete"
     lease = buffer.lease("g", 0.0)
     assert buffer.accept(deliver(lease, 0, scores=(0.0, 1.0, 1.0)), b"") is None
+
+
+def test_a_group_that_makes_no_batch_yet_costs_no_pass_over_all_of_them(monkeypatch: pytest.MonkeyPatch):
+    buffer = make_buffer(count=40, per_step=8, max_lag=3)
+    buffer.trained(v(0))
+    leases = lease_all(buffer)
+    assert buffer.take(v(0)) is None
+    looked: list[int] = []
+    select = buffer._policy.select
+    monkeypatch.setattr(
+        buffer._policy, "select", lambda waiting, *rest: looked.append(len(waiting)) or select(waiting, *rest)
+    )
+    for number, lease in enumerate(leases[:8], 1):
+        buffer.accept(deliver(lease, 0), b"")
+        batch = buffer.take(v(0))
+        assert (batch is not None) == (number == 8)
+    assert looked == [len(leases)]

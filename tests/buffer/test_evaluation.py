@@ -1,5 +1,9 @@
 """An evaluation ends with every prompt scored or counted as failed, and names the versions that sampled."""
 
+import msgspec
+import pytest
+
+from asyncgrpo.algorithms.estimates import share_of
 from asyncgrpo.buffer.evaluation import FREE_LOSSES, MAX_ATTEMPTS, Evaluations
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
@@ -116,3 +120,77 @@ def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():
     assert late is not None and ours is not None
     assert evaluations.accept(delivery_of(late, 1.0), 1.0) is None and evaluations.held_by("g") == 1
     assert evaluations.accept(delivery_of(ours, 1.0), 1.0) is None and evaluations.held_by("g") == 0
+
+
+# -- suites ------------------------------------------------------------------------------------------------------------
+
+SUITES = (
+    Prompt(prompt_id="gsm8k/0", token_ids=(1,), source="gsm8k"),
+    Prompt(prompt_id="gsm8k/1", token_ids=(2,), source="gsm8k"),
+    Prompt(prompt_id="qa/0", token_ids=(3,), source="qa"),
+)
+
+
+def answered(lease: Lease, *texts: str, right: str, version: int = 4) -> Deliver:
+    """Completions with these texts. Those that contain `right` have a reward of 1, and the empty ones none."""
+    rollouts = tuple(
+        RolloutHeader(
+            index=index,
+            num_tokens=2,
+            spans=(VersionSpan(PolicyVersion(1, version), 0, 2),),
+            finish_reason="stop",
+            score=Score(value=float(right in text), parts={"short": 0.5}) if text else Score(failure="timeout"),
+            text=text,
+        )
+        for index, text in enumerate(texts)
+    )
+    return msgspec.structs.replace(delivery_of(lease, 1.0), rollouts=rollouts)
+
+
+def test_each_suite_has_numbers_of_its_own_with_the_versions_that_sampled_it():
+    kept = []
+    evaluations = Evaluations(
+        SUITES, Sampling(temperature=1.0), 7, 10.0, completions=4, keep=lambda step, groups: kept.append((step, groups))
+    )
+    evaluations.request(5, 0.0)
+    first, second, third = (evaluations.lease("g", 0.0) for _ in SUITES)
+    assert [lease.num_completions for lease in (first, second, third)] == [4, 4, 4]
+    assert (first.seed, second.seed, third.seed) == (7, 11, 15), "no two completions have one seed"
+    evaluations.accept(answered(first, "so \\boxed{8}", "#### 8", "#### 9", "#### 7", right="8"), 1.0)
+    evaluations.accept(answered(third, "Answer: Paris", "answer: paris.", "Rome", "Rome", right="aris", version=6), 1.0)
+    result = evaluations.accept(answered(second, "#### 1", "#### 1", "#### 1", "", right="2"), 2.0)
+    assert (result.completions, result.failures) == (12, {"timeout": 1})
+    assert result.reward_mean == pytest.approx(4 / 11)
+    maths, qa = result.suites["gsm8k"], result.suites["qa"]
+    assert (maths.prompts, maths.completions, maths.failures) == (2, 8, {"timeout": 1})
+    assert {name: number[0] for name, number in maths.numbers.items()} == pytest.approx(
+        {"reward": 2 / 7, "pass@1": 1 / 4, "pass@2": (5 / 6 + 0) / 2, "pass@4": 1.0, "maj@4": 1.0}
+    ), "the prompt of which only three have a score takes no part in k = 4, and both spellings of 8 are one vote"
+    assert qa.numbers["maj@4"][0] == 0.5, "two votes against two"
+    assert qa.numbers["pass@1"] == pytest.approx((0.5, *share_of([0.5])[1:]))
+    assert (maths.newest, qa.oldest) == (PolicyVersion(1, 4), PolicyVersion(1, 6))
+    assert maths.parts == {"short": 0.5}
+    assert [(step, [group.prompt.prompt_id for group in groups]) for step, groups in kept] == [
+        (5, ["gsm8k/0", "qa/0", "gsm8k/1"])
+    ]
+
+
+def test_a_reward_counts_as_success_from_the_threshold_on():
+    evaluations = Evaluations(SUITES[:1], Sampling(), 0, 10.0, success=0.5)
+    evaluations.request(0, 0.0)
+    (suite,) = evaluations.accept(delivery_of(evaluations.lease("g", 0.0), 0.5), 1.0).suites.values()
+    assert suite.numbers["pass@1"][0] == 1.0 and suite.numbers["reward"] == (0.5, None, None)
+
+
+def test_a_prompt_that_only_awaits_its_score_takes_no_place():
+    evaluations = make()
+    evaluations.request(0, 0.0)
+    first = evaluations.lease("g", 0.0)
+    evaluations.lease("g", 0.0)
+    evaluations.awaits_scores("other", first.lease_id)
+    assert evaluations.sampled_by("g") == 2, "it is not its own"
+    evaluations.awaits_scores("g", first.lease_id)
+    assert (evaluations.held_by("g"), evaluations.sampled_by("g")) == (2, 1)
+    evaluations.give_back(first.lease_id)
+    assert evaluations.lease("g", 1.0) == first
+    assert evaluations.sampled_by("g") == 2, "it is sampled anew"

@@ -1,16 +1,19 @@
 """The buffer's process keeps its promises about leases and words, whoever is late, lost, slow or there twice."""
 
+import pytest
+
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.types import Lease, Prompt, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
+    Ack,
+    AwaitsScores,
     Cancel,
     Grant,
     LastEvals,
     Nack,
-    Published,
     Register,
     RequestEval,
     Reregister,
@@ -19,9 +22,11 @@ from asyncgrpo.wire.rollouts import (
     Snapshot,
     Take,
     TakeSnapshot,
+    Trained,
     Waiting,
     Welcome,
 )
+from asyncgrpo.wire.supervision import Drain, Steer
 from tests.buffer.test_buffer import deliver, make_buffer, prompts, v
 
 PAYLOAD = bytes(16)
@@ -77,7 +82,7 @@ def serving(version: int | None) -> Serving:
 
 def test_a_late_word_of_an_incarnation_that_was_replaced_earns_its_successor_no_lease():
     served = Served()
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     served.hear("g-old", register("g-old"))
     served.hear("g-new", register("g-new"))
     assert served.hear("g-old", serving(0)) == [("g-old", Shutdown.__name__)]
@@ -95,12 +100,12 @@ def test_a_replaced_incarnation_cannot_come_back():
 
 def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one_other():
     served = Served(per_step=1, max_lag=0, policy="drop")
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     served.hear("g-a", register("g-a"))
     served.hear("g-a", serving(0))
     lease = served.oldest_lease()
     served.hear("g-a", serving(1))
-    said = served.hear("learner", Published(version=v(1)))
+    said = served.hear("learner", Trained(version=v(1)))
     assert said == [("g-a", Cancel.__name__), ("g-a", Grant.__name__)]
     (_, cancel), (_, grant) = served.lines.sent
     assert cancel.lease_ids == (lease.lease_id,) and cancel.reason == "stale"
@@ -120,19 +125,20 @@ def test_what_one_generator_was_too_slow_for_goes_to_another():
     for name in ("quick", "slow"):
         served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=1))
         served.hear(name, Serving(generator_id=name, version=v(0)))
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     held = []
     for _ in range(3):
-        served.now_s += 11.0
-        for name in ("quick", "slow"):
-            served.hear(name, Serving(generator_id=name, version=v(0)))
+        for _ in range(11):
+            served.now_s += 1.0
+            for name in ("quick", "slow"):
+                served.hear(name, Serving(generator_id=name, version=v(0)))
         held.append((served.buffer.held_by("quick"), served.buffer.held_by("slow")))
     assert held[0] == (0, 1) and held[1] == (1, 0), "first the one that was never late, then by turns"
 
 
 def test_a_long_last_evaluation_is_no_silence():
     served = Served(held_out=prompts(1))
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     served.hear("learner", RequestEval(step=0))
     served.hear("learner", LastEvals())
     told = []
@@ -144,15 +150,144 @@ def test_a_long_last_evaluation_is_no_silence():
     assert len(told) >= 90 and set(told) == {"the last evaluation"}
 
 
-def test_a_lost_word_of_a_publication_is_made_good_by_the_next_one_of_the_learner():
+def test_a_lost_word_of_a_step_is_made_good_by_the_next_one_of_the_learner():
     served = Served(per_step=1, max_lag=0)
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     served.hear("g-1", register("g-1"))
     served.hear("g-1", serving(0))
     served.hear("learner", Take(step=0, version=v(0)))
     served.hear("g-1", deliver(served.oldest_lease(), 0), PAYLOAD)
-    # Published(1) was lost.
-    served.hear("learner", TakeSnapshot(published=v(1)))
+    # Trained(1) was lost.
+    served.hear("learner", TakeSnapshot(trained=v(1)))
     snapshot = next(message for _, message in served.lines.sent if isinstance(message, Snapshot))
     assert snapshot.state["frontier"] + len(snapshot.state["done_beyond"]) == 1
     assert served.buffer.outcomes["trained"] == 1
+
+
+def come(served: Served, name: str, version: int, window: int = 2) -> None:
+    served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
+    served.hear(name, Serving(generator_id=name, version=v(version)))
+
+
+def granted(said: list[tuple[str, str]]) -> list[str]:
+    return [peer for peer, kind in said if kind == Grant.__name__]
+
+
+def test_a_generator_that_is_quiet_gets_no_lease_until_it_speaks():
+    served = Served(per_step=8, max_lag=0)
+    come(served, "g-1", 0)
+    come(served, "g-2", 0)
+    served.now_s += 2.5
+    served.hear("g-1", Serving(generator_id="g-1", version=v(0)))
+    assert granted(served.hear("learner", Trained(version=v(0)))) == ["g-1"] * 2
+    assert granted(served.hear("g-2", Serving(generator_id="g-2", version=v(0)))) == ["g-2"] * 2
+
+
+def two_at_work(leases_each: int = 1) -> Served:
+    """Two generators with leases, at 0 s; each may hold two."""
+    served = Served(per_step=2 * leases_each, max_lag=0)
+    come(served, "g-1", 0)
+    come(served, "g-2", 0)
+    served.hear("learner", Trained(version=v(0)))
+    assert [served.buffer.held_by(name) for name in ("g-1", "g-2")] == [leases_each] * 2
+    return served
+
+
+def pass_time(served: Served, seconds: float, *who_speaks: str) -> list[tuple[str, Message]]:
+    """What is sent while time passes, a tenth of a second at a time."""
+    sent = []
+    for _ in range(round(seconds * 10)):
+        served.now_s += 0.1
+        served.lines.sent.clear()
+        served.service.turn(None, served.now_s)
+        sent += served.lines.sent
+        for name in who_speaks:
+            served.hear(name, Serving(generator_id=name, version=v(0)))
+            sent += served.lines.sent
+    return sent
+
+
+def test_what_a_silent_generator_works_on_goes_to_one_that_speaks_and_one_of_the_two_is_trained():
+    served = two_at_work()
+    lease = next(entry.lease for entry in served.buffer._entries.values() if entry.holder == "g-2")
+    assert pass_time(served, 1.9, "g-1") == []
+    (to, cancel), (other, grant) = pass_time(served, 0.3, "g-1")
+    assert (to, other) == ("g-2", "g-1") and isinstance(cancel, Cancel) and isinstance(grant, Grant)
+    assert (cancel.lease_ids, cancel.reason) == ((lease.lease_id,), "silent")
+    assert (grant.lease.prompt_index, grant.lease.attempt) == (lease.prompt_index, 1)
+    assert not served.buffer._attempts.total(), "it costs the prompt nothing"
+    assert served.hear("g-2", deliver(lease, 0), PAYLOAD) == [("g-2", Nack.__name__)]
+    assert served.hear("g-1", deliver(grant.lease, 0), PAYLOAD) == [("g-1", Ack.__name__)]
+    assert served.buffer.tokens == {"generated": 4, "aborted": 2}
+
+
+def test_where_nobody_speaks_everyone_keeps_what_he_works_on():
+    served = two_at_work()
+    assert pass_time(served, 30.0) == []
+    assert [served.buffer.held_by(name) for name in ("g-1", "g-2")] == [1, 1]
+
+
+@pytest.mark.parametrize("why", ["paused", "failing"])
+def test_while_nothing_may_be_leased_everyone_keeps_what_he_works_on(why: str):
+    served = two_at_work()
+    if why == "paused":
+        served.service.steer(Steer(revision=1, is_paused=True))
+    else:
+        served.hear("driver", Drain(reason=why))
+    pass_time(served, 5.0, "g-1")
+    assert served.buffer.held_by("g-2") == 1
+
+
+def test_who_has_broken_a_silence_is_given_twice_as_long_the_next_time():
+    served = two_at_work(leases_each=2)
+    pass_time(served, 3.0, "g-1")
+    assert served.buffer.held_by("g-2") == 0, "the other may hold no more, but they are the next that it gets"
+    pass_time(served, 0.1, "g-1", "g-2")
+    assert served.buffer.held_by("g-2") == 2
+    pass_time(served, 5.8, "g-1")
+    assert served.buffer.held_by("g-2") == 2
+    pass_time(served, 0.8, "g-1")
+    assert served.buffer.held_by("g-2") == 0
+
+
+def test_what_was_not_read_while_the_buffer_stood_still_is_no_silence():
+    served = two_at_work()
+    served.now_s += 10.0
+    pass_time(served, 1.5, "g-1")
+    assert served.buffer.held_by("g-2") == 1
+    pass_time(served, 0.1, "g-1", "g-2")
+    pass_time(served, 3.2, "g-1")
+    assert served.buffer.held_by("g-2") == 0, "twice the 1.5 s that it was heard to be silent"
+
+
+def test_a_generator_that_is_behind_may_begin_fewer_groups_and_one_that_is_far_behind_none():
+    served = Served(per_step=2, max_lag=2, count=20)
+    for name, number in (("behind", 4), ("old", 3), ("new", 5)):
+        come(served, name, number, window=100)
+    served.hear("learner", Trained(version=v(5)))
+    assert max(map(served.buffer.held_by, ("new", "behind"))) == 2, "just after the version came, each gets its part"
+    served.now_s += 1.0
+    served.hear("new", Serving(generator_id="new", version=v(5)))
+    held = {name: served.buffer.held_by(name) for name in ("new", "behind", "old")}
+    assert sum(held.values()) == 6 and held["old"] == 0
+    assert 0 < held["behind"] <= 4, "while four hold a slot, it may begin no more"
+    assert {e.deadline for e in served.buffer._entries.values() if e.holder == "behind"} == {6}
+    assert {e.deadline for e in served.buffer._entries.values() if e.holder == "new"} == {7}
+
+
+def test_a_group_that_only_awaits_its_scores_takes_a_slot_and_no_place():
+    served = Served(per_step=2, max_lag=1)
+    for name in ("g", "other"):
+        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=1))
+    served.hear("g", serving(0))
+    assert served.hear("learner", Trained(version=v(0))) == [("g", "Grant")]
+    lease_id = served.oldest_lease().lease_id
+    assert served.hear("other", AwaitsScores(generator_id="other", lease_id=lease_id)) == [], "it is not its own"
+    assert served.hear("g", AwaitsScores(generator_id="g", lease_id=lease_id)) == [("g", "Grant")]
+    assert served.hear("g", AwaitsScores(generator_id="g", lease_id=lease_id)) == [], "that was said before"
+    assert (served.buffer.held_by("g"), served.buffer.sampled_by("g"), served.buffer.num_sampled) == (2, 1, 1)
+    for index in (1, 2):
+        assert served.hear("g", AwaitsScores(generator_id="g", lease_id=f"1.{index}.0")) == [("g", "Grant")]
+    assert served.hear("g", AwaitsScores(generator_id="g", lease_id="1.3.0")) == [], "all four slots are full"
+    assert served.hear("g", deliver(served.oldest_lease(), 0), PAYLOAD) == [("g", "Ack")]
+    assert (served.buffer.held_by("g"), served.buffer.sampled_by("g")) == (3, 0)

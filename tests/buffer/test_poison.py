@@ -26,12 +26,12 @@ from asyncgrpo.wire.rollouts import (
     Grant,
     LeaseFailed,
     NoMore,
-    Published,
     Register,
     Serving,
     Snapshot,
     Take,
     TakeSnapshot,
+    Trained,
 )
 from asyncgrpo.wire.supervision import GeneratorLost
 from tests.buffer.test_buffer import deliver, lease_all, prompts, v
@@ -43,7 +43,7 @@ def make_buffer(count=8, per_step=4, max_lag=0, epochs=1, quarantine=None, **set
     config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **settings)
     source = PromptSource(prompts(count), seed=0, shuffle=False, epochs=epochs)
     buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, quarantine=quarantine)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     return buffer
 
 
@@ -76,7 +76,7 @@ def run(buffer: Buffer, killer: str, holders="ab", window=4) -> tuple[list[Lease
             assert all(f"train/{prompt_index % 8}" == killer for prompt_index in charged), "nobody else is charged"
         if buffer.take(v(version)) is not None:
             version += 1
-            buffer.published(v(version))
+            buffer.trained(v(version))
         if buffer.exhausted:
             return leases, ends
     raise AssertionError("the run does not end")
@@ -128,7 +128,7 @@ def test_an_answer_clears_a_prompt_though_it_is_leased_again():
     buffer.lease("a", 0.0)
     buffer.release("a")
     assert buffer.accept(deliver(buffer.lease("a", 0.0), 0), b"") is None
-    buffer.published(v(1))
+    buffer.trained(v(1))
     assert buffer.take(v(1)) is None and buffer.outcomes["dropped_stale"] == 1
     assert buffer.lease("a", 0.0).prompt_index == 0
     buffer.release("a")
@@ -201,7 +201,7 @@ def test_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
 def test_failed_attempts_and_ends_of_generators_survive_a_restart(tmp_path: Path):
     config = {"max_attempts": 3, "prompts_per_step": 4, "max_lag": 0}
     buffer, _ = start(tmp_path, 1, **config)
-    buffer.published(PolicyVersion(1, 0))
+    buffer.trained(PolicyVersion(1, 0))
     for _ in range(2):
         buffer.fail(buffer.lease("a", 0.0).lease_id, "failed")
     assert [buffer.lease("a", 0.0).prompt_index for _ in range(4)] == [0, 1, 2, 3]
@@ -214,7 +214,7 @@ def test_failed_attempts_and_ends_of_generators_survive_a_restart(tmp_path: Path
     assert [len(r.prompt_indices) for r in records if isinstance(r, Interrupted)] == [4, 3]
 
     buffer, _ = start(tmp_path, 2, **config)
-    buffer.published(PolicyVersion(2, 0))
+    buffer.trained(PolicyVersion(2, 0))
     assert buffer.lease("a", 0.0).prompt_index == 4, "0, 1 and 2 are isolated, and 3 is completed"
     alone = buffer.lease("b", 0.0)
     assert (alone.prompt_index, alone.attempt) == (0, 2)
@@ -291,6 +291,44 @@ def test_the_leases_of_a_generator_that_a_publication_left_out_are_free_at_once_
     assert service.missing == ()
 
 
+def test_the_end_of_a_generator_counts_against_the_prompts_that_its_silence_gave_to_others():
+    line, buffer = Line(), make_buffer(per_step=8)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    now_s = 0.0
+    for end in range(ISOLATE_AFTER):
+        said(service, f"a-{end}", now_s, *register("a"))
+        assert line.grants() == {f"a-{end}": [0, 1]}
+        said(service, f"b-{end}", now_s, *register("b"))
+        line.sent.clear()
+        for _ in range(5):
+            now_s += 0.5
+            said(service, f"b-{end}", now_s, Serving(generator_id="b", version=v(0)))
+        assert buffer.held_by("a") == 0
+        said(service, "driver", now_s, GeneratorLost(generator_id="b"), GeneratorLost(generator_id="a"))
+    assert buffer._isolated.is_isolated(0) and buffer._isolated.is_isolated(1)
+    said(service, "a", now_s, *register("a"))
+    (alone,) = line.grants()["a"]
+    said(service, "b", now_s, *register("b"))
+    for _ in range(5):
+        now_s += 0.5
+        said(service, "b", now_s, Serving(generator_id="b", version=v(0)))
+    assert buffer.held_by("a") == 1, "what works alone may be what stopped it, and stops nobody else"
+    said(service, "driver", now_s, GeneratorLost(generator_id="a"))
+    assert list(buffer._attempts) == [alone]
+
+
+def test_a_completion_clears_a_prompt_that_a_silence_gave_to_another():
+    line, buffer = Line(), make_buffer(per_step=1)
+    service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
+    for name in "ab":
+        said(service, name, 0.0, *register(name))
+    for tenth in range(30):
+        said(service, "b", tenth / 10, Serving(generator_id="b", version=v(0)))
+    assert buffer.accept(deliver(buffer._entries["1.0"].lease, 0), b"") is None
+    said(service, "driver", 3.0, GeneratorLost(generator_id="a"))
+    assert not buffer._isolated._ends
+
+
 def test_a_generator_with_more_room_that_may_get_nothing_does_not_keep_others_from_it():
     line, buffer = Line(), make_buffer(per_step=8)
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
@@ -346,11 +384,11 @@ def test_the_learner_is_told_to_save_before_a_buffer_without_a_prompt_to_lease_e
     service = BufferService(line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
     for index in range(3):
         buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=index, attempts=3))
-    said(service, "learner", 1.0, Published(version=v(0)), Take(step=0, version=v(0)))
+    said(service, "learner", 1.0, Trained(version=v(0)), Take(step=0, version=v(0)))
     said(service, "a", 2.0, *register("a"))
     service.turn(None, 3.0)
     assert [message.why for _, message in line.sent if isinstance(message, NoMore)] == ["failing"]
-    said(service, "learner", 4.0, TakeSnapshot(published=v(0)))
+    said(service, "learner", 4.0, TakeSnapshot(trained=v(0)))
     assert [message.failing for _, message in line.sent if isinstance(message, Snapshot)] == [True]
     said(service, "learner", 5.0, Finished())
     with pytest.raises(DataError, match="is in quarantine"):

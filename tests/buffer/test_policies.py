@@ -34,14 +34,14 @@ def spanning(lease: Lease, *versions: int) -> Deliver:
 
 def started(policy: str, **settings) -> tuple[Buffer, list[Lease]]:
     buffer = make_buffer(policy=policy, **({"count": 20, "per_step": 1, "max_lag": 1} | settings))
-    buffer.published(v(0))
+    buffer.trained(v(0))
     return buffer, lease_all(buffer)
 
 
 def step(buffer: Buffer, version: int) -> list[int] | None:
     batch = buffer.take(v(version))
     if batch is not None:
-        buffer.published(v(version + 1))
+        buffer.trained(v(version + 1))
     return None if batch is None else [entry.prompt_index for entry in batch]
 
 
@@ -139,9 +139,9 @@ def test_drop_lets_go_of_what_waited_too_long_and_refills_it_with_one():
     for lease in leases:
         buffer.accept(spanning(lease, 0), b"")
     buffer.take(v(0))
-    buffer.published(v(1))
+    buffer.trained(v(1))
     (young,) = lease_all(buffer)
-    buffer.published(v(2))  # a step whose batch was of an earlier start
+    buffer.trained(v(2))  # a step whose batch was of an earlier start
     assert buffer.outcomes["dropped_stale"] == 1 and buffer.tokens["stale"] == 2 * TOKENS
     assert [lease.prompt_index for lease in lease_all(buffer)] == [leases[1].prompt_index]
     buffer.accept(spanning(young, 1), b"")
@@ -153,7 +153,7 @@ def test_a_prompt_that_is_stale_every_time_is_dropped_for_good_and_counted():
     attempts = []
     for version in range(1, 4):
         attempts.append(buffer.oldest_lease().attempt)
-        buffer.published(v(version))
+        buffer.trained(v(version))
         (entry,) = buffer.cancelled()
         assert entry.prompt_index == 0
         lease_all(buffer)
@@ -165,7 +165,7 @@ def test_a_prompt_that_is_stale_every_time_is_dropped_for_good_and_counted():
 
 def test_mask_counts_the_tokens_that_are_too_old_and_trains_the_others():
     buffer, (slow, _) = started("mask")
-    buffer.published(v(3))
+    buffer.trained(v(3))
     assert buffer.cancelled() == [], "its next tokens are of the newest weights"
     buffer.accept(spanning(slow, 0, 3), b"")
     assert step(buffer, 3) == [slow.prompt_index]
@@ -176,9 +176,9 @@ def test_mask_counts_the_tokens_that_are_too_old_and_trains_the_others():
 def test_mask_drops_a_group_of_which_nothing_would_be_left():
     buffer, (slow, _) = started("mask")
     buffer.accept(spanning(slow, 0, 1), b"")
-    buffer.published(v(2))
+    buffer.trained(v(2))
     assert buffer.count(State.READY) == 1, "at 2 its newer half is of lag 1"
-    buffer.published(v(3))
+    buffer.trained(v(3))
     assert buffer.count(State.READY) == 0 and buffer.outcomes["dropped_stale"] == 1
     assert [lease.prompt_index for lease in lease_all(buffer)] == [slow.prompt_index]
     balance(buffer)
@@ -186,7 +186,7 @@ def test_mask_drops_a_group_of_which_nothing_would_be_left():
 
 def test_train_takes_a_group_of_any_age():
     buffer, (slow, _) = started("train")
-    buffer.published(v(9))
+    buffer.trained(v(9))
     assert buffer.cancelled() == []
     buffer.accept(spanning(slow, 0), b"")
     assert step(buffer, 9) == [slow.prompt_index] and buffer.tokens["masked"] == 0
@@ -196,7 +196,7 @@ def test_train_takes_a_group_of_any_age():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_own(policy):
     buffer = make_buffer(policy=policy, per_step=2, max_lag=0)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     isolated, other = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
     buffer.release("a")
     assert buffer.lease("a", 0.0).prompt_index == isolated.prompt_index
@@ -215,15 +215,49 @@ def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_o
     balance(buffer)
 
 
+def window_with_a_suspect_behind_a_prompt_that_was_given_back() -> Buffer:
+    """Prompt 1 waits for a generator of its own, prompt 0 for any; a step trains one, and the bound is 1."""
+    buffer = make_buffer(policy="window", per_step=1, max_lag=1)
+    buffer.trained(v(0))
+    first = buffer.lease("a", 0.0)
+    for _ in range(2):
+        assert buffer.lease("b", 0.0).prompt_index == 1
+        buffer.release("b")
+    buffer.give_back(first.lease_id)
+    return buffer
+
+
+def test_a_suspect_waits_for_a_slot_behind_a_prompt_that_was_given_back():
+    buffer = window_with_a_suspect_behind_a_prompt_that_was_given_back()
+    buffer.trained(v(1))
+    assert buffer.lease("behind", 0.0, v(0)) is None, "trained after prompt 0, its group would be too old"
+    buffer.accept(spanning(buffer.lease("current", 0.0, v(1)), 1), b"")
+    assert step(buffer, 1) == [0]
+    buffer.accept(spanning(buffer.lease("behind", 0.0, v(1)), 1), b"")
+    assert step(buffer, 2) == [1]
+    balance(buffer)
+
+
+def test_no_generator_is_kept_free_for_a_suspect_that_has_no_slot():
+    buffer = window_with_a_suspect_behind_a_prompt_that_was_given_back()
+    buffer.change_max_lag(0)
+    for version in (0, 1):
+        lease = buffer.lease("the only one", 0.0)
+        assert lease.prompt_index == version and buffer.lease("the only one", 0.0) is None
+        buffer.accept(spanning(lease, version), b"")
+        assert step(buffer, version) == [version]
+    balance(buffer)
+
+
 def test_a_suspect_that_is_cancelled_for_its_age_is_alone_the_next_time_as_well():
     buffer = make_buffer(policy="drop", per_step=1, max_lag=1)
-    buffer.published(v(0))
+    buffer.trained(v(0))
     for _ in range(2):
         isolated = buffer.lease("a", 0.0)
         buffer.release("a")
     alone = buffer.lease("a", 0.0)
     assert alone.prompt_index == isolated.prompt_index
-    buffer.published(v(2))
+    buffer.trained(v(2))
     assert [entry.prompt_index for entry in buffer.cancelled()] == [isolated.prompt_index]
     again = buffer.lease("a", 0.0)
     assert (again.prompt_index, again.attempt) == (alone.prompt_index, alone.attempt + 1)
@@ -249,7 +283,7 @@ class AnyPolicy(RuleBasedStateMachine):
         self.buffer = make_buffer(self.count, per_step, **settings)
         self.bounds: dict[str, int] = {}  # of every lease
         self.version = 0
-        self.buffer.published(v(0))
+        self.buffer.trained(v(0))
         self.leases: dict[str, tuple[Lease, int]] = {}
         self.trained: list[int] = []
 
@@ -309,7 +343,7 @@ class AnyPolicy(RuleBasedStateMachine):
         if self.policy == "window":
             assert all(self.buffer._prompts.is_done(o) or o in self.trained for o in range(max(self.trained)))
         self.version += 1
-        self.buffer.published(v(self.version))
+        self.buffer.trained(v(self.version))
         for entry in self.buffer.cancelled():
             del self.leases[entry.lease.lease_id]
 
@@ -366,14 +400,14 @@ def fresh_step(buffer: Buffer, version: int, leases: list[Lease], *, done: int, 
             assert buffer.accept(spanning(lease, version), b"") is None
         del leases[:missing]
         assert buffer.take(v(version)) is not None
-    buffer.published(v(version + 1))
+    buffer.trained(v(version + 1))
     while len(leases) < room and (lease := buffer.lease("g", 0.0)) is not None:
         leases.append(lease)
 
 
 def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
     buffer = make_buffer(count=200, per_step=4, max_lag=8, admission="fresh")
-    buffer.published(v(0))
+    buffer.trained(v(0))
     leases = lease_all(buffer)
     assert len(leases) == 9 * 4, "as many as there are slots: nothing is measured yet"
     for version in range(2 * Fresh.STEPS):  # whatever is leased is ready when the learner asks
@@ -383,7 +417,7 @@ def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
 
 def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
     buffer = make_buffer(count=300, per_step=4, max_lag=20, admission="fresh")
-    buffer.published(v(0))
+    buffer.trained(v(0))
     leases = [buffer.lease("g", 0.0) for _ in range(8)]
     wanted = []
     for version in range(12):  # of a batch one group is ready in time: three are missing, and three more will be
@@ -400,7 +434,7 @@ def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
 def test_fresh_does_not_grow_while_the_generators_have_no_room():
     """Eager takes all slots. With fresh, waiting for generators that are full asks for nothing that they cannot begin."""
     buffer = make_buffer(count=300, per_step=4, max_lag=20, admission="fresh")
-    buffer.published(v(0))
+    buffer.trained(v(0))
     leases = [buffer.lease("g", 0.0) for _ in range(6)]
     for version in range(30):  # the generators hold six groups at most
         done = leases[:4]
@@ -409,7 +443,7 @@ def test_fresh_does_not_grow_while_the_generators_have_no_room():
         for lease in done:
             assert buffer.accept(spanning(lease, version), b"") is None
         assert buffer.take(v(version)) is not None
-        buffer.published(v(version + 1))
+        buffer.trained(v(version + 1))
         leases += [buffer.lease("g", 0.0) for _ in range(6 - len(leases))]
     assert buffer._admission.wanted == 6 + 4 + 4
 
@@ -417,7 +451,7 @@ def test_fresh_does_not_grow_while_the_generators_have_no_room():
 def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready():
     """Under `window` the learner waits for it. A crash of the buffer leaves such gaps too."""
     buffer = make_buffer(count=40, per_step=2, max_lag=4, policy="window", admission="fresh")
-    buffer.published(v(0))
+    buffer.trained(v(0))
     first, *others = lease_all(buffer)
     for lease in others:
         assert buffer.accept(spanning(lease, 0), b"") is None
@@ -432,7 +466,7 @@ def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready
 def test_under_window_a_group_behind_one_in_flight_counts_as_in_flight():
     """It cannot be taken. If it counted as ready, fresh would hold back what the learner needs after the slow one."""
     buffer = make_buffer(count=60, per_step=2, max_lag=10, policy="window", admission="fresh")
-    buffer.published(v(0))
+    buffer.trained(v(0))
     leases = [buffer.lease("g", 0.0) for _ in range(10)]
     for lease in leases[:2]:
         buffer.accept(spanning(lease, 0), b"")

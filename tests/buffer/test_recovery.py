@@ -75,12 +75,12 @@ def accept(buffer: Buffer, lease: Lease, version: int, lineage: int = 1) -> None
 def one_step_done(tmp_path: Path):
     """Start 1: groups 0 to 3 delivered at version 0, 0 and 1 trained in step 1, 4 and 5 delivered at version 1."""
     buffer, _ = start(tmp_path, 1)
-    buffer.published(PolicyVersion(1, 0))
+    buffer.trained(PolicyVersion(1, 0))
     for _ in range(4):
         accept(buffer, lease(buffer), 0)
     assert [e.prompt_index for e in buffer.take(PolicyVersion(1, 0))] == [0, 1]
     before = buffer.snapshot()
-    buffer.published(PolicyVersion(1, 1))
+    buffer.trained(PolicyVersion(1, 1))
     for _ in range(2):
         accept(buffer, lease(buffer), 1)
     return tmp_path, before, buffer.snapshot()
@@ -97,7 +97,7 @@ def test_what_was_kept_and_not_trained_is_ready_again(one_step_done):
     assert counts == {"ready": 4}
     assert ready(buffer) == [(prompt_index, bytes([prompt_index]) * 16) for prompt_index in (2, 3, 4, 5)]
     assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == [2, 3], "oldest first, as before"
-    buffer.published(PolicyVersion(2, 2))
+    buffer.trained(PolicyVersion(2, 2))
     assert lease(buffer).prompt_index == 6
 
 
@@ -107,7 +107,7 @@ def test_groups_of_weights_that_are_gone_are_dropped_and_their_prompts_issued_ag
     assert counts == {"ready": 4, "ahead": 2}
     assert [prompt_index for prompt_index, _ in ready(buffer)] == [0, 1, 2, 3], "taken and not committed is given back"
     assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 0))] == [0, 1]
-    buffer.published(PolicyVersion(2, 1))
+    buffer.trained(PolicyVersion(2, 1))
     assert [lease(buffer).prompt_index for _ in range(2)] == [4, 5]
 
 
@@ -119,7 +119,7 @@ def test_by_another_rule_or_other_settings_none_is_kept(one_step_done, arguments
     folder, _, prompts_at_1 = one_step_done
     buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), **arguments)
     assert counts == {reason: 4}
-    buffer.published(PolicyVersion(2, 1))
+    buffer.trained(PolicyVersion(2, 1))
     assert [lease(buffer).prompt_index for _ in range(4)] == [2, 3, 4, 5]
     drops = [f.record for f in read_history(folder).found if isinstance(f.record, Dropped)]
     assert {(d.prompt_index, d.reason, d.is_final) for d in drops} == {(o, reason, False) for o in (2, 3, 4, 5)}
@@ -141,12 +141,12 @@ def test_where_no_lag_is_bounded_everything_is_kept(one_step_done):
 @pytest.mark.parametrize(("policy", "counts"), [("wait", {"ready": 4}), ("window", {"ready": 3, "stale": 1})])
 def test_in_order_a_group_further_away_than_the_slots_reach_leaves_its_slot_to_one_before_it(tmp_path, policy, counts):
     buffer, _ = start(tmp_path, 1, policy=policy, max_attempts=1)
-    buffer.published(PolicyVersion(1, 0))
+    buffer.trained(PolicyVersion(1, 0))
     buffer.fail(lease(buffer).lease_id, "failed")  # for good, but in no checkpoint
     for _ in range(4):
         accept(buffer, lease(buffer), 0)
     buffer, found = start(tmp_path, 2, policy=policy, max_attempts=1)
-    buffer.published(PolicyVersion(2, 0))
+    buffer.trained(PolicyVersion(2, 0))
     assert found == counts
     if policy == "window":
         accept(buffer, lease(buffer), 0, lineage=2)
@@ -160,7 +160,7 @@ def test_a_second_crash_brings_the_same_groups_back_and_a_third_start_on_another
     buffer, counts = start(folder, 3, checkpoint=at_1)
     assert counts == {"ready": 4}
     buffer.take(PolicyVersion(3, 1))
-    buffer.published(PolicyVersion(3, 2))
+    buffer.trained(PolicyVersion(3, 2))
     buffer.journal.append(Committed(step=2, prompts=buffer.snapshot()))
     _, counts = start(folder, 4, checkpoint=(PolicyVersion(3, 2), buffer.snapshot()))
     assert counts == {"ready": 2}
@@ -176,7 +176,7 @@ def test_a_group_whose_body_was_damaged_is_generated_again(one_step_done):
     path.write_bytes(data)
     buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1))
     assert counts == {"ready": 3}
-    buffer.published(PolicyVersion(2, 1))
+    buffer.trained(PolicyVersion(2, 1))
     assert lease(buffer).prompt_index == 3
 
 
@@ -187,13 +187,13 @@ AUTO = {"max_lag": "auto", "auto_lag": AutoLagConfig(min=0, max=8)}
 
 def test_a_start_goes_on_with_the_bound_in_force_at_its_checkpoint(tmp_path):
     buffer, _ = start(tmp_path, 1, **AUTO)
-    buffer.published(PolicyVersion(1, 0))
+    buffer.trained(PolicyVersion(1, 0))
     assert buffer.max_lag == 4
     for version, bound in ((1, 3), (2, 2), (3, 1)):  # every completion as old as the bound, and too old
         for _ in range(2):
             accept(buffer, lease(buffer), version - 1)
         buffer.take(PolicyVersion(1, version - 1))
-        buffer.published(PolicyVersion(1, version))
+        buffer.trained(PolicyVersion(1, version))
         buffer.step_ended(PolicyVersion(1, version), {buffer.max_lag: 0.1}, 0.0)
         assert buffer.max_lag == bound
         if version == 2:
@@ -209,12 +209,12 @@ def test_a_start_goes_on_with_the_bound_in_force_at_its_checkpoint(tmp_path):
 @pytest.mark.parametrize("policy", ["wait", "window"])
 def test_a_group_comes_back_with_the_bound_of_its_lease(tmp_path, policy):
     buffer, _ = start(tmp_path, 1, policy=policy, **AUTO)
-    buffer.published(PolicyVersion(1, 0))
+    buffer.trained(PolicyVersion(1, 0))
     first = [lease(buffer) for _ in range(6)]
     for one in first:
         accept(buffer, one, 0)
     buffer.take(PolicyVersion(1, 0))
-    buffer.published(PolicyVersion(1, 1))
+    buffer.trained(PolicyVersion(1, 1))
     buffer.step_ended(PolicyVersion(1, 1), {0: 0.1}, 0.0)
     assert buffer.max_lag == 0
     kept = buffer.snapshot()

@@ -10,12 +10,12 @@ from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Grant,
     LeaseFailed,
-    Published,
     Register,
     RequestEval,
     RewardFailed,
     Serving,
     Take,
+    Trained,
     Waiting,
 )
 from tests.buffer.test_buffer import deliver, v
@@ -27,7 +27,7 @@ WELL = RewardHealth(worked=5)
 
 def at_work(*names: str, window: int = 4, **settings) -> Served:
     served = Served(**settings)
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     for name in names:
         served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
         say(served, name, WELL)

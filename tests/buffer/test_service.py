@@ -1,6 +1,7 @@
 """The buffer's process as its peers see it: over real sockets, with a generator and a learner that completion by hand."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -23,15 +24,17 @@ from asyncgrpo.wire.rollouts import (
     LastEvals,
     LeaseFailed,
     NoMore,
-    Published,
     Register,
     RequestEval,
     Serving,
+    Shutdown,
     Take,
+    Trained,
     Waiting,
     Welcome,
 )
 from asyncgrpo.wire.sockets import Client, Server
+from asyncgrpo.wire.supervision import Drain, Steer
 
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
@@ -39,13 +42,15 @@ V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 class Plane:
     """One generator and the learner of a buffer that runs in a thread."""
 
+    service: BufferService
+
     def __init__(self, endpoint: str) -> None:
         self.generator, self.learner = Client(endpoint, "generator-0-a"), Client(endpoint, "learner")
 
     def start(self) -> None:
         self.generator.send(Register(protocol=PROTOCOL, generator_id="generator-0", incarnation="a", window=8))
         assert isinstance(self.hear(self.generator), Welcome)
-        self.learner.send(Published(version=V0))
+        self.learner.send(Trained(version=V0))
         self.generator.send(Serving(generator_id="generator-0", version=V0))
 
     def leases(self, count: int) -> list[Lease]:
@@ -58,6 +63,14 @@ class Plane:
         self.generator.send(*pack_group(delivery_of(lease, rewards)))
         said = self.hear(self.generator)
         assert isinstance(said, Ack) and said.lease_id == lease.lease_id
+
+    def steer(self, asked: Steer) -> None:
+        """What a person asks for, in effect."""
+        self.service.steer(asked)
+        deadline = time.monotonic() + 10.0
+        while self.service.steered < asked.revision:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def hear(self, client: Client):
         """The next message that is not small talk."""
@@ -98,6 +111,7 @@ def plane() -> Iterator[Plane]:
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()
     plane = Plane(server.endpoint)
+    plane.service = service
     yield plane
     plane.learner.send(Finished())
     thread.join(10.0)
@@ -163,3 +177,55 @@ def test_evaluations_are_never_filtered(plane):
     (result,) = ended.evals
     assert isinstance(ended, NoMore) and (result.completions, result.reward_mean) == (2, 1.0)
     assert "groups_filtered_zero_signal" not in ended.counters
+
+
+def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight(plane):
+    plane.start()
+    first, second = plane.leases(2)
+    plane.steer(Steer(revision=1, is_paused=True))
+    plane.deliver(first, 1.0, 0.0)
+    plane.deliver(second, 1.0, 0.0)
+    plane.learner.send(Take(step=0, version=V0))
+    waiting, _ = plane.learner.receive(10.0)
+    assert waiting.is_paused and waiting.what == "the end of the pause"
+    assert plane.generator.receive(0.5) is None
+    plane.steer(Steer(revision=2))
+    assert isinstance(plane.hear(plane.learner), Batch)
+    plane.learner.send(Trained(version=V1))
+    plane.generator.send(Serving(generator_id="generator-0", version=V1))
+    assert len(plane.leases(2)) == 2
+
+
+def test_a_paused_run_can_be_drained(plane):
+    plane.start()
+    plane.leases(2)
+    plane.steer(Steer(revision=1, is_paused=True))
+    plane.learner.send(Take(step=0, version=V0))
+    plane.learner.send(Drain(reason="asked to stop"))
+    assert plane.hear(plane.learner).why == "draining"
+
+
+def test_a_generator_that_leaves_gets_no_lease_and_ends_once_its_groups_are_kept(plane):
+    plane.start()
+    first, second = plane.leases(2)
+    plane.steer(Steer(revision=1, leaving=("generator-0-a",), ending=("generator-0-a",)))
+    plane.deliver(first, 1.0, 1.0)  # without signal: another prompt takes its place, but not here
+    plane.deliver(second, 1.0, 0.0)
+    assert isinstance(plane.hear(plane.generator), Shutdown)
+
+
+def test_the_groups_that_a_generator_works_on_at_once_can_change(plane):
+    plane.steer(Steer(revision=1, groups_in_flight=1))
+    plane.start()
+    (first,) = plane.leases(1)
+    assert plane.generator.receive(0.5) is None
+    plane.steer(Steer(revision=2, groups_in_flight=2))
+    (second,) = plane.leases(1)
+    assert second.prompt_index != first.prompt_index
+
+
+def test_another_bound_gives_slots_at_once_and_waits_for_the_first_weights(plane):
+    plane.service.steer(Steer(revision=1, max_lag=1))
+    plane.start()
+    assert len(plane.leases(4)) == 4, "two slots more"
+    assert plane.service.steered == 1

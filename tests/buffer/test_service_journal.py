@@ -18,13 +18,13 @@ from asyncgrpo.wire.rollouts import (
     Finished,
     Grant,
     Nack,
-    Published,
     Register,
     Saved,
     Serving,
     Snapshot,
     Take,
     TakeSnapshot,
+    Trained,
     Waiting,
 )
 from tests.buffer.test_buffer import deliver, prompts, v
@@ -55,7 +55,7 @@ class Process:
         config = BufferConfig(prompts_per_step=2, max_lag=1)
         buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, journal=log)
         self.service = BufferService(self.line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
-        self.hear(Published(version=v(0)), peer="learner")
+        self.hear(Trained(version=v(0)), peer="learner")
         self.hear(Register(protocol=PROTOCOL, generator_id="g", incarnation="i", window=4))
         self.hear(Serving(generator_id="g", version=v(0)))
         self.turn()
@@ -109,7 +109,7 @@ def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_an
     process.turn(1.0)
     process.turn(1.0)
     assert len(process.line.of(Ack)) == 3 and len(process.line.of(Batch)) == 1 and len(process.line.of(Snapshot)) == 1
-    process.hear(Published(version=v(1)), peer="learner")
+    process.hear(Trained(version=v(1)), peer="learner")
     process.hear(Serving(generator_id="g", version=v(1)))
     process.turn()
     assert len(process.line.of(Grant)) == 2
@@ -137,7 +137,7 @@ def test_a_checkpoint_s_snapshot_comes_after_a_sync_and_its_commit_is_written(tm
         process.hear(deliver(grant.lease, 0), payload())
     process.hear(Take(step=0, version=v(0)), peer="learner")
     process.turn()
-    process.hear(Published(version=v(1)), peer="learner")
+    process.hear(Trained(version=v(1)), peer="learner")
     process.hear(TakeSnapshot(), peer="learner")
     assert process.service._journal.is_durable(process.service._journal.position)
     snapshot = process.line.of(Snapshot)[0]

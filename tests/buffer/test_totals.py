@@ -10,7 +10,7 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import GeneratorSeconds, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.rollouts import Batch, Grant, Published, Register, Serving, Take
+from asyncgrpo.wire.rollouts import Batch, Grant, Register, Serving, Take, Trained
 from tests.buffer.test_buffer import deliver, prompts, v
 from tests.buffer.test_service_journal import Line
 from tests.test_metrics import value
@@ -25,7 +25,7 @@ class Process:
         source = PromptSource(prompts(40), seed=0, shuffle=False, epochs=1)
         self.buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1)
         self.service = BufferService(self.line, self.buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
-        self.hear(Published(version=v(0)), peer="learner")
+        self.hear(Trained(version=v(0)), peer="learner")
         for name in map(str, range(generators)):
             self.hear(Register(protocol=PROTOCOL, generator_id=name, incarnation="i", window=4), peer=name)
             self.hear(Serving(generator_id=name, version=v(0)), peer=name)
@@ -76,7 +76,7 @@ def test_a_batch_tells_the_bound_in_force_and_what_was_under_way_against_what_wa
     told = process.take()
     assert (told["now_max_lag"], told["now_slots"]) == (3, 8)
     assert told["now_under_way"] == 8 and "now_wanted" not in told, "it begins as eager does"
-    process.hear(Published(version=v(1)))
+    process.hear(Trained(version=v(1)))
     told = process.take(1)  # three groups are in flight, three ready
     assert (told["now_wanted"], told["now_under_way"]) == (process.buffer.wanted, 6) == (3 + 2, 6)
     process = Process("eager")
@@ -99,7 +99,7 @@ def test_a_batch_tells_how_many_groups_were_in_flight_on_average_since_the_one_b
     told = process.take()
     assert (told["now_in_touch"], told["now_places"]) == (2, 8)
     assert abs(told["now_in_flight"] - (8 * 1.0 + 4 * 3.0) / 4) < 0.2
-    process.hear(Published(version=v(1)))
+    process.hear(Trained(version=v(1)))
     process.wait(1.0)
     assert abs(process.take(1)["now_in_flight"] - 4) < 0.2, "what was before the last batch does not count again"
 
@@ -119,7 +119,7 @@ def test_a_batch_tells_what_the_generators_did_since_the_one_before():
     process.deliver(4)
     told = process.take()
     assert [told[f"now_{what}"] for what in ("generate", "reward", "weights", "idle")] == [4.5, 3.0, 0.5, 1.0]
-    process.hear(Published(version=v(1)))
+    process.hear(Trained(version=v(1)))
     beat("1", generate=3.0, reward=9.5)
     process.hear(Register(protocol=PROTOCOL, generator_id="0", incarnation="j", window=4), peer="0")
     beat("0", generate=0.5, idle=0.25)  # a new process counts anew
@@ -157,6 +157,6 @@ def test_lags_are_counted_exactly_and_so_is_how_many_were_at_the_bound():
     process.deliver(4)
     process.take()
     assert value("groups_at_bound_total") == before
-    process.hear(Published(version=v(1)))
+    process.hear(Trained(version=v(1)))
     process.take(1)
     assert value("groups_at_bound_total") == before + 2

@@ -1,8 +1,75 @@
-"""Which generator would finish one more group soonest, judged by the groups that each has delivered."""
+"""The generators in touch: how long each is silent, and which would finish one more group soonest, by what each delivered.
+
+No clock: times are arguments.
+"""
 
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+
+from asyncgrpo.types import GeneratorSeconds, PolicyVersion
+
+# -- silences ----------------------------------------------------------------------------------------------------------
+
+QUIET_AFTER_S = 2.0
+"""A generator that has sent nothing for so long gets no lease until it does, and others go on with those that it has. It
+sends a heartbeat every second."""
+FORGOTTEN_S = 600.0
+"""Half of a silence that was broken is forgotten after so long."""
+
+
+@dataclass
+class Session:
+    """A generator in touch."""
+
+    peer: str
+    incarnation: str
+    window: int
+    heard_s: float
+    version: PolicyVersion | None = None
+    seconds: GeneratorSeconds | None = None
+    """What its process had done by the last heartbeat; None before the first, as it may have worked for another buffer."""
+    longest_silence_s: float = 0.0
+    """Of those that it broke, each less by half after `FORGOTTEN_S`."""
+
+    def speaks(self, now_s: float) -> bool:
+        """Whether it has said something just now."""
+        return now_s - self.heard_s <= QUIET_AFTER_S
+
+
+class Listener:
+    """Knows which generators have been silent for longer than is usual with them.
+
+    Some engines keep their process from speaking for seconds: in a long prefill, or while weights are loaded. So a
+    generator that has broken a silence may be silent for twice as long the next time. And what arrived while this process
+    stood still is not read yet, so silences count from the end of that.
+    """
+
+    def __init__(self) -> None:
+        self._listened_s = self._since_s = 0.0
+
+    def listen(self, now_s: float) -> None:
+        """Note that this process reads what it is sent. Call it at least every second."""
+        if now_s - self._listened_s > QUIET_AFTER_S / 2:
+            self._since_s = now_s
+        self._listened_s = now_s
+
+    def heard(self, session: Session, now_s: float) -> None:
+        """Note that a generator said something."""
+        self.listen(now_s)
+        silence_s = self._silence_s(session, now_s)
+        session.longest_silence_s = max(silence_s, session.longest_silence_s * 0.5 ** (silence_s / FORGOTTEN_S))
+        session.heard_s = now_s
+
+    def is_silent(self, session: Session, now_s: float) -> bool:
+        """Whether a generator may be gone, by its silence."""
+        return self._silence_s(session, now_s) > max(QUIET_AFTER_S, 2 * session.longest_silence_s)
+
+    def _silence_s(self, session: Session, now_s: float) -> float:
+        return now_s - max(session.heard_s, self._since_s)
+
+
+# -- speeds ------------------------------------------------------------------------------------------------------------
 
 MEMORY = 64
 """Groups of a generator that its speed is judged by, about: each counts a 64th less than the one after it."""
@@ -31,7 +98,7 @@ class _Past:
 
 
 class Speeds:
-    """The speed of each generator, and how long a token would take at each. No clock: generators measure the seconds.
+    """The speed of each generator, and how long a token would take at each. Generators measure the seconds.
 
     An engine with continuous batching samples a token of every running completion at once, and the more run, the longer
     that takes. A token at a full window is counted as taking twice as long as one at an empty window, so that generators

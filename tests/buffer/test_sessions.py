@@ -5,9 +5,9 @@ import math
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.speeds import MEMORY, TOLERANCE, Speeds
+from asyncgrpo.buffer.sessions import MEMORY, TOLERANCE, Speeds
 from asyncgrpo.wire import PROTOCOL
-from asyncgrpo.wire.rollouts import Grant, Published, Register, Serving, Take
+from asyncgrpo.wire.rollouts import Grant, Register, Serving, Take, Trained
 from tests.buffer.test_buffer import deliver, v
 from tests.buffer.test_incarnations import PAYLOAD, Served
 
@@ -108,14 +108,16 @@ def test_the_buffer_leases_to_the_generator_that_finishes_soonest():
     for name in seconds:
         served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=4))
         served.hear(name, Serving(generator_id=name, version=v(0)))
-    served.hear("learner", Published(version=v(0)))
+    served.hear("learner", Trained(version=v(0)))
     firsts = {peer: message.lease for peer, message in served.lines.sent if isinstance(message, Grant)}
     assert {name: served.buffer.held_by(name) for name in seconds} == {"slow": 2, "quick": 2}
     for name, lease in firsts.items():
         timings = {"generate": seconds[name], "reward": 1.0}
         served.hear(name, msgspec.structs.replace(deliver(lease, 0), timings=timings), PAYLOAD)
     served.hear("learner", Take(step=0, version=v(0)))
-    for name in seconds:
-        served.hear(name, Serving(generator_id=name, version=v(1)))
-    granted = [peer for peer, kind in served.hear("learner", Published(version=v(1))) if kind == "Grant"]
+    for _ in range(2):  # in the first moments of a version each gets its part
+        served.now_s += 1.0
+        for name in seconds:
+            served.hear(name, Serving(generator_id=name, version=v(1)))
+    granted = [peer for peer, kind in served.hear("learner", Trained(version=v(1))) if kind == "Grant"]
     assert granted == ["quick", "quick"], "each holds one lease, and has as much room"

@@ -1,0 +1,47 @@
+"""The completions of every evaluation, kept as Parquet beside the run, so that two of its steps can be compared.
+
+`evals/step_000040.parquet` has the columns of `recording.samples.Sample`. Nothing else needs it: a disk that refuses it
+costs the file. It is written in a thread, because a large one takes seconds, in which the buffer must reply.
+"""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from asyncgrpo.config.schema import RunConfig
+from asyncgrpo.wire.rollouts import Deliver
+
+log = logging.getLogger(__name__)
+
+
+class EvalSamples:
+    """Writes the samples of evaluations into a folder."""
+
+    def __init__(self, folder: Path, limits: RunConfig) -> None:
+        """
+        Args:
+            limits: those of the samples of training hold for these, too.
+        """
+        self._folder, self._limits = folder, limits
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="eval-samples")
+
+    def keep(self, step: int, groups: list[Deliver]) -> None:
+        """Write the groups of an evaluation that has ended, soon."""
+        self._thread.submit(self._write, step, groups)
+
+    def close(self) -> None:
+        """Wait until all of them are written."""
+        self._thread.shutdown()
+
+    def _write(self, step: int, groups: list[Deliver]) -> None:
+        try:
+            from asyncgrpo.recording.samples import SampleWriter, held_out_samples  # pyarrow takes a while to import
+
+            rows = [
+                sample
+                for group in sorted(groups, key=lambda g: g.prompt_index)
+                for sample in held_out_samples(group, step)
+            ]
+            SampleWriter(self._folder, self._limits).write(step, rows)
+        except Exception as error:
+            log.warning("the samples of the evaluation of step %d cannot be written: %s", step, error)
