@@ -81,9 +81,9 @@ MUTANTS: dict[str, Mutant] = {
         "learner/test_objective.py::test_updates_of_one_step_share_its_anchor",
     ),
     "the bound of stale tokens is itself too old": Mutant(
-        "learner.objective:MicrobatchObjective.__init__",
-        "batch.versions < (",
-        "batch.versions <= (",
+        "learner.objective:_is_stale",
+        "tokens.versions < (",
+        "tokens.versions <= (",
         "learner/test_stale_tokens.py",
     ),
     "a KL in the reward comes after the advantages": Mutant(
@@ -124,7 +124,7 @@ MUTANTS: dict[str, Mutant] = {
         "algorithms/test_advantages.py::test_pass_at_k_gives_nothing_where_two_share_the_best",
     ),
     "a group is solved whatever its reward": Mutant(
-        "algorithms.advantages:signal_share",
+        "algorithms.advantages:signal_of",
         "~has_signal & is_good &",
         "~has_signal &",
         "algorithms/test_groups.py",
@@ -144,34 +144,34 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # -- publisher and receiver ----------------------------------------------------------------------------------------
     "nobody compares the digests": Mutant(
-        "weights.publisher:Publisher._publish_once",
-        "message.digest != sent",
-        "False",
+        "weights.receiver:Receiver._stage",
+        "if received == offer.digest:",
+        "if True:",
         "weights/test_publication.py::test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to",
     ),
     "an engine may keep its old weights": Mutant(
-        "weights.publisher:Publisher._check_engines",
-        "loaded != last_loaded and",
+        "weights.publisher:Publisher._swapped",
+        "member.loaded != loaded and",
         "False and",
         "weights/test_publication.py::test_an_engine_that_keeps_its_old_weights_is_found_out",
     ),
     "whoever is left out is not named": Mutant(
-        "weights.publisher:Publisher._leave_out",
+        "weights.publisher:Publisher._tell_of",
         "self.on_left_out(name, member.incarnation, why)",
         "pass",
-        "weights/test_publication.py::test_whoever_does_not_reply_is_named_at_once_and_comes_back_by_itself",
+        "weights/test_publication.py::test_a_generator_that_is_gone_is_left_out_and_named",
     ),
-    "the digest does not see where a word is": Mutant(
-        "weights.broadcast:digest",
-        "(position * _signed(_POSITION))",
-        "0",
-        "weights/test_publication.py::test_the_digest_adds_up_over_buckets_and_sees_one_flipped_bit",
+    "an arena is written while a generator reads it": Mutant(
+        "weights.publisher:Publisher._free_slot",
+        "if not slot.readers and",
+        "if",
+        "weights/test_publication.py::test_an_arena_that_is_being_read_is_not_written",
     ),
-    "a swap is made to weights that were not staged": Mutant(
-        "weights.receiver:Receiver._handle",
-        "and message.version == self._staged_version",
-        "",
-        "weights/test_publication.py::test_a_swap_to_weights_that_were_not_staged_is_not_made",
+    "memory is received into from which the engine loads": Mutant(
+        "weights.receiver:Receiver._free_staging",
+        "if staging is not self._swapping:",
+        "if True:",
+        "weights/test_publication.py::test_versions_that_come_faster_than_they_travel_are_skipped",
     ),
     # -- the wire ------------------------------------------------------------------------------------------------------
     "a payload is not under the digest": Mutant(
@@ -190,13 +190,13 @@ MUTANTS: dict[str, Mutant] = {
         "wire.groups:check_lease",
         "newest.number + 1",
         "newest.number + 2",
-        "wire/test_checks.py::test_weights_that_are_not_published_yet_are_refused",
+        "wire/test_checks.py::test_weights_that_do_not_exist_yet_are_refused",
     ),
     # -- rewards -------------------------------------------------------------------------------------------------------
     "a prompt that no rule knows counts as an outage": Mutant(
-        "rewards.breaker:Breaker._note_failure",
-        "score.failure in OF_THE_PROMPT",
-        "False",
+        "rewards.breaker:Breaker._make",
+        "s.failure not in OF_THE_PROMPT",
+        "True",
         "rewards/test_breaker.py::test_a_failure_that_says_nothing_of_the_reward_is_no_outage",
     ),
     "probes try what worked last and nothing else": Mutant(
@@ -266,6 +266,31 @@ MUTANTS: dict[str, Mutant] = {
         "self._unwritten += ",
         "self._unwritten = ",
         "recording/test_events.py::test_what_a_full_disk_refuses_is_written_once_there_is_room",
+    ),
+    # -- what the bytes of a publication are compared and sent by ------------------------------------------------------
+    "a digest in which the top bits cancel": Mutant(
+        "weights.digest:_on_cpu",
+        "np.bitwise_xor(folded, part, out=folded)",
+        "np.copyto(folded, part)",
+        "weights/test_digest.py::test_one_bit_flipped_in_two_words",
+    ),
+    "a delta that fits any base": Mutant(
+        "weights.delta:apply",
+        "holds != delta.before",
+        "False",
+        "weights/test_delta.py::test_another_base_is_refused",
+    ),
+    "a position behind the end of its tensor": Mutant(
+        "weights.delta:_Reader._piece",
+        ">= in_last",
+        "> BLOCK",
+        "weights/test_delta.py::test_every_number_of_a_payload_is_checked",
+    ),
+    "a chain with a gap": Mutant(
+        "weights.delta:Chain.add",
+        "self._deltas[-1].after != delta.before",
+        "False",
+        "weights/test_delta.py::test_a_chain_has_no_gap",
     ),
 }
 

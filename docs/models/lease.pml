@@ -6,18 +6,18 @@
  *     WAITING -> LEASED -> READY -> TAKEN -> DONE        expired or released: WAITING again, under another attempt
  *
  * A generator samples the first token of a group with the weights that it serves at that moment; that version travels
- * with the group. Weights reach generators one by one; they count once somebody holds them, and who was left out comes
- * by them later. A generator may die or fall silent: its leases are released, and what it was at may still arrive. A
+ * with the group. The learner trains on while its weights travel: they reach generators one by one, each when it likes,
+ * and may be overtaken by later ones. Who serves older weights than the learner's may begin fewer groups. A generator may die or fall silent: its leases are released, and what it was at may still arrive. A
  * lease may expire while its group is under way. A frame may arrive twice. Each fault has a budget, so that every
  * execution ends, and `Monitor` asks at its end whether every prompt was trained: if not, it is a deadlock.
  *
- * With -DCHANGES the bound becomes anything from 0 to L after each publication, and a group keeps the bound of its lease;
+ * With -DCHANGES the bound becomes anything from 0 to L after each step, and a group keeps the bound of its lease;
  * admission wants a batch under way, or as much as there is, and that changes too.
  *
  *     spin -a -DCRASHES=1 lease.pml && gcc -w -O2 -DSAFETY -DCOLLAPSE -DCRASHES=1 -o pan pan.c && ./pan -m100000
  *
  * Planted mistakes, each found: -DTAKE_WITHOUT_RULE, -DGRANT_BEHIND, -DKEEP_TWICE (with -DCOPIES=1), -DSAME_NAME (with
- * -DCRASHES=1), and with -DCHANGES -DSLOTS_ALONE, -DFORGET_TAKEN, -DOLDEST_FIRST, -DBOUND_OF_NOW, -DLESS_THAN_A_BATCH.
+ * -DCRASHES=1), and with -DCHANGES -DSLOTS_ALONE, -DFORGET_TAKEN, -DBOUND_OF_NOW, -DLESS_THAN_A_BATCH.
  * tests/simulation/test_model.py runs them.
  */
 
@@ -56,12 +56,12 @@ byte oldest[N];                         /* while leased: the version at the leas
 byte kept[N];                           /* the bound at the lease */
 byte bound = L;                         /* of the next lease */
 byte wanted = N;                        /* groups under way, above which none begins */
-byte has_changed;                       /* once after each publication, at some time */
+byte has_changed;                       /* once after each step, at some time */
 byte work[N * ATTEMPTS], worker[N * ATTEMPTS];
 byte late[N * ATTEMPTS];                /* 1 + version: sent by a generator that was given up */
 byte serves[2], held[2];
-byte version;                           /* published last */
-byte coming;                            /* being published */
+byte version;                           /* the learner's */
+bool training;                          /* the step that makes the next one */
 byte used, done;                        /* slots, prompts */
 byte crashes = CRASHES, expiries = EXPIRIES, copies = COPIES;
 
@@ -87,19 +87,23 @@ byte crashes = CRASHES, expiries = EXPIRIES, copies = COPIES;
 #define IS_LEFT(i, k) (state[i] == LEASED || state[i] == WAITING)
 #define ENOUGH (SUM(IS_READY, 0) >= P || (SUM(IS_READY, 0) > 0 && SUM(IS_LEFT, 0) == 0))
 
-/* -- admission: another group may begin if all that are held can be trained in time with it; one in training is due --- */
+/* -- admission: another group may begin while fewer are held than the bound and the generator's weights allow -------- */
 
 #define IS_TAKEN(i, k) (state[i] == TAKEN)
 #ifdef FORGET_TAKEN
-#define HELD(k) SUM(DUE, k)
+#define HELD (used - SUM(IS_TAKEN, 0))
 #else
-#define HELD(k) (SUM(IS_TAKEN, k) + SUM(DUE, k))
+#define HELD used
 #endif
-#define HAS_ROOM(k) (k < bound || HELD(k) < ((k) + 1) * P)
-#ifdef SLOTS_ALONE
-#define ADMITS (used < SLOTS)
+#ifdef GRANT_BEHIND
+#define BEHIND(g) 0
 #else
-#define ADMITS (used < SLOTS && HAS_ROOM(0) && HAS_ROOM(1) && HAS_ROOM(2))   /* a first token may be of weights to come */
+#define BEHIND(g) (serves[g] < version -> version - serves[g] : 0)
+#endif
+#ifdef SLOTS_ALONE
+#define ADMITS(g) (used < SLOTS)
+#else
+#define ADMITS(g) (HELD < (bound + 1 - BEHIND(g)) * P)  /* nobody is further behind than FLOOR lets him be */
 #endif
 #define IS_UNDER_WAY(i, k) UNTAKEN(i)
 #define HAS_OVERTAKEN(j, i) (UNTAKEN(j) && (j) > (i))
@@ -114,15 +118,13 @@ byte crashes = CRASHES, expiries = EXPIRIES, copies = COPIES;
 
 #define IS_EARLIER(j, i) (state[j] == WAITING && (j) < (i))
 #define IS_NEXT(i) (state[i] == WAITING && SUM(IS_EARLIER, i) == 0)
-#ifdef GRANT_BEHIND
-#define MAY_HAVE(g) (held[g] < WINDOW)
-#else
-#define MAY_HAVE(g) (held[g] < WINDOW && serves[g] >= version)
-#endif
+#define SERVED (serves[0] > serves[1] -> serves[0] : serves[1])
+#define FLOOR(g) (serves[g] + 1 >= SERVED && serves[g] + bound >= version)
+#define MAY_HAVE(g) (held[g] < WINDOW && FLOOR(g) && ADMITS(g))
 #define LEASE(i) ((i) * ATTEMPTS + attempt[i])
 
 inline grant(i, g) {
-    state[i] = LEASED; holder[i] = g; oldest[i] = version; kept[i] = bound; held[g]++; used++;
+    state[i] = LEASED; holder[i] = g; oldest[i] = serves[g]; kept[i] = bound; held[g]++; used++;
     assert(used <= SLOTS);              /* never more groups than slots */
     work[LEASE(i)] = GRANTED; worker[LEASE(i)] = g
 }
@@ -146,8 +148,8 @@ inline accept(i, a, v) {
 proctype Prompt(byte me) {
 end:
     do
-    :: atomic { IS_NEXT(me) && ADMITS && IS_WANTED(me) && MAY_HAVE(0) -> grant(me, 0) }
-    :: atomic { IS_NEXT(me) && ADMITS && IS_WANTED(me) && MAY_HAVE(1) -> grant(me, 1) }
+    :: atomic { IS_NEXT(me) && IS_WANTED(me) && MAY_HAVE(0) -> grant(me, 0) }
+    :: atomic { IS_NEXT(me) && IS_WANTED(me) && MAY_HAVE(1) -> grant(me, 1) }
     :: atomic { expiries > 0 && state[me] == LEASED -> expiries--; take_back(me) }
     od
 }
@@ -177,8 +179,8 @@ proctype Generator(byte me) {
     bool arrives;
 end:
     do
-    :: atomic { serves[me] < coming -> serves[me] = coming }
-    :: atomic { crashes > 0 -> crashes--;       /* another one takes its place, with the weights published last */
+    :: atomic { serves[me] < version -> serves[me] = version }
+    :: atomic { crashes > 0 -> crashes--;       /* another one takes its place, with the newest weights */
         if :: arrives = true :: arrives = false fi;
         for (x : 0 .. N * ATTEMPTS - 1) {
             if
@@ -204,17 +206,13 @@ end:
 
 /* -- the learner ----------------------------------------------------------------------------------------------------- */
 
-#ifdef OLDEST_FIRST
-#define COMES_FIRST(i, j) (oldest[i] < oldest[j])
-#else
 #define COMES_FIRST(i, j) (DEADLINE(i) < DEADLINE(j))
-#endif
 
 proctype Learner() {
     byte i, n, best;
 end:
     do
-    :: atomic { coming == version && ENOUGH && RULE ->
+    :: atomic { !training && ENOUGH && RULE ->
         n = 0;
         do
         :: n < P && SUM(IS_READY, 0) > 0 ->      /* what is due first, and of these the first in the prompts' order */
@@ -230,9 +228,9 @@ end:
             assert(trained[best] == 1)                                          /* and none is trained twice */
         :: else -> break
         od;
-        i = 0; n = 0; best = 0; coming = version + 1 }
-    :: atomic { coming > version && (serves[0] == coming || serves[1] == coming) ->
-        version = coming;
+        i = 0; n = 0; best = 0; training = true }
+    :: atomic { training ->
+        training = false; version++;
         for (i : 0 .. N - 1) {
             if :: state[i] == TAKEN -> state[i] = DONE; oldest[i] = 0; kept[i] = 0; used--; done++ :: else fi
         }

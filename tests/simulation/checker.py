@@ -5,7 +5,7 @@ It follows the promises of the rollout plane (docs/simulation.md numbers them) a
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import xxhash
@@ -55,7 +55,6 @@ class Life:
     """Leases that a generator was told to stop because they would be too old."""
     ended: set[str] = field(default_factory=set)
     """Leases that were cancelled, or that failed."""
-    proven: set[PolicyVersion] = field(default_factory=set)
     """Versions that every generator in the weight group holds."""
     untrained: Counter[str] = field(default_factory=Counter)
     """Prompts done without training, by reason, when the buffer last gave a snapshot."""
@@ -64,7 +63,9 @@ class Life:
     grants: Counter[int] = field(default_factory=Counter)
     """Leases by order."""
     losses: Counter[int] = field(default_factory=Counter)
-    """Those of them that ended because their generator did, or fell silent."""
+    """Those of them that ended because their generator did, or was silent."""
+    given_away: Counter[int] = field(default_factory=Counter)
+    """Those of them that ended because their generator was silent: it may have ended, which nobody knows yet."""
     given_back: set[str] = field(default_factory=set)
     """Leases whose completions could not be scored because no reward worked."""
     bounds: list[int] = field(default_factory=list)
@@ -88,9 +89,11 @@ class Checker:
         num_prompts: int,
         windows: int,
         promises: Promises,
+        brief_outages: Callable[[], int],
     ) -> None:
         """
         Args:
+            brief_outages: outages so far that failed fewer calls at a generator than tell one from a failure.
             rewards_fail: completions may be without a reward for another reason than an outage of all rewards.
             killers: token ids of the prompts that end every generator.
             windows: leases that one generator may hold.
@@ -98,7 +101,7 @@ class Checker:
         self._seed = config.run.seed
         self._algorithm = config.algorithm
         self._redundancy = redundancy
-        self._rewards_fail = rewards_fail
+        self._rewards_fail, self._brief_outages = rewards_fail, brief_outages
         self._killers = killers
         self._killer_leases = ISOLATE_AFTER + config.buffer.max_attempts
         self._quarantine = quarantine
@@ -110,6 +113,7 @@ class Checker:
         self._auto = buffer.auto_lag if buffer.max_lag == "auto" else None
         self._bounds: dict[str, int] = {}  # on lag, by lease, over all lives
         self._per_step, self._slots = buffer.prompts_per_step, buffer.num_slots
+        self._asked_max_lags: set[int] = set()  # told at any time after they were asked for
         self._window = windows
         self._history: list[tuple[int, ...]] = []  # steps that a checkpoint holds
         self._dropped: Counter[str] = Counter()  # by reason, in checkpoints
@@ -236,8 +240,12 @@ class Checker:
             if message.reason == REWARDS_PAUSED:
                 for lease_id in message.lease_ids:
                     self.given_back(lease_id)
-            if message.reason == "lost":
-                life.losses.update(int(lease_id.split(".")[1]) for lease_id in message.lease_ids)
+            if message.reason in ("lost", "silent"):
+                prompt_indices = [int(lease_id.split(".")[1]) for lease_id in message.lease_ids]
+                life.losses.update(prompt_indices)
+                if message.reason == "silent":
+                    life.given_away.update(prompt_indices)
+                    self.counts["given_away"] += len(prompt_indices)
         elif isinstance(message, Ack) and not message.group_id.startswith("eval."):
             self.counts["acknowledged"] += 1
             self._require(
@@ -276,11 +284,13 @@ class Checker:
                 self._keep(lease_id, lease_id.rpartition(".")[0])
         entries, outcomes = buffer._entries, buffer.outcomes
         held: dict[str, int] = {}
+        sampled: dict[str, int] = {}
         leased = ready = 0
         for entry in entries.values():
             if entry.state is State.LEASED:
                 leased += 1
                 held[entry.holder] = held.get(entry.holder, 0) + 1
+                sampled[entry.holder] = sampled.get(entry.holder, 0) + (not entry.is_sampled)
             elif entry.state is State.READY:
                 ready += 1
         ends = finished = 0
@@ -298,7 +308,9 @@ class Checker:
         if counted != [leased, ready, len(entries) - leased - ready]:
             raise Violation(f"P3 balance: {leased} leased and {ready} ready, counted {counted}")
         for holder, count in held.items():
-            if count > self._window or count != buffer.held_by(holder):
+            if sampled[holder] > self._window or sampled[holder] != buffer.sampled_by(holder):
+                raise Violation(f"P9 slots: {holder} samples for {sampled[holder]} leases")
+            if count != buffer.held_by(holder):
                 raise Violation(f"P9 slots: {holder} holds {count} leases")
         if life.kept or life.num_stale != outcomes["dropped_stale"] or outcomes["trained"] > len(life.trained):
             self._all_are_kept(life)
@@ -309,26 +321,28 @@ class Checker:
         if done != finished:
             raise Violation(f"P3 balance: {done} prompts done, {finished} counted")
         burned = outcomes["dropped_unscored"] + buffer.filtered["unscored"]
-        if burned and not self._rewards_fail:
+        if burned > self._brief_outages() and not self._rewards_fail:
             raise Violation(f"P24 outages: {burned} prompts done without a reward, though none fails but in an outage")
         if buffer.max_lag != life.bounds[-1]:
             self._bound_changed(life, buffer.max_lag)
-        # A step whose weights reach nobody counts in the last checkpoint, when nothing is leased any more.
-        if buffer.version is not None and buffer.version not in life.proven and not buffer.draining:
-            raise Violation(f"P10 proof: {buffer.version} counts, unproven")
 
     def granted(self, peer: str, lease: Lease, serves: PolicyVersion | None) -> None:
         """A lease goes to a generator whose engine now samples with `serves` (None: it has ended)."""
         life, lease_id = self._life, lease.lease_id
-        current = life.buffer.version
-        if serves is not None and current is not None and serves < current:
-            raise Violation(f"P10 proof: {lease_id} goes to {peer}, which serves {serves}; published is {current}")
+        counts_from, current = life.buffer._entries[lease.group_id].oldest, life.buffer.version
+        if serves is not None and serves < counts_from:
+            raise Violation(
+                f"P10 served: {lease_id} counts from {counts_from} and goes to {peer}, which serves {serves}"
+            )
         self._require(lease_id not in life.ended, "P8 ended leases", f"{lease_id} failed and is granted again")
         prompt_index, prompt = lease.prompt_index, lease.prompt
         self._bounds[lease_id] = bound = life.buffer.max_lag
         before = [i for i in _prompts_of(life.buffer) if self._policy != "window" or i <= prompt_index]
-        if len(before) > (bound + 1) * self._per_step:
-            raise Violation(f"P9 slots: {lease_id} begins as one of {len(before)} where the bound is {bound}")
+        behind = max(0, current.number - counts_from.number) if current is not None else 0
+        if len(before) > (bound - behind + 1) * self._per_step:
+            raise Violation(
+                f"P9 slots: {lease_id} begins as one of {len(before)} where the bound is {bound}, {behind} versions behind"
+            )
         life.grants[prompt_index] += 1
         self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
         self._require(
@@ -337,6 +351,7 @@ class Checker:
             f"{prompt.prompt_id} is in quarantine and is leased",
         )
         free = sum(int(given_back.split(".")[1]) == prompt_index for given_back in life.given_back)
+        free += life.given_away[prompt_index]
         self._require(
             prompt.token_ids not in self._killers or life.grants[prompt_index] - free <= self._killer_leases,
             "P19 poison",
@@ -439,8 +454,17 @@ class Checker:
                 f"{group.group_id} has the completions {launched}, and says of none that it failed or was cut",
             )
 
+    def asked_for(self, max_lag: int) -> None:
+        """A person wants another bound."""
+        self._asked_max_lags.add(max_lag)
+        self._slots = max(self._slots, (max_lag + 1) * self._per_step)
+
     def _bound_changed(self, life: Life, bound: int) -> None:
         auto = self._auto
+        if bound in self._asked_max_lags:
+            life.bounds.append(bound)
+            self.counts["bound_asked_for"] += 1
+            return
         self._require(auto is not None and auto.min <= bound <= auto.max, "P26 the bound", f"it becomes {bound}")
         if auto is not None and bound > life.bounds[-1]:
             share = statistics.median(life.shares[-3:])

@@ -57,6 +57,32 @@ def draw_of_rewards(seed: int, until_s: float) -> tuple[Outage, ...]:
     return tuple(outages)
 
 
+class Command(NamedTuple):
+    """What a person asks of the run, at some time."""
+
+    at_s: float
+    what: str
+    """`pause`, `resume`, `bound`, `window`, `leave` or `checkpoint`."""
+    number: int = 0
+    """The bound, or the groups in flight; of the generator that leaves, its turn among those that are there."""
+
+
+def draw_of_commands(seed: int, until_s: float) -> tuple[Command, ...]:
+    """What a person asks of the run of a seed, from a stream of their own. No pause outlasts the faults."""
+    rng = random.Random(f"person {seed}")
+    if rng.random() < 0.6 or not until_s:
+        return ()
+    kinds = rng.sample(("pause", "bound", "window", "leave", "checkpoint"), rng.randint(1, 5))
+    commands = [Command(until_s, "resume")]
+    for _ in range(rng.randint(1, 8)):
+        at_s, what = rng.uniform(0.0, until_s), rng.choice(kinds)
+        number = rng.randint(0, 6) if what == "bound" else rng.randint(1, 4)
+        commands.append(Command(at_s, what, number))
+        if what == "pause":
+            commands.append(Command(rng.uniform(at_s, until_s), "resume"))
+    return tuple(commands)
+
+
 def draw(rng: random.Random) -> Faults:
     """The faults of one seed."""
     likely = rng.choice((0.15, 0.35, 0.6))

@@ -29,11 +29,13 @@ from asyncgrpo.types import Lease, PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import Deliver, Grant, Serving
 from tests.simulation.disk_mutants import DISK_MUTANTS, Change
+from tests.simulation.faults import Outage
 
 MUTANTS: dict[str, Callable[[], list[Change]]] = dict(DISK_MUTANTS)
 SHOWN_UNDER: dict[str, dict[str, Any]] = {
     "raised_whatever_it_does": {"max_lag": "auto"},
     "window_counts_who_overtook": {"max_lag": "auto", "policy": "window"},
+    "given_back_is_charged": {"outages": (Outage(0.0, 60.0, ""),)},
 }
 """Settings of the run under which a mutant shows, where few seeds have them."""
 
@@ -186,6 +188,19 @@ def released_lease_delivers() -> list[Change]:
 
 
 @mutant
+def silent_one_delivers() -> list[Change]:
+    """A lease that others go on with is granted under the name that the silent generator delivers it by."""
+    free_leases_of = Buffer.free_leases_of
+
+    def trusting(self: Buffer, holder: str) -> list[str]:
+        freed = free_leases_of(self, holder)
+        self._ended.subtract(int(lease_id.split(".")[1]) for lease_id in freed)
+        return freed
+
+    return [(Buffer, "free_leases_of", trusting)]
+
+
+@mutant
 def no_lease_expiry() -> list[Change]:
     """What was leased and never came is waited for."""
     return [(Buffer, "expire", lambda self, now_s, is_excused: [])]
@@ -261,18 +276,31 @@ def batch_by_age() -> list[Change]:
 @mutant
 def window_forgets_isolated() -> list[Change]:
     """The slots of a window go to prompts behind one that waits for a generator of its own."""
-    return [(PromptSource, "isolated_before", lambda self, prompt_index: 0)]
+    return [(PromptSource, "waiting_before", lambda self, prompt_index: 0)]
 
 
 @mutant
 def window_counts_who_overtook() -> list[Change]:
     """A prompt that was given back waits for a slot behind those that wait for it, once the bound is smaller."""
 
-    def by_slots(self: Buffer, prompt_index: int | None) -> bool:
-        isolated = 0 if prompt_index is None else self._prompts.isolated_before(prompt_index)
-        return self._policy.admit(len(self._entries) + isolated, self.max_lag)
+    def by_slots(self: Buffer, prompt_index: int | None, behind: int) -> bool:
+        waiting = 0 if prompt_index is None else self._prompts.waiting_before(prompt_index)
+        return self._policy.admit(len(self._entries) + waiting, self.max_lag - behind)
 
     return [(Buffer, "_has_slot", by_slots)]
+
+
+@mutant
+def pause_is_for_the_learner() -> list[Change]:
+    """A pause stops batches, and leases go on."""
+    grant = BufferService._grant
+
+    def paused(self: BufferService, now_s: float) -> None:
+        steer, self._steer = self._steer, msgspec.structs.replace(self._steer, is_paused=False)
+        grant(self, now_s)
+        self._steer = steer
+
+    return [(BufferService, "_grant", paused)]
 
 
 @mutant
@@ -318,17 +346,17 @@ def aborted_in_silence() -> list[Change]:
 
 
 @mutant
-def publication_trains_all() -> list[Change]:
-    """A publication counts every group in the buffer as trained, ready ones too."""
-    published = Buffer.published
+def step_trains_all() -> list[Change]:
+    """A step counts every group in the buffer as trained, ready ones too."""
+    trained = Buffer.trained
 
     def sweeping(self: Buffer, version: PolicyVersion) -> None:
         for entry in self._entries.values():
             if entry.state is State.READY:
                 self._turn(entry, State.TAKEN)
-        published(self, version)
+        trained(self, version)
 
-    return [(Buffer, "published", sweeping)]
+    return [(Buffer, "trained", sweeping)]
 
 
 @mutant
@@ -361,7 +389,7 @@ def no_fencing() -> list[Change]:
 @mutant
 def endless_poison() -> list[Change]:
     """The end of a generator costs the prompts in flight nothing, however often."""
-    return [(IsolatedPrompts, "interrupted", lambda self, prompt_indices: None)]
+    return [(IsolatedPrompts, "interrupted", lambda self, holder, prompt_indices: ())]
 
 
 @mutant
@@ -449,8 +477,9 @@ def fewer_than_a_batch() -> list[Change]:
 def outage_charges_prompts() -> list[Change]:
     """A group that no call of a reward could score is let go as it is, also when none works."""
 
-    async def trusts(self: Breaker) -> None:
+    async def trusts(self: Breaker) -> bool:
         """As if it worked."""
+        return True
 
     return [(Breaker, "_begin_check", lambda self: None), (Breaker, "works", trusts)]
 
@@ -465,14 +494,16 @@ def given_back_is_charged() -> list[Change]:
 
 
 @mutant
-def published_before_proof() -> list[Change]:
-    """The slots of a step are freed before the weights it made have landed."""
+def behind_counts_as_current() -> list[Change]:
+    """A lease to a generator whose weights are behind counts from the learner's version."""
+    lease = Buffer.lease
+    return [(Buffer, "lease", lambda self, holder, now_s, serves=None: lease(self, holder, now_s))]
 
-    def hasty(self: LearnerService) -> None:
-        self._inbox.published(self.version)
-        self._bring_weights()
 
-    return [(LearnerService, "_publish", hasty)]
+@mutant
+def slots_whatever_is_served() -> list[Change]:
+    """A generator whose weights are behind may begin as many groups as any other."""
+    return [(Buffer, "_has_slot", lambda self, index, behind, has_slot=Buffer._has_slot: has_slot(self, index, 0))]
 
 
 @mutant

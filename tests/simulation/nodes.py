@@ -7,7 +7,7 @@ training step (time passes), checkpoints (in memory, whole or not at all), rewar
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,30 +16,31 @@ import msgspec
 
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import FakeEngine, InjectedFault
-from asyncgrpo.errors import GeneratorsGone, WeightsError
+from asyncgrpo.errors import WeightsError
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
+from asyncgrpo.planner.lines import Frames, GeneratorLine
+from asyncgrpo.planner.stand_ins import Receiver
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, PolicyVersion, Prompt, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import REWARDS_PAUSED, Deliver, LeaseFailed, Serving
-from tests.simulation.network import Frames, GeneratorLine
+from tests.rewards.stubs import OneByOne
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 VOCABULARY = 8
-SWAP_WITHIN_S = 10.0
 
 
-class Reward:
+class Reward(OneByOne):
     """Takes a while, and fails as the seed says; a poisoned prompt fails for ever."""
 
     def __init__(self, world: "World", generator: str) -> None:
         self._world, self._generator = world, generator
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
         world = self._world
         await asyncio.sleep(world.rng.uniform(0.01, 0.5))
         if prompt.info.get("poison"):
@@ -49,25 +50,7 @@ class Reward:
             return Score(failure="exception", detail="judge.py:1: ConnectionError: nobody answers")
         if world.now < world.faults.until_s and world.rng.random() < world.faults.share.get("bad_reward", 0.0):
             return Score(failure="timeout")
-        return Score(value=float(len(completion_text) % 3))
-
-    async def close(self) -> None:
-        """Nothing to close."""
-
-
-class Receiver:
-    """Stands for `weights.Receiver`: its only message is that it wants weights."""
-
-    def __init__(self, join: Callable[[], None]) -> None:
-        self._join = join
-        self.failure: BaseException | None = None
-        self.is_alive = False
-
-    def start(self) -> None:
-        self._join()
-
-    def stop(self) -> None:
-        """Nothing runs."""
+        return Score(value=float(len(text) % 3))
 
 
 class SimulatedGenerator(GeneratorService):
@@ -121,7 +104,7 @@ class GeneratorHost:
             merger=None,
             load_timeout_s=10.0,
             stuck_after_s=120.0,
-            buffer_endpoint="",
+            buffer_endpoint="buffer",
             weights_endpoint="",
             host="",
             keys=None,
@@ -191,14 +174,17 @@ class GeneratorHost:
 
 
 class Publisher:
-    """Stands for `weights.Publisher`, with its promise: a version counts once every member of the group holds it."""
+    """Stands for `weights.Publisher`: every generator swaps when it likes, to what is the newest then."""
+
+    is_idle = True
+    """Nobody waits for it at the end of a run."""
 
     def __init__(self, world: "World", rng: random.Random) -> None:
         self._world = world
         self._rng = rng
         self._members: dict[str, GeneratorHost] = {}
-        self._new: set[str] = set()
-        self.on_left_out: Callable[[str, str, str], None] = lambda name, incarnation, why: None
+        self._busy: set[str] = set()
+        self._newest: PolicyVersion | None = None
         self.cut_until: dict[str, float] = {}
 
     def join_later(self, host: GeneratorHost) -> None:
@@ -210,7 +196,11 @@ class Publisher:
     def _join(self, host: GeneratorHost) -> None:
         if host.is_alive and host.world.publisher is self:
             self._members[host.peer] = host
-            self._new.add(host.peer)
+            self._begin(host)
+
+    def dismiss(self, leaving: tuple[str, ...]) -> None:
+        for peer in leaving:
+            self._members.pop(peer, None)
 
     def wait_for(self, count: int, timeout_s: float, tell: Callable[[str, float], None]) -> None:
         loop = self._world.loop
@@ -219,49 +209,49 @@ class Publisher:
         if not self._members:
             raise WeightsError("no generator asked for weights")
 
-    @property
-    def generators(self) -> list[str]:
-        return sorted(self._members)
+    def offer(self, version: PolicyVersion, fill: Callable[..., object]) -> bool:
+        """Now and then both arenas are being read."""
+        if self._rng.random() < 0.1:
+            return False
+        self._newest = version
+        self._world.note("published", "learner", str(version))
+        for host in list(self._members.values()):
+            self._begin(host)
+        return True
 
-    def newcomers(self) -> bool:
-        return any(self._members[peer].is_alive for peer in self._new if peer in self._members)
-
-    def publish(self, version: PolicyVersion, tensors: Callable[[], Iterable]) -> SimpleNamespace:
-        """Every member swaps, or is left out after a deadline and joins again."""
-        loop = self._world.loop
-        swapped: set[str] = set()
-        members = dict(self._members)
-        for host in members.values():
-            loop.call_later(self._rng.uniform(0.05, 1.0), self._swap, host, version, swapped)
-        loop.run_until(loop.time() + SWAP_WITHIN_S, lambda: len(swapped) == len(members))
-        for peer, host in members.items():
-            self._new.discard(peer)
-            if peer not in swapped:
-                self._members.pop(peer, None)
-                self.on_left_out(host.name, host.incarnation, "it did not swap")
-                if host.is_alive:
-                    self.join_later(host)
-        if not swapped:
-            raise GeneratorsGone(f"weights {version} reached no generator")
-        self._world.proven(version)
-        return SimpleNamespace(version=version)
+    def reports(self) -> list[SimpleNamespace]:
+        return []
 
     def close(self) -> None:
         """Nothing to close."""
 
-    def _swap(self, host: GeneratorHost, version: PolicyVersion, swapped: set[str]) -> None:
+    def _begin(self, host: GeneratorHost) -> None:
+        """Have it swap after a while, which is long now and then."""
+        if self._newest is None or host.peer in self._busy or host.engine.version == self._newest:
+            return
+        self._busy.add(host.peer)
+        seconds = self._rng.uniform(0.05, 1.0) * self._rng.choice((1.0, 1.0, 1.0, 12.0))
+        self._world.loop.call_later(seconds, self._swap, host, self._newest)
+
+    def _swap(self, host: GeneratorHost, version: PolicyVersion) -> None:
         world = self._world
-        if not host.is_alive or self.cut_until.get(host.name, 0.0) > world.now or not hasattr(host.service, "_client"):
+        if not host.is_alive or host.peer not in self._members or world.publisher is not self:
+            self._busy.discard(host.peer)
+            return
+        if self.cut_until.get(host.name, 0.0) > world.now or not hasattr(host.service, "_client"):
+            self._busy.discard(host.peer)
+            del self._members[host.peer]
+            world.left_out(host)
+            self.join_later(host)
             return
 
         async def swap() -> None:
             try:
-                if host.engine.version <= version:
-                    await host.service._swap((), version)
+                await host.service._swap((), version)
             except Exception as error:
                 host.receiver.failure = error
-            else:
-                swapped.add(host.peer)
+            self._busy.discard(host.peer)
+            self._begin(host)
 
         world.loop.create_task(swap())
 
@@ -312,17 +302,3 @@ class MemoryCheckpoints:
 
     def latest(self) -> None:
         return None
-
-
-class Silent:
-    """Stands for `learner.Recorder`: takes everything and says nothing."""
-
-    def last(self, counters: dict[str, float]) -> dict[str, float]:
-        """The totals for a checkpoint."""
-        return counters
-
-    def __getattr__(self, name: str) -> "Silent":
-        return self
-
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        """Whatever it is."""

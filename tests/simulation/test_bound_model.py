@@ -18,6 +18,8 @@ import pytest
 P = 2
 BOUNDS = (0, 1, 2)
 MOST = P * (max(BOUNDS) + 1)
+BEHIND = 2
+"""Steps that a generator's weights may be behind the learner's."""
 
 
 class Group(NamedTuple):
@@ -31,7 +33,7 @@ class Group(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the buffer knows at one moment, counted from the version that is published."""
+    """What the buffer knows at one moment, counted from the learner's version."""
 
     bound: int
     is_training: bool
@@ -56,6 +58,8 @@ class Rules(NamedTuple):
     """Whether it must also begin a prompt that was given back."""
     bounds: tuple[int, ...] = BOUNDS
     """That may come into force."""
+    counts_behind: bool = True
+    """Whether a generator whose weights are behind the learner's may begin fewer groups."""
 
 
 # -- the rules, and mistakes in them -----------------------------------------------------------------------------------
@@ -136,14 +140,17 @@ def in_order(state: State) -> tuple[int, ...] | None:
 def leases(state: State, rules: Rules) -> Iterator[tuple[State, bool]]:
     """The states that a lease leads to, and whether admission must grant it."""
     place = next((p for p, group in enumerate(state.groups) if group.left is None), len(state.groups))
-    if rules.may_begin(state, place):
-        groups = (*state.groups[:place], Group(state.bound, state.bound), *state.groups[place + 1 :])
-        was_given_back = place < len(state.groups)
-        yield state._replace(groups=groups), len(held(state)) < rules.least or (was_given_back and rules.returned_first)
+    was_given_back = place < len(state.groups)
+    for behind in range(min(BEHIND, state.bound) + 1):  # of the generator; in the end one is not
+        left = state.bound - behind
+        if rules.may_begin(state._replace(bound=left) if rules.counts_behind else state, place):
+            groups = (*state.groups[:place], Group(left, state.bound), *state.groups[place + 1 :])
+            is_needed = len(held(state)) < rules.least or (was_given_back and rules.returned_first)
+            yield state._replace(groups=groups), is_needed and not behind
 
 
 def other_events(state: State, rules: Rules) -> Iterator[State]:
-    """What else may happen: the bound changes, a group ends, a batch is taken, a version is published."""
+    """What else may happen: the bound changes, a group ends, a batch is taken, a step is made."""
     yield from (state._replace(bound=bound) for bound in rules.bounds if bound != state.bound)
     for place, group in enumerate(state.groups):
         before, after = state.groups[:place], state.groups[place + 1 :]
@@ -209,11 +216,13 @@ def test_in_no_order_of_events_is_a_group_too_old_or_the_learner_stuck(name: str
         pytest.param(Rules(slots_of_the_largest, earliest_deadline), "stuck", id="slots of a bound that was larger"),
         pytest.param(Rules(fits_without_taken, earliest_deadline), "too old", id="what is in training is forgotten"),
         pytest.param(Rules(fits_alone, earliest_deadline), "too many", id="deadlines without slots"),
+        pytest.param(SAFE["slots"]._replace(counts_behind=False), "stuck", id="who is behind counts as current"),
+        pytest.param(SAFE["window"]._replace(counts_behind=False), "too old", id="and so under window"),
         pytest.param(Rules(fits, oldest_version), "stuck", id="oldest version first"),
         pytest.param(Rules(slots, oldest_version), "stuck", id="oldest version first, by slots"),
         pytest.param(Rules(fits, without_rule), "too old", id="taken whatever is left behind"),
         pytest.param(SAFE["slots"]._replace(least=P - 1), "stuck", id="fewer than a batch under way"),
-        pytest.param(Rules(fits, in_order, True), "stuck", id="window, but by deadline"),
+        pytest.param(Rules(fits, in_order, True), "too old", id="window, but by deadline"),
         pytest.param(Rules(slots, in_order, True), "stuck", id="window, but by slots"),
         pytest.param(SAFE["window"]._replace(returned_first=False), "stuck", id="window, and enough is enough"),
     ],

@@ -31,12 +31,12 @@ def check(folder: Path, *defines: str) -> tuple[int, int]:
     ("defines", "at_least"),
     [
         (("L=0",), 200),
-        ((), 30_000),
-        (("COPIES=1",), 250_000),
-        (("CHANGES",), 160_000),
-        pytest.param(("CHANGES", "L=2"), 2_700_000, marks=pytest.mark.slow),
-        pytest.param(("EXPIRIES=1",), 1_000_000, marks=pytest.mark.slow),
-        pytest.param(("CRASHES=1",), 2_000_000, marks=pytest.mark.slow),
+        ((), 20_000),
+        (("COPIES=1",), 170_000),
+        (("CHANGES",), 110_000),
+        pytest.param(("CHANGES", "L=2"), 1_500_000, marks=pytest.mark.slow),
+        pytest.param(("EXPIRIES=1",), 800_000, marks=pytest.mark.slow),
+        pytest.param(("CRASHES=1",), 1_500_000, marks=pytest.mark.slow),
     ],
 )
 def test_in_no_order_of_events_is_a_token_too_old_a_group_trained_twice_or_the_learner_stuck(
@@ -55,7 +55,6 @@ def test_in_no_order_of_events_is_a_token_too_old_a_group_trained_twice_or_the_l
         ("CRASHES=1", "SAME_NAME"),
         ("CHANGES", "SLOTS_ALONE"),
         ("CHANGES", "FORGET_TAKEN"),
-        ("CHANGES", "OLDEST_FIRST"),
         ("CHANGES", "L=2", "BOUND_OF_NOW"),
         ("CHANGES", "LESS_THAN_A_BATCH"),
     ],

@@ -29,14 +29,16 @@ def test_no_promise_is_broken_in_200_seeds_and_every_kind_of_fault_was_among_the
         "drop", "copy", "cut", "corrupt", "freeze", "generator_crash", "engine_failure", "generator_twice",
         "learner_crash", "buffer_crash", "driver_crash", "drain", "clock_jump", "weights_cut", "power_cut", "disk_full",
         "disk_error", "disk_killed", "bit_flip", "generator_lived_on", "answer_aborts", "answer_hangs", "killer_prompt",
-        "reward_outage",
+        "reward_outage", "person_pause", "person_bound", "person_window", "person_leave", "person_checkpoint",
     }  # fmt: skip
     assert {world.config.buffer.durability for world in worlds} == {"memory", "written", "fsync_interval", "fsync_each"}
-    assert sum(world.checker.promises.num_recovered for world in worlds) > 200, "groups came back from the journal"
+    assert sum(world.checker.promises.num_recovered for world in worlds) > 120, "groups came back from the journal"
+    assert sum(world.checker.counts["given_away"] for world in worlds) > 10, "others went on with leases of silent ones"
     bounds = sum((world.checker.counts for world in worlds if world.max_lag == "auto"), Counter())
+    assert sum(world.checker.counts["bound_asked_for"] for world in worlds) > 5
     assert bounds["bound_raised"] > 5 and bounds["bound_lowered"] > 20, bounds
     for max_lag in (0, 1, 4):
-        some = [world for world in worlds if world.max_lag == max_lag]
+        some = [world for world in worlds if world.max_lag == max_lag and not world.checker.counts["bound_asked_for"]]
         lags = {lag for world in some if POLICIES[world.policy].counts_from == "oldest" for lag in world.checker.lags}
         assert max(lags) == max_lag, f"max_lag {max_lag} was never reached, only {lags}"
         assert {(world.policy, world.admission) for world in some} == set(itertools.product(POLICIES, ADMISSIONS))

@@ -25,6 +25,7 @@ from asyncgrpo.config.schema import (
     GeneratorConfig,
     ModelConfig,
     RunConfig,
+    WeightsConfig,
 )
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
@@ -37,18 +38,29 @@ from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
+from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.planner.lines import BufferSocket, Frames, LearnerLine
+from asyncgrpo.planner.stand_ins import Silent
+from asyncgrpo.rewards.breaker import STREAK
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.rollouts import Ack, Grant, Nack
-from asyncgrpo.wire.supervision import Drain, GeneratorLost
+from asyncgrpo.wire.supervision import Drain, GeneratorLost, Steer
 from tests.simulation.checker import Checker, Violation
-from tests.simulation.clock import VirtualLoop
 from tests.simulation.disk import Killed, SimulatedDisk
-from tests.simulation.faults import Faults, Outage, draw, draw_of_completions, draw_of_rewards
-from tests.simulation.network import BufferSocket, Frames, LearnerLine, Network
-from tests.simulation.nodes import VOCABULARY, GeneratorHost, MemoryCheckpoints, Publisher, Silent, Trainer
+from tests.simulation.faults import (
+    Command,
+    Faults,
+    Outage,
+    draw,
+    draw_of_commands,
+    draw_of_completions,
+    draw_of_rewards,
+)
+from tests.simulation.network import Network
+from tests.simulation.nodes import VOCABULARY, GeneratorHost, MemoryCheckpoints, Publisher, Trainer
 from tests.simulation.promises import Promises
 from tests.simulation.surroundings import folder_in_memory, quiet, reading_checkpoints_of, scaled
 
@@ -119,9 +131,13 @@ class World:
                 after_resume=rng.choice(("keep", "keep", "drop")),
             ),
             generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
+            weights=WeightsConfig(check_every=0),
         )
         self.of_completions = draw_of_completions(seed) if of_completions is None else of_completions
+        self._outage_calls: Counter[tuple[float, str]] = Counter()
         self.outages = draw_of_rewards(seed, self.faults.until_s) if outages is None else outages
+        self.commands = draw_of_commands(seed, self.faults.until_s)
+        self._steer = Steer()
         self.redundancy, self.config = self._redundancy()
         poisoned = rng.randrange(count) if rng.random() < 0.2 else None
         self._prompts = tuple(
@@ -140,12 +156,13 @@ class World:
         self.checker = Checker(
             config=self.config,
             redundancy=self.redundancy,
+            brief_outages=lambda: sum(count < STREAK for count in self._outage_calls.values()),
             rewards_fail="bad_reward" in self.faults.kinds or "answer_aborts" in self.of_completions,
             killers=self.killers,
             quarantine=self.quarantine,
             vocab_size=VOCABULARY,
             num_prompts=self.num_prompts,
-            windows=self.window,
+            windows=max([self.window, *(c.number for c in self.commands if c.what == "window")]),
             promises=Promises(
                 durability=self.config.buffer.durability, keeps=self.config.buffer.after_resume == "keep"
             ),
@@ -269,7 +286,8 @@ class World:
         )
         self._buffer = buffer
         # Before it is written down, which may be the last that this process does.
-        if self.policy != "wait":  # the only one under which a resume leaves nobody too old
+        # Under `wait` a resume leaves nobody too old, unless a person had raised the bound.
+        if self.policy != "wait" or self._steer.max_lag is not None:
             for verdict in reopened.verdicts:
                 if verdict.reason == "stale":
                     self.checker.promises.gave_up(verdict.record.lease_id)
@@ -306,6 +324,7 @@ class World:
         self._learner._checkpoints = MemoryCheckpoints(self, rng)  # type: ignore[assignment]
         if state is not None:
             self._learner.resume(Path("memory"))
+        self._tell_what_is_asked(self._lineage)
         self.note("start", "driver", self._lineage, self._learner.step)
         return self._learner
 
@@ -338,11 +357,10 @@ class World:
         """The learner works for so long, while the world goes on."""
         self.loop.run_until(self.now + seconds)
 
-    def proven(self, version: PolicyVersion) -> None:
-        """Every member of the weight group holds `version`."""
-        assert self.checker.life is not None
-        self.checker.life.proven.add(version)
-        self.note("published", "learner", str(version))
+    def left_out(self, host: GeneratorHost) -> None:
+        """The publisher tells the buffer, from a thread of its own, that a generator did not swap."""
+        lost = GeneratorLost(generator_id=host.name, incarnation=host.incarnation, reason="it did not swap")
+        self._from_learner(lost, b"")
 
     def fate_of(self, completion: PendingCompletion) -> InjectedFault | None:
         """What the seed has in store for one try of one completion."""
@@ -354,8 +372,10 @@ class World:
         return None
 
     def rewards_are_down(self, generator: str) -> bool:
-        """Whether no reward works there now."""
-        return any(o.since_s <= self.now < o.until_s and o.generator in ("", generator) for o in self.outages)
+        """Whether no reward works there now, where one is called."""
+        strikes = [o for o in self.outages if o.since_s <= self.now < o.until_s and o.generator in ("", generator)]
+        self._outage_calls.update((o.since_s, generator) for o in strikes)
+        return bool(strikes)
 
     def generator_ended(self, host: GeneratorHost) -> None:
         """The supervisor tells the buffer, and starts another after a while."""
@@ -431,6 +451,10 @@ class World:
             self.network.carry("buffer", "learner", message, payload, line.arrive)
             return True
         host = self._hosts.get(peer)
+        if isinstance(message, Grant) and self._service is not None:
+            steer, is_in_effect = self._steer, self._service.steered == self._steer.revision
+            if is_in_effect and (steer.is_paused or peer in steer.leaving):
+                raise Violation(f"P27 steered: {message.lease.lease_id} goes to {peer} under {steer}")
         if isinstance(message, Grant) and message.lease.purpose == "train":
             serves = host.engine.version if host is not None and host.is_alive else None
             self.checker.granted(peer, message.lease, serves)
@@ -456,6 +480,8 @@ class World:
     def _schedule_faults(self) -> None:
         for kind, rate in self.faults.rate.items():
             self._next_fault(kind, rate)
+        for command in self.commands:
+            self.loop.call_at(command.at_s, self._ask, command)
         self.loop.call_at(self.faults.until_s, self.note, "quiet", "from here on nothing is done to the run")
 
     def _next_fault(self, kind: str, rate: float) -> None:
@@ -511,6 +537,32 @@ class World:
             self.network.freeze(host.name, seconds)
         elif kind == "weights_cut":
             self.publisher.cut_until[host.name] = self.now + seconds
+
+    def _ask(self, command: Command) -> None:
+        """A person asks for something. The driver tells buffer and learner until they have heard, so it only takes time."""
+        steer = self._steer
+        match command.what:
+            case "pause" | "resume":
+                steer = msgspec.structs.replace(steer, is_paused=command.what == "pause")
+            case "bound" if self.max_lag != "auto" and self.policy in WITH_AUTO:
+                steer = msgspec.structs.replace(steer, max_lag=command.number)
+                self.checker.asked_for(command.number)
+            case "window":
+                steer = msgspec.structs.replace(steer, groups_in_flight=command.number)
+            case "checkpoint":
+                steer = msgspec.structs.replace(steer, checkpoints=steer.checkpoints + 1)
+            case "leave" if self._hosts:
+                peer = sorted(self._hosts)[command.number % len(self._hosts)]
+                steer = msgspec.structs.replace(steer, leaving=(peer,), ending=(peer,))
+        if steer is not self._steer and not self._is_over:
+            self._steer = msgspec.structs.replace(steer, revision=steer.revision + 1)
+            self.note("fault", f"person_{command.what}", command.number)
+            self.loop.call_later(self.rng.uniform(0.0, 3.0), self._tell_what_is_asked, self._lineage)
+
+    def _tell_what_is_asked(self, life: int) -> None:
+        if self._lineage == life and self._service is not None:
+            self._service.steer(self._steer)
+            self._learner.steer(self._steer)
 
     def _end_life(self, life: int, why: str) -> None:
         if self._lineage == life and not self._is_over:
