@@ -40,20 +40,21 @@ class Activities:
         self._going_on[activity] -= count
 
     @contextmanager
-    def during(self, activity: Activity) -> Iterator[None]:
-        """One of `activity` goes on while the block runs."""
-        self.begin(activity)
+    def during(self, activity: Activity, count: int = 1) -> Iterator[None]:
+        """`count` of `activity` go on while the block runs."""
+        self.begin(activity, count)
         try:
             yield
         finally:
-            self.end(activity)
+            self.end(activity, count)
 
     def seconds(self) -> GeneratorSeconds:
         """The seconds by activity until now. The metrics of this process are brought up to them."""
         self._add_up()
         self._show(metrics.generator_seconds_total, self._seconds)
         self._show(metrics.completion_seconds_total, self._of_completions)
-        return GeneratorSeconds(**self._seconds)
+        of_completions = self._of_completions
+        return GeneratorSeconds(**self._seconds, sampling=of_completions["generate"], scoring=of_completions["reward"])
 
     def _show(self, metric: Any, totals: Mapping[str, float]) -> None:
         for activity, total in totals.items():

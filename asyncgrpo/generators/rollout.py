@@ -1,5 +1,7 @@
 """Makes a group of a lease: samples its completions, scores each as soon as it is complete, and chooses among them.
 
+A reward that takes groups is called once, when the group is sampled; at its deadline, for the completions that are.
+
 The first n completions to finish are the n shortest of those launched, and training on them teaches brevity. So
 completions are chosen in their order of launch, which nothing about a completion can change. When a completion finished
 never decides between two that did. Only the deadline of the group can leave a long completion out, and these are counted.
@@ -21,7 +23,8 @@ import numpy as np
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import RequestError
 from asyncgrpo.generators.activities import Activities
-from asyncgrpo.rewards.base import Reward
+from asyncgrpo.generators.turns import FAILURE, Played, Turns, with_common_prompt
+from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.types import Completion, Discarded, Group, Lease, Rollout, Sampling, Score
 
@@ -97,9 +100,9 @@ SEED_STRIDE = 2**20
 ABORT_WITHIN_S = 5.0
 """How long an engine may take to hand over the tokens of completions that are not wanted any more. Later ones are not
 counted."""
-HOPELESS = frozenset({"unknown_source"})
+HOPELESS = frozenset({"unknown_source", "not_applicable"})
 """Failures of a reward that depend on the prompt only: another completion would have the same."""
-PERMANENT = HOPELESS | {"aborted"}
+PERMANENT = HOPELESS | {"aborted", FAILURE}
 """Failures that another call of the reward would not change."""
 
 
@@ -129,23 +132,27 @@ class GroupInFlight:
     def __init__(
         self,
         lease: Lease,
-        engine: Engine,
+        engine: Engine | Turns,
         reward: Reward,
         decode: Decode,
         redundancy: Redundancy = NO_REDUNDANCY,
-        reward_works: Callable[[], Awaitable[None]] | None = None,
+        reward_works: Callable[[], Awaitable[bool]] | None = None,
         activities: Activities | None = None,
     ) -> None:
         """
         Args:
-            reward_works: returns once the reward is known to work. Where too few completions have a score for the group
-                to be kept, it is awaited, and those that failed are scored once more. None: they are not.
+            reward_works: returns once the reward is known to work, and whether it did all the time. Where too few
+                completions have a score for the group to be kept, it is awaited, and those that failed are scored once
+                more. None: they are not.
             activities: is told which completions are sampled and scored.
         """
         self._activities = activities or Activities()
         self._reward_works = reward_works
         self._may_score_again = reward_works is not None
         self._is_scoring_again = False
+        self._waiting: list[Launched] = []
+        """Completions to be scored together with the rest of the group."""
+        self._is_scoring_group = False
         self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
         trains = lease.purpose == "train"
         self._retries = redundancy.retries if trains else 0
@@ -161,6 +168,8 @@ class GroupInFlight:
         self._failure: BaseException | None = None
         self._refusal: RequestError | None = None
         self._is_over = False
+        self.is_sampled = asyncio.Event()
+        """Set once every completion has been sampled: only scores are missing, unless one is sampled again."""
         self._retried, self._retried_tokens = 0, 0
 
     def give_up(self) -> None:
@@ -200,7 +209,7 @@ class GroupInFlight:
             await self._stop()
         if self._refusal is not None and not any(one.num_tokens for one in [*chosen, *self._baseline]):
             raise self._refusal
-        return Group(
+        group = Group(
             group_id=lease.group_id,
             lease_id=lease.lease_id,
             attempt=lease.attempt,
@@ -208,13 +217,18 @@ class GroupInFlight:
             purpose=lease.purpose,
             prompt=lease.prompt,
             rollouts=tuple(
-                dataclasses.replace(one.rollout, completion=dataclasses.replace(one.rollout.completion, index=index))
+                dataclasses.replace(
+                    one.rollout,
+                    completion=dataclasses.replace(one.rollout.completion, index=index),
+                    text=self._text_of(one) if lease.purpose == "eval" else "",
+                )
                 for index, one in [*enumerate(chosen), *((lease.num_completions, one) for one in self._baseline)]
             ),
             generator_id=generator_id,
             timings={"generate": self._sampled_s - self._started_s, "reward": loop.time() - self._sampled_s},
             discarded=discarded,
         )
+        return with_common_prompt(group)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -225,8 +239,8 @@ class GroupInFlight:
         while True:
             if self._failure is not None:
                 raise self._failure
-            # A completion that is scored again waits for the reward to work, and is not left out meanwhile.
-            is_cut = is_late and not self._is_scoring_again
+            # Completions that are scored again, or together when the deadline comes, are not left out meanwhile.
+            is_cut = is_late and not self._is_scoring_again and not self._is_scoring_group
             chosen = choose(self._launched, self._lease.num_completions, is_late=is_cut)
             has_baseline = all(one.score is not None for one in self._baseline)
             if chosen is not None and has_baseline and self._is_unscored([*chosen, *self._baseline]):
@@ -246,6 +260,7 @@ class GroupInFlight:
                     await self._changed.wait()
             except TimeoutError:
                 is_late, self._sampled_s = True, asyncio.get_running_loop().time()
+                self._score_waiting()
 
     def _is_unscored(self, some: list[Launched]) -> bool:
         """Whether too few completions have a score for the group to be kept, and another call might change that."""
@@ -262,15 +277,22 @@ class GroupInFlight:
         task.add_done_callback(self._scored)
 
     async def _score_again(self, failed: list[tuple[Launched, Score]]) -> None:
-        """Score once more, once the reward is known to work. If one fails again, its prompt is the cause, and all stand."""
+        """Score once more, once the reward is known to work, and after each outage that falls into this.
+
+        If one fails again and the reward works all the while, its prompt is the cause, and all stand.
+        """
         assert self._reward_works is not None
         await self._reward_works()
-        scores = [score for _, score in failed]
-        for place, (one, _) in enumerate(failed):
-            assert one.completion is not None
-            scores[place] = await self._reward_of(one.completion)
-            if scores[place].failure is not None:
-                break
+        scores, is_told = [score for _, score in failed], False
+        at_once = len(failed) if self._reward.takes_groups else 1
+        while not is_told:
+            is_told = True
+            for start in range(0, len(failed), at_once):
+                end = start + at_once
+                scores[start:end] = await self._rewards_of([one for one, _ in failed[start:end]])
+                if any(score.failure is not None for score in scores[start:end]):
+                    is_told = await self._reward_works()
+                    break
         for (one, _), score in zip(failed, scores, strict=True):
             one.score = score
         self._is_scoring_again = False
@@ -330,18 +352,47 @@ class GroupInFlight:
 
     def _sampled(self, one: Launched, completion: Completion, seed: int, why: str) -> None:
         one.completion, one.seed = completion, seed
-        if not self._is_over:
-            self._sampled_s = asyncio.get_running_loop().time()
-            task = asyncio.create_task(self._score(one, completion, why))
-            self._scorings.add(task)
-            task.add_done_callback(self._scored)
-
-    async def _score(self, one: Launched, completion: Completion, why: str) -> None:
-        """Score a completion, and sample it again if that failed and a retry is left."""
-        if completion.finish_reason == "abort":
-            score = Score(failure="aborted", detail=why[:500])
+        if all(other.completion is not None for other in [*self._launched, *self._baseline]):
+            self.is_sampled.set()
+        if self._is_over:
+            return
+        self._sampled_s = asyncio.get_running_loop().time()
+        if isinstance(completion, Played) and completion.score is not None:
+            self._begin_to_score([one], [completion.score])
+        elif completion.finish_reason == "abort":
+            self._begin_to_score([one], [Score(failure="aborted", detail=why[:500])])
+        elif self._reward.takes_groups:
+            self._waiting.append(one)
+            self._score_waiting_if_group_is_sampled()
         else:
-            score = await self._reward_of(completion)
+            self._begin_to_score([one])
+
+    def _score_waiting_if_group_is_sampled(self) -> None:
+        """Spare completions are not waited for. While some are scored, one of them may yet be sampled again."""
+        not_failed = [one for one in self._launched if one.score is None or one.is_good]
+        wanted = [*not_failed[: self._lease.num_completions], *self._baseline]
+        if not self._scorings and not self._is_over and all(one.completion is not None for one in wanted):
+            self._score_waiting()
+
+    def _score_waiting(self) -> None:
+        if self._waiting:
+            self._is_scoring_group = True
+            some, self._waiting = self._waiting, []
+            self._begin_to_score(some)
+
+    def _begin_to_score(self, some: list[Launched], scores: list[Score] | None = None) -> None:
+        task = asyncio.create_task(self._score(some, scores))
+        self._scorings.add(task)
+        task.add_done_callback(self._scored)
+
+    async def _score(self, some: list[Launched], scores: list[Score] | None) -> None:
+        """Score completions with one call, unless their scores are known, and sample again what failed and may be."""
+        for one, score in zip(some, scores or await self._rewards_of(some), strict=True):
+            self._settle(one, score)
+        self._is_scoring_group = False
+
+    def _settle(self, one: Launched, score: Score) -> None:
+        """Note the score of a completion, or sample it again if that failed and a retry is left."""
         if score.failure is None or score.failure in HOPELESS or one.num_retries >= self._retries or self._is_over:
             one.score = score
             self._changed.set()
@@ -353,9 +404,17 @@ class GroupInFlight:
         request_id = f"{self._lease.lease_id}.{one.index}.{one.num_retries}"
         self._request(request_id, [one], retry_seed(self._lease.seed, one.index, one.num_retries))
 
-    async def _reward_of(self, completion: Completion) -> Score:
-        with self._activities.during("reward"):
-            return await self._reward.score(self._lease.prompt, self._decode(completion.token_ids.tolist()))
+    async def _rewards_of(self, some: list[Launched]) -> list[Score]:
+        sampled = [one.completion for one in some if one.completion is not None]
+        completions = [
+            Sampled("\n".join(self._decode(turn.tolist()) for turn in one.turns), one.token_ids.tolist())
+            for one in sampled
+        ]
+        with self._activities.during("reward", len(some)):
+            return await self._reward.score(self._lease.prompt, completions)
+
+    def _text_of(self, one: Launched) -> str:
+        return "" if one.completion is None else self._decode(one.completion.all_token_ids.tolist())
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._requests[request_id]
@@ -364,6 +423,7 @@ class GroupInFlight:
     def _scored(self, task: asyncio.Task[None]) -> None:
         self._scorings.discard(task)
         self._note_failure(task)
+        self._score_waiting_if_group_is_sampled()
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None:

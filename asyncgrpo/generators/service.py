@@ -12,16 +12,17 @@ learner were started again, the engine stays: its requests are dropped, and it w
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from asyncgrpo import metrics
-from asyncgrpo.engines.base import Engine
+from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.activities import Activities
 from asyncgrpo.generators.rollout import NO_REDUNDANCY, Decode, GivenUp, GroupInFlight, Redundancy, TooFewCompletions
+from asyncgrpo.generators.turns import FAILURE, Sampler
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
@@ -31,7 +32,9 @@ from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.groups import pack_group
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
+    SCORED_AT_ONCE_S,
     Ack,
+    AwaitsScores,
     Cancel,
     Deliver,
     Grant,
@@ -51,6 +54,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 15.0
 PROBE_EVERY_S = 5.0
+SCORE_WITHIN_S = 5.0
+"""For an engine to score the check sequences; a newer version waits for it."""
 SHUTDOWN_S = 5.0
 """How long the end of a run waits for a change of weights that is in flight."""
 MAX_FAILED_LEASES = 5
@@ -98,15 +103,18 @@ class GeneratorService:
         host: str,
         keys: Keys | None,
         redundancy: Redundancy = NO_REDUNDANCY,
+        turns: Sampler | None = None,
     ) -> None:
         """
         Args:
+            buffer_endpoint, weights_endpoint: of the core; empty while they are not known, and then `move` brings them.
             window: training groups to work on at once.
             stuck_after_s: an engine that replies to no probe for so long is given up.
+            turns: samples completions in an environment; None: a completion is one turn.
         """
         self._id, self._incarnation = generator_id, incarnation
         self._engine, self._reward, self._decode = engine, reward, decode
-        self._window, self._redundancy = window, redundancy
+        self._window, self._redundancy, self._turns = window, redundancy, turns
         self._keep_kv, self._merger = keep_kv, merger
         self._load_timeout_s, self._stuck_after_s = load_timeout_s, stuck_after_s
         self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
@@ -129,22 +137,32 @@ class GeneratorService:
                 await self._engine.start(UNPUBLISHED)
             self._activities = Activities(self._loop.time)
             while not self._is_over:
+                await self._wait_for_buffer()
                 await self._serve()
         finally:
             await self._reward.close()
+            if self._turns is not None:
+                await self._turns.close()
             await self._engine.close()
+
+    async def _wait_for_buffer(self) -> None:
+        """Wait until it is known where the buffer is: generators start beside it."""
+        while not self._buffer_endpoint:
+            await self._leave_buffer.wait()
+            self._leave_buffer.clear()
 
     def move(self, buffer_endpoint: str, weights_endpoint: str) -> None:
         """Work for this buffer and this learner from now on. May be called from any thread, at any time."""
         if buffer_endpoint == self._buffer_endpoint:
             return
-        log.warning("buffer and learner were started again: moving to %s", buffer_endpoint)
+        if self._buffer_endpoint:
+            log.warning("buffer and learner were started again: moving to %s", buffer_endpoint)
         self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
         self._wake()
 
     @property
     def buffer_endpoint(self) -> str:
-        """The buffer that this generator works for."""
+        """The buffer that this generator works for; empty before it is known."""
         return self._buffer_endpoint
 
     async def _serve(self) -> None:
@@ -194,6 +212,7 @@ class GeneratorService:
             incarnation=self._incarnation,
             host=self._host,
             apply=self._apply_weights,
+            score=self._score,
             merger=self._merger,
             keys=self._keys,
         )
@@ -214,9 +233,10 @@ class GeneratorService:
             case Grant(lease=lease):
                 # A buffer that lost touch with this generator frees its leases, and may grant the same ones again.
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
-                    reward = self._reward
+                    reward, engine = self._reward, self._engine
+                    sampler = engine if self._turns is None else self._turns.of(lease.prompt, self._activities)
                     group = GroupInFlight(
-                        lease, self._engine, reward, self._decode, self._redundancy, reward.works, self._activities
+                        lease, sampler, reward, self._decode, self._redundancy, reward.works, self._activities
                     )
                     task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
                     self._working[lease.lease_id] = Work(group, task)
@@ -241,6 +261,7 @@ class GeneratorService:
 
     async def _work(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
         """Work on one lease: deliver its group, or report a failure."""
+        telling = self._tasks.create_task(self._tell_when_sampled(lease, group_in_flight))
         try:
             group = await group_in_flight.generate(self._id)
         except RequestError as error:
@@ -267,8 +288,14 @@ class GeneratorService:
             self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, self._loop.time())
             await self._client.send(message, payload)
         finally:
+            telling.cancel()
             self._working.pop(lease.lease_id, None)
             metrics.groups_in_flight.set(len(self._working))
+
+    async def _tell_when_sampled(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
+        await group_in_flight.is_sampled.wait()
+        await asyncio.sleep(SCORED_AT_ONCE_S)
+        await self._send(AwaitsScores(generator_id=self._id, lease_id=lease.lease_id))
 
     async def _return(self, lease: Lease, reason: str, error: Exception, num_tokens: int) -> None:
         level = logging.INFO if reason in ("cancelled", REWARDS_PAUSED) else logging.WARNING
@@ -292,6 +319,7 @@ class GeneratorService:
             if receiver.failure is not None:
                 raise WeightsError(f"{self._id} cannot take weights any more") from receiver.failure
             await self._send_serving()
+            observe_engine(self._engine.occupancy())
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > RESEND_AFTER_S:
                     lease_id = held.message.lease_id
@@ -346,6 +374,10 @@ class GeneratorService:
         except concurrent.futures.TimeoutError as error:
             raise EngineError(f"the engine did not load {version} within {self._load_timeout_s:.0f} s") from error
 
+    def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        """Score sequences under the present weights. The receiver's thread calls this, between two swaps."""
+        return asyncio.run_coroutine_threadsafe(self._engine.score(sequences, start), self._loop).result(SCORE_WITHIN_S)
+
     async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
         partial = self._merger is not None  # tensors that are not adapted stay as the engine loaded them at its start
         with self._activities.during("weights"):
@@ -357,6 +389,14 @@ class GeneratorService:
         return checksum
 
 
+def observe_engine(use: EngineOccupancy) -> None:
+    """Set how full the engine is in this process's metrics."""
+    metrics.engine_completions.labels(state="running").set(use.running)
+    metrics.engine_completions.labels(state="waiting").set(use.waiting)
+    metrics.engine_places.set(use.places)
+    metrics.kv_use_ratio.set(use.kv)
+
+
 def observe_group(group: Group) -> None:
     """Count a group's completions in this process's metrics."""
     metrics.tokens_generated_total.inc(group.num_tokens + group.discarded.tokens)
@@ -365,5 +405,9 @@ def observe_group(group: Group) -> None:
         metrics.completions_total.labels(finish_reason=rollout.completion.finish_reason).inc()
         metrics.completion_length_tokens.observe(len(rollout.completion.token_ids))
         metrics.reward_seconds.observe(rollout.score.seconds)
-        if rollout.score.failure == "aborted":  # by the engine; failures of the reward are counted where it is called
-            metrics.reward_failures_total.labels(failure="aborted").inc()
+        metrics.reward_wait_seconds.observe(rollout.score.waited)
+        if (failure := rollout.score.failure) in (
+            "aborted",
+            FAILURE,
+        ):  # those of the reward are counted where it is called
+            metrics.reward_failures_total.labels(failure=failure).inc()

@@ -21,8 +21,10 @@ from asyncgrpo.generators.rollout import (
     choose,
     retry_seed,
 )
+from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.rewards import Reward
 from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
-from tests.simulation.clock import VirtualLoop
+from tests.rewards.stubs import OneByOne
 
 SEED = 7000
 
@@ -37,21 +39,19 @@ def make_lease(num_completions: int = 3, **fields) -> Lease:
     )
 
 
-class Rewards:
+class Rewards(OneByOne):
     """Scores a completion by its text; the scores given come first, whoever asks."""
 
     def __init__(self, *first: Score) -> None:
         self.first = list(first)
 
-    async def score(self, prompt: Prompt, text: str) -> Score:
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
         return self.first.pop(0) if self.first else Score(value=float(len(text)))
-
-    async def close(self) -> None: ...
 
 
 def generated(
     lease: Lease,
-    reward: Rewards | None = None,
+    reward: Reward | None = None,
     redundancy: Redundancy = NO_REDUNDANCY,
     **engine,
 ) -> Group:

@@ -7,15 +7,14 @@ import pytest
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.generators.rollout import GivenUp, GroupInFlight
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
+from tests.rewards.stubs import OneByOne
 
 
-class LengthReward:
+class LengthReward(OneByOne):
     """A completion's length."""
 
-    async def score(self, prompt: Prompt, text: str) -> Score:
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
         return Score(value=float(len(text)))
-
-    async def close(self) -> None: ...
 
 
 def make_lease(*, seed: int = 0, with_greedy: bool = True) -> Lease:

@@ -12,6 +12,9 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.activities import Activities
 from asyncgrpo.generators.rollout import NO_REDUNDANCY, Redundancy
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService
+from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.planner.lines import GeneratorLine
+from asyncgrpo.planner.stand_ins import Receiver
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import HOLD_S, Breaker
 from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, Sampling, Score
@@ -20,6 +23,7 @@ from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     Ack,
+    AwaitsScores,
     Cancel,
     Deliver,
     Grant,
@@ -29,9 +33,7 @@ from asyncgrpo.wire.rollouts import (
     Serving,
     Shutdown,
 )
-from tests.simulation.clock import VirtualLoop
-from tests.simulation.network import GeneratorLine
-from tests.simulation.nodes import Receiver
+from tests.rewards.stubs import OneByOne
 from tests.test_metrics import value
 
 LEASE = Lease(
@@ -47,20 +49,22 @@ LEASE = Lease(
 )
 
 
-class FixedReward:
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+class FixedReward(OneByOne):
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
         return Score(value=1.0)
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
 
 class Generator(GeneratorService):
     """The product's, whose lines end here."""
 
-    def __init__(self, redundancy: Redundancy = NO_REDUNDANCY, reward: Reward | None = None, **engine: Any) -> None:
+    def __init__(
+        self,
+        redundancy: Redundancy = NO_REDUNDANCY,
+        reward: Reward | None = None,
+        buffer_endpoint: str = "buffer",
+        **engine: Any,
+    ) -> None:
         self.sent: list[Message] = []
-        settings: dict[str, Any] = dict.fromkeys(("buffer_endpoint", "weights_endpoint", "host"), "")
         super().__init__(
             "g",
             "a",
@@ -74,7 +78,9 @@ class Generator(GeneratorService):
             stuck_after_s=10.0,
             keys=None,
             redundancy=redundancy,
-            **settings,
+            buffer_endpoint=buffer_endpoint,
+            weights_endpoint="weights",
+            host="",
         )
 
     def _connect(self) -> GeneratorLine:  # type: ignore[override]
@@ -148,9 +154,28 @@ def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
     assert task.done() and task.exception() is None
 
 
+def test_an_engine_that_is_up_before_its_buffer_waits_to_be_told_of_it():
+    loop, generator = VirtualLoop(), Generator(buffer_endpoint="")  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(5.0)
+    assert generator.sent == [] and not task.done()
+    generator.move("buffer", "weights")
+    loop.run_until(5.5)
+    assert [type(message) for message in generator.sent[:1]] == [Register]
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(12.0)
+    assert len(generator.delivered) == 1
+    generator.hear(Shutdown())
+    loop.run_until(13.0)
+    assert task.done() and task.exception() is None
+
+
 class SlowReward(FixedReward):
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        await asyncio.sleep(20.0)
+    def __init__(self, seconds: float = 20.0) -> None:
+        self.seconds = seconds
+
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
+        await asyncio.sleep(self.seconds)
         return Score(value=1.0)
 
 
@@ -207,7 +232,21 @@ def test_a_change_of_weights_takes_time_of_its_own():
     clock[0] = 15.0
     activities.end("generate", 1)
     clock[0] = 16.0
-    assert activities.seconds() == GeneratorSeconds(generate=13.0, weights=2.0, idle=1.0)
+    assert activities.seconds() == GeneratorSeconds(generate=13.0, weights=2.0, idle=1.0, sampling=3 * 10 + 3 * 2 + 3)
+
+
+def test_it_exports_how_full_its_engine_is():
+    loop, generator = VirtualLoop(), Generator(max_completions=8)  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(2.5)
+    assert (value("engine_completions", state="running"), value("engine_places")) == (2, 8)
+    loop.run_until(9.5)
+    assert value("engine_completions", state="running") == 0
+    generator.hear(Shutdown())
+    loop.run_until(11.0)
+    assert task.done()
 
 
 def test_an_engine_that_hangs_ends_its_generator():
@@ -294,20 +333,17 @@ def test_a_group_with_too_few_completions_at_its_cut_is_given_back_as_late():
     assert task.done() and task.exception() is None
 
 
-class Outage:
+class Outage(OneByOne):
     """A reward that is down from one time to another, and fails for one prompt always."""
 
     def __init__(self, since_s: float, until_s: float, bad: str = "") -> None:
         self.since_s, self.until_s, self.bad = since_s, until_s, bad
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+    async def score_one(self, prompt: Prompt, text: str) -> Score:
         await asyncio.sleep(0.1)
         if self.since_s <= asyncio.get_running_loop().time() < self.until_s or prompt.prompt_id == self.bad:
             return Score(failure="exception", detail="my_reward.py:12: OSError: the judge is down")
         return Score(value=1.0)
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
 
 def lease(number: int) -> Lease:
@@ -351,6 +387,25 @@ def test_an_outage_of_the_rewards_costs_no_group_its_scores():
     assert news[0].detail.endswith("the judge is down")
 
 
+class Relapsing(Outage):
+    """Is down once more for as long, as soon as a call has worked."""
+
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+        score = await super().score(prompt, completion_text)
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self.until_s and self.since_s == 10.0:
+            self.since_s, self.until_s = now_s, now_s + (self.until_s - self.since_s)
+        return score
+
+
+def test_an_outage_that_follows_another_at_once_costs_no_group_its_scores():
+    """Groups that waited for the end of the first are scored once more, and fail once more."""
+    generator = Generator(reward=Relapsing(10.0, 28.0))
+    serve(generator, range(10), 2.0, 90.0)
+    assert len({message.group_id for message in generator.delivered}) == 10
+    assert all(any(r.score.value is not None for r in message.rollouts) for message in generator.delivered)
+
+
 def test_in_a_long_outage_groups_are_given_back_as_nobodys_fault():
     generator = Generator(reward=Outage(10.0, 10.0 + 3 * HOLD_S))
     serve(generator, range(10), 2.0, 10.0 + 4 * HOLD_S)
@@ -381,3 +436,18 @@ def test_a_group_that_is_due_in_an_outage_is_not_cut_down_to_what_failed():
     assert all(rollout.score.value == 1.0 for rollout in generator.delivered[0].rollouts)
     generator.hear(Shutdown())
     loop.run_until(60.0)
+
+
+@pytest.mark.parametrize(("scoring_s", "is_told"), [(0.01, False), (2.0, True)])
+def test_the_buffer_is_told_of_a_group_that_awaits_its_scores_for_long(scoring_s: float, is_told: bool):
+    loop, generator = VirtualLoop(), Generator(reward=SlowReward(scoring_s))  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    while not generator.delivered:
+        told = [message.lease_id for message in generator.sent if isinstance(message, AwaitsScores)]
+        loop.run_until(loop.time() + 0.05)
+    assert told == ([LEASE.lease_id] if is_told else [])
+    generator.hear(Shutdown())
+    loop.run_until(loop.time() + 3.0)
+    assert task.done() and task.exception() is None

@@ -1,0 +1,293 @@
+"""Samples completions for agents: a function of the user calls the model through an OpenAI-compatible URL.
+
+A conversation is one sequence of tokens that only grows, as in an environment: the messages of the first call are rendered by
+the chat template, and each later call must repeat the messages so far, our replies among them, and add new ones. What stands
+between two turns becomes an observation. A call that does not extend the conversation is refused, and its completion fails.
+
+What an agent sends first may be more than its row has: a system prompt, tools. So what its completion read first is kept with
+it (`Played.opening`), and `turns.with_common_prompt` makes the prompt of a group what all of them began with.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asyncgrpo.engines.base import Engine
+from asyncgrpo.environments.base import LONGEST_REPLY, EnvironmentFailed
+from asyncgrpo.environments.chat import Chat, Message, Refused, Said, check_sampling, for_template, message_of
+from asyncgrpo.environments.gateway import Gateway
+from asyncgrpo.environments.host import HostedAgent
+from asyncgrpo.errors import DataError, EngineError, RequestError
+from asyncgrpo.generators.activities import Activities
+from asyncgrpo.generators.transcript import Transcript
+from asyncgrpo.generators.turns import Continue, Play, Played, Turns, failed_in_play
+from asyncgrpo.rewards.breaker import Tally
+from asyncgrpo.types import Completion, FinishReason, Prompt, Sampling, Score
+
+Open = Callable[[Sequence[Message], list[dict[str, Any]] | None, int], tuple[int, ...]]
+"""See `data.tokenizer.opening`."""
+
+
+class Limits(NamedTuple):
+    """What an agent may ask for."""
+
+    temperature: float
+    """Of the run; the only one that a call may name."""
+    top_p: float
+    max_prompt_tokens: int
+    """Most tokens of the first messages."""
+    max_turns: int
+    """Most calls in a completion."""
+
+
+class AgentSampler:
+    """Samples completions for an agent, with one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        agent: HostedAgent,
+        gateway: Gateway,
+        decode: Callable[[Sequence[int]], str],
+        open_: Open,
+        continue_: Continue,
+        *,
+        limits: Limits,
+        system_prompt: str | None = None,
+        unfinished_score: float | None = 0.0,
+    ) -> None:
+        """
+        Args:
+            decode: the text of a turn.
+            system_prompt: is in front of the messages that an agent is given, as in the row's prompt.
+            unfinished_score: of a completion whose agent gave up where there was no room; None: a reward scores it.
+        """
+        self.engine, self.agent, self.gateway = engine, agent, gateway
+        self.decode, self.open_, self.continue_ = decode, open_, continue_
+        self.limits, self.system_prompt, self.unfinished_score = limits, system_prompt, unfinished_score
+        self.tally = Tally()
+        """Counts failures, so that not all are logged."""
+
+    def of(self, prompt: Prompt, activities: Activities | None = None) -> Turns:
+        """See `Sampler`."""
+        turns = prompt.turns or ({"role": "user", "content": prompt.text},)
+        if self.system_prompt is not None and all(one["role"] != "system" for one in turns):
+            turns = ({"role": "system", "content": self.system_prompt}, *turns)
+        return Turns(self, msgspec.structs.replace(prompt, turns=turns), activities or Activities())
+
+    def play(
+        self, turns: Turns, request_id: str, index: int, prompt: tuple[int, ...], sampling: Sampling, seed: int
+    ) -> Play:
+        """See `Sampler`."""
+        return _AgentPlay(self, turns, index, prompt, lambda opening: Transcript(request_id, opening, sampling, seed))
+
+    async def close(self) -> None:
+        """End every process of the agent, and the server."""
+        await self.agent.close()
+        await self.gateway.close()
+
+
+class _AgentPlay:
+    """One completion of an agent: its conversation so far."""
+
+    def __init__(
+        self,
+        sampler: AgentSampler,
+        turns: Turns,
+        index: int,
+        prompt: tuple[int, ...],
+        begin: Callable[[Sequence[int]], Transcript],
+    ) -> None:
+        """
+        Args:
+            begin: a transcript that begins with these token ids.
+        """
+        self._by, self._turns, self._index, self._prompt, self._begin = sampler, turns, index, prompt, begin
+        self._opening: tuple[int, ...] = ()
+        self._transcript = begin(prompt)
+        self._messages: list[Message] = []
+        """The conversation, the newest reply included."""
+        self._tools: list[dict[str, Any]] | None = None
+        self._reason: FinishReason = "abort"
+        self._refused_for = ""
+        """Why a call was refused, after which the conversation cannot go on."""
+        self._is_full = False
+        """Whether a call was refused because there was no room."""
+        self._is_quiet = asyncio.Event()
+        """No call is being answered."""
+        self._is_quiet.set()
+        self._is_over = asyncio.Event()
+        """The request is aborted, the engine failed, or the agent returned."""
+        self._engine_failure: EngineError | None = None
+
+    async def run(self) -> Completion:
+        """See `Play`."""
+        access = await self._by.gateway.open(self)
+        running = asyncio.ensure_future(self._by.agent.run(self._turns.task, access))
+        over = asyncio.ensure_future(self._is_over.wait())
+        activities = self._turns.activities
+        activities.end("generate")
+        activities.begin("reward")
+        try:
+            await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
+            was_quiet, has_returned = self._is_quiet.is_set(), running.done()
+        finally:
+            self._is_over.set()
+            self._by.gateway.end(access)
+            running.cancel()
+            await self._by.engine.abort(self._transcript.turn_id)
+            await self._is_quiet.wait()
+            await asyncio.gather(running, return_exceptions=True)
+            activities.end("reward")
+            activities.begin("generate")
+        if self._engine_failure is not None:
+            raise self._engine_failure
+        return self._finished(running, was_quiet) if has_returned else self._completion("abort")
+
+    async def abort(self) -> None:
+        """See `Play`."""
+        self._is_over.set()
+        await self._by.engine.abort(self._transcript.turn_id)
+
+    # -- a call of the agent -------------------------------------------------------------------------------------------
+
+    async def reply(self, chat: Chat) -> Said:
+        """Sample the turn that a call of the agent asks for. Raises Refused."""
+        check_sampling(chat, temperature=self._by.limits.temperature, top_p=self._by.limits.top_p)
+        self._check_extends(chat)
+        self._is_quiet.clear()
+        activities = self._turns.activities
+        try:
+            self._read(chat)
+            num_read = self._transcript.num_tokens
+            activities.end("reward")
+            activities.begin("generate")
+            try:
+                turn = await self._transcript.sample(self._by.engine, chat.longest)
+            finally:
+                activities.end("generate")
+                activities.begin("reward")
+        except RequestError as error:
+            raise self._stop(f"the engine refuses this conversation: {error}", 400) from error
+        except EngineError as error:
+            self._engine_failure = error
+            self._is_over.set()
+            raise Refused(503, "the engine failed", "server_error") from error
+        finally:
+            self._is_quiet.set()
+        if self._is_over.is_set():
+            raise Refused(404, "this episode is over", "not_found")
+        if turn.finish_reason == "abort":
+            raise self._stop("the engine gave this turn up", 503)
+        self._reason = turn.finish_reason
+        message = message_of(self._by.decode(turn.token_ids.tolist()), has_tools=chat.tools is not None)
+        self._messages = [*chat.messages, message]
+        reason = "tool_calls" if "tool_calls" in message else turn.finish_reason
+        return Said(message, reason, num_read, turn.token_ids.tolist(), turn.logprobs.tolist())
+
+    def _check_extends(self, chat: Chat) -> None:
+        """Refuse a call that does not go on where the conversation is, and fail the completion."""
+        known = self._messages
+        if self._refused_for:
+            raise Refused(409, self._refused_for, "conversation")
+        if self._is_over.is_set():
+            raise Refused(404, "this episode is over", "not_found")
+        if not self._is_quiet.is_set():
+            raise self._stop("a call came before the one before it was answered; a completion is one conversation")
+        if not known:
+            return
+        both = enumerate(zip(known, chat.messages, strict=False))
+        differs = next((index for index, (ours, theirs) in both if ours != theirs), None)
+        if differs is not None:
+            what = f"messages[{differs}] is not what it was"
+        elif len(chat.messages) <= len(known):
+            what = f"{len(chat.messages)} messages came where {len(known)} were said and at least one must be new"
+        elif chat.tools != self._tools:
+            what = "the tools are not those of the first call"
+        else:
+            return
+        raise self._stop(
+            f"{what}; a completion is one conversation that only grows: send all earlier messages and replies as they "
+            "were, and new ones behind them"
+        )
+
+    def _stop(self, why: str, status: int = 409) -> Refused:
+        self._refused_for = why
+        return Refused(status, why, "conversation")
+
+    def _read(self, chat: Chat) -> None:
+        """Lay the new messages of a call behind what there is. Raises Refused: there is no room, or the template does not
+        take them."""
+        limits, new = self._by.limits, chat.messages[len(self._messages) :]
+        if (size := sum(len(one["content"]) for one in new)) > LONGEST_REPLY:
+            raise Refused(413, f"new messages of {size:,} characters; at most {LONGEST_REPLY:,} may come at once")
+        if self._transcript.num_turns >= limits.max_turns:
+            raise self._no_room(f"this completion has had its {limits.max_turns} turns (environment.max_turns)")
+        try:
+            if self._messages:
+                token_ids = self._by.continue_(for_template(new), self._transcript.last_token)
+                if not self._transcript.observe(token_ids):
+                    raise self._no_room(
+                        f"{len(token_ids)} new tokens leave no room for a turn in the {self._transcript.room} that this "
+                        "completion still has (sampling.max_tokens)"
+                    )
+            else:
+                self._open(chat, limits.max_prompt_tokens)
+        except DataError as error:
+            raise Refused(400, str(error)) from error
+
+    def _open(self, chat: Chat, longest: int) -> None:
+        opening = self._by.open_(for_template(chat.messages), chat.tools, longest)
+        if len(opening) > longest:
+            raise Refused(
+                400,
+                f"the first messages, tools included, have more than {longest} tokens; raise data.max_prompt_tokens",
+                "context_length_exceeded",
+            )
+        if len(opening) < 2 or opening[0] != self._prompt[0]:
+            raise Refused(
+                400,
+                "the chat template renders the first messages with another first token than the row's prompt; give the row "
+                "what the agent puts before it, such as a system prompt (data.system_prompt)",
+            )
+        self._opening, self._transcript, self._tools = opening, self._begin(opening), chat.tools
+
+    def _no_room(self, why: str) -> Refused:
+        self._is_full = True
+        return Refused(400, why, "context_length_exceeded")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _finished(self, running: "asyncio.Future[Score | None]", was_quiet: bool) -> Completion:
+        """The completion of an agent that returned, or raised.
+
+        Args:
+            was_quiet: no call was being answered.
+        """
+        error, score = running.exception(), None
+        if error is None:
+            score = running.result()
+        elif not isinstance(error, EnvironmentFailed):
+            raise error
+        failure = self._refused_for
+        if not failure and not was_quiet:
+            failure = "the agent returned before its call of the model was answered"
+        elif not failure and error is not None and not self._is_full:
+            failure = str(error)
+        elif not failure and not self._transcript.num_turns:
+            failure = "the agent returned without a call of the model"
+        elif not failure and score is not None and score.failure is not None:
+            failure = f"{score.failure}: {score.detail}"
+        made = self._completion("abort" if failure else "length" if self._is_full else self._reason)
+        if failure:
+            return dataclasses.replace(failed_in_play(made, failure, self._by.tally), opening=self._opening)
+        if error is not None and self._by.unfinished_score is not None:
+            score = Score(value=self._by.unfinished_score)
+        return dataclasses.replace(made, score=score)
+
+    def _completion(self, reason: FinishReason) -> Played:
+        made = self._transcript.completion(self._index, reason)
+        return Played(**vars(made), score=None, opening=self._opening)

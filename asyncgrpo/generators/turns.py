@@ -1,0 +1,267 @@
+"""Samples completions turn by turn: the model says something, the environment replies, the model reads it and goes on.
+
+A completion is one sequence of tokens that only grows. Each turn is a request of its own to the engine, whose prompt is
+exactly what was sampled and said so far, so nothing that the model sampled is ever tokenised again. The token ids of a reply
+are an `Observation` between the sampled tokens. Each turn keeps the versions of the weights that sampled it.
+"""
+
+import asyncio
+import logging
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from asyncgrpo.engines.base import Engine
+from asyncgrpo.environments.base import Environment, EnvironmentFailed, Task
+from asyncgrpo.errors import DataError, RequestError
+from asyncgrpo.generators.activities import Activities
+from asyncgrpo.generators.transcript import Transcript
+from asyncgrpo.rewards.base import failed
+from asyncgrpo.rewards.breaker import Tally
+from asyncgrpo.types import Completion, FinishReason, Group, Observation, Prompt, Sampling, Score
+
+log = logging.getLogger(__name__)
+
+Continue = Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]
+"""See `data.tokenizer.continuation`."""
+FAILURE = "environment"
+"""The failure of a completion whose environment did not reply as it should."""
+
+
+@dataclass(frozen=True)
+class Played(Completion):
+    """A completion that was played."""
+
+    score: Score | None = field(kw_only=True)
+    """By its environment or agent, or their failure; None: a reward scores it."""
+    opening: tuple[int, ...] = ()
+    """What the model read first, where an agent said that; empty: the prompt."""
+
+
+class Play(Protocol):
+    """One completion that is sampled turn by turn."""
+
+    async def run(self) -> Completion:
+        """Play to the end. Raises RequestError if the prompt is refused, EngineError if the engine fails."""
+
+    async def abort(self) -> None:
+        """End it: `run` returns what there is."""
+
+
+class Sampler(Protocol):
+    """What a generator samples completions of several turns with."""
+
+    def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
+        """What samples the completions of a prompt.
+
+        Args:
+            activities: knows that completions are sampled, and is told when they wait for something else instead.
+        """
+
+    def play(
+        self, turns: "Turns", request_id: str, index: int, prompt: tuple[int, ...], sampling: Sampling, seed: int
+    ) -> Play:
+        """Completion `index` of a request for this prompt."""
+
+    async def close(self) -> None:
+        """End every process."""
+
+
+class TurnSampler:
+    """Samples completions in an environment, with one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        environment: Environment,
+        decode: Callable[[Sequence[int]], str],
+        continue_: Continue,
+        *,
+        max_turns: int,
+        scores: bool,
+    ) -> None:
+        """
+        Args:
+            decode: the text of a turn, as the environment reads it.
+            max_turns: turns of the model in a completion, at most.
+            scores: whether the environment's rewards are the score.
+        """
+        self.engine, self.environment = engine, environment
+        self.decode, self.continue_, self.max_turns, self.scores = decode, continue_, max_turns, scores
+        self.tally = Tally()
+        """Counts failures, so that not all are logged."""
+
+    def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
+        """See `Sampler`."""
+        return Turns(self, prompt, activities or Activities())
+
+    def play(
+        self, turns: "Turns", request_id: str, index: int, prompt: tuple[int, ...], sampling: Sampling, seed: int
+    ) -> Play:
+        """See `Sampler`."""
+        return _Play(self, turns, index, Transcript(request_id, prompt, sampling, seed))
+
+    async def close(self) -> None:
+        """End every process of the environment."""
+        await self.environment.close()
+
+
+class Turns:
+    """Samples the completions of one prompt turn by turn. It has the methods of an engine that a group uses."""
+
+    def __init__(self, sampler: Sampler, prompt: Prompt, activities: Activities) -> None:
+        self.sampler, self.activities = sampler, activities
+        self.prompt, self.task = prompt, Task.of(prompt, zlib.crc32(prompt.prompt_id.encode()))
+        self._playing: dict[str, list[Play]] = {}
+
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        """See `Engine.generate`. What the sampling allows a completion holds for all its turns and observations together.
+
+        Completions whose environment scored them, or failed, are `Played`.
+        """
+        plays = [
+            self.sampler.play(self, f"{request_id}.{i}", i, prompt, sampling, seed + i) for i in range(num_completions)
+        ]
+        self._playing[request_id] = plays
+        tasks = [asyncio.create_task(play.run()) for play in plays]
+        refused: RequestError | None = None
+        try:
+            for done in asyncio.as_completed(tasks):
+                try:
+                    yield await done
+                except RequestError as error:
+                    refused = error
+            if refused is not None:
+                raise refused
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            del self._playing[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its completions are yielded with what they have. An unknown id is ignored."""
+        for play in self._playing.get(request_id, ()):
+            await play.abort()
+
+
+class _Play:
+    """One completion in an environment: its turns so far."""
+
+    def __init__(self, sampler: TurnSampler, turns: Turns, index: int, transcript: Transcript) -> None:
+        self._by, self._turns, self._index, self._transcript = sampler, turns, index, transcript
+        self._reward: float | None = None
+        self._aborted = asyncio.Event()
+
+    async def run(self) -> Completion:
+        """See `Play`."""
+        episode = self._by.environment.episode(self._turns.task)
+        failure = ""
+        reason: FinishReason = "abort"
+        try:
+            reply = await self._unless_aborted(episode.reset())
+            if reply is not None and self._observe(reply.messages):
+                reason = await self._play(episode)
+        except (EnvironmentFailed, DataError) as error:  # DataError: the chat template
+            failure = str(error)
+        finally:
+            await episode.close()
+        return self._completion(reason, failure)
+
+    async def _play(self, episode: Any) -> FinishReason:
+        """The turns of the model and the replies to them. Returns how they ended."""
+        for turn in range(self._by.max_turns):
+            completion = await self._turn()
+            if completion is None or self._aborted.is_set():
+                return "abort"
+            if completion.finish_reason != "stop":
+                return completion.finish_reason
+            text = self._by.decode(completion.token_ids.tolist())
+            reply = await self._unless_aborted(episode.step(text))
+            if reply is None:
+                return "abort"
+            if reply.reward is not None:
+                self._reward = (self._reward or 0.0) + reply.reward
+            if reply.done:
+                return "stop"
+            if turn + 1 == self._by.max_turns or not self._observe(reply.messages):
+                return "length"
+        return "length"
+
+    async def _turn(self) -> Completion | None:
+        """Sample one turn; None: it is refused, and not the first."""
+        try:
+            return await self._transcript.sample(self._by.engine)
+        except RequestError:
+            if not self._transcript.num_turns:
+                raise
+            log.warning("%s was refused", self._transcript.turn_id, exc_info=True)
+            return None
+
+    def _observe(self, messages: Sequence[dict[str, str]]) -> bool:
+        """Lay what the environment said behind what there is: whether a turn of the model has room after it."""
+        return self._transcript.observe(self._by.continue_(messages, self._transcript.last_token) if messages else ())
+
+    async def _unless_aborted(self, call: Any) -> Any:
+        """What the environment replies; None if the request is aborted first."""
+        calling, aborted = asyncio.ensure_future(call), asyncio.ensure_future(self._aborted.wait())
+        activities = self._turns.activities
+        activities.end("generate")
+        try:
+            with activities.during("reward"):
+                await asyncio.wait({calling, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            return None if self._aborted.is_set() else await calling
+        finally:
+            activities.begin("generate")
+            calling.cancel()
+            aborted.cancel()
+
+    async def abort(self) -> None:
+        """See `Play`."""
+        self._aborted.set()
+        await self._by.engine.abort(self._transcript.turn_id)
+
+    def _completion(self, reason: FinishReason, failure: str) -> Completion:
+        made = self._transcript.completion(self._index, reason)
+        if failure:
+            return failed_in_play(made, failure, self._by.tally)
+        if self._by.scores and reason != "abort":
+            return Played(**vars(made), score=Score(value=self._reward or 0.0))
+        return made
+
+
+def failed_in_play(made: Completion, failure: str, tally: Tally) -> "Played":
+    """The completion with its failure by name; some of those are logged."""
+    if (count := tally.add(FAILURE)) is not None:
+        log.warning("the environment failed (%d so far), the last time: %s", count, failure)
+    return Played(**vars(made) | {"score": failed(FAILURE, failure)})
+
+
+def with_common_prompt(group: Group) -> Group:
+    """The group with the prompt that all its completions began with: the prompt of the lease where agents sent the row's
+    messages, and else a beginning of it. What each read after that is an observation of its own.
+    """
+    openings = [found for one in group.rollouts if (found := getattr(one.completion, "opening", ()))]
+    whole = group.prompt.token_ids
+    if all(opening == whole for opening in openings):
+        return group
+    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(whole, *openings, strict=False))
+    common = whole[: min(sum(1 for _ in alike), *(len(opening) - 1 for opening in openings))]
+
+    def moved(completion: Completion) -> Completion:
+        rest = getattr(completion, "opening", ())[len(common) :]
+        first = (Observation(0, np.array(rest, np.int32)),) if rest else ()
+        return replace(completion, observations=first + completion.observations)
+
+    return replace(
+        group,
+        prompt=msgspec.structs.replace(group.prompt, token_ids=common),
+        rollouts=tuple(replace(one, completion=moved(one.completion)) for one in group.rollouts),
+    )

@@ -1,0 +1,479 @@
+"""An agent that speaks OpenAI's API is trained on exactly the tokens that it was answered with, or fails by name."""
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncgrpo.data.demo import make_demo_model
+from asyncgrpo.data.tokenizer import continuation, decoder, load_tokenizer, opening
+from asyncgrpo.engines.torch.engine import TorchEngine
+from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
+from asyncgrpo.environments.gateway import LARGEST_BODY, Gateway
+from asyncgrpo.errors import EngineError
+from asyncgrpo.generators.agents import AgentSampler, Limits
+from asyncgrpo.generators.rollout import GroupInFlight
+from asyncgrpo.generators.turns import Played, with_common_prompt
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.wire.groups import check_group, check_lease, pack_group
+from tests.generators.test_rollout import make_lease
+from tests.generators.test_turns import END, V1, V2, Length, Scripted, all_of, decode
+from tests.learner.test_observations import true_logprobs
+
+Agent = Callable[[Task, Access], Awaitable[Score | None]]
+ROW = [{"role": "user", "content": "hi"}]
+
+
+def render(messages, tools=None, longest=0) -> tuple[int, ...]:
+    """The chat template of these tests: `~`, the tools, and the messages one behind the other."""
+    told = "" if tools is None else json.dumps(tools)
+    return tuple(map(ord, "~" + told + "".join(f"{one['role'][0]}:{one['content']} " for one in messages)))
+
+
+def go_on(messages, last) -> tuple[int, ...]:
+    return tuple(ord(c) for one in messages for c in ("" if last == END else "$") + f"|{one['content']}|")
+
+
+PROMPT = Prompt(prompt_id="train/0", token_ids=render(ROW), text="hi", answer="x")
+
+
+class Local:
+    """An agent in this process."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.run, self.closed = agent, False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def sampler(engine, agent: Agent, **options: Any) -> AgentSampler:
+    limits = Limits(temperature=1.0, top_p=1.0, max_prompt_tokens=300, max_turns=options.pop("max_turns", 8))
+    gateway = Gateway("tiny", decode)
+    return AgentSampler(engine, Local(agent), gateway, decode, render, go_on, limits=limits, **options)
+
+
+async def play(engine, agent: Agent, *, max_tokens: int = 200, count: int = 1, **options: Any) -> list[Completion]:
+    by = sampler(engine, agent, **options)
+    turns = by.of(PROMPT)
+    try:
+        found = [one async for one in turns.generate("r", PROMPT.token_ids, count, Sampling(max_tokens=max_tokens), 40)]
+    finally:
+        await by.close()
+    assert by.gateway._episodes == {}
+    return sorted(found, key=lambda one: one.index)
+
+
+def client(access: Access) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def two_calls(task: Task, access: Access) -> Score:
+    messages: list[Any] = list(task.turns)
+    async with client(access) as model:
+        for question in ("one?", "two?"):
+            reply = await model.chat.completions.create(model=access.model, messages=messages)
+            messages += [reply.choices[0].message, user(question)]
+    return Score(value=0.5)
+
+
+async def test_calls_of_an_agent_are_one_sequence_of_exactly_the_sampled_tokens():
+    engine = Scripted("ab", "cd")
+    (one,) = await play(engine, two_calls)
+    assert isinstance(one, Played) and one.score == Score(value=0.5) and one.opening == PROMPT.token_ids
+    assert all_of(one) == "ab$|one?|cd$" and decode(one.token_ids) == "abcd" and one.finish_reason == "stop"
+    assert [prompt for _, prompt, _, _ in engine.asked] == [
+        PROMPT.token_ids,
+        PROMPT.token_ids + tuple(one.all_token_ids[:-3]),
+    ]
+    assert len({seed for *_, seed in engine.asked}) == 2
+
+
+async def test_a_turn_keeps_the_version_that_sampled_it():
+    engine = Scripted("ab", "cd")
+
+    async def agent(task: Task, access: Access) -> Score:
+        async with client(access) as model:
+            first = await model.chat.completions.create(model="m", messages=ROW)
+            engine.version = V2
+            await model.chat.completions.create(model="m", messages=[*ROW, first.choices[0].message, user("?")])
+        return Score(value=1.0)
+
+    (one,) = await play(engine, agent)
+    assert [(span.version, span.start, span.end) for span in one.spans] == [(V1, 0, 3), (V2, 3, 6)]
+
+
+async def test_a_reply_has_the_fields_of_openai():
+    found: dict[str, Any] = {}
+
+    async def agent(task: Task, access: Access) -> None:
+        async with client(access) as model:
+            found["models"] = [one.id async for one in await model.models.list()]
+            found["reply"] = await model.chat.completions.create(
+                model="m", messages=ROW, logprobs=True, max_tokens=50, temperature=1.0, top_p=1.0
+            )
+            messages = [*ROW, found["reply"].choices[0].message, user("?")]
+            stream = await model.chat.completions.create(
+                model="m", messages=messages, stream=True, stream_options={"include_usage": True}, max_tokens=2
+            )
+            found["events"] = [event async for event in stream]
+
+    (one,) = await play(Scripted("ab", "cde"), agent)
+    assert one.score is None and one.finish_reason == "length", "the reward scores it"
+    reply = found["reply"]
+    (choice,) = reply.choices
+    assert found["models"] == ["tiny"] and reply.model == "tiny" and reply.object == "chat.completion"
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "ab", "stop")
+    assert choice.token_ids == [ord("a"), ord("b"), END]
+    assert [(token.token, token.logprob) for token in choice.logprobs.content] == [("a", -1), ("b", -1), ("", -1)]
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT.token_ids), 3)
+    first, last, usage = found["events"]
+    assert first.choices[0].delta.content == "cd" and last.choices[0].finish_reason == "length"
+    assert usage.usage.completion_tokens == 2 and all_of(one) == "ab$|?|cd"
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+async def test_tools_are_in_the_prompt_and_their_calls_in_the_reply():
+    found = []
+
+    async def agent(task: Task, access: Access) -> Score:
+        messages: list[Any] = [{"role": "system", "content": "be kind"}, *task.turns]
+        async with client(access) as model:
+            for _ in range(2):
+                reply = (await model.chat.completions.create(model="m", messages=messages, tools=TOOLS)).choices[0]
+                found.append(reply)
+                messages.append(reply.message.model_dump())
+                for call in reply.message.tool_calls or ():
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        return Score(value=1.0)
+
+    call = 'so <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    engine = Scripted(call, "it is 3")
+    (one,) = await play(engine, agent)
+    first, second = found
+    (made,) = first.message.tool_calls
+    assert (first.finish_reason, first.message.content) == ("tool_calls", "so")
+    assert (made.function.name, json.loads(made.function.arguments)) == ("add", {"a": 1, "b": 2})
+    assert (second.finish_reason, second.message.content, second.message.tool_calls) == ("stop", "it is 3", None)
+    assert all_of(one) == f"{call}$|3|it is 3$"
+    assert isinstance(one, Played) and one.opening == render([{"role": "system", "content": "be kind"}, *ROW], TOOLS)
+
+
+def one_more(*messages: dict[str, Any]) -> Agent:
+    """An agent that makes one call, and then one with these messages, whose refusal it does not mind."""
+
+    async def agent(task: Task, access: Access) -> Score:
+        async with client(access) as model:
+            await model.chat.completions.create(model="m", messages=ROW)
+            with pytest.raises(openai.ConflictError) as refused:
+                await model.chat.completions.create(model="m", messages=list(messages))
+            assert refused.value.response.headers["x-should-retry"] == "false"
+        return Score(value=1.0)
+
+    return agent
+
+
+SAID = {"role": "assistant", "content": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([user("hello"), SAID, user("?")], r"messages\[0\] is not what it was"),
+        ([*ROW, {"role": "assistant", "content": "AB"}, user("?")], r"messages\[1\] is not what it was"),
+        ([*ROW, user("?")], r"messages\[1\] is not what it was"),
+        (ROW, "1 messages came where 2 were said"),
+        ([*ROW, SAID], "2 messages came where 2 were said and at least one must be new"),
+    ],
+)
+async def test_a_call_that_does_not_extend_the_conversation_fails_the_completion_by_name(messages, why):
+    engine = Scripted("ab", "cd")
+    (one,) = await play(engine, one_more(*messages))
+    assert isinstance(one, Played) and one.score is not None and one.score.failure == "environment"
+    assert re.search(why, one.score.detail), one.score.detail
+    assert "send all earlier messages and replies as they were" in one.score.detail
+    assert all_of(one) == "ab$" and len(engine.asked) == 1, "the refused call samples nothing"
+
+
+async def test_two_calls_at_once_fail_the_completion_by_name():
+    async def agent(task: Task, access: Access) -> Score:
+        async with client(access) as model:
+            calls = (model.chat.completions.create(model="m", messages=ROW) for _ in range(2))
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            assert sorted(type(one).__name__ for one in found) == ["ChatCompletion", "ConflictError"]
+        return Score(value=1.0)
+
+    engine = Scripted("ab", "cd")
+    engine.gate.clear()
+    asyncio.get_running_loop().call_later(0.5, engine.gate.set)
+    (one,) = await play(engine, agent)
+    assert isinstance(one, Played) and one.score is not None and "a call came before the one before" in one.score.detail
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (
+            {"temperature": 0.7},
+            "temperature 0.7 is refused: the run samples with 1; leave it out, or set sampling.temp",
+        ),
+        ({"top_p": 0.9}, "top_p 0.9 is refused"),
+        ({"n": 2}, "n is refused: a call samples one turn"),
+        ({"stop": ["x"]}, "stop is refused: `sampling.stop`"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice is refused"),
+        ({"response_format": {"type": "json_object"}}, "response_format is refused"),
+        ({"logit_bias": {"1": 2}}, "logit_bias is refused"),
+        ({"presence_penalty": 1.0}, "presence_penalty is refused"),
+        ({"extra_body": {"top_k": 3}}, "unknown field `top_k`"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role"),
+        ({"messages": [user("x" * 400)]}, "have more than 300 tokens; raise data.max_prompt_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is understood"),
+        ({"messages": [{"role": "user", "content": "x", "audio": {"id": 1}}]}, r"messages\[0\] has 'audio'"),
+    ],
+)
+async def test_what_would_be_left_out_is_refused_by_name_and_the_agent_may_go_on(asked, why):
+    async def agent(task: Task, access: Access) -> Score:
+        async with client(access) as model:
+            with pytest.raises(openai.BadRequestError, match=why):
+                await model.chat.completions.create(**{"model": "m", "messages": ROW} | asked)
+            await model.chat.completions.create(model="m", messages=ROW)
+        return Score(value=1.0)
+
+    (one,) = await play(Scripted("ab"), agent)
+    assert all_of(one) == "ab$" and isinstance(one, Played) and one.score == Score(value=1.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"), [({"max_tokens": 12}, "sampling.max_tokens"), ({"max_turns": 1}, "max_turns")]
+)
+@pytest.mark.parametrize("minds", [True, False])
+async def test_a_call_that_has_no_room_is_refused_and_the_completion_is_one_that_was_cut(limits, why, minds):
+    async def agent(task: Task, access: Access) -> Score:
+        try:
+            return await two_calls(task, access)
+        except openai.BadRequestError as error:
+            assert why in str(error) and error.code == "context_length_exceeded"
+            if minds:
+                raise EnvironmentFailed("no room") from error
+            return Score(value=0.25)
+
+    (one,) = await play(Scripted("abcdefg", "h"), agent, **limits)
+    assert all_of(one) == "abcdefg$" and one.finish_reason == "length"
+    assert isinstance(one, Played) and one.score == Score(value=0.0 if minds else 0.25)
+
+
+async def raises(task: Task, access: Access) -> None:
+    raise EnvironmentFailed("agent.py:3: KeyError: 'x'")
+
+
+async def calls_nothing(task: Task, access: Access) -> Score:
+    return Score(value=1.0)
+
+
+async def returns_early(task: Task, access: Access) -> Score:
+    call = asyncio.ensure_future(client(access).chat.completions.create(model="m", messages=ROW))
+    await asyncio.wait({call}, timeout=0.3)
+    return Score(value=1.0)
+
+
+async def returns_nonsense(task: Task, access: Access) -> Score:
+    await client(access).chat.completions.create(model="m", messages=ROW)
+    return Score(failure="bad_type", detail="a reward must be a number")
+
+
+@pytest.mark.parametrize(
+    ("agent", "detail"),
+    [
+        (raises, "agent.py:3: KeyError: 'x'"),
+        (calls_nothing, "the agent returned without a call of the model"),
+        (returns_early, "the agent returned before its call of the model was answered"),
+        (returns_nonsense, "bad_type: a reward must be a number"),
+    ],
+)
+async def test_an_agent_that_goes_wrong_is_a_failure_by_name_of_its_completion(agent, detail):
+    engine = Scripted("ab")
+    if agent is returns_early:
+        engine.gate.clear()
+    (one,) = await play(engine, agent)
+    assert isinstance(one, Played) and one.score == Score(failure="environment", detail=detail)
+    assert one.finish_reason == "abort"
+
+
+async def test_an_aborted_request_gives_what_it_has_and_the_address_is_gone():
+    engine, seen = Scripted("ab", "cd"), []
+
+    async def agent(task: Task, access: Access) -> Score:
+        seen.append(access)
+        return await two_calls(task, access)
+
+    by = sampler(engine, agent)
+    engine.gate.clear()
+    turns = by.of(PROMPT)
+    found = asyncio.ensure_future(anext(turns.generate("r", PROMPT.token_ids, 1, Sampling(max_tokens=99), 0)))  # type: ignore[arg-type]
+    while not engine.asked:
+        await asyncio.sleep(0.01)
+    await turns.abort("r")
+    one = await asyncio.wait_for(found, 5.0)
+    assert one.finish_reason == "abort" and all_of(one) == "ab$"
+    with pytest.raises(openai.NotFoundError, match="no such episode, or it is over"):
+        await client(seen[0]).chat.completions.create(model="m", messages=ROW)
+    await by.close()
+
+
+async def test_an_engine_that_fails_ends_every_episode():
+    class Failing(Scripted):
+        async def generate(self, *arguments):
+            raise EngineError("gone")
+            yield
+
+    with pytest.raises(EngineError, match="gone"):
+        await play(Failing(), two_calls, count=3)
+
+
+async def test_bytes_that_are_no_request_are_refused_and_harm_nothing():
+    rng = random.Random(5)
+    good = json.dumps({"messages": ROW, "max_tokens": 3}).encode()
+    bodies = [b"", b"[", b"null", b"\xff\xfe", b'{"messages": "x"}', b'{"messages": [3]}', b"[" * 50_000]
+    bodies += [
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": [], "content": {}}]}',
+    ]
+    bodies += [b'{"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}', good + b"}"]
+    for _ in range(60):
+        body = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        bodies.append(bytes(body))
+    statuses: list[int] = []
+
+    async def agent(task: Task, access: Access) -> Score:
+        async with aiohttp.ClientSession() as http:
+            url = f"{access.base_url}/chat/completions"
+            for body in bodies:
+                async with http.post(url, data=body) as reply:
+                    statuses.append(reply.status)
+                    if reply.status != 200:
+                        assert set((await reply.json())["error"]) == {"message", "type", "param", "code"}
+            for method, path in (("GET", url), ("POST", f"{access.base_url}/embeddings"), ("PUT", access.base_url)):
+                async with http.request(method, path) as reply:
+                    assert reply.status == 404
+            async with http.post(url, data=b" " * (LARGEST_BODY + 1)) as reply:
+                assert reply.status == 413
+        return Score(value=1.0)
+
+    await play(Scripted("ab"), agent, max_tokens=1000)
+    assert set(statuses) <= {200, 400, 409} and statuses.count(400) > 40
+
+
+# -- the prompt of a group ---------------------------------------------------------------------------------------------
+
+
+async def group_of(agent: Agent) -> tuple[Group, Any]:
+    lease = make_lease(with_greedy=False)
+    lease = msgspec.structs.replace(lease, prompt=PROMPT, sampling=Sampling(max_tokens=100))
+    by = sampler(Scripted("ab", "cd"), agent)
+    try:
+        return await GroupInFlight(lease, by.of(PROMPT), Length(), decode).generate("g"), lease
+    finally:
+        await by.close()
+
+
+async def test_agents_that_send_the_messages_of_the_row_share_its_prompt():
+    group, lease = await group_of(two_calls)
+    assert group.prompt == PROMPT and [all_of(one.completion) for one in group.rollouts] == ["ab$|one?|cd$"] * 3
+    check_lease(pack_group(group)[0], lease, None)
+
+
+async def test_what_an_agent_sends_beyond_its_row_is_an_observation_at_the_start():
+    count = iter(range(3))
+
+    async def agent(task: Task, access: Access) -> Score:
+        number = next(count)
+        if number == 2:
+            raise EnvironmentFailed("it never began")
+        async with client(access) as model:
+            messages = [{"role": "system", "content": f"you are {number}"}, *ROW]
+            await model.chat.completions.create(model="m", messages=messages)
+        return Score(value=float(number))
+
+    group, lease = await group_of(agent)
+    assert group.prompt.token_ids == (ord("~"),) and group.prompt.text == PROMPT.text
+    read = [decode([*group.prompt.token_ids, *one.completion.all_token_ids]) for one in group.rollouts]
+    assert sorted(read) == ["~", "~s:you are 0 u:hi ab", "~s:you are 1 u:hi ab"]
+    message, payload = pack_group(group)
+    check_group(message, payload)
+    check_lease(message, lease, None)
+
+
+async def test_the_agent_is_given_the_messages_that_the_prompt_was_made_of():
+    tasks = []
+
+    async def agent(task: Task, access: Access) -> Score:
+        tasks.append(task)
+        return await two_calls(task, access)
+
+    (one,) = await play(Scripted("ab", "cd"), agent, system_prompt="be kind")
+    assert tasks[0].turns == ({"role": "system", "content": "be kind"}, *ROW)
+    assert isinstance(one, Played) and one.opening == render(tasks[0].turns)
+
+
+def test_a_group_without_agents_is_as_it_was():
+    group = Group("1", "1.0", 0, 0, "train", PROMPT, ())
+    assert with_common_prompt(group) is group
+
+
+# -- a real model ------------------------------------------------------------------------------------------------------
+
+
+async def test_log_probs_of_an_agents_turns_are_those_of_the_model_that_sampled_them(tmp_path):
+    path = str(tmp_path / "model")
+    make_demo_model(tmp_path / "model", seed=3)
+    engine = TorchEngine(path, dtype=torch.float32, device=torch.device("cpu"), max_context=256, max_completions=8)
+    await engine.start(PolicyVersion(1, 0))
+    tokenizer = load_tokenizer(path)
+    open_, text = opening(tokenizer), decoder(tokenizer, keep_special=False)
+    prompt = Prompt(prompt_id="train/0", token_ids=open_(ROW, None, 99), text="hi")
+
+    async def agent(task: Task, access: Access) -> Score:
+        messages: list[Any] = [{"role": "user", "content": "0123"}]
+        async with client(access) as model:
+            for _ in range(3):
+                reply = await model.chat.completions.create(model="m", messages=messages, max_tokens=7)
+                messages += [reply.choices[0].message, user("4+5")]
+        return Score(value=1.0)
+
+    limits = Limits(1.0, 1.0, 64, 8)
+    gateway = Gateway("tiny", decoder(tokenizer, keep_special=True))
+    by = AgentSampler(engine, Local(agent), gateway, text, open_, continuation(tokenizer), limits=limits)
+    sampling = Sampling(max_tokens=120, stop_token_ids=(tokenizer.eos_token_id,))
+    try:
+        found = [one async for one in by.of(prompt).generate("r", prompt.token_ids, 1, sampling, 5)]
+    finally:
+        await by.close()
+        await engine.close()
+    (one,) = found
+    assert isinstance(one, Played) and len(one.turns) == 3, one
+
+    class Opened:
+        prompt = Prompt(prompt_id="", token_ids=one.opening)
+
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    np.testing.assert_allclose(one.logprobs, true_logprobs(network, Opened(), one), atol=2e-6)
