@@ -21,7 +21,10 @@ TILE_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
 """Logits that are float32 at once. On a CPU 4 MiB, so that what is done to each finds it in the cache."""
 FEWEST_ROWS = 32
-"""Rows of a tile or block at least, however large the vocabulary: an objective is asked once a block."""
+"""Rows of a block at least, however large the vocabulary: an objective is asked once a block."""
+SUMMED_ROWS = 512
+"""Rows of a tile at least where the head is trained: the float32 sum of its gradient is read and written once a tile. In
+bfloat16 they take 1 KiB for each token of the vocabulary, and that sum 4 bytes times the width of the model."""
 
 
 class TokenScores(NamedTuple):
@@ -116,12 +119,13 @@ class _FusedLoss(torch.autograd.Function):
         temperature: float,
         reference: Reference | None,
     ) -> tuple[Tensor, ...]:
-        rows = _Rows(weight)
+        rows = _Rows(weight, sums_gradient=weight.requires_grad)
         # Not a list of small tensors: glibc leaves holes between those that the next block's logits do not fit into.
         kept = [hidden.new_empty(len(hidden), dtype=_exact(weight.dtype)) for _ in range(2 + (reference is not None))]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if weight.requires_grad else None
-        share = torch.empty_like(weight) if weight.requires_grad else None  # of one tile, always in the same memory
+        is_exact = weight.dtype == _exact(weight.dtype)
+        share = None if is_exact or grad_weight is None else torch.empty_like(weight)  # of a tile, always in one memory
         for tile in rows.tiles(len(targets)):
             logits, there = rows.logits(hidden[tile], weight), None
             if reference is not None:
@@ -140,8 +144,8 @@ class _FusedLoss(torch.autograd.Function):
                     if part is not None:
                         whole[here] = part
             torch.mm(grad_logits, weight, out=grad_hidden[tile])
-            if grad_weight is not None and share is not None:
-                grad_weight += torch.mm(grad_logits.t(), hidden[tile], out=share)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.t(), hidden[tile], share)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(*kept)
         return hidden.new_zeros((), dtype=torch.float32), *kept
@@ -158,10 +162,10 @@ class _FusedLoss(torch.autograd.Function):
 class _Rows:
     """Cuts tokens into tiles and tiles into blocks, and makes logits, of a tile always in the same memory."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, sums_gradient: bool = False) -> None:
         vocabulary, device = weight.shape[0], weight.device.type
         self._in_block = max(FEWEST_ROWS, BLOCK_LOGITS[device] // vocabulary)
-        self._in_tile = max(self._in_block, TILE_LOGITS[device] // vocabulary)
+        self._in_tile = max(self._in_block, TILE_LOGITS[device] // vocabulary, SUMMED_ROWS if sums_gradient else 0)
         self._memory: Tensor | None = None
         self._reference: _Rows | None = None
 
@@ -201,15 +205,26 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor, share: Tensor | None) -> None:
+    """`total += a @ b`, by way of `share` where their dtype is narrower than that of the sum."""
+    if share is None:
+        total.addmm_(a, b)
+    else:
+        total += torch.mm(a, b, out=share)
+
+
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """[n, V] and [n, V] to [n], without the product in between."""
-    return torch.bmm(a[:, None], b[..., None])[:, 0, 0]
+    """[n, V] and [n, V] to [n]. A block of a GPU is large, and gets no product in between; on a CPU it is in the cache."""
+    return torch.bmm(a[:, None], b[..., None])[:, 0, 0] if a.is_cuda else (a * b).sum(-1)
 
 
 def _statistics(logits: Tensor, targets: Tensor) -> tuple[TokenScores, Tensor, Tensor]:
-    """Scores of a block, and [n, V] log p and p."""
-    log_p = logits.log_softmax(-1)
-    p = log_p.exp()
+    """Scores of a block, and [n, V] log p, in the memory of the logits, and p.
+
+    An exponential costs more than all the rest, so there is one: the largest p says by what the softmax divided.
+    """
+    p = logits.softmax(-1)
+    log_p = logits.sub_(logits.amax(-1, keepdim=True)).add_(p.amax(-1, keepdim=True).log_())
     logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
     return TokenScores(logprobs, -_dot(p, log_p)), log_p, p
 

@@ -5,12 +5,12 @@ its share, and shares add up to what one process would have done, whatever the n
 """
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -21,27 +21,40 @@ from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
-from asyncgrpo.learner import objective, saving
+from asyncgrpo.learner import compiling, objective, saving
+from asyncgrpo.learner.check import LearnerCheck
 from asyncgrpo.learner.head import Reference
-from asyncgrpo.learner.model import Scored, build_model, keep_gathered, reshard, whole, without_adapters
-from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_elementwise
-from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload
+from asyncgrpo.learner.model import (
+    Scored,
+    build_model,
+    decoder_layers,
+    keep_gathered,
+    reshard,
+    whole,
+    without_adapters,
+)
+from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_elementwise, report_not_run
+from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload, learning_rate, make_optimizer
 from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.publishing import PublishedAdapters, PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report
+from asyncgrpo.learner.snapshot import Snapshot
 from asyncgrpo.types import Group, PolicyVersion
 
 
 class Learner:
     """The model, its optimizer and the reference, sharded over the ranks."""
 
-    def __init__(self, config: Config, *, rank: int, world: int, device: torch.device | str) -> None:
+    def __init__(
+        self, config: Config, *, rank: int, world: int, device: torch.device | str, has_stepped: bool = False
+    ) -> None:
         """Load the model. Collective.
 
         Args:
             config: of the whole run.
             rank, world: of the default process group. With world 1 one is made here if there is none.
             device: of this rank, `cpu` or `cuda:N`.
+            has_stepped: it stands for a process that has made a step, so that none is its first.
         Raises:
             ConfigError: the model cannot be loaded or trained here, or the algorithm's settings do not fit together.
         """
@@ -61,8 +74,11 @@ class Learner:
         self._reference = None
         if self.has_reference and not config.model.lora.rank:  # with adapters the reference is the model without them
             self._reference = build_model(config.model.path, dtype, self.device, mesh, config, trainable=False)
+        wish = config.learner.compile
+        self._compiles = compiling.pays(config, decoder_layers(self.model), self.device) if wish is None else wish
+        self._has_stepped = has_stepped
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = _optimizer(self.model, config)
+        self.optimizer = make_optimizer(self.model, config)
         self._offload = OptimizerOffload(self.optimizer, is_on=config.learner.offload_optimizer)
         self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
@@ -70,6 +86,10 @@ class Learner:
         only_adapters = config.model.lora.rank and config.weights.adapters_only
         self.sent = PublishedAdapters(self.model, config.model.path) if only_adapters else self._published
         """What a publication carries."""
+        self.snapshot = Snapshot(
+            self.sent, rank=rank, world=world, device=self.device, timeout_s=config.weights.timeout_s
+        )
+        self.check = LearnerCheck(self.model, config.data.max_prompt_tokens + config.sampling.max_tokens, self.device)
 
     def step(self, groups: list[Group], version: PolicyVersion) -> StepReport:
         """Train on `groups`, `learner.ppo_epochs` times; `version` names the weights before it. Collective.
@@ -79,6 +99,9 @@ class Learner:
         Raises:
             TrainingError: too many updates in a row were not made.
         """
+        if self._has_stepped and self._compiles:
+            self.compile()
+        self._has_stepped = True
         clock = PhaseClock(self.device)
         updates: list[Update] = []
         totals: list[Sums] = []
@@ -107,6 +130,19 @@ class Learner:
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
         )
+
+    def compile(self) -> None:
+        """Compile the layers, if every rank can. Collective; `step` calls it where the configuration asks for it."""
+        self._compiles = False
+        can = torch.tensor(float(compiling.works(self.device)), device=self.device)
+        dist.all_reduce(can, dist.ReduceOp.MIN)
+        if can.item():
+            for model in (self.model, self._reference):
+                compiling.compile_layers(decoder_layers(model) if model else [])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the peak learning rate; warm-up and schedule go on from where they are. The same on every rank."""
+        self.config = replace(self.config, learner=replace(self.config.learner, lr=lr))
 
     def save(self, folder: str) -> None:
         """Write what `load` needs to go on exactly here. Collective. Raises CheckpointError."""
@@ -159,7 +195,7 @@ class Learner:
             ),
             share_prompts=learner.share_prompts,
             pair_cost=1 / (6 * self.model.head.in_features),
-            skip_forward_only=has_only_policy_gradient(self.config),
+            skip_zero_advantage=has_only_policy_gradient(self.config),
         )
 
     def _precompute(self, batch: StepBatch) -> tuple[StepBatch, list[Precomputed]]:
@@ -181,16 +217,21 @@ class Learner:
         """Forward and backward of a minibatch; gradients of its share are left in the parameters."""
         sums = []
         keep_gathered(self.model, self._keeps_gathered)
-        for microbatch in batch.forward_only:
-            with torch.no_grad():
-                sums.append(self._loss(microbatch.to(self.device), batch, Precomputed(), version)[1])
         for number, microbatch in enumerate(batch.trained):
             if number == len(batch.trained) - 1:
                 keep_gathered(self.model, False)
             loss, reported = self._loss(microbatch.to(self.device), batch, precomputed[number], version)
             loss.backward()
             sums.append(reported)
+        if self.rank == 0:  # all ranks know of them, and one counts them
+            not_run = batch.not_run.to(self.device)
+            sums.append(report_not_run(not_run, version=version.number, oldest_trained=self._oldest_trained(version)))
         return merge(sums)
+
+    def _oldest_trained(self, version: PolicyVersion) -> int | None:
+        """Number of the weights whose tokens are the oldest to have a weight in the loss; none: all have one."""
+        buffer = self.config.buffer
+        return version.number - buffer.largest_max_lag if buffer.policy == "mask" else None
 
     def _loss(
         self, batch: PackedBatch, step: StepBatch, precomputed: Precomputed, version: PolicyVersion
@@ -212,9 +253,7 @@ class Learner:
             version=version.number,
             max_length=self.config.sampling.max_tokens,
             kl_coef=self.kl_coef,
-            oldest_trained=version.number - self.config.buffer.largest_max_lag
-            if self.config.buffer.policy == "mask"
-            else None,
+            oldest_trained=self._oldest_trained(version),
         )
         scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
         sums = objective.report(scored.scores)
@@ -277,62 +316,17 @@ class Learner:
         return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone)
 
 
-def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) -> float:
-    """The rate of the update after `updates` updates: a warm-up, a schedule, and what the step's groups can teach.
-
-        lr        = learner.lr  warm-up  schedule  min(1, sqrt(signal_share / full_lr_signal))
-        warm-up   = min(1, (updates + 1) / (warmup_steps + 1))
-        schedule  constant   1
-                  linear     lr_min_ratio + (1 - lr_min_ratio) (1 - p)
-                  cosine     lr_min_ratio + (1 - lr_min_ratio) (1 + cos(pi p)) / 2
-        p         = (updates - warmup_steps) / (updates of the whole run - warmup_steps), at least 0 and at most 1
-
-    A resume with another `run.steps` goes on along the curve of the new length, at the update where it was.
-
-    AdamW divides a gradient by its own recent size. Where nearly all prompts are solved, the one odd group that is left,
-    or an entropy bonus alone, would be scaled up to a step as long as any: a run that has learnt unlearns. So the rate
-    falls with the root of the number of groups that still teach.
-
-    Args:
-        signal_share: of the groups that are solved or have a signal, those that have a signal.
-    Source:
-        The root is the scaling rule of adaptive methods by batch size: Malladi et al. 2022, arXiv:2205.10287. What
-        happens without it, and the alternatives: docs/stability.md.
-    """
-    learner = config.learner
-    lr = learner.lr * min(1.0, (updates + 1) / (learner.warmup_steps + 1))
-    if learner.lr_schedule != "constant":
-        assert config.run.steps is not None, "checked with the configuration"
-        total = config.run.steps * learner.updates_per_step
-        progress = min(max((updates - learner.warmup_steps) / (total - learner.warmup_steps), 0.0), 1.0)
-        left = 1 - progress if learner.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        lr *= learner.lr_min_ratio + (1 - learner.lr_min_ratio) * left
-    if learner.full_lr_signal:
-        lr *= min(1.0, math.sqrt(signal_share / learner.full_lr_signal))
-    return lr
-
-
 def has_only_policy_gradient(config: Config) -> bool:
-    """Whether a completion with advantage 0 has no gradient at all."""
+    """Whether a completion with advantage 0 changes nothing: it has no gradient, and no other's depends on it."""
     algorithm = config.algorithm
     return (
         algorithm.kl_coef == 0
         and algorithm.entropy_coef == 0
         and algorithm.behaviour_kl_coef == 0
         and algorithm.loss not in TRAINS_ZERO_ADVANTAGE
+        and not config.learner.ess_lr  # the ratios of all completions decide on the learning rate
         and not objective.needs_precompute(algorithm, config.learner.updates_per_step)
     )
-
-
-def _optimizer(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW, with a larger rate for a critic's value head."""
-    learner = config.learner
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [{"params": [p for name, p in named if not name.startswith("value_head")], "lr_scale": 1.0}]
-    critic = [p for name, p in named if name.startswith("value_head")]
-    if critic:
-        groups.append({"params": critic, "lr_scale": config.algorithm.critic.lr_scale})
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
 
 
 def _mesh(device: torch.device, rank: int, world: int) -> dist.device_mesh.DeviceMesh:

@@ -80,7 +80,7 @@ def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], Ten
 # -- its files ---------------------------------------------------------------------------------------------------------
 
 
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """How one tensor of the model lies in the files."""
 
     shape: torch.Size
@@ -107,7 +107,7 @@ class ShardReader:
             raise WeightsError(f"{path} is quantized")
         _download(path)
         self._files = open_tensors(path)
-        self._pieces = {name: _pieces(model, name, tensor.shape) for name, tensor in saved_tensors(model)}
+        self._pieces = {name: pieces_of_rows(model, name, tensor.shape) for name, tensor in saved_tensors(model)}
         self._compare(model)
         for name, tensor in saved_tensors(model):
             if not isinstance(tensor, nn.Parameter):
@@ -119,10 +119,8 @@ class ShardReader:
         rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         if is_same:
             return rows.copy_(self._stored(*parts)[start:stop])
-        for on_disk, part in parts.items():
-            offset = part.storage_offset() - start * shape[1:].numel()
-            if 0 <= offset < rows.numel():
-                rows.as_strided(part.shape, part.stride(), offset).copy_(self._stored(on_disk)[:])
+        for on_disk, view in views_of_rows(parts, rows, start):
+            view.copy_(self._stored(on_disk)[:])
         return rows
 
     def holds(self, name: str, dtype: torch.dtype) -> bool:
@@ -147,8 +145,11 @@ class ShardReader:
                 raise WeightsError(f"{name} has another shape in the files, {self._stored(name).get_shape()}")
 
 
-def _pieces(model: PreTrainedModel, name: str, shape: torch.Size) -> _Pieces:
-    """Raises WeightsError where a piece is not of one row alone, so that ranks cannot each read their own."""
+def pieces_of_rows(model: PreTrainedModel, name: str, shape: torch.Size) -> Pieces:
+    """How a tensor lies on disk.
+
+    Raises WeightsError where a piece is not of one row alone, so that ranks cannot each take their own.
+    """
     if not shape:
         raise WeightsError(f"{name} is a single number")
     whole = torch.empty(shape, device="meta")
@@ -157,7 +158,7 @@ def _pieces(model: PreTrainedModel, name: str, shape: torch.Size) -> _Pieces:
     except ValueError as error:
         raise WeightsError(str(error)) from error
     if [*parts.values()] == [whole]:
-        return _Pieces(shape, parts, is_same=True)
+        return Pieces(shape, parts, is_same=True)
     row = shape[1:].numel()
     for part in parts.values():
         first = part.storage_offset()
@@ -166,7 +167,22 @@ def _pieces(model: PreTrainedModel, name: str, shape: torch.Size) -> _Pieces:
             raise WeightsError(f"{name} is made of pieces that several ranks would share")
     if sum(part.numel() for part in parts.values()) != whole.numel():
         raise WeightsError(f"{name} is not wholly in the files")
-    return _Pieces(shape, parts, is_same=False)
+    return Pieces(shape, parts, is_same=False)
+
+
+def views_of_rows(parts: dict[str, Tensor], rows: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
+    """The pieces of these rows, the first of which is row `start` of the whole tensor, as views of them."""
+    for on_disk, part in parts.items():
+        offset = part.storage_offset() - start * rows.shape[1:].numel()
+        if 0 <= offset < rows.numel():
+            yield on_disk, rows.as_strided(part.shape, part.stride(), rows.storage_offset() + offset)
+
+
+def first_row(tensor: DTensor) -> int:
+    """The first row of this rank's shard: as `torch.chunk` cuts."""
+    assert tensor.placements == (Shard(0),)
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
 
 
 def _download(path: str) -> None:
@@ -203,9 +219,7 @@ def fill(model: nn.Module, reader: ShardReader, name_of: Callable[[str], str], d
 
 
 def _read_shard(reader: ShardReader, name: str, parameter: DTensor, device: torch.device) -> nn.Parameter:
-    assert parameter.placements == (Shard(0),)
-    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
-    start = min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)  # as `torch.chunk` cuts
+    start = first_row(parameter)
     rows = reader.rows(name, start, start + len(parameter.to_local()), parameter.dtype).to(device)
     # Not from_local, which would bring an offloaded shard to the mesh's device.
     return nn.Parameter(DTensor(rows, parameter._spec, requires_grad=False), parameter.requires_grad)

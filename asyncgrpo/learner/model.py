@@ -74,6 +74,7 @@ class TokenScorer(nn.Module):
         *,
         reference: Reference | None = None,
         is_elementwise: bool = True,
+        temperature: float | None = None,
     ) -> Scored:
         """Scores of a micro-batch and, with an objective, the root of its loss.
 
@@ -82,11 +83,12 @@ class TokenScorer(nn.Module):
             objective: none: scores only.
             reference: for an objective with a full KL.
             is_elementwise: whether the objective can be asked tile by tile; else all log-probs are computed first.
+            temperature: of scores without an objective; none: that of the sampling.
         """
         hidden = self._read(batch)
         weight = self.head.weight
         if objective is None:
-            scores = score(hidden, weight, batch.targets, temperature=self.temperature)
+            scores = score(hidden, weight, batch.targets, temperature=temperature or self.temperature)
             return Scored(None, scores, self._values(hidden), hidden.detach())
         if not is_elementwise:
             objective.use_scores(score(hidden.detach(), weight, batch.targets, temperature=self.temperature))
@@ -158,9 +160,6 @@ def build_model(
         has_critic=trainable and config.algorithm.advantage == CRITIC,
     )
     layers = _layers(language_model, path)
-    if config.learner.compile:
-        for layer in layers:  # one program for all layers; attention stays outside it
-            layer.compile(dynamic=True)
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
     if reader:
         _narrow_frozen(scorer, reader, dtype, is_reference=not trainable)
@@ -378,6 +377,12 @@ def reshard(scorer: TokenScorer) -> None:
     """Drop gathered weights: the next forward pass gathers those that the optimizer made."""
     for module in _sharded(scorer):
         module.reshard()
+
+
+def decoder_layers(scorer: TokenScorer) -> list[nn.Module]:
+    """The layers of a sharded model."""
+    sharded: list[Any] = [module for module in _sharded(scorer) if module is not scorer]
+    return sharded
 
 
 def _sharded(scorer: TokenScorer) -> list[FSDPModule]:

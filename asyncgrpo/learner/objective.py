@@ -22,7 +22,7 @@ from asyncgrpo.algorithms.penalties import kl_penalty
 from asyncgrpo.algorithms.surrogates import SEQUENCE_LEVEL, SURROGATES, Surrogate
 from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, CorrectionConfig
 from asyncgrpo.learner.head import LossGradients, TokenScores
-from asyncgrpo.learner.packing import PackedBatch, ScoredRollouts, StepBatch
+from asyncgrpo.learner.packing import PackedBatch, SampledTokens, ScoredRollouts, StepBatch
 
 # -- one micro-batch ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +113,8 @@ class MicrobatchObjective:
         """
         self.settings, self.batch, self.version = settings, batch, version
         self.kl_coef = kl_coef if settings.kl_in == "loss" else 0.0
+        # Where nearly all groups are hopeless the bonus would decide the step: AdamW makes a whole one of any gradient.
+        self.entropy_coef = settings.entropy_coef * step.bonus_share
         weights = token_weights(
             batch.mask,
             batch.cu_seqlens,
@@ -123,7 +125,7 @@ class MicrobatchObjective:
             tokens_in_group=batch.tokens_in_group,
             num_groups=step.num_groups,
         ).to(torch.float32)
-        self._stale_token_mask = batch.mask & (batch.versions < (-1 if oldest_trained is None else oldest_trained))
+        self._stale_token_mask = _is_stale(batch, oldest_trained)
         self.weights = weights = torch.where(self._stale_token_mask, 0.0, weights)
         """[N] of each token in the loss of the step."""
         self._tokens = _Tokens(
@@ -151,7 +153,7 @@ class MicrobatchObjective:
         settings, weights = self.settings, tokens.weights
         return LossGradients(
             logprobs=self._terms(tokens, policy).gradient,
-            entropy=-settings.entropy_coef * weights if settings.entropy_coef else None,
+            entropy=-self.entropy_coef * weights if self.entropy_coef else None,
             reference_kl=self.kl_coef * weights if self.kl_coef and settings.kl_kind == "full" else None,
         )
 
@@ -212,7 +214,7 @@ class MicrobatchObjective:
         """What the micro-batch adds to the step's report; ratios before anything is rejected."""
         settings, tokens, batch = self.settings, self._tokens, self.batch
         terms = self._terms(tokens, scores.logprobs)
-        value = terms.value - settings.entropy_coef * scores.entropy
+        value = terms.value - self.entropy_coef * scores.entropy
         kl = terms.kl if scores.reference_kl is None else scores.reference_kl
         if scores.reference_kl is not None:
             value = value + self.kl_coef * scores.reference_kl
@@ -245,6 +247,24 @@ class MicrobatchObjective:
         at_start = scores.logprobs if tokens.precomputed.proximal is None else tokens.precomputed.proximal
         sums |= diagnostics.gap_sums(at_start, tokens.behaviour, batch.is_current)
         return sums | {"loss": weighted_sum(value, tokens.weights).double()}
+
+
+def report_not_run(tokens: SampledTokens, *, version: int, oldest_trained: int | None) -> Sums:
+    """What tokens add to the step's report that have no gradient and are not run.
+
+    Their entropy is taken from the engine: -log μ of a sampled token is an estimate of it, for the weights that sampled
+    the token. None is clipped. Whatever compares the learner's log-probs with others is left to the tokens that are run.
+    """
+    mask, cu_seqlens = tokens.mask, tokens.cu_seqlens
+    sums = diagnostics.mean_sums(mask, entropy=-tokens.behaviour_logprobs, clipped=torch.zeros_like(mask))
+    sums["update_tokens"] = sums["tokens"]
+    sums |= diagnostics.kept_sums("stale", ~_is_stale(tokens, oldest_trained), mask, cu_seqlens)
+    return sums | diagnostics.lag_sums(tokens.versions, version, mask, cu_seqlens)
+
+
+def _is_stale(tokens: PackedBatch | SampledTokens, oldest_trained: int | None) -> Tensor:
+    """[N] whether a token is too old to be trained."""
+    return tokens.mask & (tokens.versions < (-1 if oldest_trained is None else oldest_trained))
 
 
 def correct(

@@ -1,4 +1,4 @@
-"""The optimizer around AdamW: which updates are made, and where its moments wait.
+"""The optimizer around AdamW: its rate, which updates are made, and where its moments wait.
 
 One bad batch can undo a week; skipping it costs one batch. But a run that only skips learns nothing, so it ends.
 
@@ -17,7 +17,57 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import TrainingError
+
+# -- AdamW and its rate ------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
+    """AdamW, with a larger rate for a critic's value head."""
+    learner = config.learner
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [{"params": [p for name, p in named if not name.startswith("value_head")], "lr_scale": 1.0}]
+    critic = [p for name, p in named if name.startswith("value_head")]
+    if critic:
+        groups.append({"params": critic, "lr_scale": config.algorithm.critic.lr_scale})
+    return AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
+
+
+def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) -> float:
+    """The rate of the update after `updates` updates: a warm-up, a schedule, and what the step's groups can teach.
+
+        lr        = learner.lr  warm-up  schedule  min(1, sqrt(signal_share / full_lr_signal))
+        warm-up   = min(1, (updates + 1) / (warmup_steps + 1))
+        schedule  constant   1
+                  linear     lr_min_ratio + (1 - lr_min_ratio) (1 - p)
+                  cosine     lr_min_ratio + (1 - lr_min_ratio) (1 + cos(pi p)) / 2
+        p         = (updates - warmup_steps) / (updates of the whole run - warmup_steps), at least 0 and at most 1
+
+    A resume with another `run.steps` goes on along the curve of the new length, at the update where it was.
+
+    AdamW divides a gradient by its own recent size. Where nearly all prompts are solved, the one odd group that is left,
+    or an entropy bonus alone, would be scaled up to a step as long as any: a run that has learnt unlearns. So the rate
+    falls with the root of the number of groups that still teach.
+
+    Args:
+        signal_share: of the groups that are solved or have a signal, those that have a signal.
+    Source:
+        The root is the scaling rule of adaptive methods by batch size: Malladi et al. 2022, arXiv:2205.10287. What
+        happens without it, and the alternatives: docs/stability.md.
+    """
+    learner = config.learner
+    lr = learner.lr * min(1.0, (updates + 1) / (learner.warmup_steps + 1))
+    if learner.lr_schedule != "constant":
+        assert config.run.steps is not None, "checked with the configuration"
+        total = config.run.steps * learner.updates_per_step
+        progress = min(max((updates - learner.warmup_steps) / (total - learner.warmup_steps), 0.0), 1.0)
+        left = 1 - progress if learner.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        lr *= learner.lr_min_ratio + (1 - learner.lr_min_ratio) * left
+    if learner.full_lr_signal:
+        lr *= min(1.0, math.sqrt(signal_share / learner.full_lr_signal))
+    return lr
+
 
 # -- which updates are made --------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.advantages import ESTIMATORS, groups_with_signal, signal_share
+from asyncgrpo.algorithms.advantages import ESTIMATORS, groups_with_signal, signal_of
 from asyncgrpo.algorithms.shaping import TruncationRule, apply_truncation, overlong_penalty
 from asyncgrpo.config.schema import CRITIC
 from asyncgrpo.learner.attention import Family, Segments
@@ -281,10 +281,25 @@ def _cost(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[in
 
 
 @dataclass(frozen=True)
+class SampledTokens:
+    """What is known of N tokens of S completions without running the model; the fields are those of `PackedBatch`."""
+
+    cu_seqlens: Tensor
+    mask: Tensor
+    behaviour_logprobs: Tensor
+    versions: Tensor
+
+    def to(self, device: torch.device) -> "SampledTokens":
+        """These tokens on another device."""
+        return SampledTokens(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """One micro-batch: T tokens that the model runs on, without padding, and the N sampled tokens that they predict.
 
     The last token of a completion predicts nothing and is not run; a prompt that several completions share is run once.
+    What an environment said is run, and not predicted: it is among the T and never among the N.
     """
 
     token_ids: Tensor
@@ -334,8 +349,8 @@ class StepBatch:
 
     trained: tuple[PackedBatch, ...]
     """Micro-batches to run forward and backward; at least one, perhaps of no completion."""
-    forward_only: tuple[PackedBatch, ...]
-    """Micro-batches whose gradient is zero for certain: forward only, for the report."""
+    not_run: SampledTokens
+    """Of all ranks, those whose gradient is zero for certain: only counted."""
     rollouts: ScoredRollouts
     """All usable completions, of all ranks."""
     num_tokens: int
@@ -347,7 +362,9 @@ class StepBatch:
     zero_signal_groups: int
     """Groups whose usable completions all have the same reward, or that have fewer than two."""
     signal_share: float
-    """Share of the groups with a signal among those that are solved or have one (`advantages.signal_share`). With a critic 1."""
+    """Share of the groups with a signal among those that are solved or have one (`advantages.Signal`). With a critic 1."""
+    bonus_share: float
+    """Share of the groups that are not hopeless (`advantages.Signal`): so much of an entropy bonus counts. With a critic 1."""
     advantages: Tensor
     """[A] float64. Of a critic: the mean over the completion's tokens."""
 
@@ -369,7 +386,7 @@ def pack(
     shaping: Shaping = UNSHAPED,
     share_prompts: bool = True,
     pair_cost: float = 0.0,
-    skip_forward_only: bool = False,
+    skip_zero_advantage: bool = False,
 ) -> StepBatch:
     """This rank's micro-batches of a minibatch.
 
@@ -383,7 +400,7 @@ def pack(
         shaping: of the rewards.
         share_prompts: compute a prompt once for the completions to it in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to deal micro-batches of like cost to the ranks.
-        skip_forward_only: completions with advantage 0 have no gradient: set them apart.
+        skip_zero_advantage: completions with advantage 0 have no gradient: leave them out of the micro-batches.
     """
     largest = max((len(group.rollouts) for group in groups), default=0)
     rollouts = read_rollouts(groups, group_size=largest if group_size is None else group_size, shaping=shaping)
@@ -391,23 +408,22 @@ def pack(
     in_group = torch.zeros(len(groups), dtype=torch.int64)
     in_group.index_add_(0, rollouts.groups, rollouts.lengths * rollouts.is_trained)
     rows = _Rows(groups, rollouts, advantages, in_group[rollouts.groups], version, share_prompts)
-    is_forward_only = (advantages == 0) & skip_forward_only
-
-    def share(wanted: Tensor) -> tuple[PackedBatch, ...]:
-        dealt = rows.deal(wanted & (rollouts.lengths > 0), world, tokens_per_microbatch, pair_cost)
-        return tuple(rows.build(row) for row in dealt[rank])
-
+    has_tokens = rollouts.lengths > 0
+    is_skipped = (advantages == 0) & skip_zero_advantage
+    dealt = rows.deal(has_tokens & ~is_skipped, world, tokens_per_microbatch, pair_cost)
     with_signal = groups_with_signal(rollouts.rewards, rollouts.groups)
-    teaches = (advantages != 0) & rollouts.is_trained & (rollouts.lengths > 0)
+    teaches = (advantages != 0) & rollouts.is_trained & has_tokens
+    signal = signal_of(rollouts.rewards, rollouts.groups, teaches)
     return StepBatch(
-        trained=share(~is_forward_only) or (rows.build([]),),
-        forward_only=share(is_forward_only),
+        trained=tuple(rows.build(row) for row in dealt[rank]) or (rows.build([]),),
+        not_run=rows.sampled((has_tokens & is_skipped).nonzero().squeeze(-1)),
         rollouts=rollouts,
         num_tokens=int(in_group.sum()),
         num_completions=int(rollouts.is_trained.sum()),
         num_groups=int((in_group > 0).sum()),
         zero_signal_groups=len(groups) - rollouts.groups[with_signal].unique().numel(),
-        signal_share=1.0 if advantage == CRITIC else signal_share(rollouts.rewards, rollouts.groups, teaches),
+        signal_share=1.0 if advantage == CRITIC else signal.share,
+        bonus_share=1.0 if advantage == CRITIC else signal.not_hopeless,
         advantages=advantages,
     )
 
@@ -433,10 +449,10 @@ class _Rows:
         members: list[list[int]] = [[] for _ in self.prompts]
         for rollout in wanted.nonzero().squeeze(-1).tolist():
             members[int(self.rollouts.groups[rollout])].append(rollout)
-        lengths = self.rollouts.lengths.tolist()
+        completions = self.rollouts.completions
         dealt = rows_for_ranks(
             [len(prompt) for prompt in self.prompts],
-            [[lengths[rollout] - 1 for rollout in group] for group in members],
+            [[_num_run(completions[rollout]) for rollout in group] for group in members],
             world=world,
             budget=budget,
             share_prompts=self.share_prompts,
@@ -449,29 +465,39 @@ class _Rows:
         layout = _Layout()
         for piece in pieces:
             prompt = self.prompts[int(self.rollouts.groups[piece[0]])]
-            layout.add(prompt, [self.rollouts.completions[rollout].token_ids for rollout in piece], self.share_prompts)
+            layout.add(prompt, [self.rollouts.completions[rollout] for rollout in piece], self.share_prompts)
         if not pieces:
             layout.add(np.zeros(1, np.int64), [], True)
         chosen = [rollout for piece in pieces for rollout in piece]
         index = torch.tensor(chosen, dtype=torch.int64)
+        sampled, lengths = self.sampled(index), self.rollouts.lengths[index]
         completions = [self.rollouts.completions[rollout] for rollout in chosen]
-        lengths = self.rollouts.lengths[index]
         return PackedBatch(
             token_ids=_joined(layout.token_ids, np.int64),
             position_ids=_joined(layout.position_ids, np.int64),
             segments=Segments.of(layout.families),
             read_at=_joined(layout.read_at, np.int64),
             targets=_joined([c.token_ids for c in completions], np.int64),
-            cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            mask=self.rollouts.is_trained[index].repeat_interleave(lengths),
-            behaviour_logprobs=_joined([c.logprobs for c in completions], np.float32),
+            cu_seqlens=sampled.cu_seqlens,
+            mask=sampled.mask,
+            behaviour_logprobs=sampled.behaviour_logprobs,
             advantages=self.advantages[index].repeat_interleave(lengths).float(),
-            versions=_joined([_versions(c) for c in completions], np.int64),
+            versions=sampled.versions,
             is_current=torch.tensor(
                 [_is_current(c, self.version) for c in completions], dtype=torch.bool
             ).repeat_interleave(lengths),
             rollouts=index,
             tokens_in_group=self.tokens_in_group[index],
+        )
+
+    def sampled(self, index: Tensor) -> SampledTokens:
+        """The tokens of these completions, [S] int64, in that order."""
+        completions, lengths = [self.rollouts.completions[i] for i in index.tolist()], self.rollouts.lengths[index]
+        return SampledTokens(
+            cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            mask=self.rollouts.is_trained[index].repeat_interleave(lengths),
+            behaviour_logprobs=_joined([c.logprobs for c in completions], np.float32),
+            versions=_joined([_versions(c) for c in completions], np.int64),
         )
 
 
@@ -485,23 +511,27 @@ class _Layout:
         self.read_at: list[np.ndarray] = []
         self.families: list[Family] = []
 
-    def add(self, prompt: np.ndarray, rollouts: Sequence[np.ndarray], share_prompt: bool) -> None:
-        """A prompt and the completions to it: the prompt once, or each completion after a prompt of its own."""
-        if share_prompt and len(rollouts) != 1:
+    def add(self, prompt: np.ndarray, completions: Sequence[Completion], share_prompt: bool) -> None:
+        """A prompt and the completions to it: the prompt once, or each completion after a prompt of its own.
+
+        Observations are run like sampled tokens. Nothing is read before them, so no loss is made of them.
+        """
+        if share_prompt and len(completions) != 1:
             start = self._run(prompt, 0)
             prefix = (start, self.size)
             self.families.append(Family((start, start), prefix))
             bounds = [self.size]
-            for rollout in rollouts:
-                first = self._run(rollout[:-1], len(prompt))
-                self.read_at.append(np.concatenate([[prefix[1] - 1], np.arange(first, self.size)]))
+            for completion in completions:
+                first = self._run(completion.all_token_ids[: _num_run(completion)], len(prompt))
+                places = completion.sampled_at
+                self.read_at.append(np.where(places == 0, prefix[1] - 1, first + places - 1))
                 bounds += [self.size] * (self.size > first)
             if len(bounds) > 1:
                 self.families.append(Family(prefix, tuple(bounds)))
         else:
-            for rollout in rollouts:
-                first = self._run(np.concatenate([prompt, rollout[:-1]]), 0)
-                self.read_at.append(np.arange(first + len(prompt) - 1, self.size))
+            for completion in completions:
+                first = self._run(np.concatenate([prompt, completion.all_token_ids[: _num_run(completion)]]), 0)
+                self.read_at.append(first + len(prompt) + completion.sampled_at - 1)
                 self.families.append(Family((first, first), (first, self.size)))
 
     def _run(self, token_ids: np.ndarray, position: int) -> int:
@@ -514,6 +544,12 @@ class _Layout:
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
+
+
+def _num_run(completion: Completion) -> int:
+    """Tokens of a completion that predict a later one: all before its last sampled token."""
+    sampled = len(completion.token_ids)
+    return max(sampled - 1 + sum(len(one.token_ids) for one in completion.observations if one.at < sampled), 0)
 
 
 def _versions(completion: Completion) -> np.ndarray:

@@ -8,18 +8,20 @@ About 1 % of the bytes of the whole model cross the wire, and no base weight is 
 (`weights.base.AdapterMerger`), by the arithmetic with which `PublishedWeights` would have.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from asyncgrpo.errors import ConfigError, WeightsError
+from asyncgrpo.learner.loading import Pieces, first_row, pieces_of_rows, views_of_rows
 from asyncgrpo.learner.model import TokenScorer
 from asyncgrpo.types import TensorInfo
 from asyncgrpo.weights.adapters import DOWN, INSTEAD, UP, BaseWeights, fingerprint, merge
+from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.files import disk_pieces, saved_tensors
 
 # -- whole weights -----------------------------------------------------------------------------------------------------
@@ -43,6 +45,9 @@ class _Source:
     tensor: Tensor
     adapter: Adapter | None
     dtype: torch.dtype
+
+    pieces: Pieces | None
+    """How its rows lie on disk; none: they are not a rank's own."""
 
     def whole(self) -> Tensor:
         """Gathered and merged. Collective."""
@@ -72,7 +77,8 @@ class PublishedWeights:
             if ".lora_" not in name:
                 plain = name.replace(".base_layer.", ".")
                 published = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-                self._sources.append(_Source(plain, tensor, adapters.get(plain), published))
+                pieces = None if plain in adapters else _own_rows(model, plain, tensor)
+                self._sources.append(_Source(plain, tensor, adapters.get(plain), published, pieces))
 
     def layout(self) -> list[TensorInfo]:
         """Name, whole shape and dtype of every tensor, in the order of `weights`; without communication."""
@@ -92,6 +98,69 @@ class PublishedWeights:
         for source in self._sources:
             for name, piece in disk_pieces(self._model, source.name, source.whole()).items():
                 yield _info(name, piece), piece
+
+    @torch.no_grad()
+    def parts(self, rank: int) -> Iterator[tuple[str, int, Tensor]]:
+        """What this rank writes of a publication: name, first element there, and the values, in any dtype.
+
+        All ranks together write every element once. Collective: some tensors are gathered, and rank 0 writes them.
+        """
+        for source in self._sources:
+            if source.pieces is None:
+                pieces = disk_pieces(self._model, source.name, source.whole())
+                yield from ((name, 0, piece) for name, piece in pieces.items() if rank == 0)
+                continue
+            sharded = cast(DTensor, source.tensor.detach())
+            start, rows = first_row(sharded), sharded.to_local()
+            if source.pieces.is_same:
+                (name,) = source.pieces.parts
+                yield name, start * sharded.shape[1:].numel(), rows
+            else:
+                yield from ((name, 0, view) for name, view in views_of_rows(source.pieces.parts, rows, start))
+
+
+def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, flat: Tensor) -> Callable[[], None] | None:
+    """Copy weights to their places in a publication's arena, [num_bytes] uint8 on the CPU.
+
+    Args:
+        weights: in the order of the layout.
+    Returns:
+        What returns once all bytes are there, if a GPU is still writing them. The next step may begin meanwhile: it is behind
+        these copies in the GPU's queue.
+    """
+    is_cuda = False
+    for (info, view), (given, tensor) in zip(layout.views(flat), weights, strict=True):
+        assert info == given, f"{info.name} expected, {given.name} given"
+        view.copy_(tensor, non_blocking=True)
+        is_cuda = is_cuda or tensor.is_cuda
+    return copied() if is_cuda else None
+
+
+def fill_parts(parts: Iterator[tuple[str, int, Tensor]], layout: Layout, flat: Tensor) -> Callable[[], None] | None:
+    """Copy one rank's parts (`PublishedWeights.parts`) to their places. As `fill_arena`."""
+    is_cuda = False
+    places = {info.name: view.view(-1) for info, view in layout.views(flat)}
+    for name, start, tensor in parts:
+        places[name][start : start + tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
+        is_cuda = is_cuda or tensor.is_cuda
+    return copied() if is_cuda else None
+
+
+def _own_rows(model: Any, name: str, tensor: Tensor) -> Pieces | None:
+    """How the rows of a sharded tensor lie on disk; none: it is not sharded, or rows of several ranks make one piece."""
+    if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
+        return None
+    try:
+        return pieces_of_rows(model, name, tensor.shape)
+    except WeightsError:
+        return None
+
+
+def copied() -> Callable[[], None]:
+    """What returns once the GPU has done what was asked of it until now."""
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
 
 
 def _info(name: str, tensor: Tensor) -> TensorInfo:

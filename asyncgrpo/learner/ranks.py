@@ -20,6 +20,7 @@ import torch.distributed as dist
 from asyncgrpo import metrics
 from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.types import Group, PolicyVersion
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.groups import unpack_batch
 from asyncgrpo.wire.rollouts import (
     Batch,
@@ -27,16 +28,16 @@ from asyncgrpo.wire.rollouts import (
     Finished,
     LastEvals,
     NoMore,
-    Published,
     RequestEval,
     Saved,
     Snapshot,
     Take,
     TakeSnapshot,
+    Trained,
     Waiting,
 )
 from asyncgrpo.wire.sockets import Client
-from asyncgrpo.wire.supervision import Drain, GeneratorLost
+from asyncgrpo.wire.supervision import Drain
 
 # -- from the first rank to the others ---------------------------------------------------------------------------------
 
@@ -44,9 +45,13 @@ from asyncgrpo.wire.supervision import Drain, GeneratorLost
 class RankCommand(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do next."""
 
-    what: Literal["step", "gather_weights", "save", "export", "end"]
+    what: Literal["step", "snapshot", "check", "save", "export", "set_lr", "end"]
     version: PolicyVersion | None = None
     folder: str = ""
+    lr: float = 0.0
+    file: str = ""
+    """`snapshot`: of the arenas, empty if the weights are gathered, and the arena's first byte in it."""
+    start: int = 0
     header: bytes = b""
     """`step`: the encoded Batch."""
     payload: bytes = b""
@@ -110,7 +115,10 @@ class Inbox:
         self._client = client
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
-        self._published: PolicyVersion | None = None
+        self._trained: PolicyVersion | None = None
+        self._early: tuple[Message, memoryview] | None = (
+            None  # a reply to `take` that came while a snapshot was awaited
+        )
 
     def take(
         self,
@@ -140,16 +148,13 @@ class Inbox:
         self._client.send(LastEvals())
         self._wait(on_eval, while_waiting)
 
-    def published(self, version: PolicyVersion) -> None:
-        self._published = version
-        self._client.send(Published(version=version))
+    def trained(self, version: PolicyVersion) -> None:
+        """Tell the buffer that the groups taken before `version` are trained: their slots are free."""
+        self._trained = version
+        self._client.send(Trained(version=version))
 
     def request_eval(self, step: int) -> None:
         self._client.send(RequestEval(step=step))
-
-    def generator_lost(self, name: str, incarnation: str, reason: str) -> None:
-        """A publication left this generator out."""
-        self._client.send(GeneratorLost(generator_id=name, incarnation=incarnation, reason=reason))
 
     def give_up(self, reason: str) -> None:
         """Nothing is to be leased any more: what follows is the last checkpoint."""
@@ -163,18 +168,22 @@ class Inbox:
             WireError: the buffer itself is silent.
         """
         limit_s = min(within_s, self._stall_timeout_s)
-        self._client.send(TakeSnapshot(published=self._published))
-        started = self._clock()
+        self._client.send(TakeSnapshot(trained=self._trained))
+        started = heard = self._clock()
         while True:
             received = self._client.receive(REPLY_WITHIN_S)
-            if received is None:
-                raise WireError(f"the buffer has said nothing for {REPLY_WITHIN_S:.0f} s")
-            message = received[0]
+            message = received[0] if received is not None else None
             if isinstance(message, Snapshot):
                 return message
-            if isinstance(message, Waiting) and self._clock() - started > limit_s:
-                why = " (cluster.stall_timeout_s)" if limit_s == self._stall_timeout_s else ""
-                raise StalledError(f"no checkpoint for {limit_s:.0f} s{why}: waited for {message.what}")
+            if isinstance(message, Batch | NoMore):
+                self._early = received
+            if isinstance(message, Waiting) and message.of_snapshot:
+                heard = self._clock()
+                if heard - started > limit_s:
+                    why = " (cluster.stall_timeout_s)" if limit_s == self._stall_timeout_s else ""
+                    raise StalledError(f"no checkpoint for {limit_s:.0f} s{why}: waited for {message.what}")
+            if received is None or self._clock() - heard > REPLY_WITHIN_S:  # it may go on to reply to `take`
+                raise WireError(f"the buffer has said nothing of a snapshot for {REPLY_WITHIN_S:.0f} s")
 
     def saved(self, step: int) -> None:
         """Tell the buffer that the checkpoint of `step` is on the disk."""
@@ -190,7 +199,7 @@ class Inbox:
         what = "the buffer's completion"
         with metrics.waiting("batch"):
             while True:
-                received = self._client.receive(0.5)
+                received, self._early = self._early or self._client.receive(0.5), None
                 now = self._clock()
                 if received is not None:
                     heard = now
@@ -205,6 +214,7 @@ class Inbox:
                         return Taken([], None, memoryview(b""), message.counters, now - started, message.why)
                     if isinstance(message, Waiting):
                         what = message.what
+                        came = now if message.is_paused else came
                         while_waiting(what, now - started)
                         if message.hopeless:
                             raise RewardError(message.hopeless)

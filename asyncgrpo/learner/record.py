@@ -9,7 +9,6 @@ A pure function of the events of a run, in order; a start that resumes feeds it 
 """
 
 import logging
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,12 +20,13 @@ import numpy as np
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner.report import StepReport
+from asyncgrpo.learner.watch import TrainingWatch
 from asyncgrpo.recording.events import Event, EventLog, read_events
 from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
 from asyncgrpo.types import Group, PolicyVersion, Rollout
-from asyncgrpo.weights.publisher import Publication
-from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult
+from asyncgrpo.weights.publication import Publication
+from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult, SuiteResult
 
 # -- what became of every sampled token --------------------------------------------------------------------------------
 
@@ -76,63 +76,6 @@ class Ledger:
         return fates | {"waiting": int(counters.get("tokens_in_flight", 0.0))}
 
 
-# -- what a person should be told of the curves ------------------------------------------------------------------------
-
-
-WINDOW = 20
-"""Steps that the share of groups with signal is averaged over."""
-LITTLE, ENOUGH = 0.25, 0.5
-"""Mean shares below which it is little, and above which it is enough again."""
-FALL = 0.05
-"""Share of the gain of the best evaluation over the first: two evaluations in a row that lost more than it are a fall."""
-
-
-class TrainingWatch:
-    """Says each warning once, and again when what it warned of was over in between."""
-
-    def __init__(self) -> None:
-        self._shares: deque[float] = deque(maxlen=WINDOW)
-        self._has_little = False
-        self._first: float | None = None
-        self._best = self._before = (0, -math.inf)  # evaluations: step, mean reward
-        self._has_fallen = False
-
-    def see(self, event: Event) -> tuple[str, str] | None:
-        """Take one event in. Returns what it is about, `signal` or `evaluation`, and the warning, if there is one."""
-        if event["event"] == "step" and event.get("zero_signal_groups") is not None:
-            return self._see_step(event)
-        if event["event"] == "eval" and event.get("reward_mean") is not None:
-            return self._see_evaluation(event["step"], event["reward_mean"])
-        return None
-
-    def _see_step(self, step: Event) -> tuple[str, str] | None:
-        self._shares.append(1 - step["zero_signal_groups"] / max(sum(step["lags"].values()), 1))
-        mean = sum(self._shares) / len(self._shares)
-        if len(self._shares) < WINDOW or LITTLE <= mean <= ENOUGH:
-            return None
-        had_little, self._has_little = self._has_little, mean < LITTLE
-        if had_little or not self._has_little:
-            return None
-        return "signal", (
-            f"only {mean:.0%} of the groups of the last {WINDOW} steps have two different rewards (mean reward "
-            f"{step['reward_mean']:.4g}): the others are solved, or hopeless, and teach nothing; "
-            "give other prompts, or set algorithm.filter_zero_signal=true"
-        )
-
-    def _see_evaluation(self, step: int, reward: float) -> tuple[str, str] | None:
-        self._first = reward if self._first is None else self._first
-        before, self._before = self._before, (step, reward)
-        best_step, best = self._best = max(self._best, self._before, key=lambda seen: seen[1])
-        floor = best - FALL * (best - self._first)
-        had_fallen, self._has_fallen = self._has_fallen, max(before[1], reward) < floor
-        if had_fallen or not self._has_fallen:
-            return None
-        return "evaluation", (
-            f"the evaluation has fallen to {reward:.4g} at step {step}, from {best:.4g} at step {best_step}: "
-            "the run unlearns; docs/stability.md says what to look at"
-        )
-
-
 # -- the record --------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +105,8 @@ class Recorder:
         self._writing: Future[None] | None = None
         self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
         self._watch = TrainingWatch()
+        self._published = 0
+        self._in_sync: deque[set[str]] = deque(maxlen=2)  # of the last two publications: a busy generator skips one
         self._ledger = Ledger()
         self._told: Counter[str] = Counter()
         """Groups and completions that the events have told of, by the names of the counters."""
@@ -208,9 +153,12 @@ class Recorder:
         outcome = "degraded" if publication.dropped else "repeated" if publication.attempts > 1 else "ok"
         metrics.weight_sync_total.labels(outcome=outcome).inc()
         metrics.weight_sync_seconds.observe(publication.seconds)
-        metrics.weight_sync_bytes_total.inc(publication.num_bytes * len(publication.generators))
-        metrics.generators_in_sync.set(len(publication.generators))
-        metrics.learner_policy_version.set(publication.version.number)
+        metrics.weight_sync_bytes_total.inc(publication.sent_bytes)
+        self._in_sync.append(set(publication.generators))
+        metrics.generators_in_sync.set(len(set().union(*self._in_sync)))
+        self._published = max(self._published, publication.version.number)
+        metrics.learner_policy_version.set(self._published)
+        gap = _observed_gap(publication)
         self.events.write(
             "sync",
             version=str(publication.version),
@@ -218,9 +166,11 @@ class Recorder:
             ms=1000 * publication.seconds,
             checksum="ok",
             bytes=publication.num_bytes,
+            sent_bytes=publication.sent_bytes,
             digest=publication.digest,
             attempts=publication.attempts,
             **({"left_out": list(publication.dropped)} if publication.dropped else {}),
+            **gap,
         )
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
@@ -245,10 +195,14 @@ class Recorder:
             "failures": result.failures,
             "completion_length_mean": result.completion_length_mean,
             "ms": 1000 * result.seconds,
+            "suites": {name: suite.fields() for name, suite in result.suites.items()},
         }
         if result.reward_mean is not None:
             metrics.eval_reward_mean.set(result.reward_mean)
-            self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean}})
+            self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean} | _scalars(result.suites)})
+        for name, suite in result.suites.items():
+            for number, (value, _, _) in suite.numbers.items():
+                metrics.eval_suite.labels(suite=name, number=number).set(value)
         self._warn_of(self.events.write("eval", **fields))
 
     def _warn_of(self, event: Event) -> None:
@@ -293,7 +247,7 @@ class Recorder:
             "tokens_filtered": tokens["filtered"],
             "prompts_done": int(counters.get("prompts_done", 0.0)),
             **({"bias": bias} if bias else {}),
-            **_figures(counters),
+            **figures(counters),
             **since,
         }
 
@@ -306,10 +260,10 @@ class Recorder:
         }
 
 
-_OF_GENERATORS = ("in_touch", "places", "in_flight", "generate", "reward", "weights", "idle")
+_OF_GENERATORS = ("in_touch", "places", "in_flight", "generate", "reward", "weights", "idle", "sampling", "scoring")
 
 
-def _figures(counters: Mapping[str, float]) -> dict[str, Any]:
+def figures(counters: Mapping[str, float]) -> dict[str, Any]:
     """What the buffer told of the batch and of the time since the one before, as fields of the step; {} if nothing."""
     told = {
         name.removeprefix(OF_ONE_BATCH): figure for name, figure in counters.items() if name.startswith(OF_ONE_BATCH)
@@ -348,6 +302,7 @@ def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport)
     rewards = np.array([r.score.value for r in rollouts if r.score.value is not None], dtype=np.float64)
     lengths = [len(r.completion.token_ids) for r in rollouts]
     lags = Counter(lag_of(g, version) for g in groups)
+    parts = parts_of(rollouts)
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -371,17 +326,75 @@ def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport)
         "diagnostics": report.diagnostics,
         "skipped": report.skipped,
         "completion_length_mean": float(np.mean(lengths)),
+        **turn_fields(rollouts),
         "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
         "tokens_trained": report.tokens_trained,
-        "reward_parts": mean_parts(rollouts),
+        "reward_parts": {name: float(np.mean(values)) for name, values in parts.items()},
+        "reward_parts_std": {name: float(np.std(values)) for name, values in parts.items()},
         "failures": dict(Counter(r.score.failure for r in rollouts if r.score.failure is not None)),
+        "sources": by_source(groups, report.group_size),
     }
 
 
-def mean_parts(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean of each named part of the rewards, over the completions that have it."""
+def by_source(groups: list[Group], group_size: int) -> dict[str, dict[str, float | None]]:
+    """What the groups of each `data_source` did. Of more sources than there is room for, the rarest are one."""
+    found: dict[str, list[list[Rollout]]] = defaultdict(list)
+    for group in groups:
+        rollouts = [r for r in group.rollouts if r.completion.index < group_size]
+        found[group.prompt.source or "(none)"].append(rollouts)
+    names = sorted(found, key=lambda name: (-len(found[name]), name))
+    if rest := names[metrics.MAX_SOURCES - 1 :] if len(names) > metrics.MAX_SOURCES else []:
+        found["(others)"] = [rollouts for name in rest for rollouts in found.pop(name)]
+    return {name: _of_source(found[name]) for name in sorted(found)}
+
+
+def _of_source(groups: list[list[Rollout]]) -> dict[str, float | None]:
+    rollouts = [rollout for group in groups for rollout in group]
+    rewards = [[r.score.value for r in group if r.score.value is not None] for group in groups]
+    values = [value for of_group in rewards for value in of_group]
+    return {
+        "groups": len(groups),
+        "reward_mean": float(np.mean(values)) if values else None,
+        "success_share": sum(value >= 1 for value in values) / len(values) if values else None,
+        "zero_signal_share": sum(len(set(of_group)) <= 1 for of_group in rewards) / len(groups),
+        "completion_length_mean": float(np.mean([len(r.completion.token_ids) for r in rollouts])) if rollouts else None,
+        "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / max(1, len(rollouts)),
+    }
+
+
+def turn_fields(rollouts: list[Rollout]) -> dict[str, float]:
+    """What environments did in a batch; {} where none replied."""
+    completions = [r.completion for r in rollouts]
+    observed = sum(len(one.token_ids) for c in completions for one in c.observations)
+    return (
+        {"turns_mean": float(np.mean([len(c.turns) for c in completions])), "tokens_observed": observed}
+        if observed
+        else {}
+    )
+
+
+def _scalars(suites: Mapping[str, SuiteResult]) -> dict[str, Any]:
+    """The numbers of each suite for outside loggers: `eval/gsm8k/pass@4`."""
+    return {name: {number: value for number, (value, _, _) in one.numbers.items()} for name, one in suites.items()}
+
+
+def parts_of(rollouts: list[Rollout]) -> dict[str, list[float]]:
+    """Each named part of the rewards, of the completions that have it. Of too many names those that most of them have."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.score.parts.items():
             values[name].append(value)
-    return {name: float(np.mean(part)) for name, part in sorted(values.items())}
+    most = sorted(values, key=lambda name: (-len(values[name]), name))[: metrics.MAX_REWARD_PARTS]
+    return {name: values[name] for name in sorted(most)}
+
+
+def _observed_gap(publication: Publication) -> dict[str, Any]:
+    """Set the sync gap in this process's metrics; the fields of its event, none where no engine could say."""
+    gap = publication.gap
+    if gap is None:
+        return {}
+    metrics.sync_gap_mean.set(gap.mean)
+    metrics.sync_gap_max.set(gap.max)
+    metrics.sync_gap_limit.set(publication.gap_limit)
+    differing = {"differing": list(publication.differing)} if publication.differing else {}
+    return {"gap_mean": gap.mean, "gap_max": gap.max, "gap_limit": publication.gap_limit, **differing}

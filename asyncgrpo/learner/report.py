@@ -28,7 +28,11 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, over all its updates and all ranks. Means are over the trained tokens; log-probs in nats."""
+    """One step, over all its updates and all ranks; log-probs in nats.
+
+    Means are over the trained tokens. Where completions of advantage 0 are not run, what compares the learner's log-probs
+    with others is over the tokens that are run: ratios, effective sample shares, rejections and the gap.
+    """
 
     skipped: str | None
     """Why the last update that was skipped was; None: all were made."""
@@ -39,6 +43,7 @@ class StepReport:
     lr: float
     """Learning rate of the last update."""
     entropy: float
+    """A token that is not run counts with the engine's -log-prob, an estimate by one sample."""
     clip_ratio: float
     """Share of tokens whose gradient the surrogate's clip took away."""
     importance_mean: float

@@ -1,6 +1,6 @@
 """The learner's process: take a batch, step, publish, and now and then checkpoint and evaluate.
 
-    buffer ──groups──▶ [step] ──weights──▶ generators
+    buffer ──groups──▶ [step] ──weights──▶ generators, while the next step is trained
                           └──▶ metrics.jsonl, samples, checkpoints
 
 `LearnerService._train` is the loop of the whole system on one screen. With several ranks, rank 0 runs it and the others
@@ -10,7 +10,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,17 +18,20 @@ from torch import Tensor
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.errors import AsyncGRPOError, CheckpointError, GeneratorsGone, TrainingError, WireError
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import Inbox, RankCommand, Taken, Team
 from asyncgrpo.learner.record import Recorder
 from asyncgrpo.metrics import LoopProgress
-from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import unpack_batch
 from asyncgrpo.wire.rollouts import Batch
+from asyncgrpo.wire.supervision import Steer
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ GENERATORS_START_S = 1800.0
 """Large models take minutes to load on both sides."""
 
 
+LAST_PUBLICATION_S = 10.0
+"""How long the end of a run waits for the last publication to land."""
 SNAPSHOT_WITHIN_S = 60.0
 """Deadline of the buffer's part in the last checkpoint of a run that is given up."""
 
@@ -76,7 +81,6 @@ class LearnerService:
         self._team = team
         self._inbox = inbox
         self._publisher = publisher
-        publisher.on_left_out = inbox.generator_lost
         self._recorder = recorder
         self._checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
         self._run_dir = run_dir
@@ -89,11 +93,22 @@ class LearnerService:
         self.version = PolicyVersion(lineage, 0)
         self._shares_within: dict[int, float] = {}  # of the last step
         self._updates = learner.steps  # that are in the weights of `version`
+        self._offered: PolicyVersion | None = None  # the newest one that the publisher has
+        self._steer_asked = self._steer = Steer()  # what a person asked for: the newest, and what is in effect
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self.version.number
+
+    def steer(self, asked: Steer) -> None:
+        """Do what a person asks for, between two steps or while waiting. May be called from any thread."""
+        self._steer_asked = asked
+
+    @property
+    def steered(self) -> int:
+        """The revision of the `Steer` in effect. May be read from any thread."""
+        return self._steer.revision
 
     def run(self) -> str:
         """Train until the last step, the last prompt, or until the run is to end.
@@ -119,6 +134,7 @@ class LearnerService:
         self._clock.lap()  # what was spent on starting belongs to no step
         while self._last_step is None or self.step < self._last_step:
             self.progress.tick()
+            self._obey()
             taken = self._take()
             if taken.ended is not None:
                 self._recorder.last(taken.counters)
@@ -130,10 +146,11 @@ class LearnerService:
             self._updates, self._shares_within = self._learner.steps, report.shares_within
             try:
                 self._publish()
-            finally:  # the step is made, whether or not its weights reach anyone
+            finally:  # the step is made, whether or not its weights can be offered
                 self._recorder.step(
                     self.step, started_from, taken.groups, report, taken.counters, self._clock.lap(report.seconds)
                 )
+            self._record_publications()
             if self.step % self._config.run.eval_every == 0:
                 self._evaluate()
             if self.step % self._config.run.checkpoint_every == 0:
@@ -159,6 +176,22 @@ class LearnerService:
             )
         return taken
 
+    def _obey(self) -> None:
+        """Bring what a person asked for into effect."""
+        asked, before = self._steer_asked, self._steer
+        if asked.revision <= before.revision:
+            return
+        if asked.lr is not None and asked.lr != before.lr:
+            self._team.tell(RankCommand(what="set_lr", lr=asked.lr))
+            self._learner.set_lr(asked.lr)
+            self._recorder.events.write("lr_changed", version=str(self.version), lr=asked.lr)
+        self._publisher.dismiss(asked.leaving)
+        if asked.evaluations > before.evaluations:
+            self._evaluate()
+        if asked.checkpoints > before.checkpoints:
+            self._try_checkpoint()
+        self._steer = asked
+
     def _share(self, taken: Taken) -> None:
         if self._team.world > 1:
             assert taken.message is not None
@@ -168,30 +201,33 @@ class LearnerService:
             )
 
     def _publish(self) -> None:
-        """Bring the current weights to every generator, then free the slots of the step that made them."""
-        with self._clock("publish"):
-            self._bring_weights()
-        self._inbox.published(self.version)
-
-    def _bring_weights(self) -> None:
-        """Bring the weights to at least one generator; where every one of them died, to the first that comes after them."""
-        while True:
-            if not self._publisher.generators:
-                with metrics.waiting("generators"):
-                    self._publisher.wait_for(1, GENERATORS_START_S, self._while_none_is_there)
-            try:
-                return self._offer_weights()
-            except GeneratorsGone as error:
-                log.warning("%s", error)
+        """Free the slots of the last step, and offer its weights to the generators, which take them while this goes on."""
+        self._inbox.trained(self.version)
+        self._offer_weights()
 
     def _offer_weights(self) -> None:
-        with metrics.waiting("publish"):
-            publication = self._publisher.publish(self.version, self._gather_weights)
-        self._recorder.sync(publication)
+        """Offer the newest weights, unless that is done. If all arenas are being read it is tried again later."""
+        if self._offered != self.version:
+            with self._clock("publish"):
+                if self._publisher.offer(self.version, self._fill_arena):
+                    self._offered = self.version
+                    self._check_weights()
 
-    def _gather_weights(self) -> Iterator[tuple[TensorInfo, Tensor]]:
-        self._team.tell(RankCommand(what="gather_weights"))
-        return self._learner.sent.weights()
+    def _check_weights(self) -> None:
+        """Score the sequences that every engine scores under these weights too."""
+        if is_checked(self.version, self._config.weights.check_every):
+            self._team.tell(RankCommand(what="check"))
+            self._publisher.expect(self.version, self._learner.check.score())
+
+    def _fill_arena(self, layout: Layout, flat: Tensor) -> Callable[[], None] | None:
+        file = self._publisher.file if self._learner.snapshot.is_together else ""
+        self._team.tell(RankCommand(what="snapshot", file=file, start=int(flat.storage_offset())))
+        return self._learner.snapshot.write(flat, file)
+
+    def _record_publications(self) -> None:
+        """Write down what has landed. Raises WeightsError if nothing can."""
+        for publication in self._publisher.reports():
+            self._recorder.sync(publication)
 
     def _evaluate(self) -> None:
         if self._config.data.eval is not None and self._evaluated != self.step:
@@ -227,7 +263,7 @@ class LearnerService:
         check_owner(self._run_dir, self.version.lineage)
         latest = self._checkpoints.latest()
         if latest is None or read_state(latest).step != self.step:
-            self._inbox.published(self.version)
+            self._inbox.trained(self.version)
             self._checkpoint(within_s)
 
     def _checkpoint(self, within_s: float = math.inf) -> None:
@@ -249,6 +285,8 @@ class LearnerService:
             started = time.monotonic()
             self._recorder.flush()
             path = self._checkpoints.write(state, self._fill)
+            with suppress(WeightsError):  # the loop will meet it
+                self._record_publications()  # before the event behind which a resume forgets
             seconds = time.monotonic() - started
         self._inbox.saved(self.step)
         metrics.checkpoint_seconds.observe(seconds)
@@ -275,22 +313,29 @@ class LearnerService:
             self._export(self._run_dir / "final")
         self._team.tell(RankCommand(what="end"))
         if status != "failed":
+            self._await_publications()
             self._recorder.end(status, self.step)
         self._recorder.close()
         self._publisher.close()
         self._inbox.finish()
         return status
 
+    def _await_publications(self) -> None:
+        """Wait a little for what is under way, so that the record says of every publication whether it landed."""
+        deadline = time.monotonic() + LAST_PUBLICATION_S
+        while not self._publisher.is_idle and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with suppress(WeightsError):  # the run is over
+            self._record_publications()
+
     # -- while it waits ------------------------------------------------------------------------------------------------
 
     def _while_waiting(self, what: str, seconds: float) -> None:
-        """A generator that came (back) gets the current weights now: the next step may need its groups."""
+        """The next step may need groups of the newest weights."""
         self._tell_waiting(what, seconds)
-        if self._publisher.newcomers():
-            try:
-                self._offer_weights()
-            except GeneratorsGone as error:  # who comes in their place is another newcomer
-                log.warning("%s", error)
+        self._obey()
+        self._offer_weights()
+        self._record_publications()
 
     def _while_none_is_there(self, what: str, seconds: float) -> None:
         """Only where no completion of the buffer is awaited: it asks the buffer itself."""
@@ -317,13 +362,16 @@ def follow(learner: Learner, team: Team) -> None:
                 assert isinstance(message, Batch) and command.version is not None
                 with suppress(TrainingError):  # rank 0 meets the same, and says what is left to do
                     learner.step(unpack_batch(message, payload), command.version)
-            case "gather_weights":
-                for _ in learner.sent.weights():
-                    pass
+            case "snapshot":
+                learner.snapshot.join(command.file, command.start)
+            case "check":
+                learner.check.score()
             case "save":
                 learner.save(command.folder)
             case "export":
                 learner.export(command.folder, learner.config.model.path)
+            case "set_lr":
+                learner.set_lr(command.lr)
 
 
 class Stopwatch:

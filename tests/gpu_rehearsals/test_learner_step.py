@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 
 from asyncgrpo.learner import attention, publishing
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.weights import broadcast
+from asyncgrpo.weights.digest import digest
 from tests.gpu_rehearsals.fake_cuda import fake_gpu
 from tests.learner.helpers import VERSION, config, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -90,7 +90,7 @@ def test_a_mixture_is_built_and_publishes(tmp_path, make):
 
 def test_a_digest_is_made_on_the_card():
     with fake_gpu(WORLD):
-        assert broadcast.digest(torch.zeros(64, dtype=torch.uint8, device=CARD)) == 1
+        assert digest(torch.zeros(64, dtype=torch.uint8, device=CARD)) == 1
 
 
 def test_the_rehearsal_finds_a_card_without_an_index(tmp_path):

@@ -182,3 +182,4 @@ def cut_head(monkeypatch, block: int, tile: int | None = None) -> None:
     monkeypatch.setitem(head.BLOCK_LOGITS, "cpu", block)
     monkeypatch.setitem(head.TILE_LOGITS, "cpu", 2 * block if tile is None else tile)
     monkeypatch.setattr(head, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(head, "SUMMED_ROWS", 1)

@@ -172,6 +172,19 @@ class _Update:
         found = oracle_advantages.estimate(self.settings.advantage, self.outcome, self.groups, self.lengths, nobody)
         return [a for a, n in zip(found, self.lengths, strict=True) for _ in range(n)]
 
+    def _share_with_hope(self) -> float:
+        """Of the groups, those with an advantage, and those whose rewards are one number in the upper half of all."""
+        if self.critic is not None:
+            return 1.0
+        group_of = [group for group, n in zip(self.groups, self.lengths, strict=True) for _ in range(n)]
+        taught = {g for g, a, m in zip(group_of, self._advantages(), self.mask, strict=True) if m and a}
+        rewards = {
+            group: [r for r, g in zip(self.outcome, self.groups, strict=True) if g == group] for group in self.groups
+        }
+        best, worst = max(self.outcome), min(self.outcome)
+        middle = (best + worst) / 2 if best > worst else 0.0
+        return sum(g in taught or min(r) == max(r) > middle for g, r in rewards.items()) / len(rewards)
+
     def _anchor(self) -> list[float]:
         if self.settings.anchor == "proximal":
             return self.proximal
@@ -240,7 +253,7 @@ class _Update:
             yield self._penalty(settings.behaviour_kl_coef, points, logp, weights)
         if settings.entropy_coef:
             entropy = torch.cat([-(a.log_p.exp() * a.log_p).sum(-1) for a in self.now])
-            root = -settings.entropy_coef * (weights * entropy).sum()
+            root = -settings.entropy_coef * self._share_with_hope() * (weights * entropy).sum()
             yield root, root.item()
 
     def _penalty(self, coef: float, points: list, logp: Tensor, weights: Tensor) -> tuple[Tensor, float]:

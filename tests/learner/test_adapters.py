@@ -13,11 +13,12 @@ from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.adapters import AdapterMerger
-from asyncgrpo.weights.broadcast import size_bytes
+from asyncgrpo.weights.arena import size_bytes
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from tests.learner.helpers import VERSION, config, random_groups, weights
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
+from tests.weights.publishing import publish as published
 
 pytest.importorskip("peft")
 
@@ -142,7 +143,9 @@ class Generator:
 @pytest.fixture
 def plane():
     """A publisher on real sockets and a real gloo group, and a way to start generators."""
-    publisher = Publisher(WeightsConfig(timeout_s=10.0), backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+    publisher = Publisher(
+        WeightsConfig(timeout_s=10.0), maps=False, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
+    )
     generators: list[Generator] = []
 
     def start(path, dtype: torch.dtype) -> Generator:
@@ -150,7 +153,7 @@ def plane():
         return generators[-1]
 
     def publish(ours: Learner, version: int):
-        return publisher.publish(PolicyVersion(1, version), ours.sent.weights)
+        return published(publisher, PolicyVersion(1, version), ours.sent.weights())
 
     yield publisher, start, publish
     for generator in generators:
@@ -168,7 +171,7 @@ def test_engines_hold_the_merged_weights_also_those_that_come_later(tmp_path, pl
     publisher, start, publish = plane
     path = make_tiny_qwen3(tmp_path)
     ours = learner(path, dtype=dtype)
-    publisher.describe(ours.sent.layout(), ours.sent.base)
+    publisher.start(ours.sent.layout(), ours.sent.base)
     first = start(path, getattr(torch, dtype))
     first.join(publisher, "generator-0")
     await_members(publisher, 1)
@@ -177,7 +180,7 @@ def test_engines_hold_the_merged_weights_also_those_that_come_later(tmp_path, pl
         ours.step(GROUPS, VERSION)
         publication = publish(ours, version)
     assert publication.attempts == 1
-    assert publication.num_bytes < 1.05 * 4 * sum(p.numel() for p in ours.parameters), "16-byte places at most"
+    assert publication.num_bytes < 1.2 * 4 * sum(p.numel() for p in ours.parameters), "64-byte places at most"
 
     late = start(path, getattr(torch, dtype))
     late.join(publisher, "generator-1")
@@ -197,7 +200,7 @@ def test_a_generator_with_another_base_is_left_out_before_it_samples(tmp_path, p
     publisher, start, publish = plane
     path = make_tiny_qwen3(tmp_path / "ours")
     ours = learner(path)
-    publisher.describe(ours.sent.layout(), ours.sent.base)
+    publisher.start(ours.sent.layout(), ours.sent.base)
     right, wrong = start(path, torch.float32), start(make_tiny_qwen3(tmp_path / "other", seed=1), torch.float32)
     right.join(publisher, "generator-0")
     wrong.join(publisher, "generator-1")
@@ -214,10 +217,10 @@ def test_a_generator_with_another_base_is_left_out_before_it_samples(tmp_path, p
 def test_a_run_in_which_every_generator_has_another_base_ends_with_the_reason(tmp_path, plane):
     publisher, start, publish = plane
     ours = learner(make_tiny_qwen3(tmp_path / "ours"))
-    publisher.describe(ours.sent.layout(), ours.sent.base)
+    publisher.start(ours.sent.layout(), ours.sent.base)
     start(make_tiny_qwen3(tmp_path / "other", seed=1), torch.float32).join(publisher, "generator-0")
     await_members(publisher, 1)
-    with pytest.raises(WeightsError, match=r"reached no generator in 3 attempts; first failure: .*holds other weights"):
+    with pytest.raises(WeightsError, match=r"reached no generator; first failure: .*holds other weights"):
         publish(ours, 0)
 
 
@@ -225,7 +228,7 @@ def test_a_change_too_small_for_bfloat16_is_no_engine_that_kept_its_weights(tmp_
     publisher, start, publish = plane
     path = saved_as(make_tiny_qwen3(tmp_path), torch.bfloat16)
     ours = learner(path, dtype="bfloat16")
-    publisher.describe(ours.sent.layout(), ours.sent.base)
+    publisher.start(ours.sent.layout(), ours.sent.base)
     start(path, torch.bfloat16).join(publisher, "generator-0")
     await_members(publisher, 1)
     first = publish(ours, 0)

@@ -46,7 +46,7 @@ def history(batch, position: int) -> tuple[list[int], list[int]]:
 def read(step) -> dict:
     """(group_id, index) of every answer in a rank's micro-batches to what is there for each of its tokens."""
     found = {}
-    for batch in (*step.trained, *step.forward_only):
+    for batch in step.trained:
         bounds = itertools.pairwise(batch.cu_seqlens.tolist())
         columns = (batch.targets, batch.mask, batch.behaviour_logprobs, batch.advantages, batch.versions)
         columns = [c.tolist() for c in (*columns, batch.is_current)]
@@ -89,32 +89,28 @@ def by_key(step) -> dict:
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("skip_forward_only", [True, False])
+@pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 40])
 @pytest.mark.parametrize("budget", [1, 30, 64, 100_000])
-def test_every_token_is_trained_once_after_its_history_and_ranks_run_equally_often(
-    world, budget, share_prompts, skip_forward_only
-):
-    options = {"world": world, "budget": budget, "share_prompts": share_prompts, "skip_forward_only": skip_forward_only}
+def test_every_token_is_trained_once_after_its_history_and_ranks_run_equally_often(world, budget, share_prompts, skips):
+    options = {"world": world, "budget": budget, "share_prompts": share_prompts, "skip_zero_advantage": skips}
     shares = [packed(rank=rank, **options) for rank in range(world)]
     first = shares[0]
     found = [read(share) for share in shares]
     assert sum(map(len, found)) == len(set().union(*found)), "no two ranks train the same completion"
-    assert {k: v for share in found for k, v in share.items()} == expected(GROUPS, by_key(first))
-    assert len({len(share.trained) for share in shares}) == len({len(share.forward_only) for share in shares}) == 1
+    everything = expected(GROUPS, by_key(first))
+    run = {k: v for k, v in everything.items() if by_key(first)[k] != 0 or not skips}
+    assert {k: v for share in found for k, v in share.items()} == run
+    assert (len(run) < len(everything)) == skips
+    assert len({len(share.trained) for share in shares}) == 1
     for share in shares:
         assert by_key(share) == by_key(first), "ranks agree without talking"
         counts = (share.num_tokens, share.num_completions, share.num_groups, share.zero_signal_groups)
         assert counts == (sum(g.num_tokens for g in GROUPS) - 2, 7 * 4 + 3 + 2, 9, first.zero_signal_groups)
-        for batch in (*share.trained, *share.forward_only):
+        assert share.not_run.mask.numel() == sum(len(everything[k][0]) for k in everything.keys() - run.keys())
+        for batch in share.trained:
             assert len(batch.token_ids) <= budget or len(batch.rollouts) <= 1
             assert batch.segments.queries[-1] == len(batch.token_ids) == len(batch.position_ids)
-        forward_only = {
-            k: v
-            for batch in share.forward_only
-            for k, v in read(replace(share, trained=(batch,), forward_only=())).items()
-        }
-        assert all(by_key(first)[key] == 0 for key in forward_only) and (skip_forward_only or not forward_only)
 
 
 def test_the_plan_is_the_same_every_time():
@@ -180,12 +176,10 @@ def test_an_empty_completion_takes_part_in_the_statistics_but_has_nothing_to_tra
 def test_groups_without_signal_are_counted_and_can_be_set_apart():
     groups = [make_group(0, [1.0, 1.0], [[1], [2]]), make_group(1, [1.0, 0.0], [[3], [4]]), make_group(2, [1.0], [[5]])]
     groups.append(make_group(3, [None, None], [[1], [2]]))
-    step = packed(groups, skip_forward_only=True)
+    step = packed(groups, skip_zero_advantage=True)
     assert step.zero_signal_groups == 3
-    assert [b.mask.sum().item() for b in step.trained] == [2] and sum(
-        b.mask.sum().item() for b in step.forward_only
-    ) == 3
-    assert not packed(groups).forward_only
+    assert [b.mask.sum().item() for b in step.trained] == [2] and step.not_run.mask.sum() == 3
+    assert packed(groups).not_run.mask.numel() == 0
 
 
 @pytest.mark.parametrize("groups", [[], [make_group(0, [None, None], [[1], [2]])]])

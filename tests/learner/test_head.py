@@ -230,6 +230,29 @@ def test_logits_of_all_tokens_never_exist(monkeypatch, tokens, vocab):
     assert limit / 2 < seen.numel <= limit
 
 
+class Sums(TorchDispatchMode):
+    """Counts the operations that write a tensor of a shape in place."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (torch.ops.aten.add_.Tensor, torch.ops.aten.addmm_.default) and (
+            args[0].shape == self.shape
+        )
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gradient_of_a_large_head_is_read_and_written_once_for_many_tokens(dtype):
+    """Each time costs as much as the products of 20 tokens: with a large vocabulary, more than they do."""
+    hidden, weight, targets, _ = inputs(dtype, tokens=512, vocab=40_000)
+    with Sums(weight.shape) as sums:
+        fused_loss(hidden, weight, targets, Objective(entropy=False, full_kl=False), temperature=1.0)
+    assert sums.count == 1
+
+
 def test_a_vocabulary_larger_than_a_tile_is_read_one_token_at_a_time(monkeypatch):
     cut_head(monkeypatch, VOCAB - 1)
     hidden, weight, targets, _ = inputs(torch.float64)

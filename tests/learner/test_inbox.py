@@ -2,11 +2,11 @@
 
 import pytest
 
-from asyncgrpo.errors import RewardError, StalledError
+from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.learner.ranks import Inbox
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.rollouts import EvalResult, NoMore, Waiting
+from asyncgrpo.wire.rollouts import EvalResult, NoMore, Snapshot, Waiting
 
 AT = PolicyVersion(1, 3)
 RESULT = EvalResult(
@@ -49,3 +49,32 @@ def test_as_long_as_evaluations_end_nothing_is_stalled():
 def test_what_will_never_come_is_not_waited_for():
     with pytest.raises(RewardError, match="never worked: 9 of 9"):
         wait([Waiting(what="groups"), Waiting(what="rewards", hopeless="reward function f.py never worked: 9 of 9")])
+
+
+def test_a_pause_may_last_as_long_as_a_person_wants():
+    paused = [Waiting(what="the end of the pause", is_paused=True)] * 5
+    assert wait([*paused, NoMore(why="exhausted", counters={})]) == []
+    with pytest.raises(StalledError, match="groups"):
+        wait([*paused, *[Waiting(what="groups")] * 3])
+
+
+def test_a_batch_that_comes_while_a_snapshot_is_awaited_is_not_lost():
+    line = Line([NoMore(why="draining"), Snapshot(state={"done": 3})])
+    inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
+    assert inbox.snapshot().state == {"done": 3}
+    taken = inbox.take(3, AT, {}, on_eval=lambda result: None, while_waiting=lambda what, seconds: None)
+    assert taken.ended == "draining" and line.said == []
+
+
+def test_a_request_for_a_snapshot_that_was_lost_is_not_awaited_because_the_buffer_talks_of_a_batch():
+    line = Line([Waiting(what="groups")] * 5)
+    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    with pytest.raises(WireError, match="nothing of a snapshot for 60 s"):
+        inbox.snapshot()
+
+
+def test_a_snapshot_that_waits_for_the_journal_has_the_limit_of_a_stall():
+    line = Line([Waiting(what="the journal: no space", of_snapshot=True)] * 5)
+    inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
+    with pytest.raises(StalledError, match=r"no checkpoint for 100 s .*the journal"):
+        inbox.snapshot()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner.learner import learning_rate
+from asyncgrpo.learner.model import decoder_layers
+from asyncgrpo.learner.optimizer import learning_rate
 from asyncgrpo.types import Group, Score
 from tests.algorithms import oracle_advantages
 from tests.learner.helpers import (
@@ -34,25 +35,6 @@ GROUPS = random_groups(6, 4)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
-
-
-def test_setting_silent_completions_apart_changes_nothing(path, monkeypatch):
-    """Forward-only micro-batches count in the report and contribute the zero gradient that they have."""
-    groups = [*GROUPS, make_group(9, [1.0, 1.0], [[1, 2], [3]]), make_group(10, [0.0, 0.0], [[4], [5, 6, 7]])]
-    apart, together = learner(path), learner(path)
-    pack = together._pack
-    monkeypatch.setattr(together, "_pack", lambda groups, version: _all_trained(pack(groups, version)))
-    (first, gradients), (second, expected) = step_and_gradient(apart, groups), step_and_gradient(together, groups)
-    for name in expected:
-        torch.testing.assert_close(gradients[name], expected[name], rtol=1e-4, atol=1e-6)
-    assert first.entropy == pytest.approx(second.entropy) and first.tokens_trained == second.tokens_trained
-    # The second step sees the weights of the first: forward-only passes leave no gathered copy behind.
-    assert apart.step(groups, VERSION).entropy == pytest.approx(together.step(groups, VERSION).entropy, rel=1e-5)
-
-
-def _all_trained(batch):
-    assert batch.forward_only
-    return replace(batch, trained=batch.trained + batch.forward_only, forward_only=())
 
 
 def test_constant_groups_have_no_gradient(path):
@@ -296,15 +278,31 @@ def test_recomputing_activations_changes_nothing(path):
         assert first.loss == pytest.approx(second.loss, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """What is kept of compiled layers between starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        yield folder / "asyncgrpo" / "compiled"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiling_changes_nothing(path, checkpointing):
+def test_compiling_changes_nothing(path, programs, checkpointing):
+    """Two steps that are compiled after one that is not; another learner that does the same is bitwise equal."""
     options = {"lr": 1e-3, "tokens_per_microbatch": 50, "activation_checkpointing": checkpointing}
-    plain, compiled = learner(path, learner=options), learner(path, learner=options | {"compile": True})
-    for groups in (GROUPS, random_groups(4, 4, seed=5)):
+    plain = learner(path, learner=options | {"compile": False})
+    compiled, again = (learner(path, learner=options | {"compile": True}) for _ in range(2))
+    for groups in (GROUPS, GROUPS, random_groups(4, 4, seed=5)):
         (first, expected), (second, gradients) = (step_and_gradient(one, groups) for one in (plain, compiled))
         assert_same_gradient(gradients, expected, 1e-4)
         assert first.loss == pytest.approx(second.loss, rel=1e-4)
+        same = step_and_gradient(again, groups)[1]
+        assert all(same[name].equal(gradient) for name, gradient in gradients.items())
+    assert all(layer._compiled_call_impl is not None for layer in decoder_layers(compiled.model))
+    assert list(programs.rglob("*.so")), "kept for the next start"
 
 
 def test_every_algorithm_can_be_run_in_bfloat16(path):

@@ -11,7 +11,7 @@ from asyncgrpo.recording.events import read_events
 from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.text import summary
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.publisher import Publication
+from asyncgrpo.weights.publication import Publication
 from tests.test_metrics import value
 
 
@@ -160,7 +160,7 @@ def test_a_step_tells_the_figures_of_its_batch_and_a_checkpoint_keeps_none_of_th
 def test_a_publication_is_counted_by_its_outcome_in_a_series_that_began_at_0(recorder, attempts, dropped, outcome):
     before = value("weight_sync_total", outcome=outcome)
     fields = {"version": PolicyVersion(1, 3), "generators": ("generator-0",), "dropped": dropped, "attempts": attempts}
-    recorder().sync(Publication(**fields, seconds=0.1, num_bytes=8, digest="d"))
+    recorder().sync(Publication(**fields, seconds=0.1, num_bytes=8, digest="d", sent_bytes=8))
     assert value("weight_sync_total", outcome=outcome) == before + 1
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, RunConfig
-from asyncgrpo.errors import AsyncGRPOError, GeneratorsGone, StalledError, TrainingError, WeightsError, WireError
+from asyncgrpo.errors import AsyncGRPOError, StalledError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.ranks import Taken, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Snapshot
+from asyncgrpo.wire.supervision import Steer
 
 STEPS = 3
 """Trained before something happens. The checkpoint before that is of step 2."""
@@ -35,7 +36,7 @@ class Inbox:
             raise self.end
         return Taken([], None, memoryview(b""), {}, 0.0, self.end)
 
-    def published(self, version: PolicyVersion) -> None:
+    def trained(self, version: PolicyVersion) -> None:
         self.version = version
 
     def give_up(self, reason: str) -> None:
@@ -55,24 +56,31 @@ class Inbox:
 
 
 class Publisher:
-    """Reaches someone for every version but those in `fails`."""
+    """Reaches someone for every version but those in `fails`, which the learner hears of when it asks."""
 
-    def __init__(self, fails: dict[int, AsyncGRPOError] | None = None, tell: Callable[[], None] = lambda: None) -> None:
-        self.fails, self.tell = fails or {}, tell
-        self.generators = ["generator-0"]
+    is_idle = True
 
-    def wait_for(self, count: int, timeout_s: float, tell: Callable[[str, float], None]) -> None:
-        if not self.generators:
-            self.tell()
-            tell("generators", 0.0)
+    def __init__(self, fails: dict[int, AsyncGRPOError] | None = None) -> None:
+        self.fails = fails or {}
+        self.offered: list[int] = []
+        self.expected: list[tuple[int, list[float]]] = []
+        self.is_full = False
 
-    def publish(self, version: PolicyVersion, tensors: Callable) -> None:
-        if (error := self.fails.get(version.number)) is not None:
-            self.generators = []
+    def offer(self, version: PolicyVersion, fill: Callable) -> bool:
+        if not self.is_full:
+            self.offered.append(version.number)
+        return not self.is_full
+
+    def expect(self, version: PolicyVersion, scores: list[float]) -> None:
+        self.expected.append((version.number, scores))
+
+    def reports(self) -> list:
+        if self.offered and (error := self.fails.get(self.offered[-1])) is not None:
             raise error
+        return []
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *arguments, **named: None
 
 
 class Learner:
@@ -81,6 +89,7 @@ class Learner:
     def __init__(self, error: AsyncGRPOError | None = None, at: float = 0.0) -> None:
         self.steps, self.error, self.at = 0, error, at
         self.sent = None
+        self.check = SimpleNamespace(score=lambda: [float(self.steps)])
 
     def step(self, groups: list, version: PolicyVersion) -> SimpleNamespace:
         if self.error is not None and version.number == STEPS - 1:
@@ -141,17 +150,20 @@ def test_a_run_that_is_to_end_has_a_checkpoint_of_its_last_step(tmp_path: Path, 
     assert learner._recorder.ends == (["drained"] if why == "draining" else []), "who gives it up says that it failed"
 
 
-@pytest.mark.parametrize("is_failure", [False, True])
-def test_so_it_has_where_the_weights_of_that_step_reach_nobody_any_more(tmp_path: Path, is_failure: bool):
-    inbox = Inbox()
+def test_weights_that_found_no_free_arena_are_offered_again_while_the_learner_waits(tmp_path: Path):
+    publisher = Publisher()
 
-    def ask_to_end() -> None:
-        inbox.is_draining, inbox.is_failing = True, is_failure
+    class Busy(Inbox):
+        def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **named: Any) -> Taken:
+            if step == 2:
+                publisher.is_full = False
+                named["while_waiting"]("groups", 1.0)
+            publisher.is_full = step == 1
+            return super().take(step, version, shares_within)
 
-    learner = service(tmp_path, inbox, Publisher({3: GeneratorsGone("all of them")}, ask_to_end))
-    assert learner.run() == ("failed" if is_failure else "drained")
-    assert saved(tmp_path) == (3, 3)
-    assert learner._recorder.steps == [1, 2, 3]
+    assert service(tmp_path, Busy(), publisher).run() == "done"
+    assert publisher.offered == [0, 1, 2, 3], "2 was offered while the learner waited for its next batch"
+    assert publisher.expected == [(n, [float(n)]) for n in range(4)], "each scored once, under its own weights"
 
 
 @pytest.mark.parametrize("error", [StalledError("nothing to train for 60 s"), AsyncGRPOError("something else")])
@@ -189,3 +201,49 @@ def test_without_a_buffer_there_is_no_checkpoint_and_the_reason_for_the_end_stan
     with pytest.raises(StalledError, match="nothing to train"):
         learner.run()
     assert saved(tmp_path) == (2, 2) and "no last checkpoint: the buffer has said nothing" in caplog.text
+
+
+class Steered(Learner):
+    """Remembers with which learning rate each step was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr, self.rates = 1e-3, []
+
+    def set_lr(self, lr: float) -> None:
+        self.lr = lr
+
+    def step(self, groups: list, version: PolicyVersion) -> SimpleNamespace:
+        self.rates.append(self.lr)
+        return super().step(groups, version)
+
+
+class Asking(Inbox):
+    """A buffer to whose learner a person speaks while it waits for the second batch."""
+
+    def __init__(self, asked: Steer) -> None:
+        super().__init__()
+        self.asked, self.evaluations = asked, 0
+        self.learner: LearnerService | None = None
+
+    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **named: Any) -> Taken:
+        if step == 1 and self.learner is not None:
+            self.learner.steer(self.asked)
+            for _ in range(2):
+                named["while_waiting"]("the end of the pause", 1.0)
+        return super().take(step, version, shares_within)
+
+    def request_eval(self, step: int) -> None:
+        self.evaluations += 1
+
+
+def test_a_learner_that_waits_does_what_a_person_asks_for_once(tmp_path: Path):
+    inbox, learner = Asking(Steer(revision=1, lr=1e-5, checkpoints=1)), Steered()
+    running = service(tmp_path, inbox, learner=learner)
+    inbox.learner = running
+    written = []
+    running._recorder.events.write = lambda event, **fields: written.append((event, fields))
+    assert running.run() == "done" and running.steered == 1
+    assert learner.rates == [1e-3, 1e-5, 1e-5]
+    assert [fields for event, fields in written if event == "lr_changed"] == [{"version": "1.1", "lr": 1e-5}]
+    assert [fields["step"] for event, fields in written if event == "checkpoint"] == [1, 2, 3]

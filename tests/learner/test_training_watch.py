@@ -1,6 +1,9 @@
 """What a person is told of a run's curves."""
 
-from asyncgrpo.learner.record import ENOUGH, LITTLE, WINDOW, TrainingWatch
+import json
+from pathlib import Path
+
+from asyncgrpo.learner.watch import ENOUGH, LITTLE, WINDOW, TrainingWatch
 
 
 def step(share: float) -> dict:
@@ -49,3 +52,49 @@ def test_an_evaluation_that_fell_twice_in_a_row_is_said_once():
 def test_small_dips_and_evaluations_without_a_score_say_nothing():
     watch = TrainingWatch()
     assert told(watch, [evaluation(n, value) for n, value in enumerate((0.1, 1.0, 0.97, 0.96, None, 0.98))]) == []
+
+
+# -- small tasks, as they were recorded (docs/small-tasks.md) ----------------------------------------------------------
+
+RECORDED: dict[str, dict[str, list]] = json.loads((Path(__file__).parent / "recorded_small_tasks.json").read_text())
+
+
+def recorded(name: str) -> list[dict]:
+    """The steps of a training of `benchmarks/small_tasks.py`: 48 groups of 16 completions each."""
+    columns = RECORDED[name]
+    steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [{"event": "step", "lags": {"2": 48}, "diagnostics": {"kl_k3": step.pop("kl_k3")}, **step} for step in steps]
+
+
+def warnings_of(name: str) -> list[tuple[int, str, str]]:
+    watch = TrainingWatch()
+    seen = [(number, watch.see(event)) for number, event in enumerate(recorded(name), 1)]
+    return [(number, *warning) for number, warning in seen if warning is not None]
+
+
+def test_a_reward_that_never_leaves_0_is_said_as_soon_as_the_window_is_full():
+    ((step, about, text),) = warnings_of("sort, exact")
+    assert (step, about) == (WINDOW, "signal")
+    assert "no completion of the last 20 steps has earned more than another (all have 0)" in text
+    assert "reward parts of a right answer" in text and "algorithm.group_size" in text
+
+
+def test_a_policy_that_has_settled_halfway_is_said_once_with_what_to_turn():
+    found = [(step, text) for step, about, text in warnings_of("reverse, parts") if about == "entropy"]
+    ((step, text),) = found
+    assert 40 <= step <= 81 and "settled at a mean reward of 0.6" in text and "where the best completion has 1:" in text
+    assert "learner.lr" in text and "algorithm.entropy_coef" in text
+
+
+def test_updates_that_are_too_large_are_said_before_anything_else():
+    (step, about, text), *_ = warnings_of("count, fast")
+    assert (step, about) == (WINDOW, "steps") and "lower learner.lr or buffer.max_lag" in text
+
+
+def test_a_task_that_is_learnt_says_no_more_than_that_its_prompts_are_solved():
+    assert [about for _, about, _ in warnings_of("copy, parts")] == ["signal"]
+
+
+def test_events_of_an_older_release_lack_what_the_warnings_are_made_of():
+    watch = TrainingWatch()
+    assert told(watch, [step(0.5)] * 3 * WINDOW) == []

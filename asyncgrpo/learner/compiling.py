@@ -1,0 +1,71 @@
+"""torch.compile of the decoder layers: where it pays, where its programs are kept, and what happens if it cannot be had.
+
+One program serves all layers and all lengths; attention stays outside it. It fuses what lies between the matrix products:
+norms, SwiGLU, rotary embedding, casts. The first step of a process is made without it, so that it is not late, and all
+later ones with it: so a replay, which starts processes where the run did, makes every step by the same program.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from asyncgrpo.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+LEAST_WEIGHTS = 2**20
+"""Of all layers. In smaller ones, calling the program takes what it saves."""
+LEAST_WORK = 6e10
+"""Weights of all layers times completions of the run. Measured on a CPU with completions of 150 tokens: to compile takes
+34 CPU seconds, and the work that saves as much is about this; later starts of any run take 6."""
+
+
+def pays(config: Config, layers: Sequence[nn.Module], device: torch.device) -> bool:
+    """Whether layers are compiled where the configuration leaves it open. It knows what it says on a CPU only."""
+    weights = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    completions = config.buffer.prompts_per_step * config.algorithm.group_size
+    is_long = config.run.steps is None or weights * completions * config.run.steps >= LEAST_WORK
+    return device.type == "cpu" and not config.model.lora.rank and weights >= LEAST_WEIGHTS and is_long
+
+
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """Let each layer run as a program from its next call on, which makes it. What cannot be compiled runs without."""
+    torch._dynamo.config.suppress_errors = True
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+def works(device: torch.device) -> bool:
+    """Whether a small function can be compiled here; says in a warning why not.
+
+    What usually is missing, a C++ compiler or a folder that can be written, is missed by this one too, and before ranks
+    wait for one another.
+    """
+    _keep_programs()
+
+    def small(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x) * 2
+
+    try:
+        torch.compile(small, dynamic=True)(torch.ones(8, device=device))
+    except Exception as error:  # torch raises whatever a compiler, a disk or its own passes lead to
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        log.warning("learner.compile: the layers run uncompiled, because torch.compile fails here: %s", reason[:300])
+        return False
+    return True
+
+
+def _keep_programs() -> None:
+    """Compile in this process, and keep what was made for later starts, in a folder that only its owner can write."""
+    import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch's own default is in the temporary folder, and it sets the variable to that as soon as it is imported.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "asyncgrpo" / "compiled"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    inductor.compile_threads = 1  # else torch starts processes, which stay as long as this one

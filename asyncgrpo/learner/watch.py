@@ -1,0 +1,121 @@
+"""What a person should be told of the curves of a run: a pure function of its events, in order.
+
+docs/small-tasks.md says of each warning when it comes, and what to turn.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+Event = dict[str, Any]
+
+WINDOW = 20
+"""Steps that are looked at together."""
+LITTLE, ENOUGH = 0.25, 0.5
+"""Mean shares of groups with a signal below which it is little, and above which it is enough again."""
+FALL = 0.05
+"""Share of the gain of the best evaluation over the first: two evaluations in a row that lost more than it are a fall."""
+NARROW = 0.05
+"""Share of the first step's entropy below which the policy hardly tries anything new."""
+SHORT = 0.1
+"""Share of the way from the first mean reward to the best reward of a completion that is still to go: not nearly solved."""
+RISES = 0.01
+"""Share of that way by which the second half of the window is above the first where the reward still rises."""
+FAR = 0.5
+"""Mean KL of the policy that sampled to the one that is trained, nats a token: above it most ratios say little."""
+
+
+class TrainingWatch:
+    """Says each warning once, and again when what it warned of was over in between."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Event] = deque(maxlen=WINDOW)
+        self._start: Event | None = None
+        self._is_on: dict[str, bool] = {}
+        self._first: float | None = None
+        self._best = self._before = (0, -math.inf)  # evaluations: step, mean reward
+
+    def see(self, event: Event) -> tuple[str, str] | None:
+        """Take one event in. Returns what it is about, `signal`, `entropy`, `steps` or `evaluation`, and the warning, if
+        there is one."""
+        if event["event"] == "step" and event.get("zero_signal_groups") is not None:
+            self._steps.append(event)
+            self._start = self._start or event
+            watched = {"signal": self._signal, "entropy": self._entropy, "steps": self._far}
+            return next(filter(None, (self._new(about, look) for about, look in watched.items())), None)
+        if event["event"] == "eval" and event.get("reward_mean") is not None:
+            return self._new("evaluation", lambda: self._fall(event["step"], event["reward_mean"]))
+        return None
+
+    def _new(self, about: str, look: Callable[[], str | bool]) -> tuple[str, str] | None:
+        """The warning, if it was not on before. `look` gives the text, False where it is over, True where it stays as it is."""
+        if about != "evaluation" and len(self._steps) < WINDOW:
+            return None
+        found, was_on = look(), self._is_on.get(about, False)
+        if found is not True:
+            self._is_on[about] = bool(found)
+        return (about, found) if isinstance(found, str) and not was_on else None
+
+    def _signal(self) -> str | bool:
+        share = fmean(1 - step["zero_signal_groups"] / max(sum(step["lags"].values()), 1) for step in self._steps)
+        if share >= LITTLE:
+            return share <= ENOUGH
+        reward = self._steps[-1]["reward_mean"]
+        if all(step.get("reward_max") == step["reward_mean"] for step in self._steps) and reward <= 0:
+            return (
+                f"no completion of the last {WINDOW} steps has earned more than another (all have {reward:.4g}), so there is "
+                "nothing to learn from: reward parts of a right answer, begin with easier prompts, or give the model examples "
+                "first; a larger algorithm.group_size helps where one in some hundreds is right"
+            )
+        return (
+            f"only {share:.0%} of the groups of the last {WINDOW} steps have two different rewards (mean reward "
+            f"{reward:.4g}): the others are solved, or hopeless, and teach nothing; "
+            "give other prompts, or set algorithm.filter_zero_signal=true"
+        )
+
+    def _entropy(self) -> str | bool:
+        """Whether the policy has settled: it tries nothing new, though better completions are seen, and gets no better."""
+        assert self._start is not None
+        entropies, rewards, best = (self._numbers(name) for name in ("entropy", "reward_mean", "reward_max"))
+        before, first = self._start.get("entropy"), self._start["reward_mean"]
+        if not (entropies and rewards and best and before) or fmean(entropies) >= 2 * NARROW * before:
+            return False
+        way, half = max(best) - first, WINDOW // 2
+        if max(best) - fmean(rewards) < SHORT * way:
+            return False
+        if fmean(entropies) >= NARROW * before or fmean(rewards[half:]) - fmean(rewards[:half]) > RISES * way:
+            return True
+        return (
+            f"the policy has settled at a mean reward of {fmean(rewards):.4g}, where the best completion has {max(best):.4g}: "
+            f"its entropy is {fmean(entropies):.2g} nats, from {before:.2g}, so it tries nothing new; go back to an earlier "
+            "checkpoint or begin again, with a smaller learner.lr or a larger algorithm.entropy_coef, and look whether the "
+            "reward pays for what it does now: asyncgrpo samples RUN --worst"
+        )
+
+    def _far(self) -> str | bool:
+        distances = [(step.get("diagnostics") or {}).get("kl_k3") for step in self._steps]
+        known = [distance for distance in distances if distance is not None]
+        if not known or fmean(known) <= FAR:
+            return bool(known) and fmean(known) > FAR / 2
+        return (
+            f"the updates are large: in the last {WINDOW} steps the policy had moved {fmean(known):.2g} nats a token from the "
+            "weights that sampled, so the reward wobbles; lower learner.lr or buffer.max_lag"
+        )
+
+    def _numbers(self, name: str) -> Sequence[float]:
+        """One field of every step of the window; empty where one of them lacks it."""
+        found = [step.get(name) for step in self._steps]
+        return [] if None in found else [number for number in found if number is not None]
+
+    def _fall(self, step: int, reward: float) -> str | bool:
+        self._first = reward if self._first is None else self._first
+        before, self._before = self._before, (step, reward)
+        best_step, best = self._best = max(self._best, self._before, key=lambda seen: seen[1])
+        if max(before[1], reward) >= best - FALL * (best - self._first):
+            return False
+        return (
+            f"the evaluation has fallen to {reward:.4g} at step {step}, from {best:.4g} at step {best_step}: "
+            "the run unlearns; docs/stability.md says what to look at"
+        )

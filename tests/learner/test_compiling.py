@@ -1,0 +1,101 @@
+"""When the layers are compiled, and what happens if they cannot be. That compiling changes nothing: `test_learner`."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from asyncgrpo.learner import compiling
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.model import decoder_layers
+from tests.learner.helpers import VERSION, config, learner, random_groups
+from tests.models import make_tiny_qwen3
+
+GROUPS = random_groups(1, 4)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[nn.Module]:
+    """The layers that were compiled, which torch is spared."""
+    layers: list[nn.Module] = []
+    monkeypatch.setattr(compiling, "works", lambda device: True)
+    monkeypatch.setattr(compiling, "compile_layers", layers.extend)
+    return layers
+
+
+def test_the_first_step_of_a_process_is_not_compiled_and_all_others_are(path, compiled):
+    ours = learner(path, learner={"compile": True})
+    ours.step(GROUPS, VERSION)
+    assert compiled == []
+    ours.step(GROUPS, VERSION)
+    assert compiled == decoder_layers(ours.model) != []
+    ours.step(GROUPS, VERSION)
+    assert compiled == decoder_layers(ours.model)
+
+
+def test_one_that_stands_for_a_process_that_had_stepped_compiles_at_once(path, compiled):
+    ours = Learner(config(path, learner={"compile": True}), rank=0, world=1, device="cpu", has_stepped=True)
+    ours.step(GROUPS, VERSION)
+    assert compiled == decoder_layers(ours.model)
+
+
+def test_the_reference_is_compiled_too(path, compiled):
+    ours = learner(path, learner={"compile": True}, algorithm={"kl_coef": 0.1})
+    ours.compile()
+    assert compiled == [*decoder_layers(ours.model), *decoder_layers(ours._reference)]
+
+
+def test_small_models_and_a_plain_no_are_never_compiled(path, compiled):
+    for wish in (None, False):
+        ours = learner(path, learner={"compile": wish})
+        ours.step(GROUPS, VERSION)
+        ours.step(GROUPS, VERSION)
+    assert compiled == []
+
+
+def layers(weights: int) -> list[nn.Module]:
+    with torch.device("meta"):
+        return [nn.Linear(1024, weights // 2048, bias=False) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("expected", "weights", "steps", "device", "lora"),
+    [
+        (True, 2**22, 1000, "cpu", 0),
+        (True, 2**22, None, "cpu", 0),
+        (False, 2**22, 200, "cpu", 0),  # too short
+        (True, 2**25, 200, "cpu", 0),
+        (False, 2**19, None, "cpu", 0),  # too small
+        (False, 2**22, None, "cuda", 0),  # nothing was measured there
+        (False, 2**22, None, "cpu", 8),
+    ],
+)
+def test_it_pays_where_the_run_is_long_and_the_model_large_enough(expected, weights, steps, device, lora):
+    sections = {"run": {"steps": steps}, "buffer": {"prompts_per_step": 8}, "algorithm": {"group_size": 8}}
+    settings = config("m", model={"path": "m", "lora": {"rank": lora}}, **sections)
+    assert compiling.pays(settings, layers(weights), torch.device(device)) == expected
+
+
+def test_where_nothing_can_be_compiled_the_layers_run_as_they_are_with_one_warning(path, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    def broken(*_, **__):
+        raise RuntimeError("\nno C++ compiler found\nmore of it")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    ours, plain = learner(path, learner={"compile": True}), learner(path, learner={"compile": False})
+    with caplog.at_level(logging.WARNING):
+        losses = [[one.step(GROUPS, VERSION).loss for _ in range(3)] for one in (ours, plain)]
+    assert losses[0] == losses[1]
+    assert [r.getMessage() for r in caplog.records if "compile" in r.getMessage()] == [
+        "learner.compile: the layers run uncompiled, because torch.compile fails here: no C++ compiler found"
+    ]
+    assert all(layer._compiled_call_impl is None for layer in decoder_layers(ours.model))

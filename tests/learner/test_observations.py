@@ -1,0 +1,151 @@
+"""What an environment says is read by the model and is no part of any loss."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from asyncgrpo.types import Completion, Group, Observation
+from asyncgrpo.wire.groups import pack_group, unpack_group
+from tests.learner.helpers import VERSION, learner, load, random_groups, step_and_gradient, weights
+from tests.learner.test_batching import history, packed
+from tests.models import make_tiny_qwen3
+
+
+def with_observations(group: Group, seed: int) -> Group:
+    """The group with observations before, between and behind the tokens of its completions; some have none."""
+    rng = np.random.default_rng(seed)
+
+    def observed(completion: Completion) -> Completion:
+        places = [at for at in range(len(completion.token_ids) + 1) if rng.random() < 0.4]
+        said = tuple(Observation(at, rng.integers(0, 260, rng.integers(1, 5)).astype(np.int32)) for at in places)
+        return dataclasses.replace(completion, observations=said)
+
+    rollouts = (dataclasses.replace(one, completion=observed(one.completion)) for one in group.rollouts)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+GROUPS = [with_observations(group, seed) for seed, group in enumerate(random_groups(6, 4))]
+
+
+def true_logprobs(model: torch.nn.Module, group: Group, completion: Completion) -> np.ndarray:
+    """[L] of the sampled tokens, each after all that came before it, from a plain forward pass of transformers."""
+    before, after, at = list(group.prompt.token_ids), [], []
+    said = {one.at: one.token_ids.tolist() for one in completion.observations}
+    for index, token in enumerate(completion.token_ids.tolist()):
+        after += said.get(index, [])
+        at.append(len(before) + len(after))
+        after.append(token)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([[*before, *after]])).logits[0].float().log_softmax(-1)
+    return np.array([logprobs[place - 1, (before + after)[place]].item() for place in at], np.float32)
+
+
+def with_true_logprobs(path, groups: list[Group]) -> list[Group]:
+    model = load(path)
+    return [
+        dataclasses.replace(
+            group,
+            rollouts=tuple(
+                dataclasses.replace(
+                    one,
+                    completion=dataclasses.replace(
+                        one.completion, logprobs=true_logprobs(model, group, one.completion)
+                    ),
+                )
+                for one in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_sampled_token_is_predicted_once_and_after_all_that_the_model_had_read(share_prompts, world):
+    found = {}
+    for rank in range(world):
+        step = packed(GROUPS, rank=rank, world=world, budget=48, share_prompts=share_prompts)
+        for batch in step.trained:
+            assert len(batch.targets) == len(batch.read_at) == len(batch.behaviour_logprobs)
+            for number, completion in enumerate(batch.rollouts.tolist()):
+                start, end = batch.cu_seqlens[number : number + 2].tolist()
+                read = [history(batch, int(batch.read_at[n])) for n in range(start, end)]
+                assert step.rollouts.keys[completion] not in found
+                found[step.rollouts.keys[completion]] = read, batch.targets[start:end].tolist()
+    for group in GROUPS:
+        for one in group.rollouts:
+            completion, said = one.completion, {o.at: o.token_ids.tolist() for o in one.completion.observations}
+            read, targets = found.pop((group.group_id, completion.index))
+            assert targets == completion.token_ids.tolist()
+            seen = list(group.prompt.token_ids)
+            for index, token in enumerate(targets):
+                seen += said.get(index, [])
+                assert read[index] == (seen, list(range(len(seen))))
+                seen = [*seen, token]
+    assert found == {}
+
+
+def test_rows_have_room_for_observations():
+    for step in (packed(GROUPS, budget=64), packed(GROUPS, budget=64, share_prompts=False)):
+        assert all(len(batch.token_ids) <= 64 for batch in step.trained)
+
+
+def test_the_learner_scores_what_a_plain_forward_pass_scores(tmp_path):
+    path = make_tiny_qwen3(tmp_path / "model")
+    groups = with_true_logprobs(path, GROUPS)
+    report = learner(path, learner={"tokens_per_microbatch": 64}).step(groups, VERSION)
+    assert report.logprob_gap_mean is not None and abs(report.logprob_gap_mean) < 1e-6
+
+
+def test_the_gradient_is_that_of_the_sampled_tokens_alone(tmp_path):
+    """REINFORCE by hand: the mean over sampled tokens of advantage times log-prob."""
+    path = make_tiny_qwen3(tmp_path / "model")
+    groups = with_true_logprobs(path, GROUPS)
+    one = learner(path, learner={"tokens_per_microbatch": 64})
+    _, gradient = step_and_gradient(one, groups)
+    model, total, count = load(path), 0.0, 0
+    step = packed(groups)
+    advantages = dict(zip(step.rollouts.keys, step.advantages.tolist(), strict=True))
+    for group in groups:
+        for rollout in group.rollouts:
+            completion = rollout.completion
+            ids = torch.tensor([[*group.prompt.token_ids, *completion.all_token_ids.tolist()]])
+            places = torch.from_numpy(completion.sampled_at) + len(group.prompt.token_ids)
+            logprobs = model(ids).logits[0].float().log_softmax(-1)
+            chosen = logprobs[places - 1, ids[0, places]]
+            total = total - advantages[group.group_id, completion.index] * chosen.sum()
+            count += len(places)
+    (total / count).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_without_what_was_said_the_step_is_another_one(tmp_path):
+    path, trained = make_tiny_qwen3(tmp_path / "model"), []
+    for groups in (GROUPS, random_groups(6, 4)):
+        one = learner(path)
+        one.step(groups, VERSION)
+        trained.append(weights(one))
+    assert any((trained[0][name] - trained[1][name]).abs().max() > 1e-5 for name in trained[0])
+
+
+def test_a_group_with_observations_travels_as_it_is():
+    for group in GROUPS:
+        message, payload = pack_group(group)
+        assert message.num_observed == sum(len(o.token_ids) for r in group.rollouts for o in r.completion.observations)
+        again = unpack_group(message, payload)
+        for mine, theirs in zip(group.rollouts, again.rollouts, strict=True):
+            assert mine.completion.all_token_ids.tolist() == theirs.completion.all_token_ids.tolist()
+            assert mine.completion.token_ids.tolist() == theirs.completion.token_ids.tolist()
+            assert [o.at for o in mine.completion.observations] == [o.at for o in theirs.completion.observations]
+            assert [t.tolist() for t in mine.completion.turns] == [t.tolist() for t in theirs.completion.turns]
+
+
+def test_turns_are_the_sampled_tokens_between_observations():
+    said = (Observation(2, np.array([7, 8], np.int32)), Observation(3, np.array([9], np.int32)))
+    completion = Completion(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), (), "stop", said)
+    assert [turn.tolist() for turn in completion.turns] == [[0, 1], [2], [3]]
+    assert completion.all_token_ids.tolist() == [0, 1, 7, 8, 2, 9, 3]
+    assert completion.sampled_at.tolist() == [0, 1, 4, 6]

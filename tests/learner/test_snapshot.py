@@ -1,0 +1,113 @@
+"""Several ranks write each their rows into one arena: the same bytes as one rank that gathers, and nothing is gathered."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from asyncgrpo.errors import WeightsError
+from asyncgrpo.learner import publishing, snapshot
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.publishing import fill_arena
+from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.arena import Arenas, Layout
+from tests.learner.helpers import config, random_groups
+from tests.learner.ranks import run_on_ranks
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
+
+GROUPS = random_groups(4, 4)
+LORA = {"lora": {"rank": 4}}
+CASES = {
+    "qwen3": ("qwen3", {}, {}),
+    "tied": ("tied", {}, {}),
+    "bfloat16": ("qwen3", {"dtype": "bfloat16"}, {}),
+    "experts": ("moe", {}, {}),
+    "latent attention, and buffers": ("deepseek", {"dtype": "bfloat16"}, {}),
+    "lora, merged": ("qwen3", LORA, {"adapters_only": False}),
+    "lora, adapters alone": ("qwen3", LORA, {}),
+}
+MAKE = {
+    "qwen3": make_tiny_qwen3,
+    "tied": lambda path: make_tiny_qwen3(path, tie=True),
+    "moe": make_tiny_qwen3_moe,
+    "deepseek": make_tiny_deepseek_v3,
+}
+
+
+def learner_of(case: str, folder: str, rank: int, world: int) -> Learner:
+    model, model_settings, weights = CASES[case]
+    path = f"{folder}/{model}"
+    settings = config(
+        path,
+        model={"path": path, "dtype": "float32"} | model_settings,
+        weights=weights,
+        learner={"device": "cpu", "lr": 1e-2},
+    )
+    return Learner(settings, rank=rank, world=world, device="cpu")
+
+
+def snapshots_on_a_rank(rank: int, world: int, folder: str) -> None:
+    gathered: list[str] = []
+    gather = publishing.gather
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        gathered.extend(["a shard"] * isinstance(tensor, DTensor))
+        return gather(tensor)
+
+    publishing.gather = counted
+    for case in CASES:
+        learner = learner_of(case, folder, rank, world)
+        layout = Layout(learner.sent.layout())
+        arenas = Arenas(layout) if rank == 0 else None
+        file = [arenas.file if arenas else ""]
+        dist.broadcast_object_list(file)
+        assert learner.snapshot.is_together == (case != "lora, adapters alone")
+        for number in range(3):
+            learner.step(GROUPS, PolicyVersion(1, number))
+            gathered.clear()
+            used = file[0] if learner.snapshot.is_together else ""
+            expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+            if arenas is None:
+                learner.snapshot.join(used, number % 2 * arenas_stride(layout))
+            else:
+                flat = arenas.slots[number % 2]
+                assert flat.storage_offset() == number % 2 * arenas_stride(layout)
+                is_written = learner.snapshot.write(flat, used)
+                if is_written is not None:
+                    is_written()
+            assert bool(gathered) == ("lora" in case), f"{case}: {len(gathered)} tensors were gathered"
+            fill_arena(learner.sent.weights(), layout, expected)
+            if arenas is not None:
+                assert torch.equal(arenas.slots[number % 2], expected), f"{case}, {number}"
+        if arenas is not None:
+            arenas.close()
+    publishing.gather = gather
+    if rank == 0:
+        Path(folder, f"done-{world}.json").write_text(json.dumps(list(CASES)))
+
+
+def arenas_stride(layout: Layout) -> int:
+    return -(-layout.num_bytes // 4096) * 4096
+
+
+def test_ranks_write_what_one_would_have_gathered(tmp_path):
+    for name, make in MAKE.items():
+        make(tmp_path / name)
+    run_on_ranks(snapshots_on_a_rank, str(tmp_path), 2, 3)
+    assert all((tmp_path / f"done-{world}.json").exists() for world in (2, 3))
+
+
+def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypatch):
+    learner = learner_of("qwen3", str(make_tiny_qwen3(tmp_path / "qwen3").parent), 0, 1)
+    arenas = Arenas(Layout(learner.sent.layout()))
+    monkeypatch.setattr(learner.snapshot, "_world", 2)
+    monkeypatch.setattr(learner.snapshot, "_timeout_s", 0.1)
+    is_written = learner.snapshot.write(arenas.slots[0], arenas.file)
+    with pytest.raises(WeightsError, match="not every rank has written its weights within 0 s"):
+        is_written()
+    snapshot.MappedArenas(arenas.file).flags[1] = 1
+    is_written()
+    arenas.close()

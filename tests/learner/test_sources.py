@@ -1,0 +1,45 @@
+"""What a step's event says of each data_source."""
+
+import numpy as np
+
+from asyncgrpo.learner.record import by_source
+from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score
+
+
+def group(
+    source: str, *rewards: float | None, tokens: int = 4, finish: str = "stop", greedy: float | None = None
+) -> Group:
+    def rollout(index: int, reward: float | None) -> Rollout:
+        ids = np.zeros(tokens, np.int32)
+        score = Score(failure="timeout") if reward is None else Score(value=reward)
+        return Rollout(Completion(index, ids, np.zeros(tokens, np.float32), (), finish), score)
+
+    rollouts = [rollout(index, reward) for index, reward in enumerate(rewards)]
+    rollouts += [rollout(len(rewards), greedy)] if greedy is not None else []
+    prompt = Prompt(prompt_id="train/0", token_ids=(1,), source=source)
+    return Group("g", "g.0", 0, 0, "train", prompt, tuple(rollouts))
+
+
+def test_each_source_has_its_own_numbers():
+    found = by_source([group("a", 1.0, 0.0), group("b", 0.5, 0.5, tokens=8, finish="length"), group("a", 1.0, 1.0)], 2)
+    assert found["a"] == {
+        "groups": 2, "reward_mean": 0.75, "success_share": 0.75, "zero_signal_share": 0.5,
+        "completion_length_mean": 4.0, "truncated_share": 0.0,
+    }  # fmt: skip
+    assert found["b"] == {
+        "groups": 1, "reward_mean": 0.5, "success_share": 0.0, "zero_signal_share": 1.0,
+        "completion_length_mean": 8.0, "truncated_share": 1.0,
+    }  # fmt: skip
+
+
+def test_failures_and_the_greedy_completion_do_not_count():
+    found = by_source([group("a", None, 1.0, greedy=0.0), group("", None, None)], 2)
+    assert found["a"]["reward_mean"] == 1.0 and found["a"]["completion_length_mean"] == 4.0
+    assert (found["(none)"]["reward_mean"], found["(none)"]["success_share"]) == (None, None)
+
+
+def test_of_too_many_sources_the_rarest_are_one():
+    groups = [group("often", 1.0)] * 3 + [group(f"of {i:02}", 0.0) for i in range(30)]
+    found = by_source(groups, 1)
+    assert len(found) == 16 and found["often"]["groups"] == 3
+    assert found["(others)"]["groups"] == 30 - 14 and sum(numbers["groups"] for numbers in found.values()) == 33
