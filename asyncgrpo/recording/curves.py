@@ -9,6 +9,8 @@ from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.progress import Progress, mean_lag, seconds_by_activity
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2f6fb0", "#e08214", "#3a923a", "#c03d3e", "#9a9a9a"
+_SUITES = (_ORANGE, _GREEN, "#8c6bb1", _RED, "#17808e", "#b8860b", _GREY, "#d6a5c9")
+"""Of the curves of at most eight suites."""
 _TIME_COLOURS = {
     "train": _GREEN,
     "wait_data": _ORANGE,
@@ -77,12 +79,25 @@ def _reward(axes: Any, progress: Progress) -> None:
     if x:
         axes.plot(x, y, color=_BLUE, linewidth=1.0, alpha=0.35, label="each step")
         axes.plot(x, _smoothed(y, 5), color=_BLUE, linewidth=2.0, label="mean of 5 steps")
-    evals = [(event["step"], event["reward_mean"]) for event in progress.evals if event.get("reward_mean") is not None]
-    if evals:
-        points = {"marker": "o", "markersize": 5, "linewidth": 1.2, "linestyle": "--"}
-        axes.plot([s for s, _ in evals], [r for _, r in evals], color=_ORANGE, label="held-out", **points)
-    if x or evals:
+    held_out = _held_out(progress)
+    for (name, points), colour in zip(held_out.items(), _SUITES, strict=False):
+        style = {"marker": "o", "markersize": 5, "linewidth": 1.2, "linestyle": "--"}
+        axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
+    if x or held_out:
         axes.legend(loc="best", frameon=False, fontsize=9)
+
+
+def _held_out(progress: Progress) -> dict[str, list[tuple[int, float]]]:
+    """Steps and mean rewards of each suite, by the name of its curve; of one suite alone it is `held-out`."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for event in progress.evals:
+        means = {name: suite["numbers"].get("reward", [None])[0] for name, suite in (event.get("suites") or {}).items()}
+        if len(means) < 2:
+            means = {"held-out": event.get("reward_mean")}
+        for name, mean in means.items():
+            if mean is not None:
+                points.setdefault(name, []).append((event["step"], mean))
+    return points
 
 
 def _lag(axes: Any, progress: Progress) -> None:
@@ -107,9 +122,16 @@ def _lag(axes: Any, progress: Progress) -> None:
 
 
 def _gap(axes: Any, progress: Progress) -> None:
-    _title(axes, "Log-prob gap, learner against engine (nats, completions of lag 0)")
+    _title(axes, "Log-prob gap, learner against engine (nats)")
     drawn = False
-    for field, label, colour in (("logprob_gap_max", "largest token", _RED), ("logprob_gap_mean", "mean", _BLUE)):
+    checked = [(version, gap) for version, gap in progress.gaps if gap > 0]
+    if checked:
+        drawn = True
+        axes.plot(*zip(*checked, strict=True), color=_GREY, linewidth=1.2, label="largest, check sequences")
+    for field, label, colour in (
+        ("logprob_gap_max", "largest, completions of lag 0", _RED),
+        ("logprob_gap_mean", "mean of them", _BLUE),
+    ):
         x, y = _series(progress, field)
         positive = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
         if positive:

@@ -74,19 +74,25 @@ _STEP = {
     "reward_mean": _must(float | None, "over the completions of the step that have a score"),
     "reward_std": _may(float | None, "over the same completions"),
     "reward_max": _may(float | None, "over the same completions"),
-    "reward_parts": _may(_Numbers, "mean of each named part of the rewards"),
+    "reward_parts": _may(_Numbers, "mean of each named part of the rewards, over the completions that have it"),
+    "reward_parts_std": _may(_Numbers, "standard deviation of each of them"),
+    "sources": _may(dict[str, dict[str, float | None]], "by `data_source`: trained groups, reward_mean, success_share (of the "
+        "completions, with a reward of 1 or more), zero_signal_share (of the groups, with one reward), "
+        "completion_length_mean, truncated_share; of more than 16 the rest together"),
     "loss": _must(float | None, "mean of the step's updates"),
     "grad_norm": _may(float | None, "before clipping; of several updates the largest"),
     "skipped": _may(str | None, "why an update was not made; null: all were"),
     "lr": _may(float, "learning rate"),
-    "entropy": _may(float | None, "mean over the trained tokens, nats"),
+    "entropy": _may(float | None, "mean over the trained tokens, nats; a token that is not run "
+        "([advantage 0](algorithms.md#diagnostics)) counts with the engine's -log-prob"),
     "clip_ratio": _may(float | None, "share of the trained tokens that the surrogate clipped"),
-    "importance_mean": _may(float | None, "mean ratio proximal / behaviour policy"),
-    "importance_capped": _may(float | None, "share of the trained tokens above the ratio's upper bound"),
+    "importance_mean": _may(float | None, "mean ratio proximal / behaviour policy, of the tokens that are run"),
+    "importance_capped": _may(float | None, "share of the tokens that are run above the ratio's upper bound"),
     "kl_reference": _may(float | None, "mean KL to the reference model, nats; null without one"),
     "value_loss": _may(float | None, "mean loss of the critic; null without one"),
     "diagnostics": _may(dict[str, float | None], "ratios, updates, rejections and lags ([names](algorithms.md))"),
-    "logprob_gap_mean": _may(float | None, "mean abs(learner - engine) log-prob, nats, of completions of the current version"),
+    "logprob_gap_mean": _may(float | None, "mean abs(learner - engine) log-prob, nats, of completions of the current version "
+        "that are run"),
     "logprob_gap_max": _may(float | None, "the largest of them"),
     "lags": _must(_Counts, "trained groups by lag in optimizer steps"),
     "max_lag": _may(int, "the bound on the lag in force"),
@@ -95,11 +101,14 @@ _STEP = {
     "under_way": _may(int, "groups leased or ready when the batch was taken, its own included"),
     "ready_seconds": _may(float, "mean time that the groups of the batch had waited ready"),
     "generators": _may(_Numbers, "since the batch before: mean number in_touch, of groups that they have places for, and of "
-        "groups in_flight; seconds of all of them that went to generate, only to reward, to weights, and idle"),
+        "groups in_flight; seconds of all of them that went to generate, only to reward, to weights, and idle; seconds of "
+        "all completions in sampling and in scoring"),
     "completions": _may(int, "completions in the trained groups"),
     "zero_signal_groups": _may(int, "trained groups whose advantages are all 0, as where all completions have one reward"),
     "signal_share": _may(float, "how many of the groups that are solved or have a signal have one; the learning rate follows"),
     "completion_length_mean": _may(float, "tokens"),
+    "turns_mean": _may(float, "turns of a completion, where an [environment](environments.md) replies"),
+    "tokens_observed": _may(int, "tokens of this step that environments said: they are read, and not trained"),
     "truncated_share": _may(float, "share of the completions that ended by length"),
     "failures": _may(_Counts, "completions of the step without a score, by what went wrong"),
     "malformed_logprobs": _may(int, "completions left out because a behaviour log-prob is impossible"),
@@ -126,17 +135,33 @@ KINDS: dict[str, Kind] = {
         "now": _must(str, "its value now"),
         "effect": _must(Literal["applied", "ignored"], "ignored: the checkpoint decides"),
     }),
+    "command": Kind("A person asked for something while the run went on, or the autopilot did.", {
+        "by": _must(Literal["person", "autopilot"], "who"),
+        "command": _must(str, "as on the command line, such as `set learner.lr=1e-06`"),
+        "reply": _must(str, "what was done, or why it was refused"),
+        "refused": _must(bool, "whether nothing was done"),
+    }),
+    "lr_changed": Kind("The peak learning rate is another from here on, as a command asked.", {
+        "version": _must(str, "`lineage.version` of the weights that the next step starts from"),
+        "lr": _must(float, "the peak learning rate"),
+    }),
     "start": Kind("A start of the run trains from here. A resume writes another.", _START),
     "step": Kind("An optimizer step was made.", _STEP),
-    "sync": Kind("A policy version was published.", {
+    "sync": Kind("A policy version has landed. Versions that were overtaken on the way have none.", {
         "version": _must(str, "`lineage.version`"),
-        "engines": _must(int, "generators that proved to hold it"),
-        "ms": _must(float, "from the offer until every generator had replied"),
+        "engines": _must(int, "generators that proved to hold it, or a later one"),
+        "ms": _must(float, "from the offer until the last of them had swapped"),
         "checksum": _must(str, "`ok`, or what was wrong"),
-        "bytes": _may(int, "sent to each generator"),
+        "bytes": _may(int, "of the weights"),
+        "sent_bytes": _may(int, "to all generators together, whole or as deltas, and again where offered again"),
         "digest": _may(str, "of the bytes that were sent"),
         "attempts": _may(int, "times it was offered"),
         "left_out": _may(tuple[str, ...], "generators that it did not reach; absent if it reached all"),
+        "gap_mean": _may(float | None, "the sync gap: mean abs(learner - engine) log-prob of the check sequences under this "
+            "version, nats, of the worst engine; absent if none was asked, null if it is no number"),
+        "gap_max": _may(float | None, "the largest such difference of one token"),
+        "gap_limit": _may(float, "the largest mean gap that is rounding"),
+        "differing": _may(tuple[str, ...], "generators above it; absent if there is none"),
     }),
     "eval": Kind("An evaluation of `data.eval` ended.", {
         "step": _must(int, "after which it was asked for"),
@@ -147,6 +172,9 @@ KINDS: dict[str, Kind] = {
         "failures": _may(_Counts, "completions without a score, by what went wrong"),
         "completion_length_mean": _may(float | None, "tokens"),
         "ms": _may(float, "from the request to the last completion"),
+        "suites": _may(dict[str, dict[str, Any]], "each held-out file by its name: the fields above of it alone, `prompts`, "
+            "the means of `parts` of the rewards, and `numbers`: `reward`, `pass@1`, `pass@2`, ..., `maj@4`, ..., each as value, "
+            "lower and upper end of its 95 % interval ([what they are](evaluate.md))"),
     }),
     "checkpoint": Kind("A checkpoint is on the disk.", {
         "step": _must(int, "of its weights"),
@@ -167,11 +195,20 @@ KINDS: dict[str, Kind] = {
         "actor": _must(str, "as in `fault`"),
         "seconds": _must(float, "since the fault"),
     }),
+    "advice": Kind("What holds the run back has changed; at most once a minute.", {
+        "bottleneck": _must(str, "health, signal, generators, learner, reward, bound, lengths, weights or none"),
+        "sentence": _must(str, "what to do, and what it gains"),
+        "evidence": _must(str, "the measured figures behind it"),
+        "gain": _must(float, "predicted share by which a step gets shorter, 0 to 1"),
+        "command": _must(str, "that carries it out; empty: there is none"),
+        "generators": _must(int | None, "that it would have; null: the advice is about something else"),
+        "also": _must(tuple[str, ...], "the sentences of what else was found"),
+    }),
     "drain": Kind("No new group is leased any more.", {
         "reason": _must(str, "why"),
     }),
     "warning": Kind("A person should look at the curves.", {
-        "about": _must(str, "`signal`, `evaluation` or `filter`"),
+        "about": _must(str, "`signal`, `entropy`, `steps` (their size), `evaluation` or `filter`"),
         "text": _must(str, "the warning, in a sentence"),
     }),
     "stall": Kind("The learner waits for something unusually long.", {

@@ -3,7 +3,6 @@
 `Progress.update` takes the events in order. It uses no clock, no file and no terminal.
 """
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +35,11 @@ class Progress:
     syncs: deque[Event] = field(default_factory=lambda: deque(maxlen=8))
     num_syncs: int = 0
     num_bad_syncs: int = 0
+    num_gaps: int = 0
+    largest_gap: float | None = None
+    """Of one token, in all publications that were checked, nats."""
+    gaps: deque[tuple[int, float]] = field(default_factory=deque)
+    """Number of the version and largest gap, of as many publications as there are steps."""
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     num_restarts: int = 0
     undone_steps: int = 0
@@ -47,6 +51,8 @@ class Progress:
     recoveries: list[Event] = field(default_factory=list)
     paused: dict[str, Event] = field(default_factory=dict)
     """The last `rewards_paused` event of each generator whose rewards are paused, with the time `since` when."""
+    advice: Event | None = None
+    """The last `advice` event of the present start."""
     training_seconds: float = 0.0
     """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
     end: Event | None = None
@@ -83,7 +89,7 @@ class Progress:
         self.run, self.sizes = event.get("run", ""), event.get("sizes", "")
         self.total_steps, self.total_prompts = event.get("steps"), event.get("prompts")
         self.undone_steps += event.get("undone_steps") or 0
-        self.end = None
+        self.end = self.advice = None
         self.paused = {}
         self._resumed = True
 
@@ -105,8 +111,14 @@ class Progress:
         self.num_syncs += 1
         if event.get("checksum") != "ok":
             self.num_bad_syncs += 1
-        if event.get("checksum") != "ok" or event.get("left_out"):
+        if is_bad_sync(event):
             self.warnings.append(sync_line(event))
+        if (gap := event.get("gap_max")) is not None:
+            self.num_gaps += 1
+            self.gaps.append((int(str(event["version"]).rpartition(".")[2]), gap))
+            if len(self.gaps) > max(len(self.steps), 8):
+                self.gaps.popleft()
+            self.largest_gap = max(gap, self.largest_gap or 0.0)
 
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
@@ -115,6 +127,9 @@ class Progress:
     def _on_fault(self, event: Event) -> None:
         self.faults.append(event)
         self.warnings.append(f"chaos: {event.get('fault', '?')} {event.get('actor', '')}")
+
+    def _on_advice(self, event: Event) -> None:
+        self.advice = event
 
     def _on_drain(self, event: Event) -> None:
         self.warnings.append(f"draining: {event.get('reason', '')}")
@@ -184,27 +199,6 @@ class Progress:
         steps = self.steps[-last_steps:] if last_steps else self.steps
         values = [step[name] for step in steps if step.get(name) is not None]
         return fmean(values) if values else None
-
-    @property
-    def generators_enough(self) -> tuple[int, int] | None:
-        """About how many generators would do, and how many there are, while some are idle by choice; else None.
-
-        That is while `buffer.admission=fresh` wants fewer groups under way than the bound allows, and gets them, and the
-        learner hardly waits: then the places of the generators that hold no group are not needed. With fewer generators
-        each is busier and so slower, which this does not know.
-        """
-        steps = [s for s in self.steps[-RECENT:] if s.get("generators") and s.get("wanted") is not None]
-        if not steps:
-            return None
-        wanted, slots, under_way = (fmean(s[name] for s in steps) for name in ("wanted", "slots", "under_way"))
-        in_touch, places, in_flight = (
-            fmean(s["generators"][name] for s in steps) for name in ("in_touch", "places", "in_flight")
-        )
-        waits = self.time_shares(RECENT).get("wait_data", 0.0) > 0.1
-        if waits or wanted >= slots or under_way < 0.9 * wanted or places <= 0:
-            return None
-        enough, there = max(1, math.ceil(in_touch * in_flight / places)), round(in_touch)
-        return (enough, there) if enough < there else None
 
     def time_shares(self, last_steps: int | None = None) -> dict[str, float]:
         """The share of the learner's time by activity (`seconds_by_activity`), over all steps or the last ones."""
@@ -279,17 +273,6 @@ def lag_line(lags: Mapping[int, int], bound: int | None) -> str:
     return f"p50 {lag_quantile(lags, 0.5)}, p90 {lag_quantile(lags, 0.9)}, max {max(lags, default=0)}{of}"
 
 
-def enough_line(progress: Progress) -> str | None:
-    """The sentence that says how many generators would do, while some are idle by choice; else None."""
-    if (found := progress.generators_enough) is None:
-        return None
-    enough, there = found
-    return (
-        f"about {enough} of {there} generators would do: "
-        "buffer.admission=fresh begins no more groups than the learner needs"
-    )
-
-
 def short_version(version: str) -> str:
     """The version "1.17" as "v17"."""
     return f"v{version.rpartition('.')[2]}"
@@ -298,11 +281,20 @@ def short_version(version: str) -> str:
 def sync_line(sync: Event) -> str:
     """A publication such as "v17 -> 2 engines, 12 ms, checksum ok", with the generators that it did not reach."""
     engines, left_out = sync.get("engines", 0), sync.get("left_out")
+    sent, whole = sync.get("sent_bytes") or 0, engines * (sync.get("bytes") or 0)
     return (
         f"{short_version(str(sync.get('version', '?')))} -> {engines} engine{'' if engines == 1 else 's'}, "
-        f"{sync.get('ms') or 0:.0f} ms, checksum {sync.get('checksum', '?')}"
+        f"{sync.get('ms') or 0:.0f} ms, "
+        + (f"{sent / 1e6:.1f} of {whole / 1e6:.0f} MB sent, " if 0 < sent < whole else "")
+        + f"checksum {sync.get('checksum', '?')}"
         + (f", without {', '.join(left_out)}" if left_out else "")
+        + (f", other log-probs at {', '.join(differing)}" if (differing := sync.get("differing")) else "")
     )
+
+
+def is_bad_sync(sync: Event) -> bool:
+    """Whether a publication did not land everywhere, or engines compute something else than the learner."""
+    return bool(sync.get("checksum") != "ok" or sync.get("left_out") or sync.get("differing"))
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:

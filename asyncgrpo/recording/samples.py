@@ -17,23 +17,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncgrpo.config.schema import RunConfig
-from asyncgrpo.types import Group
+from asyncgrpo.types import Group, Prompt
+from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One trained completion."""
+    """One trained completion, or one of an evaluation."""
 
     step: int
-    """Optimizer step that trained it, from 1."""
+    """Optimizer step that trained it, from 1; of an evaluation, the step after which it was asked for."""
     version_oldest: str
     """Policy version that sampled its oldest token, as `lineage.version`; empty for a completion without a token."""
     version_newest: str
     """Policy version that sampled its newest token."""
     lag: int
-    """Optimizer steps between its group's oldest token and its training."""
+    """Optimizer steps between its group's oldest token and its training; 0 in an evaluation."""
     group_id: str
     prompt_id: str
     source: str
@@ -90,7 +91,7 @@ def samples_of(
                 prompt_id=group.prompt.prompt_id,
                 source=group.prompt.source,
                 prompt=prompt,
-                completion=decode(completion.token_ids.tolist()),
+                completion=decode(completion.all_token_ids.tolist()),
                 ground_truth=truth,
                 reward=score.value,
                 advantage=None if advantage is None else float(advantage),
@@ -101,6 +102,37 @@ def samples_of(
             )
         )
     return samples
+
+
+def held_out_samples(group: Deliver, step: int) -> list[Sample]:
+    """The rows of one held-out prompt, whose completions came as text. None of them is trained."""
+    prompt, truth = text_of(group.prompt), json.dumps(group.prompt.answer, ensure_ascii=False)
+    return [
+        Sample(
+            step=step,
+            version_oldest=str(rollout.spans[0].version) if rollout.spans else "",
+            version_newest=str(rollout.spans[-1].version) if rollout.spans else "",
+            lag=0,
+            group_id=group.group_id,
+            prompt_id=group.prompt.prompt_id,
+            source=group.prompt.source,
+            prompt=prompt,
+            completion=rollout.text,
+            ground_truth=truth,
+            reward=rollout.score.value,
+            advantage=None,
+            failure=rollout.score.failure,
+            finish_reason=rollout.finish_reason,
+            num_tokens=rollout.num_tokens,
+            parts=json.dumps(rollout.score.parts, ensure_ascii=False),
+        )
+        for rollout in group.rollouts
+    ]
+
+
+def text_of(prompt: Prompt) -> str:
+    """The prompt as its row has it: the text, or the turns with their roles."""
+    return prompt.text or "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt.turns)
 
 
 class SampleWriter:

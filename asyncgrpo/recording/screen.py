@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -19,8 +20,8 @@ from rich.text import Text
 
 from asyncgrpo.logs import visible
 from asyncgrpo.recording.events import Event, Follower
-from asyncgrpo.recording.progress import RECENT, Progress, enough_line, lag_line, sync_line
-from asyncgrpo.recording.text import line_of, number, position, thousands
+from asyncgrpo.recording.progress import RECENT, Progress, lag_line, sync_line
+from asyncgrpo.recording.text import line_of, number, parts_line, position, sources_line, suites_of, thousands
 
 # -- plots made of characters ------------------------------------------------------------------------------------------
 
@@ -83,7 +84,10 @@ _COLOURS = {"wait_data": "yellow", "train": "green", "publish": "cyan", "checkpo
 # These keep the page within the 24 lines of a small terminal.
 _NUM_SYNCS = 3
 _NUM_WARNINGS = 3
+_NUM_SUITES = 4
 _PLOT_HEIGHT = 6
+_STEPS = 5_000
+"""Steps that are kept: a run lasts for months, and an event of a step takes 10 KB."""
 
 
 class Screen:
@@ -95,6 +99,7 @@ class Screen:
     def update(self, event: Event) -> None:
         """Take one event in."""
         self.progress.update(event)
+        del self.progress.steps[:-_STEPS]
 
     def render(self, now: float | None = None) -> RenderableType:
         """The page. The clock shows `now` (Unix seconds), or the time of the last event without it."""
@@ -102,7 +107,7 @@ class Screen:
         body = Table.grid(expand=True, padding=(0, 1))
         body.add_column(ratio=3)
         body.add_column(ratio=2)
-        body.add_row(_panel("reward", _RewardPlot(progress)), _panel("now", _numbers(progress), _generators(progress)))
+        body.add_row(_reward_panel(progress), _panel("now", _numbers(progress), _generators(progress)))
         body.add_row(
             _panel("learner's time", _time_bars(progress), _under_way(progress)),
             _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress), _lags(progress)),
@@ -120,6 +125,11 @@ def _panel(title: str, content: RenderableType, below: str | None = None) -> Pan
         border_style="dim",
         padding=(0, 1),
     )
+
+
+def _reward_panel(progress: Progress) -> Panel:
+    parts = parts_line(progress.last)
+    return _panel("reward", _RewardPlot(progress), None if parts is None else escape(visible(parts)))
 
 
 def _clock(seconds: float) -> str:
@@ -182,9 +192,12 @@ def _numbers(progress: Progress) -> RenderableType:
     evaluation = progress.evals[-1] if progress.evals else None
     table.add_row("reward", Text(number(last.get("reward_mean")), style="bold green"))
     table.add_row("eval", f"{number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else "-")
+    for name, text in list(suites_of(evaluation).items() if evaluation else ())[:_NUM_SUITES]:
+        table.add_row(f" {name}"[:12], text)
     table.add_row("loss", number(last.get("loss"), 4))
     table.add_row("length", number(last.get("completion_length_mean"), 1))
-    gap = last.get("logprob_gap_max")
+    gap = next((sync["gap_max"] for sync in reversed(progress.syncs) if sync.get("gap_max") is not None), None)
+    gap = last.get("logprob_gap_max") if gap is None else gap
     table.add_row("log-prob gap", "-" if gap is None else f"{gap:.1e}")
     table.add_row("generated", f"{thousands(last.get('tokens_generated') or 0)}  {thousands(generated)}/s")
     table.add_row("trained", f"{thousands(progress.tokens_trained())}  {thousands(trained)}/s")
@@ -256,19 +269,22 @@ def _paused(progress: Progress, now: float | None) -> str:
 
 
 def _notes(progress: Progress, now: float | None) -> RenderableType:
-    """The last publications and the last warnings."""
+    """The last publications, the advice and the last warnings."""
     notes = Table.grid(padding=(0, 2))
     notes.add_column(style="dim", no_wrap=True)
     notes.add_column(no_wrap=True, overflow="ellipsis")
-    enough = None if progress.paused else enough_line(progress)
-    has_note = bool(progress.paused or enough)
-    for i, sync in enumerate(list(progress.syncs)[has_note - _NUM_SYNCS :]):
+    advice = None if progress.paused else progress.advice
+    sources = sources_line(progress.last)
+    num_notes = bool(progress.paused or advice) + (sources is not None)
+    if sources is not None:
+        notes.add_row("sources", Text(visible(sources)))
+    for i, sync in enumerate(list(progress.syncs)[num_notes - _NUM_SYNCS :]):
         style = "" if sync.get("checksum") == "ok" else "bold red"
         notes.add_row("weights" if i == 0 else "", Text(sync_line(sync), style=style))
     if progress.paused:
         notes.add_row("rewards", Text(_paused(progress, now), style="bold yellow"))
-    if enough:
-        notes.add_row("generators", Text(enough))
+    if advice:
+        notes.add_row("advice", Text(visible(advice["sentence"])))
     for i, warning in enumerate(list(progress.warnings)[-_NUM_WARNINGS:]):
         notes.add_row("warnings" if i == 0 else "", Text(visible(warning), style="yellow"))
     return notes

@@ -2,12 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.progress import Progress, counts_in_words, enough_line, lag_line, mean_lag, short_version
+from asyncgrpo.recording.progress import Progress, counts_in_words, is_bad_sync, lag_line, mean_lag, short_version
+
+Estimated = Sequence[float | None]
+"""A number of a suite: its value, and both ends of its 95 % interval."""
 
 # -- a line for an event -----------------------------------------------------------------------------------------------
 
@@ -26,14 +29,16 @@ def line_of(event: Event, progress: Progress) -> str | None:
         return _step_line(event, progress)
     if kind == "eval":
         line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  completions {event.get('completions')}"
+        line += "".join(f"  {name} {text}" for name, text in suites_of(event).items())
         return line + (f"  failures: {counts_in_words(failures)}" if (failures := event.get("failures")) else "")
     if kind == "checkpoint":
         return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
     if kind == "recovered":
         return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
-    is_bad_sync = kind == "sync" and (event.get("checksum") != "ok" or event.get("left_out"))
-    if kind in _WARNINGS or is_bad_sync:
+    if kind in _WARNINGS or (kind == "sync" and is_bad_sync(event)):
         return f"warning: {progress.warnings[-1]}"
+    if kind == "advice":
+        return f"advice  {event['sentence']}"
     if kind == "end":
         return f"end   {event.get('status')} at step {event.get('step')}"
     return None
@@ -57,6 +62,39 @@ def _step_line(step: Event, progress: Progress) -> str:
     if failures := step.get("failures"):
         line += f"  failures {sum(failures.values())}"
     return line
+
+
+def suites_of(evaluation: Event) -> dict[str, str]:
+    """What there is to say of each suite, as "0.412 pass@1 0.380 pass@8 0.710 maj@8 0.520".
+
+    Nothing where there is one suite, with one completion a prompt: the mean reward of the evaluation says it.
+    """
+    suites = {name: headline(suite["numbers"]) for name, suite in (evaluation.get("suites") or {}).items()}
+    if len(suites) == 1 and len(next(iter(suites.values()))) <= 2:
+        return {}
+    return {
+        name: " ".join(f"{key} {number(value[0])}".removeprefix("reward ") for key, value in numbers.items())
+        for name, numbers in suites.items()
+    }
+
+
+def headline(numbers: Mapping[str, Estimated]) -> dict[str, Estimated]:
+    """The reward, pass@1, and pass@k and maj@k with the largest k."""
+    passed, majority = ([name for name in numbers if name.startswith(kind)] for kind in ("pass@", "maj@"))
+    names = ["reward", *passed[:1], *passed[-1:], *majority[-1:]]
+    return {name: numbers[name] for name in dict.fromkeys(names) if name in numbers}
+
+
+def parts_line(step: Event) -> str | None:
+    """The means of the rewards' named parts, as "correct 0.510, format 0.920"; None without parts."""
+    return ", ".join(f"{name} {number(mean)}" for name, mean in (step.get("reward_parts") or {}).items()) or None
+
+
+def sources_line(step: Event) -> str | None:
+    """The mean rewards of several sources, as "aiw 0.510, gsm8k 0.920"; None with fewer than two."""
+    sources = step.get("sources") or {}
+    named = [f"{source} {number(numbers.get('reward_mean'))}" for source, numbers in sources.items()]
+    return ", ".join(named) if len(named) > 1 else None
 
 
 def position(progress: Progress) -> str:
@@ -125,6 +163,8 @@ def _learning(progress: Progress) -> list[tuple[str, str]]:
     if progress.evals:
         scores = [number(event["reward_mean"]) for event in progress.evals if event.get("reward_mean") is not None]
         rows.append(("eval", " -> ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else "no score"))
+        before, now = suites_of(progress.evals[0]), suites_of(progress.evals[-1])
+        rows += [(f"  {name}", " -> ".join(filter(None, (before.get(name), text)))) for name, text in now.items()]
     return rows
 
 
@@ -140,6 +180,8 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
     gaps = [step["logprob_gap_max"] for step in progress.steps if step.get("logprob_gap_max") is not None]
     if gaps:
         rows.append(("log-prob gap", f"max {max(gaps):.2g} nats between learner and engine"))
+    if progress.largest_gap is not None:
+        rows.append(("sync gap", f"max {progress.largest_gap:.2g} nats, at {progress.num_gaps} publications"))
     rows.append(("waiting", f"{progress.time_shares().get('wait_data', 0.0):.0%} of the learner's time"))
     if progress.num_restarts:
         rows.append(("restarts", str(progress.num_restarts)))
@@ -153,15 +195,18 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
 
 
 def _admission(progress: Progress) -> list[tuple[str, str]]:
-    """How many groups were under way, how long they waited ready, and whether fewer generators would do."""
+    """How many groups were under way, how long they waited ready, what generators did, and what would be shorter."""
     under_way, wanted, ready = (progress.mean(name) for name in ("under_way", "wanted", "ready_seconds"))
     if under_way is None:
         return []
     of = f"{wanted:.1f} wanted" if wanted is not None else f"{progress.mean('slots'):.1f} slots"
     said = f"mean {under_way:.1f} groups of {of}"
     rows = [("under way", said + (f"; a group waits ready {ready:.2f} s" if ready is not None else ""))]
-    found = [text for text in (_generators(progress), enough_line(progress)) if text]
-    return rows + [("" if place else "generators", text) for place, text in enumerate(found)]
+    if text := _generators(progress):
+        rows.append(("generators", text))
+    if progress.advice:
+        rows.append(("advice", f"{progress.advice['sentence']} ({progress.advice['evidence']})"))
+    return rows
 
 
 def _generators(progress: Progress) -> str | None:

@@ -116,6 +116,17 @@ def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
     assert "group failed at generator-1 (failed), 10 so far: too long" in text
 
 
+def test_the_page_has_the_parts_of_the_reward():
+    assert "format 0.920, qa/f1 0.510" in page([step(1, reward_parts={"format": 0.92, "qa/f1": 0.51})], width=120)
+    assert "[red]\\x1b 1.000" in page([step(1, reward_parts={"[red]\x1b": 1.0})], width=120)
+
+
+def test_the_page_has_the_reward_of_each_of_several_sources():
+    several = {"aiw": {"reward_mean": 0.51}, "gsm8k": {"reward_mean": None}}
+    assert "aiw 0.510, gsm8k -" in page([step(1, sources=several)], width=120)
+    assert "aiw" not in page([step(1, sources={"aiw": {"reward_mean": 0.51}})], width=120)
+
+
 def test_an_evaluation_without_scores_says_why():
     event = EVAL | {"reward_mean": None, "failures": {"timeout": 30, "crash": 2}}
     assert line_of(event, Progress.of([event])) == "eval  10  reward -  completions 32  failures: crash 2, timeout 30"
@@ -175,6 +186,9 @@ def test_time_between_a_stop_and_a_resume_is_not_training():
 
 def test_one_engine_is_singular():
     assert sync_line(sync(1, engines=1)) == "v1 -> 1 engine, 12 ms, checksum ok"
+    by_deltas = sync(1, bytes=50_000_000, sent_bytes=2_500_000)
+    assert sync_line(by_deltas) == "v1 -> 2 engines, 12 ms, 2.5 of 100 MB sent, checksum ok"
+    assert sync_line(by_deltas | {"sent_bytes": 100_000_000}) == "v1 -> 2 engines, 12 ms, checksum ok"
 
 
 def test_a_file_gets_one_tidy_line_a_step(tmp_path):
@@ -359,31 +373,21 @@ def test_the_page_and_the_summary_tell_what_generators_do():
     assert "sampling" not in page([START, flow(1)]) + summary([START, step(1)])
 
 
-IDLE = "about 1 of 4 generators would do: buffer.admission=fresh begins no more groups than the learner needs"
+ADVICE = {
+    "event": "advice", "time": 1030.0, "bottleneck": "generators", "sentence": "1 of 4 generators would do",
+    "evidence": "the learner waits 5 %", "gain": 0.0, "command": "scale generators 1", "generators": 1, "also": (),
+}  # fmt: skip
 
 
-def test_it_is_said_when_generators_are_idle_by_choice():
-    events = [START, *(flow(n) for n in range(1, 4))]
-    assert IDLE in page(events, 140) and IDLE in summary(events)
-    assert "about 2 of 4 generators" in page([START, flow(1, generators=generators(8.5))], 120)
+def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
+    events = [START, *(flow(n) for n in range(1, 4)), ADVICE]
+    assert "advice  1 of 4 generators would do" in page(events)
+    assert "advice        1 of 4 generators would do (the learner waits 5 %)" in summary(events)
+    assert line_of(ADVICE, Progress.of(events)) == "advice  1 of 4 generators would do"
     assert len(page([*events, sync(1), sync(2), sync(3), *[{**END, "event": "restart"}] * 4]).splitlines()) <= 24
-
-
-@pytest.mark.parametrize(
-    "why",
-    [
-        {"wanted": None},
-        {"wanted": 40, "under_way": 40},
-        {"under_way": 6},
-        {"generators": generators(25)},
-        {"generators": None},
-        {"seconds": {"wait_data": 0.5, "train": 1.5}},
-    ],
-    ids=["eager", "the bound holds them", "prompts run out", "all are needed", "an older release", "the learner waits"],
-)
-def test_it_is_not_said_where_generators_are_busy_or_not_idle_by_choice(why):
-    events = [START, *(flow(n, **why) for n in range(1, 4))]
-    assert "would do" not in page(events, 140) + summary(events)
+    paused = {"event": "rewards_paused", "time": 1.0, "actor": "generator-0", "reason": "no", "probe_in_s": 2.0}
+    assert "would do" not in page([*events, paused]), "first what is urgent"
+    assert "would do" not in page([*events, START | {"lineage": 2}]), "it was about the start before"
 
 
 def test_the_summary_of_a_run_that_never_stepped_says_so():
@@ -450,3 +454,11 @@ def test_a_flat_or_absent_line_is_drawn_at_the_bottom_or_not_at_all():
 def test_a_bar_fills_its_share():
     assert (bar(0, 4), bar(0.5, 4), bar(1, 4), bar(2, 4)) == ("    ", "██  ", "████", "████")
     assert bar(0.125, 1) == "▏"
+
+
+def test_a_run_of_months_keeps_a_bounded_number_of_steps():
+    screen = Screen()
+    for n in range(1, 5_101):
+        screen.update(step(n))
+    assert len(screen.progress.steps) == 5_000 and screen.progress.step == 5_100
+    screen.render(20_000.0)

@@ -1,0 +1,100 @@
+"""The adviser of a running run, and the autopilot that scales its generators as it says.
+
+adviser = Adviser(events, config)                  in the driver
+advice = adviser.look(now)                         every LOOK_S
+generators = autopilot.decide(advice, there, now)  None: leave them
+"""
+
+from collections import deque
+from typing import get_args
+
+import msgspec
+
+from asyncgrpo import metrics
+from asyncgrpo.config.schema import Config
+from asyncgrpo.recording.advice import MOST_GENERATORS, Advice, Bottleneck, advise
+from asyncgrpo.recording.events import Event, EventLog, Follower
+
+LOOK_S = 20.0
+"""How often to look."""
+TELL_S = 60.0
+"""An event is written at most so often."""
+_KEPT = 500
+"""Events that are looked at: some 20 steps with all that happens between them."""
+
+
+class Adviser:
+    """Follows the events of a run, and writes an `advice` event when its advice has changed."""
+
+    def __init__(self, events: EventLog, config: Config) -> None:
+        self._events = events
+        self.config = config
+        """As it is in force: a person may change some of it."""
+        self._follower = Follower(events.path)
+        self._last: deque[Event] = deque(maxlen=_KEPT)
+        self._told: tuple[str, str] | None = None
+        self._told_at = float("-inf")
+
+    def look(self, now: float) -> tuple[Advice, ...]:
+        """The advice at `now` (Unix seconds), the most urgent first; () while there is too little to tell from."""
+        self._last += (event for event in self._follower.poll() if event["event"] != "advice")
+        advice = advise(self._last, self.config, now)
+        gains = {one.bottleneck: one.gain for one in reversed(advice)}
+        for bottleneck in get_args(Bottleneck):
+            metrics.advice_gain_ratio.labels(bottleneck=bottleneck).set(gains.get(bottleneck, 0.0))
+        if (
+            advice
+            and now - self._told_at >= TELL_S
+            and self._told != (key := (advice[0].bottleneck, advice[0].command))
+        ):
+            self._told, self._told_at = key, now
+            fields = msgspec.structs.asdict(advice[0])
+            self._events.write("advice", **fields, also=tuple(one.sentence for one in advice[1:]))
+        return advice
+
+
+class Autopilot:
+    """Decides when to follow the advice on the number of generators. It goes by one at a time, and never to and fro.
+
+    A look counts once the advice has been the same in `LOOKS` of them. After a change it rests for `REST_S`, in which the
+    new steps show what it did. A number that turned out too small is not tried again for `RETRY_S`.
+    """
+
+    LOOKS = 3
+    REST_S = 120.0
+    RETRY_S = 3600.0
+
+    def __init__(self, fewest: int, most: int | None) -> None:
+        self._fewest, self._most = fewest, most or MOST_GENERATORS
+        self._direction, self._looks = 0, 0
+        self._changed_s = float("-inf")
+        self._shrunk_to: int | None = None
+        self._too_few: tuple[int, float] = (0, float("-inf"))
+
+    def decide(self, advice: tuple[Advice, ...], generators: int, now_s: float) -> int | None:
+        """How many generators to have from now on; None: as many as there are.
+
+        Args:
+            advice: of one look.
+            generators: how many the run is to have at present.
+            now_s: of any clock.
+        """
+        direction = self._asked(advice, generators)
+        self._looks = self._looks + 1 if direction == self._direction else 1
+        self._direction = direction
+        wanted = generators + direction
+        if not direction or self._looks < self.LOOKS or now_s - self._changed_s < self.REST_S:
+            return None
+        number, since_s = self._too_few
+        if not self._fewest <= wanted <= self._most or (wanted <= number and now_s - since_s < self.RETRY_S):
+            return None
+        if direction > 0 and self._shrunk_to == generators:
+            self._too_few = generators, now_s
+        self._shrunk_to = wanted if direction < 0 else None
+        self._changed_s, self._looks = now_s, 0
+        return wanted
+
+    def _asked(self, advice: tuple[Advice, ...], generators: int) -> int:
+        """1 for more, -1 for fewer, 0 for neither."""
+        wanted = advice[0].generators if advice else None
+        return 0 if wanted is None else (wanted > generators) - (wanted < generators)

@@ -1,0 +1,308 @@
+"""Advice names what holds a run back, from its own events alone."""
+
+import math
+from typing import Any
+
+import pytest
+
+from asyncgrpo.config.schema import (
+    AlgorithmConfig,
+    BufferConfig,
+    CodeRewardConfig,
+    Config,
+    DataConfig,
+    GeneratorConfig,
+    JudgeConfig,
+    LearnerConfig,
+    ModelConfig,
+    RewardConfig,
+)
+from asyncgrpo.recording.advice import Advice, advise
+from asyncgrpo.recording.events import Event
+from asyncgrpo.recording.pace import FEWEST, SETTLE, WINDOW, pace_of
+
+BASE = Config(
+    model=ModelConfig(path="m"),
+    data=DataConfig(train="t"),
+    buffer=BufferConfig(prompts_per_step=8, max_lag=4),
+    generators=GeneratorConfig(count=2, groups_in_flight=8, gpus_each=2),
+)
+STEP_S = 10.0
+
+
+def config(**sections: Any) -> Config:
+    return Config(**{name: sections.get(name, getattr(BASE, name)) for name in BASE.__struct_fields__})
+
+
+def step(n: int, *, wait: float = 0.0, full: float = 0.7, there: int = 2, places: int = 8, **more: Any) -> Event:
+    """A step of 10 s in which the learner waits `wait` of the time, and `full` of the generators' places hold a group.
+
+    Groups of 4 completions are sampled all the time, but for what is said of the generators.
+    """
+    in_flight, of_generators = full * there * places, more.pop("generators", {})
+    seconds = {"wait_data": wait * STEP_S, "publish": 0.1, "optimizer": 1.0}
+    return {
+        "event": "step", "time": 1000.0 + STEP_S * n, "step": n, "tokens_trained": 1000, "completions": 32,
+        "seconds": {**seconds, "forward_backward": STEP_S - sum(seconds.values()), **more.pop("seconds", {})},
+        "lags": {"1": 8}, "max_lag": 4, "slots": 40, "wanted": 24, "under_way": 24, "ready_seconds": 2.0,
+        "zero_signal_groups": 0, "failures": {},
+        "generators": {
+            "in_touch": float(there), "places": float(there * places), "in_flight": in_flight, "generate": there * STEP_S,
+            "reward": 0.0, "weights": 0.1, "idle": 0.0, "sampling": 4 * in_flight * STEP_S, "scoring": 1.0,
+            **of_generators,
+        },
+        **more,
+    }  # fmt: skip
+
+
+def run(count: int = WINDOW, **how: Any) -> list[Event]:
+    return [{"event": "start", "time": 1000.0}, *(step(n, **how) for n in range(1, count + 1))]
+
+
+def first(events: list[Event], config: Config = BASE, now: float | None = None) -> Advice:
+    advice = advise(events, config, now)
+    assert advice, "no advice"
+    return advice[0]
+
+
+# -- one bottleneck each -----------------------------------------------------------------------------------------------
+
+
+def test_few_generators():
+    found = first(run(wait=0.38, full=1.0))
+    assert found.bottleneck == "generators"
+    assert found.sentence == "a third generator would make steps 33 % shorter, 4 generators 38 %; a fifth nothing"
+    assert (found.command, found.generators) == ("scale generators 4", 4)
+    assert found.gain == pytest.approx(0.38)
+    assert "the learner waits 38 % of 10.00 s" in found.evidence
+    found = first(run(wait=0.18, full=0.9))
+    assert found.sentence == "a third generator would make steps 18 % shorter; a fourth nothing"
+
+
+def test_more_generators_than_allowed_are_not_commanded():
+    generators = GeneratorConfig(count=2, max=3)
+    found = first(run(wait=0.38, full=1.0), config(generators=generators))
+    assert found.command == "scale generators 3" and found.gain == pytest.approx(1 / 3)
+    found = first(run(wait=0.38, full=1.0), config(generators=GeneratorConfig(count=2, max=2)))
+    assert (found.command, found.generators, found.gain) == ("", None, 0.0)
+    assert "generators.max=2 allows no more" in found.evidence
+
+
+def test_many_generators():
+    found, *others = advise(run(wait=0.02, full=0.2, there=4), BASE)
+    assert found.bottleneck == "generators" and found.gain == 0
+    assert found.sentence == "2 of 4 generators would do: steps would be no longer, and 4 GPUs are free for the learner"
+    assert (found.command, found.generators) == ("scale generators 2", 2), "half, and then what is seen by then"
+    assert [other.bottleneck for other in others] == ["learner"], "a faster learner would be faster"
+    assert first(run(wait=0.02, full=0.2, there=4), config(generators=GeneratorConfig(min=3))).generators == 3
+
+
+def test_idle_or_not_does_not_count():
+    """A generator that is never idle may hold one group where it has places for eight."""
+    busy = {"generate": 40.0, "idle": 0.0}
+    assert first(run(wait=0.02, full=0.2, there=4, generators=busy)).command == "scale generators 2"
+
+
+def test_a_slow_learner():
+    found = first(run(wait=0.01, full=0.8, there=1))
+    assert found.bottleneck == "learner" and found.command == ""
+    assert found.sentence == "the learner sets the pace: learner.ranks=2 would make steps 20 % shorter"
+    found = first(
+        run(wait=0.01, full=0.8, there=1, tokens_trained=6400), config(learner=LearnerConfig(tokens_per_microbatch=64))
+    )
+    assert found.sentence.endswith("; try learner.tokens_per_microbatch=2048 first")
+    assert "100 micro-batches in an update" in found.evidence
+    often = {"checkpoint": 6.0, "forward_backward": 2.9}
+    assert "run.checkpoint_every=40" in first(run(wait=0.0, full=0.8, there=1, seconds=often)).sentence
+
+
+def test_a_slow_reward():
+    """The engine always samples some group, so a share of wall time would not show it."""
+    slow = {"sampling": 100.0, "scoring": 900.0, "generate": 20.0, "reward": 0.0}
+    found = first(run(wait=0.8, full=0.2, generators=slow))
+    assert found.bottleneck == "reward" and found.command == ""
+    assert found.sentence == "the reward sets the pace: reward.workers=8 would make steps 79 % shorter"
+    assert "90 % of their time in scoring, 45.0 at once with reward.workers=1" in found.evidence
+    parallel = config(reward=RewardConfig(workers=64))
+    assert first(run(wait=0.8, full=1.0, generators=slow), parallel).bottleneck == "generators", (
+        "none waits for its turn"
+    )
+    assert first(run(wait=0.8, full=0.1, generators=slow, under_way=40), parallel).bottleneck == "bound"
+    assert first(run(wait=0.02, full=0.8, there=1, generators=slow)).bottleneck != "reward", "nobody waits for it"
+    assert "60 % shorter" in first(run(wait=0.8, full=0.4, generators=slow)).sentence, "then its places set the pace"
+    service = config(reward=RewardConfig(code=CodeRewardConfig(url="http://sandbox", max_concurrent=2)))
+    assert "reward.code.max_concurrent=16" in first(run(wait=0.8, full=0.2, generators=slow), service).sentence
+    judge = config(reward=RewardConfig(function="judge", judge=JudgeConfig(url="http://j", max_concurrent=2)))
+    assert "reward.judge.max_concurrent=16" in first(run(wait=0.8, full=0.2, generators=slow), judge).sentence
+
+
+def test_the_bound_is_too_tight():
+    """More generators would not help: no other group may begin."""
+    tight = {"max_lag": 1, "slots": 16, "under_way": 16, "ready_seconds": 0.5}
+    found = first(run(wait=0.6, full=0.4, **tight))
+    assert found.bottleneck == "bound"
+    assert found.sentence == "the slots are full while places are free: buffer.max_lag=4 would make steps 60 % shorter"
+    assert (found.command, found.generators) == ("set buffer.max_lag=4", None)
+    synchronous = first(run(wait=0.5, full=0.3, max_lag=0, slots=8, under_way=8, ready_seconds=1.0))
+    assert synchronous.command == "set buffer.max_lag=1" and synchronous.gain == pytest.approx(0.5)
+
+
+def test_long_completions():
+    long = {"max_lag": 4, "slots": 40, "under_way": 30, "ready_seconds": 25.0, "lags": {"1": 6, "4": 2}}
+    found = first(run(wait=0.5, full=0.4, **long))
+    assert found.bottleneck == "lengths"
+    assert (
+        found.sentence
+        == "a few long completions hold up groups that are ready: buffer.max_lag=16 would make steps 50 % shorter"
+    )
+    auto = config(buffer=BufferConfig(prompts_per_step=8, max_lag="auto"))
+    found = first(run(wait=0.5, full=0.4, **long), auto)
+    assert found.command == "" and "buffer.max_lag=auto holds the bound at 4" in found.sentence
+
+
+def test_a_batch_that_is_handed_over_is_not_waited_for():
+    """As in the demo: steps take 0.25 s, and of that the hand-over of a batch that is ready takes a tenth."""
+    quick = {"wait_data": 0.04, "forward_backward": 0.2, "optimizer": 0.0, "publish": 0.01}
+    ready = {"under_way": 60, "slots": 144, "max_lag": 2, "lags": {"0": 30, "1": 18}, "ready_seconds": 0.3}
+    assert first(run(full=0.8, there=1, seconds=quick, **ready)).bottleneck == "learner"
+    waiting = quick | {"wait_data": 0.4}
+    found = first(run(full=0.2, there=1, seconds=waiting, **ready))
+    assert (found.bottleneck, found.sentence) == ("none", "nothing to change: more groups are about to begin")
+    at_bound = ready | {"lags": {"0": 30, "2": 18}, "ready_seconds": 1.0}
+    assert first(run(full=0.2, there=1, seconds=waiting, **at_bound)).bottleneck == "lengths"
+
+
+def test_groups_without_signal():
+    none, *others = advise(run(wait=0.01, full=0.8, there=1, zero_signal_groups=8, reward_mean=0.98), BASE)
+    assert none.evidence.endswith("; the mean reward is 0.98")
+    assert none.bottleneck == "signal" and none.command == "" and "look at the reward function" in none.sentence
+    assert [other.bottleneck for other in others] == ["learner"]
+    found = first(run(wait=0.01, full=0.1, there=1, zero_signal_groups=6))
+    assert found.sentence == (
+        "algorithm.filter_zero_signal=true would train no group without signal, now 75 %, "
+        "and take 75 % less time per group with signal"
+    )
+    assert found.gain == pytest.approx(1 - 0.25 * 0.99)
+    filtering = config(algorithm=AlgorithmConfig(filter_zero_signal=True))
+    assert first(run(full=0.8, filtered={"all_equal_low": 24}), filtering).bottleneck == "signal"
+    assert first(run(full=0.8, zero_signal_groups=3)).bottleneck != "signal"
+
+
+def test_publications():
+    found = first(run(wait=0.02, seconds={"publish": 4.0, "forward_backward": 4.8}))
+    assert found.bottleneck == "weights"
+    assert found.sentence == "publications take 40 % of a step: buffer.prompts_per_step=16 would halve their share"
+    assert first(run(wait=0.3, full=1.0, generators={"weights": 8.0})).bottleneck == "weights"
+
+
+def test_balance():
+    found = first(run(wait=0.06, full=0.95))
+    assert (found.bottleneck, found.sentence) == ("none", "balanced: nothing to gain")
+
+
+# -- not before it is known --------------------------------------------------------------------------------------------
+
+
+def test_few_steps_say_nothing():
+    assert advise(run(SETTLE + FEWEST - 1), BASE) == ()
+    assert advise(run(SETTLE + FEWEST), BASE) != ()
+    assert advise([], BASE) == advise(run(0), BASE) == ()
+    old = [step(n) | {"generators": None} for n in range(1, 20)]
+    assert advise(old, BASE) == (), "a release that did not tell of them"
+
+
+@pytest.mark.parametrize(
+    "change", [{"there": 3}, {"max_lag": 8}, {"places": 16}], ids=["generators", "bound", "groups in flight"]
+)
+def test_what_was_before_a_change_does_not_count(change):
+    before, after = run(wait=0.5, full=1.0), [step(n, **change) for n in range(WINDOW + 1, 2 * WINDOW)]
+    assert first(before).bottleneck == "generators"
+    assert advise([*before, *after[: SETTLE + FEWEST - 1]], BASE) == ()
+    found = pace_of([*before, *after])
+    assert found is not None and found.wait == 0
+
+
+def test_a_bound_that_steers_itself_is_no_change():
+    events = [step(n, max_lag=n % 3) for n in range(WINDOW)]
+    assert pace_of(events) is None
+    assert pace_of(events, is_auto=True) is not None
+
+
+def test_one_long_step_says_nothing_but_bursts_do():
+    calm = run(wait=0.01, full=0.8, there=1)
+    calm[12]["seconds"] = {"wait_data": 500.0, "forward_backward": 9.0}
+    assert pace_of(calm).wait < 0.05
+    bursts = [step(n, seconds={"wait_data": 12.0 if n % 5 == 0 else 0.0}) for n in range(WINDOW + 2)]
+    assert pace_of(bursts).wait > 0.15, "a median would say 0"
+
+
+def test_figures_are_finite_whatever_a_step_lacks():
+    bare = [
+        {"event": "step", "step": n, "lags": {}, "tokens_trained": 0, "max_lag": 1, "slots": 0, "under_way": 0}
+        | {"seconds": {"wait_data": 1.0}, "generators": {"in_touch": 1.0, "places": 4.0}}
+        for n in range(WINDOW)
+    ]
+    pace = pace_of(bare)
+    assert all(math.isfinite(getattr(pace, name) or 0.0) for name in pace.__dataclass_fields__)
+    assert advise([event | {"time": 1.0} for event in bare], BASE)
+
+
+# -- health first ------------------------------------------------------------------------------------------------------
+
+
+def health(*events: Event, now: float | None = None) -> str:
+    """The advice of a run of 20 steps, the last at 1,200 s, that would else be told to have more generators."""
+    advice = advise([*run(wait=0.5, full=1.0), *events], BASE, now)
+    assert [one.bottleneck for one in advice] == ["health"], "no tip beside it"
+    assert advice[0].command == "" and advice[0].gain == 0
+    return advice[0].sentence
+
+
+def test_a_restart_comes_first():
+    restart = {"event": "restart", "time": 1201.0, "actor": "generator-1", "reason": "signal 9"}
+    sentence = "generator-1 was started again 9 s ago (signal 9); tuning can wait until this is over"
+    assert health(restart, now=1210.0) == sentence
+    assert "2 restarts in 5 min" in health(restart, restart, now=1210.0)
+    later = [step(n, wait=0.5, full=1.0) for n in range(60, 80)]
+    assert first([*run(), restart, *later]).bottleneck == "generators"
+
+
+def test_a_stall_comes_first():
+    stall = {"event": "stall", "time": 1290.0, "what": "batch", "seconds": 90.0}
+    assert health(stall, now=1300.0).startswith("no step for 100 s, where one takes 10.0 s: it waits for batch")
+    assert first([*run(wait=0.5, full=1.0), stall], now=1225.0).bottleneck == "generators"
+    assert advise([*run(), {"event": "end", "time": 1201.0}], BASE, 9000.0)[0].bottleneck != "health"
+    assert advise(run(0), BASE, 9000.0) == (), "engines load"
+
+
+def test_a_pause_is_no_stall_and_what_was_before_it_does_not_count():
+    resumed = {"event": "command", "time": 5000.0, "by": "person", "command": "resume", "reply": "", "refused": False}
+    events = [*run(wait=0.5, full=1.0), resumed]
+    assert advise(events, BASE, 5020.0) == ()
+    assert advise(events, BASE, 5100.0)[0].bottleneck == "health", "no step since it was resumed"
+    refused = resumed | {"time": 1201.0, "command": "scale generators 900", "refused": True}
+    assert first([*run(wait=0.5, full=1.0), refused]).bottleneck == "generators"
+
+
+def test_weights_that_do_not_arrive_come_first():
+    good = {"event": "sync", "time": 1200.0, "version": "1.20", "engines": 2, "ms": 5.0, "checksum": "ok"}
+    bad = good | {"left_out": ["generator-1"], "engines": 1}
+    assert "without generator-1" in health(good, bad)
+    assert "without generator-1" in health(bad, bad, good)
+    assert first([*run(wait=0.5, full=1.0), bad, good]).bottleneck == "generators", "one that was made good"
+
+
+def test_rewards_that_fail_come_first():
+    paused = {
+        "event": "rewards_paused",
+        "time": 1201.0,
+        "actor": "generator-0",
+        "reason": "OSError: no",
+        "probe_in_s": 2.0,
+    }
+    assert health(paused).startswith("rewards are paused at generator-0: OSError: no")
+    assert health(*[step(n, failures={"timeout": 12, "crash": 4}) for n in range(21, 26)]).startswith(
+        "50 % of the completions have no score: crash 20, timeout 60"
+    )
+    resumed = {"event": "rewards_resumed", "time": 1203.0, "actor": "generator-0", "seconds": 2.0}
+    assert first([*run(wait=0.5, full=1.0), paused, resumed]).bottleneck == "generators"
