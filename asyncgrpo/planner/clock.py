@@ -1,0 +1,98 @@
+"""An event loop whose time is a number. Nothing in it waits, so an hour of a run costs what its events cost.
+
+Callbacks at one instant run in the order in which they were asked for; so a program that draws its chance from one
+generator is a function of the seed.
+"""
+
+import asyncio
+import heapq
+import itertools
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """An event loop with as much as asyncio's own tasks, locks, queues and task groups need; no files, no threads."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._sequence = itertools.count()
+        self.failure: BaseException | None = None
+        """Set by whoever ends the simulation, or its current life; `run_until` raises it, once."""
+        self.num_events = 0
+
+    def run_until(self, deadline_s: float, is_done: Callable[[], Any] = lambda: False) -> None:
+        """Run callbacks in the order of their time, until `is_done()` or until `deadline_s`. Raises `failure`."""
+        events._set_running_loop(self)
+        try:
+            while self.failure is None and not is_done():
+                if self._ready:
+                    handle: asyncio.Handle = self._ready.popleft()
+                elif self._timers and self._timers[0][0] <= deadline_s:
+                    when, _, handle = heapq.heappop(self._timers)
+                    self._now_s = max(self._now_s, when)
+                else:
+                    self._now_s = max(self._now_s, deadline_s)
+                    break
+                if not handle.cancelled():
+                    self.num_events += 1
+                    handle._run()
+        finally:
+            events._set_running_loop(None)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    # -- what asyncio calls --------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there is one thread
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._sequence), handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Coroutine, *, name: str | None = None, context: Context | None = None) -> asyncio.Task:  # type: ignore[override]
+        return asyncio.Task(coro, loop=self, name=name, context=context)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """A callback raised. A task that failed and was dropped is whoever's business held it."""
+        if "handle" in context and self.failure is None:
+            self.failure = context["exception"]
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """The handle stays in the heap and is passed over when its time comes."""
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def get_debug(self) -> bool:
+        return False

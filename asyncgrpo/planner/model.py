@@ -1,0 +1,229 @@
+"""The closed form: how long a step takes and how old its groups are, from a profile and a split.
+
+B prompts a step, G completions to each, L tokens of a completion on average, κ = E[longest of a group] / L, E engines that
+hold W groups each, N learner ranks, f the share of groups that are replaced for lack of signal, r seconds of a reward,
+B' = B / (1 − f). An engine takes τ(b) = a + c b seconds for a token of each of b completions. A publication takes s_l of
+the learner's time and s_g of an engine's; the time in which the weights travel is in no formula.
+
+    engine rate        μ(b) = b / τ(b)                                knee b* = 3 a / c: three quarters of the most, 1 / c
+    time of a group    R = κ L τ(b) + r
+    groups in flight   M = min(E W, (max_lag + 1) B − B T_l / T − B / 2)      slots, less those in training or ready
+    completions        b = (M G / E) · L τ(b) / R                     of M groups, those that are still sampled
+    generation         T_g = B' G L / (E μ(b)) + s_g
+    learner            T_l = t_0 + t · tokens / N + s_l
+    tail               T_t = (L* τ(b) + r + T_l) / (max_lag + 1)      L* = E[longest of B G max(1, max_lag / 2)]
+    step               T = max(T_l, (T_g⁶ + T_t⁶)^⅙)
+    balanced split     N = t · tokens / (T_g − t_0 − s_l)             then T_l = T_g
+    smallest bound     max_lag ≥ ⌈E W / B'⌉ + 1                       below it slots keep places of engines empty
+    saturation         b / b*                                         unlike idleness, it sees a starved engine
+
+A group that is leased at version v is trained by the step that starts at v + max_lag, so max_lag + 1 steps last at least as
+long as their longest completion: the tail. Such stretches overlap, so that the longest of max_lag / 2 steps counts (found by
+simulation). The sixth power is a smooth maximum: where both are near, they add to each other.
+At max_lag 0 nothing overlaps: T = a E[longest of B G] + c B' G L / E + r + T_l, the integral of τ over those that are left.
+
+The mean lag counts publications from a group's lease to its step. By Little's law it is
+
+    where generation decides     M / B' + 1 − idle_l
+    where the learner decides    `buffer.admission: eager`: max_lag, for every slot is filled
+                                 `fresh`: 1 + Σ p_k + 3.26 √(Σ p_k (1 − p_k) / B),   p_k = P(R > k T), k = 1, 2, ...
+
+and at most max_lag. `fresh` keeps B + F groups under way, F of them in flight when the learner asks, the most of twelve steps,
+which is 1.63 standard deviations above the mean; and where some were missing it adds these once more. So its lag is the steps
+that a group takes to generate, and not the bound.
+
+Sources: Little (1961) for M = R / T; the rest is worked out here, checked against `simulate.py` in tests/planner, and against
+runs in docs/tuning.md.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncgrpo.planner.profile import Profile
+from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
+
+ROUNDS = 24
+DRAWN = 4096
+"""Groups of which the time is drawn for the lag."""
+SMOOTH = 6
+MOST_OF_TWELVE = 1.63
+"""Expected largest of twelve normal variables, in standard deviations; `admission.Fresh.STEPS` is twelve."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How GPUs are shared, and what may be under way."""
+
+    generators: int
+    ranks: int
+    groups_in_flight: int
+    """Of one engine."""
+    max_lag: int
+    admission: str = "fresh"
+    policy: str = "wait"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step, as it is expected. Seconds, tokens, optimizer steps."""
+
+    step_s: float
+    lag_mean: float
+    lag_p99: float
+    tokens_per_s: float
+    """Sampled tokens that are trained."""
+    learner_idle: float
+    """Share of time without a batch."""
+    generator_idle: float
+    """Share of time in which an engine samples nothing."""
+    saturation: float
+    """Completions that run in an engine on average, over the knee of the decode curve."""
+    running: float
+    """b, while any run."""
+    publish_share: float
+    """Share of the learner's time that publications take."""
+    bottleneck: str
+    """`generators`, `learner` or `longest completions`."""
+
+
+def predict(profile: Profile, split: Split) -> Prediction:
+    """The closed form."""
+    return _synchronous(profile, split) if split.max_lag == 0 else _asynchronous(profile, split)
+
+
+def learner_seconds(profile: Profile, ranks: int) -> float:
+    """T_l: a step of the learner, its publication included."""
+    tokens = profile.learner_tokens(profile.lengths.mean)
+    return profile.learner.seconds(tokens, ranks) + profile.publish_s
+
+
+def generate_seconds(profile: Profile, generators: int, in_flight: float) -> tuple[float, float]:
+    """T_g and b, with so many groups in flight in all."""
+    lengths, decode, size = profile.lengths, profile.decode, profile.group_size
+    held, mean, longest = in_flight * size / generators, lengths.mean, lengths.longest_of(1, size)
+    # b (κ L τ(b) + r) = held · L τ(b), for b; a group that only awaits its scores gives its place back
+    square, constant = longest * decode.per_completion_s, held * mean * decode.base_s
+    linear = longest * decode.base_s + min(profile.reward_s, SCORED_AT_ONCE_S) - held * mean * decode.per_completion_s
+    running = _root(square, linear, -constant) if constant else held * mean / longest
+    running = min(running, profile.kv_completions or math.inf)
+    groups_per_s = generators * decode.rate(running) / (size * mean)
+    if profile.reward_s:
+        groups_per_s = min(groups_per_s, generators * profile.reward_workers / (profile.reward_s * size))
+    return _useful(profile) / groups_per_s + profile.pause_s, running
+
+
+def _root(square: float, linear: float, constant: float) -> float:
+    """The positive root of `square` x² + `linear` x + `constant`."""
+    if not square:
+        return -constant / linear
+    return (math.sqrt(linear * linear - 4 * square * constant) - linear) / (2 * square)
+
+
+def balanced_ranks(profile: Profile, generators: int, groups_in_flight: int) -> float:
+    """N with T_l = T_g, where the bound leaves the engines full. Infinite: no number of ranks keeps up."""
+    generate_s, _ = generate_seconds(profile, generators, generators * groups_in_flight)
+    spare_s = generate_s - profile.learner.base_s - profile.publish_s
+    tokens = profile.learner_tokens(profile.lengths.mean)
+    return profile.learner.rank_s_per_token * tokens / spare_s if spare_s > 0 else math.inf
+
+
+def smallest_max_lag(profile: Profile, generators: int, groups_in_flight: int) -> int:
+    """The bound below which slots keep some of the generators' places empty, however many generators there are."""
+    return math.ceil(generators * groups_in_flight / _useful(profile)) + 1
+
+
+def knee_groups(profile: Profile) -> int:
+    """Groups in flight that keep an engine at its knee: past it throughput hardly grows, and the lag does."""
+    knee = min(profile.decode.knee, profile.kv_completions or math.inf)
+    if math.isinf(knee):
+        return profile.groups_in_flight
+    return max(1, round(knee * profile.lengths.spread(profile.group_size) / profile.group_size))
+
+
+def _useful(profile: Profile) -> float:
+    """B': groups that are generated for a step."""
+    return profile.prompts_per_step / (1 - profile.filtered)
+
+
+def _running_at(profile: Profile, generators: int, step_s: float) -> float:
+    """b: completions that one engine runs when a step takes so long."""
+    tokens_per_s = _useful(profile) * profile.group_size * profile.lengths.mean / (generators * step_s)
+    left = 1 - profile.decode.per_completion_s * tokens_per_s
+    return tokens_per_s * profile.decode.base_s / left if left > 0 else math.inf
+
+
+def _synchronous(profile: Profile, split: Split) -> Prediction:
+    """All at once: generate, then train, then publish."""
+    lengths, decode, size = profile.lengths, profile.decode, profile.group_size
+    each = _useful(profile) * size / split.generators
+    most = min(each, split.groups_in_flight * size, profile.kv_completions or math.inf)
+    longest_s = decode.base_s * lengths.longest_of(profile.prompts_per_step, size)
+    waves_s = each * lengths.mean / decode.rate(most) if most < each else 0.0  # those that do not fit at once follow
+    generate_s = max(longest_s + decode.per_completion_s * each * lengths.mean, waves_s) + profile.reward_s
+    learn_s = learner_seconds(profile, split.ranks)
+    running = each * lengths.mean * decode.token_seconds(most / 2) / generate_s
+    return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, 0.0, "longest completions")
+
+
+def _asynchronous(profile: Profile, split: Split) -> Prediction:
+    batch, engines, bound = profile.prompts_per_step, split.generators, split.max_lag + 1
+    learn_s = learner_seconds(profile, split.ranks)
+    longest = profile.lengths.longest_of(batch * max(1, split.max_lag // 2), profile.group_size)
+    step_s = learn_s
+    for _ in range(ROUNDS):
+        slots = bound * batch - batch * min(1.0, learn_s / step_s) - batch / 2
+        in_flight = max(1.0, min(float(engines * split.groups_in_flight), slots))
+        generate_s, most = generate_seconds(profile, engines, in_flight)
+        running = min(most, _running_at(profile, engines, step_s))
+        tail_s = (longest * profile.decode.token_seconds(running) + profile.reward_s + learn_s) / bound
+        both_s = (generate_s**SMOOTH + tail_s**SMOOTH) ** (1 / SMOOTH)
+        step_s += 0.5 * (max(learn_s, both_s) - step_s)
+    lag, lag_p99 = in_flight / _useful(profile) + learn_s / step_s, math.inf
+    if learn_s >= both_s:
+        bottleneck = "learner"
+        fresh, lag_p99 = _fresh_lag(profile, running, step_s)
+        lag = min(lag, fresh) if split.admission == "fresh" else split.max_lag
+    else:
+        bottleneck = "generators" if generate_s >= tail_s else "longest completions"
+    return _prediction(
+        profile, split, step_s, learn_s, running, min(lag, split.max_lag), min(lag_p99, split.max_lag), bottleneck
+    )
+
+
+def _fresh_lag(profile: Profile, running: float, step_s: float) -> tuple[float, float]:
+    """Mean lag and its 99th percentile where generators begin groups just in time."""
+    longest = profile.lengths.sample(DRAWN, profile.group_size).max(axis=1)
+    steps = (longest * profile.decode.token_seconds(running) + profile.reward_s) / step_s
+    late = np.array([(steps > k).mean() for k in range(1, math.ceil(float(steps.max())) + 1)])
+    spare = 2 * MOST_OF_TWELVE * math.sqrt(float((late * (1 - late)).sum()) / profile.prompts_per_step)
+    return 1 + float(late.sum()) + spare, math.ceil(float(np.quantile(steps, 0.99)) + spare)
+
+
+def _prediction(
+    profile: Profile,
+    split: Split,
+    step_s: float,
+    learn_s: float,
+    running: float,
+    lag_mean: float,
+    lag_p99: float,
+    bottleneck: str,
+) -> Prediction:
+    tokens_per_s = profile.prompts_per_step * profile.group_size * profile.lengths.mean / step_s
+    sampled_s = (
+        tokens_per_s * step_s / (1 - profile.filtered) / split.generators / profile.decode.rate(max(running, 1.0))
+    )
+    return Prediction(
+        step_s=step_s,
+        lag_mean=lag_mean,
+        lag_p99=lag_p99,
+        tokens_per_s=tokens_per_s,
+        learner_idle=max(0.0, 1 - learn_s / step_s),
+        generator_idle=max(0.0, 1 - (sampled_s + profile.pause_s) / step_s),
+        saturation=running / profile.decode.knee,
+        running=running,
+        publish_share=profile.publish_s / step_s,
+        bottleneck=bottleneck,
+    )

@@ -1,0 +1,264 @@
+"""What was measured of a task on some hardware: all that a plan needs to know, as one JSON file.
+
+`tune.py` measures it on the cluster, `from_run.py` reads it out of a run's folder, `presets.py` has assumed ones.
+"""
+
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from asyncgrpo.errors import ConfigError
+
+FORMAT = 1
+DEVIATIONS = np.linspace(-4.0, 4.0, 81)
+"""Where `Lengths.tokens` is given: standard deviations of a normal variable of the same rank."""
+NEAR = 1.5
+"""A decode curve is trusted up to so many times the load at which it was measured."""
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Lengths(_Part, frozen=True, kw_only=True):
+    """How long completions are, and how alike those of one prompt."""
+
+    tokens: Annotated[tuple[Positive, ...], Meta(min_length=81, max_length=81)]
+    """The length at each of `DEVIATIONS`: at 0 the median, at 1 that of the 84th percentile, and so on."""
+    correlation: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of the variance of that normal variable that all completions of a prompt have in common."""
+    scale: Positive = 1.0
+    """By which `tokens` are multiplied."""
+
+    def sample(self, prompts: int, completions: int, seed: object = 0) -> np.ndarray:
+        """[prompts, completions] tokens."""
+        rng = np.random.default_rng(seed)  # type: ignore[arg-type]
+        common, own = rng.standard_normal((prompts, 1)), rng.standard_normal((prompts, completions))
+        deviation = common * self.correlation**0.5 + own * (1 - self.correlation) ** 0.5
+        return self.scale * np.interp(deviation, DEVIATIONS, self.tokens)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a completion."""
+        return self.scale * _means(self.tokens, self.correlation, 1, 1)[0]
+
+    def longest_of(self, prompts: int, completions: int) -> float:
+        """Mean tokens of the longest of so many completions to each of so many prompts."""
+        return self.scale * _means(self.tokens, self.correlation, prompts, completions)[1]
+
+    def spread(self, group_size: int) -> float:
+        """κ: mean longest of a group over the mean length. A group is complete with its longest completion."""
+        return self.longest_of(1, group_size) / self.mean
+
+    def times(self, factor: float) -> "Lengths":
+        """All lengths times `factor`."""
+        return msgspec.structs.replace(self, scale=self.scale * factor)
+
+    @staticmethod
+    def of(lengths: np.ndarray) -> "Lengths":
+        """Those of a sample.
+
+        Args:
+            lengths: [groups, completions] tokens.
+        """
+        flat = np.sort(lengths.reshape(-1).astype(float))
+        ranks = np.array([NormalDist().cdf(deviation) for deviation in DEVIATIONS])
+        tokens = np.maximum(np.quantile(flat, ranks), 1.0)
+        return Lengths(tokens=tuple(float(t) for t in tokens), correlation=_correlation(lengths))
+
+
+@cache
+def _means(tokens: tuple[float, ...], correlation: float, prompts: int, completions: int) -> tuple[float, float]:
+    """Mean length, and mean of the longest, of draws that are always the same."""
+    repeats = max(64, 65536 // (prompts * completions))
+    drawn = Lengths(tokens=tokens, correlation=correlation).sample(repeats * prompts, completions).reshape(repeats, -1)
+    return float(drawn.mean()), float(drawn.max(axis=1).mean())
+
+
+def _correlation(lengths: np.ndarray) -> float:
+    """The intraclass correlation of [groups, completions] lengths, each in the place of its normal score."""
+    groups, size = lengths.shape
+    if groups < 2 or size < 2:
+        return 0.0
+    order = np.argsort(np.argsort(lengths.reshape(-1), kind="stable"), kind="stable")
+    scores = np.array([NormalDist().inv_cdf((rank + 0.5) / order.size) for rank in order]).reshape(lengths.shape)
+    between = size * scores.mean(axis=1).var(ddof=1)
+    within = scores.var(axis=1, ddof=1).mean()
+    return float(np.clip((between - within) / (between + (size - 1) * within), 0.0, 1.0))
+
+
+class DecodeCurve(_Part, frozen=True, kw_only=True):
+    """What one engine takes for a token of each of b completions that run at once: a + c b seconds."""
+
+    base_s: NotNegative
+    """a: however few run."""
+    per_completion_s: NotNegative
+    """c: for each one more."""
+    measured: tuple[tuple[float, float], ...] = ()
+    """(b, seconds) as measured."""
+
+    def token_seconds(self, running: float) -> float:
+        return self.base_s + self.per_completion_s * running
+
+    def rate(self, running: float) -> float:
+        """Tokens a second of one engine at so many completions."""
+        return running / self.token_seconds(running) if running else 0.0
+
+    @property
+    def knee(self) -> float:
+        """b* = 3 a / c: where an engine has three quarters of the most it can. Infinite where more never cost anything."""
+        return 3 * self.base_s / self.per_completion_s if self.per_completion_s else float("inf")
+
+    @property
+    def residual(self) -> float:
+        """The largest share by which the line misses a measured point; 0 where nothing was measured."""
+        return max((abs(self.token_seconds(b) / seconds - 1) for b, seconds in self.measured), default=0.0)
+
+    def is_near(self, running: float) -> bool:
+        """Whether the curve was measured at about this load."""
+        loads = [load for load, _ in self.measured]
+        return not loads or min(loads) / NEAR <= running <= max(loads) * NEAR
+
+    @staticmethod
+    def fit(measured: list[tuple[float, float]]) -> "DecodeCurve":
+        """The line through (completions, seconds of a token), least squares of relative errors; neither part is negative.
+
+        Measured at one load alone, both parts are taken to be equal there: then twice the load is 1.3 times the tokens a
+        second, which errs by at most a third either way.
+        """
+        loads, seconds = np.array([b for b, _ in measured]), np.array([s for _, s in measured])
+        if loads.max() < NEAR * loads.min():
+            half = float(np.median(seconds)) / 2
+            return DecodeCurve(base_s=half, per_completion_s=half / float(loads.mean()), measured=tuple(measured))
+        base, each = _line(loads, seconds)
+        return DecodeCurve(base_s=base, per_completion_s=each, measured=tuple(measured))
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Intercept and rise of the line with the least sum of squared relative errors, neither of them negative."""
+    best, _, _, _ = np.linalg.lstsq(np.stack([1 / y, x / y], axis=1), np.ones_like(y), rcond=None)
+    if best[1] < 0:
+        return float(1 / np.mean(1 / y)), 0.0
+    if best[0] < 0:
+        return 0.0, float(np.mean(x / y) / np.mean((x / y) ** 2))
+    return float(best[0]), float(best[1])
+
+
+class LearnerTimes(_Part, frozen=True, kw_only=True):
+    """What a step of the learner takes, without its publication."""
+
+    base_s: NotNegative
+    """However few tokens are trained."""
+    rank_s_per_token: NotNegative
+    """For each token, times the ranks that share the work."""
+    measured: tuple[tuple[float, float], ...] = ()
+    """(tokens for each rank, seconds) as measured."""
+
+    def seconds(self, tokens: float, ranks: int) -> float:
+        """What a step takes of so many tokens, prompts included."""
+        return self.base_s + self.rank_s_per_token * tokens / ranks
+
+    @property
+    def residual(self) -> float:
+        """The largest share by which the line misses a measured point."""
+        errors = [abs((self.base_s + self.rank_s_per_token * each) / seconds - 1) for each, seconds in self.measured]
+        return max(errors, default=0.0)
+
+    @staticmethod
+    def fit(measured: list[tuple[float, float]]) -> "LearnerTimes":
+        """The line through (tokens for each rank, seconds of a step). Of one size alone, all of it is the tokens'."""
+        tokens, seconds = np.array([t for t, _ in measured]), np.array([s for _, s in measured])
+        if tokens.max() < 1.2 * tokens.min():
+            return LearnerTimes(
+                base_s=0.0, rank_s_per_token=float(np.mean(seconds) / np.mean(tokens)), measured=tuple(measured)
+            )
+        base, each = _line(tokens, seconds)
+        return LearnerTimes(base_s=base, rank_s_per_token=each, measured=tuple(measured))
+
+
+class Profile(_Part, frozen=True, kw_only=True):
+    """A task on some hardware."""
+
+    format: Annotated[int, Meta(ge=1)] = FORMAT
+    source: str
+    """Where it comes from, in words."""
+    hardware: str
+    model: str = ""
+    engine: str = ""
+    config: dict[str, Any] = {}
+    """The configuration that was measured; empty: none."""
+    prompts_per_step: Count
+    group_size: Annotated[int, Meta(ge=2)]
+    groups_in_flight: Count
+    """Of one engine."""
+    generators: Count
+    """Of the run that was measured."""
+    ranks: Count
+    gpus_each: Annotated[int, Meta(ge=0)]
+    """GPUs of one engine; 0: it ran on the CPU, and counts as one GPU."""
+    max_lag: Annotated[int, Meta(ge=0)] = 4
+    admission: str = "fresh"
+    policy: str = "wait"
+    prompt_tokens: NotNegative = 0.0
+    """Mean."""
+    shares_prompts: bool = True
+    """Whether the learner runs a prompt once for all completions of its group."""
+    lengths: Lengths
+    decode: DecodeCurve
+    learner: LearnerTimes
+    publish_s: NotNegative
+    """For how long the learner stands still at a publication: while its weights are copied, and where copies of earlier ones
+    are still being read. They travel beside the next step."""
+    pause_s: NotNegative
+    """For how long an engine samples nothing in it."""
+    reward_s: NotNegative = 0.0
+    """Of one reward."""
+    reward_workers: Count = 1
+    filtered: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of the groups that are replaced because they have no signal."""
+    kv_completions: Count | None = None
+    """That fit one engine's KV cache at once; none: all."""
+
+    @property
+    def gpus_of_engine(self) -> int:
+        return max(1, self.gpus_each)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the run that was measured."""
+        return self.generators * self.gpus_of_engine + self.ranks
+
+    def learner_tokens(self, length: float) -> float:
+        """Tokens that the learner runs in a step of completions of this mean length."""
+        prompts = self.prompt_tokens * (1 if self.shares_prompts else self.group_size)
+        return self.prompts_per_step * (self.group_size * length + prompts)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write it as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ConfigError, which names the file and what is wrong in it."""
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no profile: {error}; `asyncgrpo tune CONFIG` writes one") from error
+    if profile.format != FORMAT:
+        raise ConfigError(f"{path} has format {profile.format}, this asyncgrpo reads {FORMAT}; measure it again")
+    return profile

@@ -1,0 +1,312 @@
+"""A run on the virtual clock: the product's own buffer, admission, dispatch and services, and engines of continuous batching.
+
+`VirtualRun` runs `BufferService`, `GeneratorService`, `LearnerService` and the codec. What a step, a publication, a token
+and a reward take is said by a `Case`. Nothing waits, so an hour of a run costs what its events cost.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.config.schema import (
+    AlgorithmConfig,
+    BufferConfig,
+    Config,
+    DataConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RunConfig,
+    WeightsConfig,
+)
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.generators.service import GeneratorService
+from asyncgrpo.learner.ranks import Inbox, Team
+from asyncgrpo.learner.service import LearnerService
+from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.planner.lines import BufferSocket, GeneratorLine, LearnerLine
+from asyncgrpo.planner.stand_ins import Receiver, Silent
+from asyncgrpo.planner.virtual_engine import VirtualEngine
+from asyncgrpo.rewards.base import Sampled
+from asyncgrpo.rewards.breaker import Breaker
+from asyncgrpo.types import Group, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import encode
+
+LONGEST = 2**20
+"""Tokens of the longest completion; lengths are the case's."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is simulated. Lengths in tokens, times in seconds."""
+
+    max_lag: int
+    steps: int
+    seed: int
+    generators: int = 4
+    window: int = 24
+    """Groups that one generator works on at once."""
+    group_size: int = 8
+    per_step: int = 16
+    """Groups of a step."""
+    policy: str = "wait"
+    admission: str = "eager"
+    slowest: float = 1.0
+    """How many times as long as the others the last generator takes for a token."""
+    filters: bool = False
+    """Whether groups without signal are replaced (`algorithm.filter_zero_signal`)."""
+
+    token_s: ClassVar[float] = 0.02
+    token_s_per_completion: ClassVar[float] = 0.0001
+    stall_s: ClassVar[float] = 0.0
+    """Of a publication while the learner waits: for a copy of its weights."""
+    transfer_s: ClassVar[float] = 1.0
+    """Of a publication while learner and engines go on."""
+    swap_s: ClassVar[float] = 0.5
+    """Of a publication while an engine does not."""
+    latency_s: ClassVar[float] = 0.001
+    tick_s: ClassVar[float] = 0.1
+    """How often the buffer looks around when nothing arrives."""
+    capacity: ClassVar[int | None] = None
+    reward_s: ClassVar[float] = 0.0
+    """Of one reward."""
+    reward_workers: ClassVar[int] = 1
+
+    @property
+    def num_groups(self) -> int:
+        return self.steps * self.per_step
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the run."""
+        return self.num_groups
+
+    def lengths_of(self, prompt_index: int, attempt: int) -> np.ndarray:
+        """[completions] tokens of one lease."""
+        raise NotImplementedError
+
+    def reward(self, prompt_index: int, completion: int) -> float:
+        """The reward of one completion; `completion` counts those of the prompt, from 1."""
+        return 1.0
+
+    def train_seconds(self, tokens: int) -> float:
+        """What the learner takes for a step of so many sampled tokens."""
+        raise NotImplementedError
+
+    def token_seconds(self, running: int) -> float:
+        """What an engine takes for a token of each of so many completions."""
+        return self.token_s + self.token_s_per_completion * running
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """One step, and the time that led to it."""
+
+    start_s: float
+    """When its batch was taken."""
+    waited_s: float
+    """For its batch."""
+    tokens: int
+    """Sampled tokens in it."""
+    lags: tuple[int, ...]
+    in_flight: int
+    """Groups leased, when it has its batch."""
+
+
+class _Reward:
+    takes_groups = False
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._workers = case, asyncio.Semaphore(case.reward_workers)
+        self._scored: Counter[str] = Counter()
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        return [await self._score(prompt) for _ in completions]
+
+    async def _score(self, prompt: Prompt) -> Score:
+        self._scored[prompt.prompt_id] += 1
+        value = self._case.reward(int(prompt.prompt_id[6:]), self._scored[prompt.prompt_id])
+        if self._case.reward_s:
+            async with self._workers:
+                await asyncio.sleep(self._case.reward_s)
+        return Score(value=value)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class _Generator(GeneratorService):
+    line: GeneratorLine
+
+    def _connect(self) -> GeneratorLine:  # type: ignore[override]
+        return self.line
+
+    def _receiver(self) -> Receiver:  # type: ignore[override]
+        return Receiver(lambda: None)
+
+
+class _Trainer:
+    steps = 0
+
+    def __init__(self, run: "VirtualRun") -> None:
+        self.step, self.export = run.step, run.export
+        self.sent = SimpleNamespace(weights=lambda: iter(()))
+
+
+class _NoCheckpoints:
+    def latest(self) -> None:
+        return None
+
+    def write(self, state: object, fill: object) -> Path:
+        return Path("none")
+
+
+@dataclass
+class VirtualRun:
+    """Runs the product on a case. It stands for the learner's model and for its publisher, whose time passes."""
+
+    case: Case
+    seen: list[StepSeen] = field(default_factory=list)
+    engines: list[VirtualEngine] = field(default_factory=list)
+    _is_free_s: float = 0.0
+    _newest: PolicyVersion | None = None
+
+    def run(self) -> "VirtualRun":
+        self._build()
+        self._learner.run()
+        self.end_s = self._loop.time()
+        self._loop.run_until(self._loop.time() + 1.0)  # the last words arrive, and the generators end
+        return self
+
+    # What stands for the learner's parts: they take their time, and the world goes on.
+
+    def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
+        now_s, tokens = self._loop.time(), sum(group.num_tokens for group in groups)
+        lags = tuple(version.number - group.versions[0].number for group in groups)
+        in_flight = sum(len(service._working) for service in self._generators)
+        self.seen.append(StepSeen(now_s, now_s - self._is_free_s, tokens, lags, in_flight))
+        self._loop.run_until(now_s + self.case.train_seconds(tokens))
+        return SimpleNamespace(seconds={}, shares_within={})
+
+    def offer(self, version: PolicyVersion, fill: object) -> bool:
+        self._loop.run_until(self._loop.time() + self.case.stall_s)
+        self._is_free_s = self._loop.time()
+        is_under_way, self._newest = self._newest is not None, version
+        if not is_under_way:
+            self._loop.call_later(self.case.transfer_s, self._arrive)
+        return True
+
+    def _arrive(self) -> None:
+        """Every engine swaps to the newest version; one that came meanwhile is on its way now."""
+        version, self._newest = self._newest, None
+        assert version is not None
+        for service in self._generators:
+            self._loop.create_task(service._swap((), version))
+
+    def wait_for(self, count: int, timeout_s: float, tell: object) -> None:
+        self._loop.run_until(0.1)
+
+    is_idle = True
+
+    def reports(self) -> list:
+        return []
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def export(self, folder: str, tokenizer: str) -> None:
+        """Nothing to write."""
+
+    # The wiring.
+
+    def _build(self) -> None:
+        case = self.case
+        self._loop = VirtualLoop()  # type: ignore[abstract]
+        prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(1,)) for i in range(case.num_prompts))
+        config = self._config()
+        source = PromptSource(prompts, seed=case.seed, shuffle=False, epochs=1)
+        sampling = Sampling(max_tokens=LONGEST)
+        self.buffer = Buffer(config.buffer, config.algorithm, source, sampling, seed=case.seed, lineage=1)
+        self._service = BufferService(
+            BufferSocket(self._from_buffer),  # type: ignore[arg-type]
+            self.buffer,
+            Evaluations((), Sampling(), 0, 1e9),
+        )
+        self._service._gauges = Silent()  # type: ignore[assignment]  # else half of the work would be metrics
+        self._lines: dict[str, Any] = {}
+        self._generators = [self._generator(index) for index in range(case.generators)]
+        self._lines["learner"] = line = LearnerLine(self._loop, lambda m, p: self._to_buffer("learner", m, p))
+        self._learner = LearnerService(
+            config,
+            _Trainer(self),  # type: ignore[arg-type]
+            Team(0, 1),
+            Inbox(line, 1e9, self._loop.time),  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            Silent(),  # type: ignore[arg-type]
+            lineage=1,
+            run_dir=Path("nowhere"),
+            start_with=case.generators,
+            last_step=case.steps,
+        )
+        self._learner._checkpoints = _NoCheckpoints()  # type: ignore[assignment]
+        self._tick()
+
+    def _config(self) -> Config:
+        case = self.case
+        return Config(
+            model=ModelConfig(path="none"),
+            data=DataConfig(train="none"),
+            run=RunConfig(seed=case.seed, checkpoint_every=10**9),
+            algorithm=AlgorithmConfig(group_size=case.group_size, filter_zero_signal=case.filters),
+            buffer=BufferConfig(
+                prompts_per_step=case.per_step,
+                max_lag=case.max_lag,
+                policy=case.policy,  # type: ignore[arg-type]
+                admission=case.admission,  # type: ignore[arg-type]
+                lease_timeout_s=1e9,
+            ),
+            generators=GeneratorConfig(engine="fake", count=case.generators),
+            weights=WeightsConfig(check_every=0),
+        )
+
+    def _generator(self, index: int) -> GeneratorService:
+        peer, case = f"generator-{index}", self.case
+        slowness = case.slowest if index == case.generators - 1 else 1.0
+        engine = VirtualEngine(
+            case.lengths_of, lambda running: slowness * case.token_seconds(running), case.swap_s, case.capacity
+        )
+        self.engines.append(engine)
+        self._lines[peer] = socket = GeneratorLine(lambda m, p: self._to_buffer(peer, m, p))
+        service = _Generator(
+            peer, "0", engine, Breaker(_Reward(case), at_once=10**6), lambda ids: "", window=case.window, keep_kv=True,
+            merger=None, load_timeout_s=1.0, stuck_after_s=1e9, buffer_endpoint="buffer", weights_endpoint="", host="", keys=None,
+        )  # fmt: skip
+        service.line = socket
+        self._loop.create_task(service.run())
+        return service
+
+    def _to_buffer(self, peer: str, message: Message, payload: Any) -> None:
+        self._loop.call_later(self.case.latency_s, self._turn, (peer, encode(message, payload)))
+
+    def _from_buffer(self, peer: str, message: Message, payload: Any) -> bool:
+        frames = [bytes(frame) for frame in encode(message, payload)]
+        self._loop.call_later(self.case.latency_s, self._lines[peer].arrive, frames)
+        return True
+
+    def _turn(self, received: Any) -> None:
+        if not self._service._finished:
+            self._service.turn(received, self._loop.time())
+
+    def _tick(self) -> None:
+        self._turn(None)
+        if not self._service._finished:
+            self._loop.call_later(self.case.tick_s, self._tick)

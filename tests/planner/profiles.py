@@ -1,0 +1,34 @@
+"""Profiles of tests."""
+
+import msgspec
+
+from asyncgrpo.planner.presets import lognormal
+from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
+
+LENGTH = 100.0
+SAME = Lengths(tokens=(LENGTH,) * 81)
+"""All completions have the same length."""
+
+
+def profile(**changes: object) -> Profile:
+    """Eight prompts of four completions, engines that hold four groups each, a step of 1 + 0.001 x 3200 / ranks seconds."""
+    made = Profile(
+        source="test",
+        hardware="none",
+        prompts_per_step=8,
+        group_size=4,
+        groups_in_flight=4,
+        generators=2,
+        ranks=2,
+        gpus_each=1,
+        lengths=SAME,
+        decode=DecodeCurve(base_s=0.02, per_completion_s=0.001),
+        learner=LearnerTimes(base_s=1.0, rank_s_per_token=0.001),
+        publish_s=0.5,
+        pause_s=0.2,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def long_tail(sigma: float = 0.6) -> Lengths:
+    return lognormal(100.0, sigma, 2000.0)

@@ -1,0 +1,126 @@
+"""The formulas, on cases that are worked out by hand, and against the product's own scheduler on the virtual clock."""
+
+import pytest
+
+from asyncgrpo.planner.model import (
+    Split,
+    balanced_ranks,
+    generate_seconds,
+    knee_groups,
+    learner_seconds,
+    predict,
+    smallest_max_lag,
+)
+from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes
+from asyncgrpo.planner.simulate import PlannedCase, simulate
+from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
+from tests.planner.profiles import long_tail, profile
+
+SPLIT = Split(generators=2, ranks=2, groups_in_flight=4, max_lag=4)
+
+
+def test_the_learner_s_step_has_its_fixed_part_its_tokens_and_its_publication():
+    assert learner_seconds(profile(), ranks=2) == pytest.approx(1.0 + 0.001 * 3200 / 2 + 0.5)
+    with_prompts = profile(prompt_tokens=50.0)
+    assert learner_seconds(with_prompts, 2) == pytest.approx(1.0 + 0.001 * (3200 + 8 * 50) / 2 + 0.5)
+    apart = profile(prompt_tokens=50.0, shares_prompts=False)
+    assert learner_seconds(apart, 2) == pytest.approx(1.0 + 0.001 * (3200 + 32 * 50) / 2 + 0.5)
+
+
+def test_generation_takes_the_groups_over_the_rate_of_the_engines():
+    seconds, running = generate_seconds(profile(), generators=2, in_flight=8)
+    assert running == pytest.approx(16)  # four groups of four, all of one length
+    assert seconds == pytest.approx(3200 / (2 * 16 / 0.036) + 0.2)
+
+
+def test_a_slow_reward_gives_its_places_back():
+    seconds, running = generate_seconds(profile(reward_s=1.0, reward_workers=64), generators=2, in_flight=8)
+    sampled_s = 100 * (0.02 + 0.001 * running)
+    assert running == pytest.approx(16 * sampled_s / (sampled_s + SCORED_AT_ONCE_S))
+    assert seconds == pytest.approx(8 * (sampled_s + SCORED_AT_ONCE_S) / 8 + 0.2), "Little's law"
+
+
+def test_few_reward_workers_set_the_pace():
+    seconds, _ = generate_seconds(profile(reward_s=1.0, reward_workers=1), generators=2, in_flight=8)
+    assert seconds == pytest.approx(32 / 2 + 0.2)
+
+
+def test_filtered_groups_are_generated_too():
+    plain, _ = generate_seconds(profile(), 2, 8)
+    filtered, _ = generate_seconds(profile(filtered=0.5), 2, 8)
+    assert filtered - 0.2 == pytest.approx(2 * (plain - 0.2))
+
+
+def test_the_cache_limits_what_runs():
+    assert generate_seconds(profile(kv_completions=6), 2, 8)[1] == 6
+
+
+def test_without_lag_nothing_overlaps():
+    found = predict(profile(), Split(2, 2, 4, 0))
+    assert found.step_s == pytest.approx(100 * 0.02 + 0.001 * 16 * 100 + learner_seconds(profile(), 2))
+    assert (found.lag_mean, found.bottleneck) == (0.0, "longest completions")
+
+
+def test_the_balanced_split_has_equal_times():
+    ranks = balanced_ranks(profile(), generators=2, groups_in_flight=4)
+    assert learner_seconds(profile(), ranks) == pytest.approx(generate_seconds(profile(), 2, 8)[0])  # type: ignore[arg-type]
+    assert balanced_ranks(profile(publish_s=9.0), 2, 4) == float("inf")
+
+
+def test_the_smallest_bound_has_room_for_all_places():
+    assert smallest_max_lag(profile(), generators=2, groups_in_flight=4) == 2
+    assert smallest_max_lag(profile(), generators=5, groups_in_flight=8) == 6
+    assert smallest_max_lag(profile(filtered=0.5), generators=5, groups_in_flight=8) == 4
+
+
+def test_the_knee_in_groups():
+    assert knee_groups(profile()) == 15  # 60 completions of four a group
+    assert knee_groups(profile(decode=DecodeCurve(base_s=0.02, per_completion_s=0.0))) == 4
+
+
+def test_where_the_learner_decides_eager_fills_the_bound_and_fresh_does_not():
+    slow = profile(learner=LearnerTimes(base_s=10.0, rank_s_per_token=0.001))
+    fresh, eager = predict(slow, SPLIT), predict(slow, Split(2, 2, 4, 4, admission="eager"))
+    assert fresh.bottleneck == eager.bottleneck == "learner"
+    assert (fresh.lag_mean, eager.lag_mean) == (pytest.approx(1.0), 4.0)
+
+
+def test_a_second_generator_helps_where_generators_decide_and_a_sixth_does_not():
+    steps = [predict(profile(), Split(generators, 2, 4, 8)).step_s for generators in (1, 2, 5, 6)]
+    assert steps[1] < 0.6 * steps[0]
+    assert steps[3] == pytest.approx(steps[2])
+
+
+@pytest.mark.parametrize(
+    ("split", "base_s", "sigma", "within"),
+    [
+        (Split(2, 2, 4, 4), 0.2, 0.5, 0.1),  # generators decide
+        (Split(3, 2, 6, 4), 8.0, 0.5, 0.1),  # the learner does
+        (Split(3, 2, 6, 1), 0.2, 0.5, 0.1),  # the bound does
+        (Split(2, 2, 4, 0), 1.0, 0.5, 0.1),  # nothing overlaps
+        (Split(4, 2, 8, 8), 3.0, 1.0, 0.15),  # all three do, with a long tail: a maximum of means is too low
+    ],
+)
+def test_formulas_agree_with_the_product_on_the_virtual_clock(split: Split, base_s: float, sigma: float, within: float):
+    task = profile(lengths=long_tail(sigma), learner=LearnerTimes(base_s=base_s, rank_s_per_token=0.0005))
+    formula, product = predict(task, split), simulate(task, split, steps=60)
+    assert formula.step_s == pytest.approx(product.step_s, rel=within)
+    assert formula.lag_mean == pytest.approx(product.lag_mean, rel=0.25, abs=0.05)
+    assert product.lag_p99 <= split.max_lag
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"filtered": 0.5}, {"reward_s": 1.0, "reward_workers": 64}, {"reward_s": 0.3}, {"kv_completions": 6}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_formulas_agree_about_what_holds_generators_up(changes: dict[str, float]):
+    task = profile(lengths=long_tail(0.5), learner=LearnerTimes(base_s=0.2, rank_s_per_token=0.0002), **changes)
+    split = Split(2, 2, 4, 8)
+    assert predict(task, split).step_s == pytest.approx(simulate(task, split, steps=60).step_s, rel=0.12)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.2, 3.0])
+def test_what_a_publication_takes_of_the_learner_has_nothing_to_do_with_the_pause_of_an_engine(pause_s: float):
+    case = PlannedCase(1, 1, 0, profile=profile(publish_s=0.5, pause_s=pause_s))
+    assert (case.stall_s, case.swap_s) == (0.5, pause_s)
