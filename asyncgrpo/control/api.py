@@ -1,0 +1,277 @@
+"""The admin API of a run: its status, events, samples and problems as JSON, commands to it, and the page that shows them.
+
+It runs in the driver and knows nothing of it but an `Operator`. docs/operate.md has the table of the routes. Everything but
+the page's own files and `/healthz` asks for the token of the run.
+"""
+
+import hmac
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from asyncgrpo.config.schema import ControlConfig
+from asyncgrpo.control.address import Address, remove_address, write_address
+from asyncgrpo.control.groups import groups_now
+from asyncgrpo.control.operator import Command, Done, Operator
+from asyncgrpo.control.problems import Problems, problems, read_runbook
+from asyncgrpo.control.server import HttpServer, Refusal, Worker, as_json, body_of, error, reply
+from asyncgrpo.errors import CommandRefused, ConfigError, DataError
+from asyncgrpo.recording.sample_changes import changes
+from asyncgrpo.recording.sample_search import TRAINED, Folder, Only, Sort, search
+from asyncgrpo.recording.tail import read_tail
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+COMMAND_S = 60.0
+"""How long a command may take before its caller is told that the driver does not reply."""
+READ_S = 20.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_PAGE = Path(__file__).parent / "page"
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+
+# -- what a request may say --------------------------------------------------------------------------------------------
+
+
+class _Nothing(Struct, frozen=True, forbid_unknown_fields=True):
+    """No parameter."""
+
+
+class _OfEvents(Struct, frozen=True, forbid_unknown_fields=True):
+    after: Annotated[int, Meta(ge=-(2**53), le=2**53)] = 0
+    file: Annotated[str, Meta(max_length=20)] | None = None
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 2_000
+
+
+class _OfSamples(Struct, frozen=True, forbid_unknown_fields=True):
+    step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    folder: Folder = TRAINED
+    search: Annotated[str, Meta(max_length=500)] = ""
+    only: Only = "all"
+    sort: Sort = "file"
+    offset: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    limit: Annotated[int, Meta(ge=1, le=200)] = 20
+
+
+class _OfChanges(Struct, frozen=True, forbid_unknown_fields=True, rename={"from_step": "from", "to_step": "to"}):
+    from_step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    to_step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    offset: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    limit: Annotated[int, Meta(ge=1, le=200)] = 20
+
+
+class _OfRunbook(Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=100)]
+
+
+class Page(Struct, frozen=True):
+    """The reply to who asks for a runbook."""
+
+    text: str
+
+
+# -- the API -----------------------------------------------------------------------------------------------------------
+
+
+class Api:
+    """The admin API of one run, in a thread of its own."""
+
+    def __init__(self, operator: Operator, run_dir: Path, *, bind: str, port: int, token: str) -> None:
+        """
+        Args:
+            bind: address to listen at. On loopback only requests that name loopback are served (DNS rebinding).
+            port: 0 takes a free one.
+            token: what a client must send.
+        """
+        self._operator, self._run_dir = operator, run_dir
+        self._bind, self._port = bind, port
+        self._expected = f"Bearer {token}".encode()
+        self._commands = Worker("control-commands", timeout_s=COMMAND_S)
+        self._looks = Worker("control-status", timeout_s=READ_S, waiting=64)
+        self._reads = Worker("control-files", timeout_s=READ_S, waiting=64)
+        self._server = HttpServer(self._handle)
+        self._routes: dict[tuple[str, str], Callable[[web.BaseRequest], Awaitable[web.Response]]] = {
+            ("GET", "/api/status"): self._status,
+            ("POST", "/api/command"): self._command,
+            ("GET", "/api/events"): self._events,
+            ("GET", "/api/samples"): self._samples,
+            ("GET", "/api/changes"): self._changes,
+            ("GET", "/api/groups"): self._groups,
+            ("GET", "/api/alerts"): self._alerts,
+            ("GET", "/api/runbook"): self._runbook,
+        }
+        self._open = {f"/{path.relative_to(_PAGE)}": path for path in _PAGE.rglob("*") if path.suffix in _TYPES}
+        self._open["/"] = _PAGE / "index.html"
+
+    def start(self) -> str:
+        """Listen, and return the URL. Raises ConfigError: the address cannot be bound."""
+        try:
+            port = self._server.start(self._bind, self._port)
+        except OSError as problem:
+            where = f"control.bind {self._bind} and control.port {self._port}"
+            raise ConfigError(f"{where}: the admin API cannot listen there: {problem.strerror}") from problem
+        host = f"[{self._bind}]" if ":" in self._bind else self._bind
+        return f"http://{host}:{port}"
+
+    def close(self) -> None:
+        """Stop listening. A command that is being carried out goes on."""
+        self._server.close()
+
+    # -- one request
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._reply_to(request)
+        except Refusal as refusal:
+            return error(refusal.status, str(refusal))
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            return error(500, "the run's driver could not do this; its log says why")
+
+    async def _reply_to(self, request: web.BaseRequest) -> web.Response:
+        self._check_host(request)
+        path = request.path
+        is_open = path in self._open or path == "/healthz"
+        if not is_open:
+            self._check_token(request)
+        methods = ["GET"] if is_open else [method for method, route in self._routes if route == path]
+        if not methods:
+            raise Refusal(404, f"there is nothing at {path[:100]!r}")
+        if request.method not in methods:
+            raise Refusal(405, f"{path} is asked with {methods[0]}, not with {request.method[:20]}")
+        if path == "/healthz":
+            return as_json({"ok": True})
+        if is_open:
+            file = self._open[path]
+            return reply(file.read_bytes(), _TYPES[file.suffix])
+        return await self._routes[request.method, path](request)
+
+    def _check_host(self, request: web.BaseRequest) -> None:
+        """A page elsewhere whose name was made to resolve to us (DNS rebinding) names its own host."""
+        named = request.headers.getall("Host", [])
+        try:
+            host, origin = urlsplit(f"//{','.join(named)}"), urlsplit(request.headers.get("Origin", ""))
+            hosts = host.hostname
+            same = not request.headers.get("Origin") or origin.netloc == host.netloc
+        except ValueError:
+            raise Refusal(400, "the header Host is malformed") from None
+        if len(named) != 1 or hosts is None:
+            raise Refusal(400, "one header Host is needed")
+        if self._bind in LOOPBACK and hosts not in LOOPBACK:
+            raise Refusal(403, f"this is 127.0.0.1, not {hosts[:100]!r}")
+        if not same:
+            raise Refusal(403, "requests of pages of another origin are not served")
+
+    def _check_token(self, request: web.BaseRequest) -> None:
+        said = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not said:
+            raise Refusal(401, "a token is needed: `asyncgrpo page RUN` prints the address with it")
+        if not hmac.compare_digest(said, self._expected):
+            raise Refusal(401, "the token is not that of this run: `asyncgrpo page RUN` prints the address with it")
+
+    # -- the routes
+
+    async def _status(self, request: web.BaseRequest) -> web.Response:
+        _query(request, _Nothing)
+        return as_json(await self._looks(self._operator.status))
+
+    async def _command(self, request: web.BaseRequest) -> web.Response:
+        _query(request, _Nothing)
+        if request.content_type != "application/json":
+            raise Refusal(415, "a command is sent as application/json")
+        try:
+            command: Command = msgspec.json.decode(await body_of(request), type=Command)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
+            raise Refusal(400, f"this is no command: {problem}") from None
+        try:
+            return as_json(Done(await self._commands(partial(self._operator.carry_out, command))))
+        except CommandRefused as refused:
+            raise Refusal(409, str(refused)) from None
+
+    async def _events(self, request: web.BaseRequest) -> web.Response:
+        asked = _query(request, _OfEvents)
+        file = self._run_dir / "metrics.jsonl"
+        return as_json(await self._reads(partial(read_tail, file, asked.after, file=asked.file, limit=asked.limit)))
+
+    async def _samples(self, request: web.BaseRequest) -> web.Response:
+        asked = _query(request, _OfSamples)
+        call = partial(
+            search,
+            self._run_dir,
+            asked.step,
+            folder=asked.folder,
+            text=asked.search,
+            only=asked.only,
+            sort=asked.sort,
+            offset=asked.offset,
+            limit=asked.limit,
+        )
+        try:
+            return as_json(await self._reads(call))
+        except DataError as problem:
+            raise Refusal(404, str(problem)) from None
+
+    async def _changes(self, request: web.BaseRequest) -> web.Response:
+        asked = _query(request, _OfChanges)
+        try:
+            found = await self._reads(partial(changes, self._run_dir, asked.from_step, asked.to_step))
+        except DataError as problem:
+            raise Refusal(404, str(problem)) from None
+        return as_json(msgspec.structs.replace(found, changed=found.changed[asked.offset :][: asked.limit]))
+
+    async def _groups(self, request: web.BaseRequest) -> web.Response:
+        _query(request, _Nothing)
+        return as_json(await self._reads(partial(groups_now, self._run_dir)))
+
+    async def _alerts(self, request: web.BaseRequest) -> web.Response:
+        _query(request, _Nothing)
+        status = await self._looks(self._operator.status)
+        return as_json(Problems(await self._reads(partial(problems, self._run_dir, status))))
+
+    async def _runbook(self, request: web.BaseRequest) -> web.Response:
+        asked = _query(request, _OfRunbook)
+        try:
+            return as_json(Page(await self._reads(partial(read_runbook, asked.name))))
+        except DataError as problem:
+            raise Refusal(404, str(problem)) from None
+
+
+def _query(request: web.BaseRequest, kind: type[T]) -> T:
+    """The parameters of a request. Raises Refusal."""
+    query = request.query
+    if len(query) != len(set(query)):
+        raise Refusal(400, "a parameter is given twice")
+    try:
+        return msgspec.convert(dict(query), type=kind, strict=False)
+    except msgspec.ValidationError as problem:
+        raise Refusal(400, f"{request.path}: {problem}") from None
+
+
+@contextmanager
+def serving(operator: Operator, run_dir: Path, config: ControlConfig) -> Iterator[str | None]:
+    """The admin API of a run while the block runs, and `RUN/control.json` where clients find it.
+
+    Yields the URL, without the token; None where `control.port` is null. Raises ConfigError: it cannot listen.
+    """
+    if config.port is None:
+        yield None
+        return
+    token = secrets.token_urlsafe(32)
+    api = Api(operator, run_dir, bind=config.bind, port=config.port, token=token)
+    url = api.start()
+    write_address(run_dir, Address.of_this_process(url, token))
+    try:
+        yield url
+    finally:
+        remove_address(run_dir)
+        api.close()

@@ -1,0 +1,233 @@
+"""A small HTTP server in a thread of its own, which no client can make slow, large or silent.
+
+It is made of aiohttp's lower half (its parser, its connections): what is above, routes and middlewares, would be longer than the
+dispatch of `api.py`. FastAPI and uvicorn would do as well, but come with SGLang alone, and a run on the torch engine has an API
+too.
+
+Whatever goes wrong with a request ends in `{"error": "one sentence"}` and a status of 4xx. Bounds: `CONNECTIONS` at once, a
+body of `LARGEST_BODY`, `REQUEST_S` for headers and again for the body.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+import msgspec
+from aiohttp import web
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECTIONS = 64
+"""Open at once; further ones are turned away with 429."""
+LARGEST_BODY = 64 * 2**10
+REQUEST_S = 10.0
+"""How long a client may take for its headers, and again for its body."""
+START_S = 30.0
+"""How long the server may take to listen."""
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Server": "asyncgrpo",
+    "X-Content-Type-Options": "nosniff",
+}
+_TOO_MANY = (
+    b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+    b'{"error":"too many connections; close some"}'
+)
+
+
+class Refusal(Exception):
+    """A request that gets no reply but this one."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def reply(body: bytes, content_type: str = "application/json", status: int = 200) -> web.Response:
+    """A reply with the headers that every reply has."""
+    return web.Response(body=body, status=status, content_type=content_type, charset="utf-8", headers=_HEADERS)
+
+
+def as_json(value: Any) -> web.Response:
+    """`value` as JSON."""
+    return reply(msgspec.json.encode(value))
+
+
+def error(status: int, text: str) -> web.Response:
+    """The reply to a request that is not served. The connection is closed after it."""
+    response = reply(msgspec.json.encode({"error": text}), status=status)
+    response.force_close()
+    return response
+
+
+async def body_of(request: web.BaseRequest) -> bytes:
+    """The body of a request, whole. Raises Refusal."""
+    if (request.content_length or 0) > LARGEST_BODY:
+        raise Refusal(413, f"the body is {request.content_length} bytes and may be {LARGEST_BODY}")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > LARGEST_BODY:
+                    raise Refusal(413, f"the body is longer than {LARGEST_BODY} bytes")
+    except TimeoutError:
+        raise Refusal(408, f"the body did not come within {REQUEST_S:g} s") from None
+    except web.RequestPayloadError:
+        raise Refusal(400, "the body is not what its headers say") from None
+    return bytes(body)
+
+
+class Worker:
+    """One daemon thread that makes calls one after another, for callers that may not block.
+
+    An executor would not do: Python waits at its exit for the threads of one, also for a call that never returns.
+    """
+
+    def __init__(self, name: str, *, waiting: int = 8, timeout_s: float) -> None:
+        """
+        Args:
+            waiting: calls that may wait for their turn.
+            timeout_s: how long a caller waits for its call. One that has begun goes on without it.
+        """
+        self._calls: queue.Queue[Callable[[], None]] = queue.Queue(maxsize=waiting)
+        self._timeout_s = timeout_s
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._calls.get()()
+
+    async def __call__(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises. Raises Refusal if it is not done in time, or too much waits for its turn."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(is_error: bool, value: Any) -> None:
+            if not future.done():
+                (future.set_exception if is_error else future.set_result)(value)
+
+        def work() -> None:
+            if future.cancelled():  # nobody waits for it any more
+                return
+            value: Any
+            try:
+                is_error, value = False, call()
+            except Exception as problem:
+                is_error, value = True, problem
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(settle, is_error, value)
+
+        try:
+            self._calls.put_nowait(work)
+        except queue.Full:
+            raise Refusal(429, "too much is asked of this run at once; try again later") from None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await future
+        except TimeoutError:
+            raise Refusal(
+                504, f"the run's driver did not reply within {self._timeout_s:g} s and may still do it"
+            ) from None
+
+
+class _Connection(web.RequestHandler):
+    """Replies as we do, and logs nothing, where aiohttp would to a request that is no HTTP."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status >= 500:
+            log.error("a request failed", exc_info=exc)
+            return error(status, "the request failed; the driver's log says why")
+        return error(status, "this is not a request of HTTP/1.1")
+
+
+class _TurnedAway(asyncio.Protocol):
+    """What one connection too many meets."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        writable = cast(
+            asyncio.WriteTransport, transport
+        )  # uvloop's, which SGLang makes the default, does not derive from it
+        writable.write(_TOO_MANY)
+        writable.close()
+
+
+class HttpServer:
+    """Serves one handler from a daemon thread."""
+
+    def __init__(self, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+        """`handle` runs in the thread's event loop and must not block."""
+        self._handle = handle
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def start(self, host: str, port: int) -> int:
+        """Listen, and return the port. Raises OSError: the address cannot be bound."""
+        self._thread.start()
+        try:
+            return asyncio.run_coroutine_threadsafe(self._listen(host, port), self._loop).result(START_S)
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self) -> None:
+        """Close every connection and end the thread. A request that is being served gets a second."""
+        if self._thread.is_alive():
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(3.0)
+            self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(3.0)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        for task in (left := asyncio.all_tasks(self._loop)):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.close()
+
+    async def _listen(self, host: str, port: int) -> int:
+        self._manager = web.Server(self._handle)
+
+        def connection() -> asyncio.Protocol:
+            if len(self._manager.connections) >= CONNECTIONS:
+                return _TurnedAway()
+            return _Connection(
+                self._manager,
+                loop=self._loop,
+                keepalive_timeout=REQUEST_S,
+                lingering_time=0.2,
+                access_log=None,  # type: ignore[arg-type]  # aiohttp's way to have none
+                auto_decompress=False,
+            )
+
+        self._listener = await self._loop.create_server(connection, host, port)
+        return self._listener.sockets[0].getsockname()[1]
+
+    async def _close(self) -> None:
+        self._listener.close()
+        await self._manager.shutdown(1.0)

@@ -1,0 +1,239 @@
+"""Requests that nobody should send, by the thousand: every reply must be a 4xx with one sentence, and no command is carried out.
+
+`python -m tests.control.fuzz URL TOKEN --seconds 60` does it to a run; the token must be that of the run, for what only a client
+that has it can get wrong.
+"""
+
+import argparse
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import msgspec
+
+from asyncgrpo.control.operator import Command
+from asyncgrpo.control.server import LARGEST_BODY
+
+WAIT_S = 30.0
+"""For a reply; longer than the server waits for a request."""
+PATIENCE_S = 1.0
+"""For a reply, before the server is told that the request ends here."""
+PATHS = ("/api/status", "/api/command", "/api/events", "/api/samples", "/api/groups", "/api/alerts")
+COMMANDS = (
+    {"command": "pause"}, {"command": "scale", "generators": 2}, {"command": "set", "settings": {"learner.lr": 1e-6}},
+)  # fmt: skip
+ODD: tuple[object, ...] = (
+    None, True, -1, 0, 2**70, 1e400, float("nan"), "", "pause", "\x00", "é" * 100, "9" * 500, [], [[]], {}, {"a": {}},
+    {"command": {}}, "__proto__", "../../etc/passwd", "<script>",
+)  # fmt: skip
+
+
+class Attacker:
+    """Makes up one request after another, each of which must be refused."""
+
+    def __init__(self, host: str, token: str, seed: int) -> None:
+        self._host, self._token = host, token
+        self._random = random.Random(seed)
+
+    def requests(self) -> Iterator[tuple[str, bytes]]:
+        """What is wrong with each request, and its bytes."""
+        kinds: list[tuple[str, Callable[[], bytes]]] = [
+            ("no HTTP", self._noise),
+            ("flipped bytes", self._flipped),
+            ("token", self._wrong_token),
+            ("method", self._wrong_method),
+            ("host", self._wrong_host),
+            ("path", self._wrong_path),
+            ("query", self._wrong_query),
+            ("no command", self._wrong_command),
+            ("type", lambda: self._post(b'{"command":"pause"}', kind="text/plain")),
+            ("long headers", lambda: self._get("/api/status", {"X": "a" * self._random.randrange(9_000, 200_000)})),
+            ("many headers", lambda: self._get("/api/status", {f"X-{i}": "a" for i in range(500)})),
+            ("long body", self._long_body),
+            ("chunks", self._chunks),
+        ]
+        while True:
+            what, make = self._random.choice(kinds)
+            yield what, make()
+
+    def _get(self, path: str, headers: dict[str, str] | None = None, method: str = "GET", body: bytes = b"") -> bytes:
+        every = {"Host": self._host, "Authorization": f"Bearer {self._token}", **(headers or {})}
+        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in every.items() if value)]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("utf-8", "surrogateescape") + body
+
+    def _post(self, body: bytes, kind: str = "application/json", **headers: str) -> bytes:
+        return self._get(
+            "/api/command", {"Content-Type": kind, "Content-Length": str(len(body))} | headers, "POST", body
+        )
+
+    def _bytes(self, most: int) -> bytes:
+        return self._random.randbytes(self._random.randrange(1, most))
+
+    def _noise(self) -> bytes:
+        return self._bytes(3000) + b"\r\n\r\n"
+
+    def _flipped(self) -> bytes:
+        """Bytes of the head are changed, the token's first one always: what is left of it may be a good request."""
+        request = bytearray(self._post(b'{"command":"pause"}').replace(b"Bearer ", b"Bearer x"))
+        for _ in range(self._random.randrange(1, 6)):
+            request[self._random.randrange(len(request))] = self._random.randrange(256)
+        return bytes(request) + b"\r\n\r\n"
+
+    def _wrong_token(self) -> bytes:
+        token = self._random.choice(
+            ("", "Bearer", "Bearer ", "Bearer null", self._token, f"Basic {self._token}", "Bearer é")
+        )
+        token = token or f"Bearer {self._token[:-1]}"
+        return self._get(self._random.choice(PATHS), {"Authorization": token, "Content-Length": "0"})
+
+    def _wrong_method(self) -> bytes:
+        path = self._random.choice((*PATHS[:1], *PATHS[2:], "/", "/healthz"))
+        method = self._random.choice(("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "get"))
+        return self._get(path, {"Content-Length": "0"}, method)
+
+    def _wrong_host(self) -> bytes:
+        hosts = (
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "[::1",
+            "",
+            "169.254.169.254",
+            "localhost.evil",
+            "127.0.0.1\r\nHost: a",
+        )
+        path = self._random.choice((*PATHS, "/", "/healthz"))
+        return self._get(path, {"Host": self._random.choice(hosts)})
+
+    def _wrong_path(self) -> bytes:
+        odd = (
+            "/api",
+            "/api/",
+            "/api/../api/status",
+            "//api/status",
+            "/%2e%2e/%2e%2e/etc/passwd",
+            "/page.js/../../api.py",
+        )
+        odd += ("/../operator.py", "/control.json", "/index.html%00", "/vendor", "/" + "a" * 4000)
+        return self._get(self._random.choice(odd))
+
+    def _wrong_query(self) -> bytes:
+        good = {"/api/status": (), "/api/groups": (), "/api/alerts": (), "/api/events": ("after", "limit")}
+        good |= {"/api/samples": ("step", "only", "sort", "offset", "limit")}
+        path = self._random.choice(list(good))
+        name = self._random.choice((*good[path], "no_such"))
+        value = self._random.choice(("x", "1.5", "-5x", "99999999999999999999999", "", "%00", "[]", "%ff%fe"))
+        return self._get(f"{path}?{name}={value}")
+
+    def _wrong_command(self) -> bytes:
+        while True:
+            body = self._broken_command()
+            try:
+                msgspec.json.decode(body, type=Command)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                return self._post(body)
+
+    def _broken_command(self) -> bytes:
+        choose = self._random.choice
+        command: dict[str, object] = dict(choose(COMMANDS))
+        match self._random.randrange(6):
+            case 0:
+                return self._bytes(LARGEST_BODY)
+            case 1:
+                return b"[" * self._random.randrange(1, LARGEST_BODY)
+            case 2:
+                return json.dumps(choose(ODD)).encode()
+            case 3:
+                command[choose(("command", "generators", "settings", "more"))] = choose(ODD)
+            case 4:
+                command["settings"] = {str(choose(ODD)): choose(ODD) for _ in range(self._random.randrange(40))}
+            case 5:
+                text = bytearray(json.dumps(command).encode())
+                text[self._random.randrange(len(text))] = self._random.randrange(256)
+                return bytes(text)
+        return json.dumps(command).encode()
+
+    def _long_body(self) -> bytes:
+        body = b'{"command":"' + b"a" * self._random.randrange(LARGEST_BODY, 4 * LARGEST_BODY) + b'"}'
+        return self._post(body, **{"Content-Length": str(10**15 if self._random.random() < 0.1 else len(body))})
+
+    def _chunks(self) -> bytes:
+        chunk = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
+        bad = self._random.choice((b"zz\r\n\r\n", b"-1\r\n", b"fffffffffffffffffff\r\n", chunk * 4))
+        headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+        return self._get("/api/command", headers, "POST", bad + b"0\r\n\r\n")
+
+
+def send(url: str, request: bytes, pause_s: float = 0.0) -> bytes:
+    """Everything that comes back until the server closes, given `pause_s` between each two bytes."""
+    where = urlsplit(url)
+    received = bytearray()
+    with socket.create_connection((where.hostname, where.port), timeout=WAIT_S) as connection:
+        with suppress(OSError):  # it has heard enough
+            for part in [request] if not pause_s else (request[i : i + 1] for i in range(len(request))):
+                connection.sendall(part)
+                time.sleep(pause_s)
+        connection.settimeout(PATIENCE_S)
+        with suppress(ConnectionError):
+            while chunk := _more(connection):
+                received += chunk
+    return bytes(received)
+
+
+def _more(connection: socket.socket) -> bytes:
+    """What comes next. A server that waits for more of the request is told that there is none."""
+    try:
+        return connection.recv(65536)
+    except TimeoutError:
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(WAIT_S)
+        return connection.recv(65536)
+
+
+def wrong_with(received: bytes) -> str | None:
+    """What is wrong with a reply to a request that must be refused; None: nothing. No reply at all is a closed door."""
+    if not received:
+        return None
+    head, _, body = received.partition(b"\r\n\r\n")
+    status = head.split(b" ")[1:2]
+    if not status or not status[0].startswith(b"4"):
+        return f"status {status}"
+    try:
+        said = json.loads(body.split(b"HTTP/1.1 ")[0])  # a second one may follow
+    except ValueError:
+        return f"no JSON: {body[:100]!r}"
+    return None if isinstance(said.get("error"), str) and "\n" not in said["error"] else f"no sentence: {said}"
+
+
+def attack(
+    url: str, token: str, *, count: int | None, seconds: float | None, seed: int = 0
+) -> tuple[Counter[str], list[str]]:
+    """Send so many requests, or for so long. Returns how many of each kind were sent, and what was wrong with replies."""
+    where = urlsplit(url)
+    sent: Counter[str] = Counter()
+    wrong: list[str] = []
+    end = time.monotonic() + seconds if seconds is not None else None
+    for what, request in Attacker(where.netloc, token, seed).requests():
+        if (count is not None and sent.total() >= count) or (end is not None and time.monotonic() >= end):
+            return sent, wrong
+        sent[what] += 1
+        if (fault := wrong_with(send(url, request))) is not None:
+            wrong.append(f"{what}: {fault} to {request[:300]!r}")
+    raise AssertionError("it goes on for ever")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("token")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    sent, wrong = attack(arguments.url, arguments.token, count=None, seconds=arguments.seconds, seed=arguments.seed)
+    print(f"{sent.total():,} requests: {dict(sent)}")
+    print(*wrong[:20], sep="\n")
+    raise SystemExit(bool(wrong))

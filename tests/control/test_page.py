@@ -1,0 +1,225 @@
+"""The page of a run in a real browser: what it shows, what its buttons do, and that what a model wrote is only text."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncgrpo.control.operator import ChangeSettings, Pause, Scale
+from asyncgrpo.errors import CommandRefused
+from asyncgrpo.recording.events import EventLog
+from asyncgrpo.recording.samples import SCHEMA, Sample
+from tests.control.browser import CHROMIUM, Page, browser
+from tests.control.operators import TOKEN, FakeOperator, make_run, served, step
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+SCRIPT = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
+
+
+def sample(**fields: Any) -> dict[str, Any]:
+    made = {
+        "step": 12,
+        "version_oldest": "1.10",
+        "version_newest": "1.11",
+        "lag": 1,
+        "group_id": "g",
+        "prompt_id": "train/1",
+    }
+    made |= {
+        "source": "demo",
+        "prompt": "2 + 2 = ?",
+        "completion": "4",
+        "ground_truth": '"4"',
+        "reward": 1.0,
+        "parts": "{}",
+    }
+    made |= {"advantage": 0.5, "failure": None, "finish_reason": "stop", "num_tokens": 2}
+    return asdict(Sample(**{**made, **fields}))
+
+
+SAMPLES = [
+    sample(),
+    sample(prompt_id="train/2", completion=SCRIPT, reward=0.0, advantage=-0.5),
+    sample(prompt_id="train/3", completion="a needle in the hay", reward=None, failure="timeout", advantage=None),
+    *(sample(prompt_id=f"train/{n}") for n in range(10, 30)),
+]
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> FakeOperator:
+    run = make_run(tmp_path / "demo")
+    (run / "samples").mkdir()
+    pq.write_table(pa.Table.from_pylist(SAMPLES, schema=SCHEMA), run / "samples" / "step_000012.parquet")
+    return FakeOperator(run)
+
+
+@pytest.fixture
+def url(operator: FakeOperator) -> Iterator[str]:
+    with served(operator) as url:
+        yield url
+
+
+@pytest.fixture
+def page(tab: Page, url: str) -> Iterator[Page]:
+    """The page of the run, loaded."""
+    tab.complaints.clear()
+    tab.open(f"{url}/#token={TOKEN}")
+    tab.wait("document.querySelectorAll('.sample').length")
+    yield tab
+    assert tab.complaints == [], "of scripts, or of the content policy"
+
+
+def test_it_shows_how_the_run_is(page: Page, operator: FakeOperator):
+    assert page.text("#run") == "demo"
+    assert page.text("#state") == "training"
+    assert "step 12 of 60, reward 0.12, 1.8k steps/h" in page.text("#step")
+    flow = page.text("#flow").split()
+    assert flow[:2] == ["prompts", "0"]
+    assert "2 / 2" in page.text("#flow")
+    assert "v12" in page.text("#flow")
+    assert page.value("document.querySelectorAll('#curves canvas').length") == 6
+    assert "wait for data 13 %" in page.text("#shares")
+    assert "generator-1" in page.text("#processes")
+    EventLog(operator.run_dir / "metrics.jsonl").write("step", **step(13, reward_mean=0.875))
+    page.wait("document.querySelector('#step').innerText.includes('reward 0.875')")
+
+
+def test_the_token_leaves_the_address_bar(page: Page):
+    assert TOKEN not in page.value("location.href")
+
+
+def test_a_button_asks_and_reaches_the_driver(page: Page, operator: FakeOperator):
+    page.click("#pause")
+    assert "Pause the run?" in page.text("#dialog")
+    assert operator.told == []
+    page.click("#yes")
+    assert page.text("#said") == "Pause is done"
+    assert operator.told == [Pause()]
+    page.wait("document.querySelector('#state').innerText === 'paused'")
+    assert page.value("[document.querySelector('#pause').disabled, document.querySelector('#resume').disabled]") == [
+        True,
+        False,
+    ]
+
+
+def test_advice_is_followed_with_two_clicks(page: Page, operator: FakeOperator):
+    assert "a third generator would make steps 18 % shorter" in page.text("#notes .advice")
+    page.click("#notes .advice button")
+    page.click("#yes")
+    page.text("#said")
+    assert operator.told == [Scale(generators=3)]
+
+
+def test_a_problem_leads_to_what_to_do(page: Page):
+    assert "no optimizer step for" in page.text("#notes .problem")
+    page.click("#notes .problem button")
+    assert "docs/runbooks/NoProgress.md" in page.text("#dialog small")
+    assert page.text("#dialog h2") == "NoProgress"
+    assert page.text("#dialog pre").startswith("asyncgrpo status RUN")
+    assert page.value("document.querySelectorAll('#dialog table td').length")
+
+
+def test_settings_are_changed(page: Page, operator: FakeOperator):
+    page.type("#settings [name='buffer.max_lag']", "4")
+    page.click("#settings button")
+    assert "buffer.max_lag: 2 → 4?" in page.text("#dialog")
+    page.click("#yes")
+    page.text("#said")
+    assert operator.told == [ChangeSettings(settings={"buffer.max_lag": 4})]
+
+
+def test_what_the_driver_refuses_is_shown(page: Page, operator: FakeOperator):
+    operator.failure = CommandRefused("the run is ending")
+    page.click("#checkpoint")
+    page.click("#yes")
+    assert page.text("#said") == "the run is ending"
+
+
+def test_samples_are_searched_and_filtered(page: Page):
+    assert "1 to 10 of 23 found, 23 in all" in page.text("#found")
+    page.type("#search [name=search]", "NEEDLE")
+    page.wait("document.querySelector('#found').innerText.includes('1 to 1 of 1 found')")
+    assert "failed: timeout" in page.text(".sample")
+    page.value("document.querySelector('.sample').open = true")
+    assert page.text(".sample mark") == "needle"
+    page.type("#search [name=search]", "")
+    page.type("#search [name=only]", "worse")
+    page.wait("document.querySelector('#found').innerText.includes('1 to 1 of 1 found')")
+
+
+def test_held_out_prompts_that_changed_between_two_evaluations_are_shown(page: Page, operator: FakeOperator):
+    (operator.run_dir / "evals").mkdir()
+    for at, rewards in {0: (0.0, 1.0, 1.0), 10: (1.0, 0.0, 1.0)}.items():
+        rows = [
+            sample(step=at, prompt_id=f"eval/{n}", completion=f"{n} at {at}", reward=reward, advantage=None)
+            for n, reward in enumerate(rewards)
+        ]
+        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        pq.write_table(table, operator.run_dir / "evals" / f"step_{at:06d}.parquet")
+    page.type("#search [name=of]", "changes")
+    page.wait("document.querySelector('#found').innerText.includes('step 0 to step 10: 2 of 3 prompts right, then 2')")
+    assert "1 went from wrong to right, 1 from right to wrong (there are evaluations of 0, 10)" in page.text("#found")
+    assert page.value("document.querySelectorAll('.sample').length") == 2
+    page.value("document.querySelector('.sample').open = true")
+    said = page.text(".sample")
+    assert "wrong → right" in said and "0 at 0" in said and "0 at 10" in said
+    assert page.value("document.querySelector('#search [name=only]').hidden")
+    page.type("#search [name=of]", "evals")
+    page.wait("document.querySelector('#found').innerText.includes('step 10 (0 to 10 are kept): 1 to 3 of 3 found')")
+    page.type("#search [name=of]", "changes")
+    page.type("#search [name=from]", "10")
+    page.wait("document.querySelector('#found').innerText.includes('nothing to compare step 10 with')")
+    page.type("#search [name=from]", "")
+    page.type("#search [name=of]", "samples")
+    page.wait("document.querySelector('#found').innerText.includes('23 in all')")
+
+
+def test_what_a_model_wrote_is_only_text(page: Page):
+    page.type("#search [name=only]", "worse")
+    page.wait("document.querySelector('.sample')?.innerText.includes('<script>')")
+    page.value("document.querySelector('.sample').open = true")
+    assert SCRIPT in page.text(".sample dl")
+    assert page.value("document.querySelectorAll('main script, main img').length") == 0
+    assert page.value("document.title") != "taken"
+
+
+def test_a_wrong_token_is_said_with_the_way_out(tab: Page, url: str):
+    tab.open(f"{url}/#token=wrong")
+    assert "the token is not that of this run: `asyncgrpo page RUN` prints the address with it" in tab.text("#banner")
+    assert tab.text("#state") == "no access"
+
+
+def test_a_run_that_ends_is_said_to_be_silent(tab: Page, operator: FakeOperator):
+    with served(operator) as url:
+        tab.open(f"{url}/#token={TOKEN}")
+        tab.wait("document.querySelectorAll('.sample').length")
+    tab.wait("document.querySelector('#banner').innerText.includes('does not reply')")
+    assert tab.value("document.querySelector('#pause').disabled")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 800)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_is_cut_at_the_side(page: Page, url: str, width: int, height: int, dark: bool):
+    page.open(f"{url}/#token={TOKEN}", width=width, height=height, dark=dark)
+    page.wait("document.querySelectorAll('.sample').length")
+    assert page.value("document.documentElement.scrollWidth") <= width
+    first = page.value("document.querySelector('#curves').getBoundingClientRect().top")
+    assert width < 1000 or first < 600, "curves begin on the first screen"
+
+
+def test_the_page_comes_with_all_that_it_names():
+    folder = Path(__file__).parent.parent.parent / "asyncgrpo/control/page"
+    text = "".join(path.read_text() for path in folder.glob("*.*"))
+    assert "http://" not in text.replace("http://www.w3.org", "") and "https://" not in text
+    assert (folder / "vendor" / "uPlot.LICENSE").read_text().startswith("The MIT License")

@@ -1,0 +1,149 @@
+"""What a run's own events say is wrong: each problem from the events that mean it, and none from a healthy run."""
+
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncgrpo.control import problems as module
+from asyncgrpo.control.groups import groups_in
+from asyncgrpo.control.operator import ProcessStatus, Status
+from asyncgrpo.control.problems import problems, problems_in, read_runbook
+from asyncgrpo.errors import DataError
+from tests.control.operators import FakeOperator, make_run, step
+
+NOW = 10_000.0
+
+
+def status(**fields: Any) -> Status:
+    return msgspec.structs.replace(FakeOperator(Path("demo")).status(), started=NOW - 600, **fields)
+
+
+def events(*more: dict[str, Any], last: float = NOW - 5, **fields: Any) -> list[dict[str, Any]]:
+    """Twelve healthy steps, a second apart, and what came in addition."""
+    steps = [{"event": "step", "time": last - 12 + n, **step(n, **fields)} for n in range(1, 13)]
+    return [{"event": "start", "time": last - 20, "run": "demo", "step": 0}, *steps, *more]
+
+
+def names(of: list[dict[str, Any]], now: Status | None = None, free: float = 1e12) -> list[str]:
+    return [problem.name for problem in problems_in(of, now or status(), now=NOW, free_bytes=free)]
+
+
+def at(kind: str, seconds_ago: float = 2.0, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "time": NOW - seconds_ago, **fields}
+
+
+def test_a_healthy_run_has_none():
+    assert names(events()) == []
+
+
+LOST = status(processes=(ProcessStatus(name="generator-1", state="lost"),))
+SILENT = status(processes=(ProcessStatus(name="buffer", state="working", heard_s=40.0),))
+RESTART = at("restart", 60.0, actor="generator-0", reason="it ended")
+BAD_SYNC = at("sync", version="1.9", engines=1, ms=3.0, checksum="ok", left_out=["generator-1"])
+OTHER = at(
+    "sync", version="1.9", engines=1, ms=3.0, checksum="ok", gap_mean=0.2, gap_limit=0.01, differing=["generator-1"]
+)
+PAUSED = at("rewards_paused", actor="generator-0", reason="the judge is down", probe_in_s=4.0)
+
+
+@pytest.mark.parametrize(
+    ("of", "now", "free", "name"),
+    [
+        (events(), LOST, 1e12, "TargetDown"),
+        (events(), SILENT, 1e12, "TargetDown"),
+        (events(*[RESTART] * 4), None, 1e12, "ActorsRestarting"),
+        (events(last=NOW - 700), None, 1e12, "NoProgress"),
+        (events(at("stall", what="a batch", seconds=90.0)), None, 1e12, "Waiting"),
+        (events(PAUSED), None, 1e12, "RewardsPaused"),
+        (events(failures={"timeout": 9}), None, 1e12, "RewardFailures"),
+        (events(BAD_SYNC), None, 1e12, "WeightSyncFailing"),
+        (events(OTHER), None, 1e12, "WeightsDiffer"),
+        (events(zero_signal_groups=8), None, 1e12, "NoSignal"),
+        (events(dropped={"stale": 4}), None, 1e12, "GroupsDropped"),
+        (events(logprob_gap_mean=0.4), None, 1e12, "LogprobGap"),
+        (events(at("warning", about="signal", text="solved")), None, 1e12, "LittleSignal"),
+        (events(at("warning", about="evaluation", text="it falls")), None, 1e12, "Evaluation"),
+        (events(at("warning", about="entropy", text="it has settled")), None, 1e12, "Entropy"),
+        (events(), None, 1e9, "DiskAlmostFull"),
+    ],
+)
+def test_each_is_told_by_the_name_of_its_alert(of, now, free, name):
+    assert names(of, now, free) == [name]
+
+
+def test_a_run_that_saves_nothing_is_told():
+    early = {"event": "start", "time": NOW - 8000, "run": "demo", "step": 0}
+    assert names([early, *events()[1:]]) == ["CheckpointTooOld"]
+    assert names([early, *events()[1:], at("checkpoint", step=4, path="p", seconds=1.0)]) == []
+
+
+def test_a_paused_run_makes_no_progress_and_that_is_no_problem():
+    assert names(events(last=NOW - 4000), status(state="paused")) == []
+
+
+def test_a_run_that_was_forgotten_is_told():
+    paused = at("command", 4000.0, by="person", command="pause", reply="paused", refused=False)
+    assert names(events(paused, last=NOW - 4000), status(state="paused")) == ["RunPaused"]
+
+
+def test_every_problem_has_its_page():
+    source = Path(module.__file__).read_text()
+    named = {*re.findall(r'problem\(\s*"(\w+)"', source)}
+    assert len(named) >= 13
+    assert [name for name in named if not read_runbook(name).startswith(f"# {name}\n")] == []
+    with pytest.raises(DataError, match="does not come with this installation"):
+        read_runbook("../security")
+
+
+def test_what_is_over_is_no_problem():
+    resumed = at("rewards_resumed", 1.0, actor="generator-0", seconds=3.0)
+    later = {"event": "step", "time": NOW - 1, **step(13)}
+    assert names(events(PAUSED, resumed)) == []
+    assert names(events(at("stall", what="a batch", seconds=90.0), later)) == []
+    assert names(events(*[at("restart", 3000.0, actor="generator-0", reason="x")] * 9)) == []
+
+
+class Prometheus(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        fire = (("NoProgress", "demo", "firing"), ("Waiting", "demo", "pending"), ("NoSignal", "other", "firing"))
+        alerts = [
+            {"labels": {"alertname": name, "run": run}, "annotations": {"summary": f"{run}: {name}"}, "state": state,
+             "activeAt": "2026-11-22T12:00:00.123456789Z"}
+            for name, run, state in fire
+        ]  # fmt: skip
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": {"alerts": alerts}}).encode())
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def test_alerts_that_fire_come_first_and_are_said_once(tmp_path: Path):
+    server = HTTPServer(("127.0.0.1", 0), Prometheus)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    run = make_run(tmp_path / "demo")
+    (run / "observe.json").write_text(json.dumps({"prometheus": f"http://127.0.0.1:{server.server_port}"}))
+    found = problems(run, status())
+    assert (found[0].name, found[0].told_by) == ("NoProgress", "prometheus")
+    assert [p.name for p in found].count("NoProgress") == 1
+    server.shutdown()
+    server.server_close()
+    silent = problems(run, status())
+    assert "does not reply" in silent[0].text
+
+
+def test_where_groups_are_is_read_from_what_the_buffer_exports():
+    text = """# HELP asyncgrpo_buffer_groups Groups
+asyncgrpo_buffer_groups{state="leased"} 5.0
+asyncgrpo_buffer_groups{state="ready"} 3.0
+asyncgrpo_buffer_slots 24.0
+asyncgrpo_groups_wanted 1e+01
+"""
+    found = groups_in(text)
+    assert (found.leased, found.ready, found.taken, found.slots, found.wanted) == (5, 3, None, 24, 10)
