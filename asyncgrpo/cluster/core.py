@@ -53,9 +53,9 @@ class Core:
         """What a generator must know to work for this core; empty before its start."""
 
     def warm_up(self) -> None:
-        """Have its processes import everything now, before they are needed."""
-        for actor in (self._buffer, *self._learners):
-            actor.warm_up.remote()
+        """Have its learners import everything now, before they are needed. The buffer imports little."""
+        for learner in self._learners:
+            learner.warm_up.remote()
 
     def assign(self, setup: Setup) -> None:
         """Set the lineage, the checkpoint and the configuration that it works on."""
@@ -89,7 +89,7 @@ class Core:
         Raises:
             StalledError: it found none for `cluster.stall_timeout_s`.
         """
-        incarnation, stall_s = str(self.setup.lineage), self.setup.config.cluster.stall_timeout_s
+        incarnation, stall_s = self.incarnation, self.setup.config.cluster.stall_timeout_s
         if waited_s < min(NO_PLACE_S, stall_s):
             return
         for name in names:
@@ -133,7 +133,7 @@ class Core:
         return None
 
     def _check_heartbeats(self) -> None:
-        cluster, incarnation = self.setup.config.cluster, str(self.setup.lineage)
+        cluster, incarnation = self.setup.config.cluster, self.incarnation
         silent_s, learners = cluster.silent_timeout_s, [f"learner-{rank}" for rank in range(len(self._learners))]
         # A step of the learner may take long; only the limit on the whole run's progress ends that wait.
         for name, still_s in {"buffer": silent_s, **dict.fromkeys(learners, math.inf)}.items():
@@ -145,6 +145,11 @@ class Core:
                 raise StalledError(f"{name}: {reason} (cluster.stall_timeout_s)")
 
     @property
+    def incarnation(self) -> str:
+        """The incarnation of its processes, which is its lineage."""
+        return str(self.setup.lineage)
+
+    @property
     def seconds(self) -> float:
         """Seconds since it began to train; 0 before."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
@@ -152,7 +157,7 @@ class Core:
     @property
     def steps_done(self) -> int | None:
         """Optimizer steps that the learner has reported; None before its first."""
-        return self._watch.step("learner-0", str(self.setup.lineage))
+        return self._watch.step("learner-0", self.incarnation)
 
     @property
     def can_save(self) -> bool:
@@ -255,3 +260,9 @@ class Budget:
         self._recent.append(now)
         self.count += 1
         return self.count
+
+    @property
+    def spent(self) -> float:
+        """Share of the restarts of an hour that the last hour has seen, 0 to 1. Any thread may read it."""
+        since = self._clock() - WINDOW_S
+        return sum(at >= since for at in tuple(self._recent)) / max(self._allowed, 1)

@@ -1,12 +1,14 @@
 """The fleet, which is all generators of a run: starts them, watches them, and starts them again when they end or hang.
 
-It also tells them the endpoints of a new core.
+It also tells them the endpoints of a new core, and grows and shrinks while the run goes on: one that is too many leaves once
+it has delivered what it holds.
 """
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,14 +20,17 @@ from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import environment_to_share
 from asyncgrpo.cluster.ray_session import NO_PLACE_S, Actor, Placement, Reference, has_ended, result
 from asyncgrpo.cluster.wiring import GeneratorActor, Setup, incarnation_of
+from asyncgrpo.control.operator import ProcessState, ProcessStatus
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.wire.supervision import EndpointsChanged
+from asyncgrpo.wire.supervision import EndpointsChanged, Heartbeat
 
 log = logging.getLogger(__name__)
 
 SILENT_WHEN_MISSED_S = 5.0
 """How long a generator may be silent that buffer or learner have lost touch with: five heartbeats."""
+NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
+"""What a generator is told while there is no core."""
 BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 """The wait before a restart, by how often in a row this generator has ended before its engine served."""
 FAILED_STARTS = 3
@@ -46,6 +51,8 @@ class _Generator:
     """When Ray was asked to start it."""
     is_late: bool = False
     """It was said that Ray has not started it."""
+    is_leaving: bool = False
+    """It was asked to leave."""
 
 
 class Fleet:
@@ -58,27 +65,62 @@ class Fleet:
         watch: Watch,
         events: EventLog,
         *,
-        on_address: Callable[[str, tuple[str, int]], None],
+        on_address: Callable[[str, tuple[str, int] | None], None],
     ) -> None:
         """
         Args:
-            on_address: called with a name and the address of its metrics.
+            on_address: called with a name and the address of its metrics; None: it has left.
         """
         self._setup = setup
         self._placement = placement
         self._watch = watch
         self._events = events
         self._on_address = on_address
-        count = setup.config.generators.count
-        metrics.generators_expected.set(count)
         self._running: dict[int, _Generator] = {}
-        self._due: dict[int, float] = dict.fromkeys(range(count), 0.0)
+        self._due: dict[int, float] = {}
         self._ended_by: dict[int, str] = {}
         """Why the incarnation before ended, for generators that are due."""
-        self._failed_starts = [0] * count
-        self._budgets = [Budget(f"generator-{i}", setup.config.generators.restarts) for i in range(count)]
+        self._starts: Counter[int] = Counter()
+        self._failed_starts: Counter[int] = Counter()
+        self._budgets: dict[int, Budget] = {}
         self._core: Core | None = None
-        self._endpoints = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
+        self._endpoints = NOWHERE
+        self._may_start = True
+        metrics.restarts_spent_ratio.labels(of="generator").set_function(self._restarts_spent)
+        self.scale(setup.config.generators.count)
+
+    def _restarts_spent(self) -> float:
+        """The largest share that a generator has spent of its restarts. A scrape calls it."""
+        return max(budget.spent for budget in tuple(self._budgets.values()))
+
+    def scale(self, count: int) -> None:
+        """Run so many generators from now on, those with the lowest numbers."""
+        self.wanted = count
+        metrics.generators_expected.set(count)
+        self._due = {index: due for index, due in self._due.items() if index < count}
+        for index in range(count):
+            self._budgets.setdefault(index, Budget(f"generator-{index}", self._setup.config.generators.restarts))
+            if index not in self._running:
+                self._due.setdefault(index, 0.0)
+        for index, generator in self._running.items():
+            generator.is_leaving |= index >= count
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Generators that were too many, by name and incarnation. One that is wanted again by now leaves first."""
+        return tuple(f"generator-{i}-{g.incarnation}" for i, g in sorted(self._running.items()) if g.is_leaving)
+
+    def processes(self) -> Iterator[ProcessStatus]:
+        """Every generator that runs or is wanted."""
+        for index in sorted({*self._running, *range(self.wanted)}):
+            name, generator = f"generator-{index}", self._running.get(index)
+            restarts = self._budgets[index].count
+            if generator is None:
+                yield ProcessStatus(name=name, state="starting", restarts=restarts)
+            else:
+                has_begun = self._watch.has_begun(name, generator.incarnation)
+                state: ProcessState = "leaving" if generator.is_leaving else "working" if has_begun else "starting"
+                yield process_status(name, state, restarts, self._watch.heartbeat(name, generator.incarnation))
 
     @property
     def is_up(self) -> bool:
@@ -90,7 +132,7 @@ class Fleet:
         """Whether every engine serves the present core."""
         return (
             self._core is not None
-            and len(self._running) == len(self._budgets)
+            and len(self._running) == self.wanted
             and all(
                 self._watch.has_begun(name := f"generator-{index}", generator.incarnation)
                 and self._watch.buffer_endpoint(name, generator.incarnation) == self._endpoints.buffer_endpoint
@@ -104,14 +146,16 @@ class Fleet:
         Args:
             endpoints: where generators find it.
         """
-        self._core, self._endpoints = core, endpoints
+        self._core, self._endpoints, self._may_start = core, endpoints, True
 
     def leave(self) -> None:
         """Start nothing until the next `work_for`: the core is gone."""
-        self._core = None
+        self._core, self._endpoints, self._may_start = None, NOWHERE, False
 
     def reconcile(self, *, may_restart: bool = True) -> None:
         """End those that hang, start those that are due, and tell the others where the core is.
+
+        Before the first core they start beside it: to load an engine takes longer than to find the buffer.
 
         Raises:
             AsyncGRPOError: a generator has ended too often.
@@ -126,7 +170,7 @@ class Fleet:
                 known = self._watch.buffer_endpoint(name, generator.incarnation)
                 if known not in (None, self._endpoints.buffer_endpoint):
                     self._watch.tell(name, self._endpoints)
-        if self._core is not None and may_restart:
+        if self._may_start and may_restart:
             for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
                 del self._due[index]
                 self._start(index)
@@ -155,6 +199,8 @@ class Fleet:
         Args:
             witness: the process that has lost touch with it, if one has.
         """
+        if generator.is_leaving and not self._watch.has_begun(name, generator.incarnation):
+            return "it is not wanted any more"
         for reference in (generator.address, generator.running):  # `run` of one that did not start tells nothing
             if reference is not None and has_ended(reference):
                 return _reason(reference, name)
@@ -167,14 +213,24 @@ class Fleet:
         return None
 
     def _start(self, index: int) -> None:
-        options, start = self._placement.generator(index), self._budgets[index].count
-        actor = ray.remote(GeneratorActor).options(**options).remote(environment_to_share(), self._setup, index, start)
+        options, start = self._placement.generator(index), self._starts[index]
+        self._starts[index] += 1
+        environment = environment_to_share(self._setup.config.reward.judge.api_key_env)
+        actor = ray.remote(GeneratorActor).options(**options).remote(environment, self._setup, index, start)
         address = actor.start.remote(self._endpoints)
         incarnation, running = incarnation_of(self._setup, start), actor.run.remote()
         self._running[index] = _Generator(actor, incarnation, address, running, time.monotonic())
         if (reason := self._ended_by.pop(index, None)) is not None:
-            self._events.write("restart", actor=f"generator-{index}", reason=reason, count=start)
+            self._events.write("restart", actor=f"generator-{index}", reason=reason, count=self._budgets[index].count)
             metrics.actor_restarts_total.labels(actor="generator").inc()
+
+    def _left(self, index: int) -> None:
+        """A generator that was asked to leave has ended; it starts again only if it is wanted again by now."""
+        log.info("generator-%d has left", index)
+        self._on_address(f"generator-{index}", None)
+        self._placement.release_generator(index)
+        if index < self.wanted:
+            self._due[index] = 0.0
 
     def _ended(self, index: int, generator: _Generator, reason: str, may_restart: bool) -> None:
         name = f"generator-{index}"
@@ -184,6 +240,9 @@ class Fleet:
         self._watch.forget(name)
         if self._core is not None:
             self._core.generator_lost(name, generator.incarnation)
+        if generator.is_leaving:
+            self._left(index)
+            return
         if not may_restart:
             return
         self._failed_starts[index] = 0 if has_served else self._failed_starts[index] + 1
@@ -195,6 +254,22 @@ class Fleet:
         log.warning("%s ended (%s); restart %d", name, reason, count)
         self._ended_by[index] = reason
         self._due[index] = time.monotonic() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
+
+
+def process_status(
+    name: str, state: ProcessState, restarts: int, heard: tuple[Heartbeat, float] | None
+) -> ProcessStatus:
+    """What is known of a process.
+
+    Args:
+        heard: its last heartbeat, and the age of it in seconds.
+    """
+    if heard is None:
+        return ProcessStatus(name=name, state=state, restarts=restarts)
+    heartbeat, age_s = heard
+    return ProcessStatus(
+        name=name, state=state, restarts=restarts, pid=heartbeat.pid, heard_s=round(age_s, 1), waits=heartbeat.waits
+    )
 
 
 def _reason(reference: Reference, name: str) -> str:

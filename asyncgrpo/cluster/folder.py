@@ -7,6 +7,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import time
 from dataclasses import dataclass, replace
@@ -18,12 +19,14 @@ import xxhash
 
 from asyncgrpo.config.load import read_plain, to_yaml
 from asyncgrpo.config.resume import Change, Settings, Source, changes, values_in, values_of
-from asyncgrpo.config.rules import local_model
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.rules import file_of, local_model
+from asyncgrpo.config.schema import Config, RewardConfig, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.scratch import is_unheld
+
+log = logging.getLogger(__name__)
 
 # -- the folder and its owner ------------------------------------------------------------------------------------------
 
@@ -229,6 +232,22 @@ def record(config: Config, folder: RunFolder, standing: Standing) -> None:
         events.write("changed", key=change.key, before=change.before, now=change.now, effect=change.effect)
 
 
+def keep_changed(config: Config, folder: RunFolder) -> None:
+    """Keep settings that were changed while the run goes on: the next start is held against them, and says what differs.
+
+    A disk that refuses does not end a run.
+    """
+    text, place = to_yaml(config), folder.path / "starts"
+    last = max(place.glob("[0-9]*/files.json"), default=None)
+    try:
+        for path in (folder.path / "config.yaml", *([last.with_name("config.yaml")] if last is not None else [])):
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+    except OSError as error:
+        log.warning("the changed settings cannot be kept in %s: %s", folder.path, error.strerror)
+
+
 def _read_last(run: Path) -> tuple[Settings | None, str]:
     """The settings of the start before, and what is not known of it, in words. Raises CheckpointError, ConfigError."""
     files = max((run / "starts").glob("[0-9]*/files.json"), default=None)
@@ -248,36 +267,59 @@ def _read_last(run: Path) -> tuple[Settings | None, str]:
 def settings_of(config: Config) -> Settings:
     """The settings of a start, with digests of the files that it names as they are now."""
     values = values_of(config)
-    return Settings(values=values, sources={key: _with_digest(key, found) for key, found in _places(values).items()})
+    places = _places(values)
+    return Settings(values=values, sources={key: _with_digest(key, places[key], values) for key in places})
 
 
 def _places(values: dict[str, Any]) -> dict[str, Source]:
     """Where the files are that the settings name. Relative paths start from the working directory."""
-    places = {key: values.get(key) for key in ("data.train", "data.eval", "reward.function")}
-    found = {key: Source(path=os.path.realpath(path)) for key, path in places.items() if path is not None}
+    found = {}
+    for key in ("data.train", "data.eval"):
+        if paths := _sources_at(key, values):
+            found[key] = Source(path=", ".join(os.path.realpath(path) if is_file(path) else path for path in paths))
+    if (reward := _reward_of(values)).files:
+        specs = [os.path.realpath(spec) if spec in reward.files else spec for spec in reward.functions]
+        found["reward.function"] = Source(path=", ".join(specs))
     model = Path(values["model.path"]).expanduser()
     return found | {"model.path": Source(path=os.path.realpath(model) if model.is_dir() else values["model.path"])}
 
 
-def _with_digest(key: str, source: Source) -> Source:
+def _sources_at(key: str, values: dict[str, Any]) -> list[str]:
+    """The sources of prompts that `data.train` or `data.eval` names."""
+    value = values.get(key)
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _reward_of(values: dict[str, Any]) -> RewardConfig:
+    function = values.get("reward.function")
+    return RewardConfig(function=tuple(function) if isinstance(function, list) else function)
+
+
+def _with_digest(key: str, source: Source, values: dict[str, Any]) -> Source:
     digest = xxhash.xxh3_64()
-    files = _files_of_model(source.path) if key == "model.path" else [_file_of(source.path)]
+    if key == "model.path":
+        files = _files_of_model(source.path)
+    elif key == "reward.function":
+        files = [file_of(spec) for spec in _reward_of(values).files]
+    else:
+        sources = _sources_at(key, values)
+        files = [Path(path) for path in sources if is_file(path)]
+        for other in sources:
+            if not is_file(other):
+                digest.update(f"{other}\0".encode())
     for file in files:
         if key == "model.path":
             digest.update(f"{file.name}\0".encode())
         _feed(digest, file, sampled_above=_SAMPLED_ABOVE if key == "model.path" else None)
-    return Source(path=source.path, digest=digest.hexdigest() if files else "")
+    return Source(path=source.path, digest=digest.hexdigest() if files or key.startswith("data.") else "")
 
 
 def _files_of_model(path: str) -> list[Path]:
     """The files of a model that are digested; none for a hub id that is not downloaded yet."""
     folder = local_model(path)
     return sorted(file for name in _MODEL_FILES for file in folder.glob(name)) if folder is not None else []
-
-
-def _file_of(path: str) -> Path:
-    """The file of `FILE` or `FILE:NAME`."""
-    return Path(path if Path(path).is_file() else path.rpartition(":")[0])
 
 
 def _feed(digest: Any, path: Path, *, sampled_above: int | None) -> None:

@@ -1,7 +1,7 @@
 """Heartbeats: every process tells the driver once a second what it waits for and when its loop last went round.
 
     process ──Heartbeat──▶ driver      from a thread of its own: a long step does not silence it, SIGSTOP does
-    process ◀──EndpointsChanged, GeneratorLost, DumpStacks── driver
+    process ◀──EndpointsChanged, GeneratorLost, Steer, DumpStacks── driver
 
 Ray reports a process that has ended. Heartbeats show a process that lives but hangs.
 """
@@ -21,7 +21,7 @@ from asyncgrpo.errors import WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.sockets import Client, Keys, Server
-from asyncgrpo.wire.supervision import DumpStacks, EndpointsChanged, GeneratorLost, Heartbeat
+from asyncgrpo.wire.supervision import DumpStacks, EndpointsChanged, GeneratorLost, Heartbeat, Steer
 
 log = logging.getLogger(__name__)
 
@@ -43,22 +43,26 @@ class Heart:
         run_dir: Path,
         on_endpoints_changed: Callable[[EndpointsChanged], None] = lambda message: None,
         on_lost: Callable[[GeneratorLost], None] = lambda message: None,
+        on_steer: Callable[[Steer], None] = lambda message: None,
         buffer_endpoint: Callable[[], str] = lambda: "",
         loop_age_s: Callable[[], float | None] = lambda: None,
         step: Callable[[], int | None] = lambda: None,
         missing: Callable[[], tuple[str, ...]] = lambda: (),
+        steered: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
             endpoint: of the driver's `Watch`.
             run_dir: stacks go to `logs/<name>.stacks` in it.
-            on_endpoints_changed, on_lost, buffer_endpoint, loop_age_s, step, missing: called in the heart's thread.
+            on_endpoints_changed, on_lost, on_steer, buffer_endpoint, loop_age_s, step, missing, steered: called in the
+                heart's thread.
         """
         self._endpoint, self._keys = endpoint, keys
         self._name, self._incarnation = name, incarnation
         self._stacks = run_dir / "logs" / f"{name}.stacks"
-        self._on_endpoints_changed, self._on_lost = on_endpoints_changed, on_lost
-        self._buffer_endpoint, self._loop_age_s, self._step, self._missing = buffer_endpoint, loop_age_s, step, missing
+        self._on_endpoints_changed, self._on_lost, self._on_steer = on_endpoints_changed, on_lost, on_steer
+        self._buffer_endpoint, self._loop_age_s, self._step = buffer_endpoint, loop_age_s, step
+        self._missing, self._steered = missing, steered
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
@@ -87,6 +91,7 @@ class Heart:
                     buffer_endpoint=self._buffer_endpoint(),
                     step=self._step(),
                     missing=self._missing(),
+                    steered=self._steered(),
                 )
             )
             due = time.monotonic() + BEAT_S
@@ -104,6 +109,8 @@ class Heart:
             self._on_endpoints_changed(message)
         elif isinstance(message, GeneratorLost):
             self._on_lost(message)
+        elif isinstance(message, Steer):
+            self._on_steer(message)
         elif isinstance(message, DumpStacks):
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
             with open(self._stacks, "a", encoding="utf-8") as file:
@@ -178,6 +185,16 @@ class Watch:
         known = self._of(name, incarnation)
         return known.heartbeat.step if known is not None else None
 
+    def steered(self, name: str, incarnation: str) -> int:
+        """The revision of the last `Steer` that is in effect there; 0 before any."""
+        known = self._of(name, incarnation)
+        return known.heartbeat.steered if known is not None else 0
+
+    def heartbeat(self, name: str, incarnation: str) -> tuple[Heartbeat, float] | None:
+        """The last heartbeat of this process, and its age in seconds; None before its first."""
+        known = self._of(name, incarnation)
+        return (known.heartbeat, self._clock() - known.heard_s) if known is not None else None
+
     def missing(self) -> dict[str, str]:
         """Generators that another process has lost touch with, by name and incarnation, and which process that is."""
         return {name: witness for witness, known in self._processes.items() for name in known.heartbeat.missing}
@@ -195,9 +212,9 @@ class Watch:
         return [p.heartbeat.pid for name, p in self._processes.items() if name.startswith(roles)]
 
     def buffer_endpoint(self, name: str, incarnation: str) -> str | None:
-        """The buffer that this generator works for; None before it works for any."""
+        """The buffer that this generator works for, empty while it knows none; None before its first heartbeat."""
         known = self._of(name, incarnation)
-        return (known.heartbeat.buffer_endpoint or None) if known is not None else None
+        return known.heartbeat.buffer_endpoint if known is not None else None
 
     def tell(self, name: str, message: Message) -> None:
         """Send to one process, if it has sent a heartbeat."""

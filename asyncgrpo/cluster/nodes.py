@@ -11,7 +11,8 @@ import msgspec
 import psutil
 import ray
 
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.rules import file_of
+from asyncgrpo.config.schema import Config, DataConfig, EnvironmentConfig, RewardConfig, is_file
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.metrics import Role
 from asyncgrpo.wire.sockets import is_loopback
@@ -47,10 +48,16 @@ _PREFIXES = (
 _OF_ONE_PROCESS = {"CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID"}
 
 
-def environment_to_share() -> dict[str, str]:
-    """What processes on other nodes take over from the driver: the settings of the libraries that they use."""
+def environment_to_share(*also: str | None) -> dict[str, str]:
+    """What processes on other nodes take over from the driver: the settings of the libraries that they use.
+
+    Args:
+        also: further variables.
+    """
     return {
-        name: text for name, text in os.environ.items() if name.startswith(_PREFIXES) and name not in _OF_ONE_PROCESS
+        name: text
+        for name, text in os.environ.items()
+        if name in also or (name.startswith(_PREFIXES) and name not in _OF_ONE_PROCESS)
     }
 
 
@@ -76,7 +83,10 @@ def network_environment(address: str) -> dict[str, str]:
 _READ_BY: dict[Role, tuple[str, ...]] = {
     "buffer": ("model.path", "data.train", "data.eval"),
     "learner": ("model.path",),
-    "generator": ("model.path", "reward.function"),
+    "generator": (
+        *("model.path", "reward.function", "reward.judge.template", "reward.model.path"),
+        "environment.name, environment.tools or environment.agent",
+    ),
 }
 """The keys whose files a role reads."""
 MARK = "lineage"
@@ -86,12 +96,14 @@ MARK = "lineage"
 def with_absolute_paths(config: Config) -> Config:
     """`config` with every path absolute, because processes have other working directories. A hub id stays as it is."""
     model, data, reward = config.model, config.data, config.reward
-    folder = Path(model.path).expanduser()
     return msgspec.structs.replace(
         config,
-        model=msgspec.structs.replace(model, path=str(folder.absolute()) if folder.is_dir() else model.path),
-        data=msgspec.structs.replace(data, train=_absolute(data.train), eval=_absolute(data.eval)),
-        reward=msgspec.structs.replace(reward, function=_absolute(reward.function)),
+        model=msgspec.structs.replace(model, path=_absolute_folder(model.path)),
+        data=msgspec.structs.replace(
+            data, train=_absolute_sources(data.train), eval=_absolute_suites(data.eval), cache=_absolute(data.cache)
+        ),
+        reward=_with_absolute_paths(reward),
+        environment=_absolute_environment(config.environment),
         run=msgspec.structs.replace(config.run, out=_absolute(config.run.out)),
     )
 
@@ -99,6 +111,60 @@ def with_absolute_paths(config: Config) -> Config:
 def _absolute(path: str | None) -> str | None:
     """Also of `FILE:NAME`."""
     return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def _absolute_folder(path: str) -> str:
+    """`path` as it is, if no folder is there: it is a hub id."""
+    folder = Path(path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
+
+
+def _with_absolute_paths(reward: RewardConfig) -> RewardConfig:
+    judge, model = reward.judge, reward.model
+    return msgspec.structs.replace(
+        reward,
+        function=_absolute_functions(reward),
+        judge=msgspec.structs.replace(judge, template=_absolute(judge.file) or judge.template),
+        model=msgspec.structs.replace(model, path=model.path and _absolute_folder(model.path)),
+    )
+
+
+def _absolute_source(source: str | None) -> str | None:
+    """Also of a folder that `datasets` loads."""
+    if source is None or is_file(source):
+        return _absolute(source)
+    scheme, _, rest = source.partition(":")
+    name, question, parameters = rest.partition("?")
+    here = Path(name).expanduser()
+    return f"{scheme}:{here.absolute()}{question}{parameters}" if scheme == "hf" and here.is_dir() else source
+
+
+def _absolute_sources(sources: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(sources, str):
+        return str(_absolute_source(sources))
+    return tuple(str(_absolute_source(source)) for source in sources)
+
+
+def _absolute_suites(held_out: str | tuple[str, ...] | dict[str, str] | None) -> str | dict[str, str] | None:
+    """Several are a mapping from now on: the names that a list gives depend on where its files are."""
+    if held_out is None or isinstance(held_out, str):
+        return _absolute_source(held_out)
+    suites = DataConfig(train="", eval=held_out).suites
+    return {name: str(_absolute_source(source)) for name, source in suites.items()}
+
+
+def _absolute_functions(reward: RewardConfig) -> str | tuple[str, ...] | None:
+    specs = [str(_absolute(spec)) if spec in reward.files else spec for spec in reward.functions]
+    return tuple(specs) if isinstance(reward.function, tuple) else reward.function and specs[0]
+
+
+def _absolute_environment(environment: EnvironmentConfig) -> EnvironmentConfig:
+    def absolute(spec: str | None) -> str | None:
+        return _absolute(spec) if spec in environment.files else spec
+
+    tools = tuple(str(absolute(spec)) for spec in environment.tools)
+    name, agent = absolute(environment.name), absolute(environment.agent)
+    return msgspec.structs.replace(environment, name=name, tools=tools, agent=agent)
 
 
 def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None:
@@ -109,20 +175,19 @@ def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None
         address: of this node.
     """
     paths = {
-        "model.path": config.model.path,
-        "data.train": config.data.train,
-        "data.eval": config.data.eval,
-        "reward.function": config.reward.function,
+        "model.path": (config.model.path,),
+        "data.train": config.data.sources,
+        "data.eval": tuple(config.data.suites.values()),
+        "reward.function": config.reward.files,
+        "environment.name, environment.tools or environment.agent": config.environment.files,
+        "reward.judge.template": (config.reward.judge.file,),
+        "reward.model.path": (config.reward.model.path,),
     }
-    needed = {key: paths[key] for key in _READ_BY[role]} | {"run.out": str(run_dir / MARK)}
-    for key, path in needed.items():
-        if path is not None and os.path.isabs(path) and not _is_there(path):
+    needed = [(key, path) for key in _READ_BY[role] for path in paths[key]]
+    for key, path in [*needed, ("run.out", str(run_dir / MARK))]:
+        if path is not None and os.path.isabs(path) and not file_of(path).exists():
             place = run_dir if key == "run.out" else path
             raise ConfigError(
                 f"{key}: {place} is not there on the node {address}, where a {role} runs; it must be on storage that "
                 "every node sees"
             )
-
-
-def _is_there(path: str) -> bool:
-    return os.path.exists(path) or os.path.exists(path.rpartition(":")[0])  # FILE, or FILE:NAME

@@ -12,7 +12,8 @@ import socket
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,9 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # a run must not need the internet
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
+    # The workers are the run itself. At Ray's niceness of 15 whatever else the machine does would starve them: they would
+    # feed the GPUs late, and be taken for silent. Ray's own processes need little, and get it at an equal rank too.
+    "RAY_worker_niceness": "0",
     # Of what a worker prints, such as a reward function in it; else without end.
     "RAY_ROTATION_MAX_BYTES": str(64 * 2**20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
@@ -52,13 +56,16 @@ _LONGEST_FOLDER = 41
 
 @contextmanager
 def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1") -> Iterator[None]:
-    """Connect to the cluster at `address`, or start one here.
+    """Connect to the cluster at `address`, or start one here. Inside another session this is that one.
 
     Args:
         bind: `cluster.bind`. On loopback a Ray that is started here listens on loopback alone.
     Raises:
         ConfigError: there is no cluster at `address`, or we do not have its token.
     """
+    if ray.is_initialized():
+        yield
+        return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if cpu_only:
@@ -105,6 +112,25 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
         ray.shutdown()
     if session is not None:
         shutil.rmtree(session, ignore_errors=True)
+
+
+@contextmanager
+def session_beside(work: Callable[[], None], config: Config) -> Iterator[None]:
+    """The session of a run, which starts while `work` is done in a thread: Ray lets this process wait for seconds.
+
+    Ray has to be started from the main thread, because it handles signals. What `work` raises is raised here.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(work)
+        with ray_session_of(config):
+            working.result()
+            yield
+
+
+def ray_session_of(config: Config) -> AbstractContextManager[None]:
+    """The session of a run."""
+    cluster = config.cluster
+    return ray_session(cluster.ray_address, config.generators.gpus_each == 0, bind=cluster.bind)
 
 
 def check_ray(address: str) -> None:
@@ -273,7 +299,9 @@ class Placement:
         self._generator = _needs(half * config.generators.gpus_each, config.generators.ray_resources)
         self._first_generator = 0 if config.cluster.share_gpu else ranks
         self._stays_here = is_loopback(config.cluster.bind)
+        self._count = count
         self._group: PlacementGroup | None = None
+        self._added: dict[int, PlacementGroup] = {}  # by generator: the places of those beyond `generators.count`
         wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
         if not (wanted or config.learner.ray_resources or config.generators.ray_resources):
             return
@@ -298,11 +326,20 @@ class Placement:
 
     def learner(self, rank: int) -> dict[str, Any]:
         """Ray options of a learner rank."""
-        return self._options(rank, self._learner)
+        return self._options(self._group, rank, self._learner)
 
     def generator(self, index: int) -> dict[str, Any]:
-        """Ray options of a generator."""
-        return self._options(self._first_generator + index, self._generator)
+        """Ray options of a generator. One beyond `generators.count` gets a place of its own, as soon as Ray has one."""
+        if self._group is None or index < self._count:
+            return self._options(self._group, self._first_generator + index, self._generator)
+        if index not in self._added:
+            self._added[index] = placement_group([self._generator])
+        return self._options(self._added[index], 0, self._generator)
+
+    def release_generator(self, index: int) -> None:
+        """Give back the place of a generator beyond `generators.count`; the others keep theirs for the whole run."""
+        if (group := self._added.pop(index, None)) is not None:
+            remove_placement_group(group)
 
     def here(self) -> dict[str, Any]:
         """Ray options of the buffer: it runs on the driver's node, so that it does not end with another one."""
@@ -315,15 +352,17 @@ class Placement:
         place = f"a node with {needs} free" if self._group is not None and name != "buffer" else "a node"
         return f"{name} has not started for {seconds:.0f} s: it waits for {place}"
 
-    def _options(self, bundle: int, needs: dict[str, float]) -> dict[str, Any]:
-        if self._group is None:
+    def _options(self, group: PlacementGroup | None, bundle: int, needs: dict[str, float]) -> dict[str, Any]:
+        if group is None:
             return self.here() if self._stays_here else {"num_cpus": 0, "max_restarts": 0}
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         others = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         counts = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0.0), "resources": others}
         return counts | {"max_restarts": 0, "scheduling_strategy": strategy}
 
     def release(self) -> None:
+        for index in list(self._added):
+            self.release_generator(index)
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None

@@ -10,6 +10,8 @@ leases stop, the learner finishes its step and writes a checkpoint, engines clos
 """
 
 import logging
+import os
+import shlex
 import shutil
 import signal
 import time
@@ -25,9 +27,11 @@ from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import check_bind_reaches, host_of, with_absolute_paths
-from asyncgrpo.cluster.ray_session import POLL_S, Placement, decide_device, ray_session
+from asyncgrpo.cluster.ray_session import POLL_S, Placement, decide_device, ray_session_of
+from asyncgrpo.cluster.steering import Steering
 from asyncgrpo.cluster.wiring import BufferReady, Setup, uses_cuda
 from asyncgrpo.config.schema import Config
+from asyncgrpo.control.api import serving
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import MISSED, retire_targets_beside, token_beside, write_targets
@@ -86,6 +90,7 @@ class Run:
             chaos: faults to inject into this run.
         """
         self._plan = chaos
+        self._given = config
         self._config = with_absolute_paths(config)
         self._folder = folder
         self._sizes = sizes
@@ -104,9 +109,8 @@ class Run:
         logs.setup("driver", None, self._folder.path)
         retire_targets_beside(self._folder.path, is_abandoned)
         config, before = self._config, self._folder.checkpoint()
-        cluster, cpu_only = config.cluster, config.generators.gpus_each == 0
         # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
-        with ray_session(cluster.ray_address, cpu_only, bind=cluster.bind), _on_signals(self._stop):
+        with ray_session_of(config), _on_signals(self._stop):
             self._config = config = decide_device(config)
             placement = Placement(config, learner_on_gpu=uses_cuda(config))
             targets = MISSED  # unless it ends in order
@@ -150,47 +154,67 @@ class Run:
             start_with=config.generators.count,
         )
         fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
+        steering = self._steering = Steering(config, self._given, self._folder, self._events, drain=self._ask_to_stop)
         chaos = self._plan.begin(watch, fleet, self._events) if self._plan is not None else None
         cores = Cores(config, placement, watch)
-        budget, losses_in_a_row = Budget("buffer and learner", config.cluster.restarts), 0
-        tell("the buffer, the learner and the engines are starting")
         try:
-            while True:
-                core = cores.next(setup)
-                try:
-                    return self._train(core, cores, fleet, watch, chaos, tell)
-                except ProcessLost as loss:
-                    has_trained = (core.steps_done or 0) > core.first_step
-                    losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
-                    # The process reported an error, and no core has ever worked: the next one would meet it too.
-                    is_hopeless = loss.is_error and not has_trained and budget.count == 0
-                    if self._asked_to_stop or is_hopeless or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
-                        raise
-                    self._note(loss, budget.spend(str(loss)))
-                except AsyncGRPOError as error:
-                    self._save_before_giving_up(core, fleet, watch, str(error))
-                    raise
-                finally:
-                    fleet.leave()
-                    core.end()
-                start_with = 1 if fleet.is_up else config.generators.count
-                setup = replace(
-                    setup,
-                    lineage=self._folder.next_lineage(),
-                    checkpoint=self._folder.checkpoint(),
-                    start_with=start_with,
-                    reward_has_worked=setup.reward_has_worked or (core.steps_done or 0) > core.first_step,
-                )
+            with serving(steering, self._folder.path, config.control) as url:
+                if url is not None:
+                    metrics.page_info.info({"url": url})
+                    folder = shlex.quote(os.path.relpath(self._folder.path))
+                    tell(f"watch it with `asyncgrpo top {folder}`, or in a browser: `asyncgrpo page {folder}`")
+                tell("the buffer, the learner and the engines are starting")
+                return self._one_after_another(setup, cores, fleet, watch, chaos, tell)
         except AsyncGRPOError as error:
             log.error("the run ends: %s", error, exc_info=error.__cause__)
             watch.dump_stacks(str(error))
             time.sleep(STACKS_S)
             raise
         finally:
+            steering.end()
             cores.end()
             if chaos is not None:
                 chaos.end()
             watch.close()
+
+    def _one_after_another(
+        self,
+        setup: Setup,
+        cores: Cores,
+        fleet: Fleet,
+        watch: Watch,
+        chaos: Faults | None,
+        tell: Callable[[str], None],
+    ) -> str:
+        """Train with one core until it is lost, then with the next. Returns how training ended."""
+        budget, losses_in_a_row = Budget("buffer and learner", setup.config.cluster.restarts), 0
+        metrics.restarts_spent_ratio.labels(of="core").set_function(lambda: budget.spent)
+        while True:
+            core = cores.next(setup)
+            try:
+                return self._train(core, cores, fleet, watch, chaos, tell)
+            except ProcessLost as loss:
+                has_trained = (core.steps_done or 0) > core.first_step
+                losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
+                # The process reported an error, and no core has ever worked: the next one would meet it too.
+                is_hopeless = loss.is_error and not has_trained and budget.count == 0
+                if self._asked_to_stop or is_hopeless or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
+                    raise
+                self._note(loss, budget.spend(str(loss)))
+            except AsyncGRPOError as error:
+                self._save_before_giving_up(core, fleet, watch, str(error))
+                raise
+            finally:
+                fleet.leave()
+                core.end()
+            setup = replace(
+                setup,
+                config=self._steering.config,
+                lineage=self._folder.next_lineage(),
+                checkpoint=self._folder.checkpoint(),
+                start_with=1 if fleet.is_up else fleet.wanted,
+                reward_has_worked=setup.reward_has_worked or (core.steps_done or 0) > core.first_step,
+            )
 
     def _serve_metrics(self, host: str) -> str | None:
         """Export the driver's metrics. Returns the token that a scrape of any process must send; None: loopback, to anyone."""
@@ -207,6 +231,7 @@ class Run:
         def look_around() -> None:
             watch.listen()
             fleet.reconcile(may_restart=not self._asked_to_stop)
+            self._steering.reconcile(core if core.seconds else None, fleet, watch)
 
         def while_starting() -> None:
             look_around()
@@ -217,6 +242,7 @@ class Run:
         for name, address in core.addresses.items():
             self._export_from(name, address)
         self._say(ready, tell)
+        self._steering.steps = ready.steps
         core.run(leaders[0], self._about(ready))
         fleet.work_for(core, core.endpoints if chaos is None else chaos.route(core.endpoints))
         is_draining = False
@@ -228,6 +254,7 @@ class Run:
                 cores.reconcile(core)
             elif not is_draining:
                 is_draining = True
+                self._steering.draining()
                 core.drain("asked to stop")
                 self._events.write("drain", reason="asked to stop")
             time.sleep(POLL_S)
@@ -282,14 +309,21 @@ class Run:
         self._events.write("restart", actor=actor, reason=reason, count=count)
         metrics.actor_restarts_total.labels(actor=actor.partition("-")[0]).inc()
 
-    def _export_from(self, name: str, address: tuple[str, int]) -> None:
-        """Tell Prometheus where this process exports its metrics."""
-        self._targets[name] = address
+    def _export_from(self, name: str, address: tuple[str, int] | None) -> None:
+        """Tell Prometheus where this process exports its metrics; None: it does not any more."""
+        if address is None:
+            self._targets.pop(name, None)
+        else:
+            self._targets[name] = address
         write_targets(self._folder.path, self._targets)
 
     def _step_so_far(self) -> int:
         checkpoint = self._folder.checkpoint()
         return read_state(checkpoint).step if checkpoint is not None else 0
+
+    def _ask_to_stop(self) -> None:
+        """Drain the run, as a command asks; a second one changes nothing."""
+        self._asked_to_stop = max(1, self._asked_to_stop)
 
     def _stop(self) -> None:
         """Handle a signal: the first one drains the run, a second one gives up at once."""

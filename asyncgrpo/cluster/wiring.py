@@ -18,6 +18,7 @@ import xxhash
 
 from asyncgrpo import logs, metrics
 from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.eval_samples import EvalSamples
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import QUARANTINE_FILE, Quarantine
 from asyncgrpo.buffer.groups import group_seed
@@ -27,17 +28,22 @@ from asyncgrpo.cluster.folder import hold
 from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, set_environment
 from asyncgrpo.config.memory import Card, learner_share
+from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import demo_rules
-from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
-from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids, vocabulary_size
+from asyncgrpo.data.kept import prepare
+from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.data.table import PromptTable
+from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
+from asyncgrpo.importing import importing
 from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.rewards import build_reward
 from asyncgrpo.rewards.breaker import Breaker
-from asyncgrpo.types import PolicyVersion, Prompt, Sampling
+from asyncgrpo.types import PolicyVersion, Sampling
+from asyncgrpo.weights.check import GapLimit, SyncCheck
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
 
@@ -148,6 +154,7 @@ def _begin(
     logs.setup(role, rank, setup.run_dir)
     name = role if rank is None else f"{role}-{rank}"
     Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, loop_age_s=loop_age_s, **heart)
+    metrics.devices.set(max(1, setup.config.generators.gpus_each) if role == "generator" else 1)
     exports = "rank" if role == "learner" and rank else role
     return host, metrics.serve(exports, host=host, token=setup.metrics_token)
 
@@ -194,10 +201,6 @@ class BufferActor:
         set_environment(environment)
         self._service: BufferService | None = None
 
-    def warm_up(self) -> None:
-        """Import what takes long."""
-        from transformers import AutoTokenizer  # noqa: F401
-
     def start(self, setup: Setup) -> BufferReady:
         """Load the prompts, recover the groups of earlier starts, and listen."""
         config = setup.config
@@ -207,54 +210,63 @@ class BufferActor:
             str(setup.lineage),
             lambda: self._service,
             missing=lambda: self._service.missing if self._service else (),
+            on_steer=lambda asked: self._service.steer(asked) if self._service else None,
+            steered=lambda: self._service.steered if self._service else 0,
         )
         self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
-        tokenizer = load_tokenizer(config.model.path)
-        stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
-        train = load_prompts(config.data.train, "train", tokenizer, config.data)
-        held_out: tuple[Prompt, ...] = ()
-        if config.data.eval:
-            held_out = load_prompts(
-                config.data.eval, "eval", tokenizer, config.data, limit=config.data.eval_rows
-            ).prompts
-        buffer, recovered = _recovered_buffer(setup, train.prompts, sampling_of(config, stops, evaluation=False))
+        self._eval_samples = EvalSamples(setup.run_dir / "evals", config.run)
+        prompts = prepare(config, setup.run_dir)
+        train, stops = prompts.train, prompts.stop_token_ids
+        buffer, recovered = _recovered_buffer(setup, train, sampling_of(config, stops, evaluation=False))
         evaluations = Evaluations(
-            held_out,
+            prompts.held_out,
             sampling_of(config, stops, evaluation=True),
             config.run.seed,
             config.buffer.lease_timeout_s,
             lineage=setup.lineage,
+            completions=config.sampling.eval_completions,
+            success=config.reward.success,
+            keep=self._eval_samples.keep,
         )
         server = Server(config.cluster.bind, setup.keys, advertise=host_of(config))
-        reward = config.reward.function
         self._service = BufferService(
             server,
             buffer,
             evaluations,
             vocabulary_size(config.model.path),
-            reward_name=f"reward function {os.path.basename(reward)}" if reward else "the rules of rewards",
+            reward_name=_reward_name(config),
             reward_has_worked=setup.reward_has_worked,
             tell=EventLog(setup.run_dir / "metrics.jsonl").write,
         )
         return BufferReady(
             endpoint=server.endpoint,
             metrics_address=metrics_address,
-            prompts=len(train.prompts),
+            prompts=len(train),
             dropped_too_long=train.dropped_too_long,
-            schema=train.schema_name,
-            steps=_steps_at_most(config, len(train.prompts)),
+            schema=train.about.schema_name,
+            steps=_steps_at_most(config, len(train)),
             recovered=recovered,
         )
 
     def run(self) -> None:
         assert self._service is not None, "start comes first"
-        self._service.run()
+        try:
+            self._service.run()
+        finally:
+            self._eval_samples.close()
 
 
-def _recovered_buffer(setup: Setup, prompts: tuple[Prompt, ...], sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
+def _recovered_buffer(setup: Setup, prompts: PromptTable, sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
     """The buffer as checkpoint and journal say, and the counts of the groups of earlier starts (`BufferReady`)."""
     config, state = setup.config, read_state(setup.checkpoint) if setup.checkpoint is not None else None
-    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.run.epochs)
+    source = PromptSource(
+        prompts,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        epochs=config.run.epochs,
+        weights=config.data.weights or (),
+        sizes=prompts.about.sizes,
+    )
     if state is not None:
         source.restore(msgspec.convert(state.prompts, PromptState))
     run_started = RunStarted(
@@ -310,17 +322,35 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     Args:
         prompts: the fingerprint of `PromptSource`.
     """
-    reward = config.reward.function or ""
-    file = Path(reward if Path(reward).is_file() else reward.rpartition(":")[0])
-    algorithm = config.algorithm
+    reward, algorithm, environment = config.reward, config.algorithm, config.environment
+    specs = [*reward.files, *environment.files, *([reward.judge.file] if reward.judge.file else [])]
+    files = [file for spec in specs if (file := file_of(spec)).is_file()]
+    digests = [xxhash.xxh3_64_hexdigest(file.read_bytes()) for file in files]
+    more = f" {reward.judge}" if "judge" in reward.functions else ""
+    more += f" {reward.model.path}" if "model" in reward.functions else ""
+    more += f" {reward.kwargs}" if reward.kwargs else ""
+    more += "" if reward.combine == "sum" else f" {reward.combine} {reward.gate_above}"
     return {
         "prompts": prompts,
         "model": config.model.path,
         "sampling": repr(sampling),
         "completions": f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"
-        + ("" if algorithm.min_completions is None else f", {algorithm.min_completions} or more"),
-        "reward": f"{reward} {xxhash.xxh3_64_hexdigest(file.read_bytes()) if file.is_file() else ''}",
+        + ("" if algorithm.min_completions is None else f", {algorithm.min_completions} or more")
+        + (
+            f", {environment.max_turns} turns in {played_in}"
+            if (played_in := environment.name or environment.tools or environment.agent)
+            else ""
+        ),
+        "reward": f"{reward.functions} {reward.weights} {reward.format_score} {reward.qa_score} {digests}{more}",
     }
+
+
+def _reward_name(config: Config) -> str:
+    """Whom to name when rewards fail."""
+    names = [os.path.basename(spec) for spec in config.reward.functions]
+    if config.reward.files:
+        return f"reward function {', '.join(names)}"
+    return "the judge" if "judge" in names else "the rules of rewards"
 
 
 # -- a generator -------------------------------------------------------------------------------------------------------
@@ -348,7 +378,11 @@ class GeneratorActor:
         self._service: GeneratorService | None = None
 
     def start(self, endpoints: EndpointsChanged) -> tuple[str, int]:
-        """Returns the address of its metrics."""
+        """Returns the address of its metrics.
+
+        Args:
+            endpoints: of the core; empty while it starts too.
+        """
         if not self._setup.config.generators.gpus_each:
             os.environ["OMP_NUM_THREADS"] = "1"
         metrics.generator_info.info({"engine": self._setup.config.generators.engine})
@@ -360,7 +394,7 @@ class GeneratorActor:
             lambda: self._service,
             rank=self._index,
             on_endpoints_changed=self._change_endpoints,
-            buffer_endpoint=lambda: self._service.buffer_endpoint if self._service else "",
+            buffer_endpoint=lambda: self._service.buffer_endpoint if self._service else self._endpoints.buffer_endpoint,
         )
 
     def _change_endpoints(self, endpoints: EndpointsChanged) -> None:
@@ -369,19 +403,25 @@ class GeneratorActor:
             self._service.move(endpoints.buffer_endpoint, endpoints.weights_endpoint)
 
     def run(self) -> None:
-        from asyncgrpo.engines.build import build_engine
-        from asyncgrpo.generators.rollout import Redundancy
-        from asyncgrpo.generators.service import GeneratorService
-
         config = self._setup.config
-        _limit_gpu_memory(config, is_learner=False)
         seed = group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
+        with importing():
+            from asyncgrpo.engines.build import build_engine
+            from asyncgrpo.generators.build import build_sampler
+            from asyncgrpo.generators.rollout import Redundancy
+            from asyncgrpo.generators.service import GeneratorService
+
+            engine = build_engine(config, seed=seed)  # imports it
+        tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
+        decode = decoder(tokenizer, keep_special=False)
+        _limit_gpu_memory(config, is_learner=False)
         service = self._service = GeneratorService(
             f"generator-{self._index}",
             self._incarnation,
-            build_engine(config, seed=seed),
-            Breaker(build_reward(config.reward, extra_rules=demo_rules()), at_once=config.reward.workers),
-            decoder(load_tokenizer(config.model.path), keep_special=False),
+            engine,
+            Breaker(build_reward(config.reward, extra_rules=demo_rules()), at_once=config.reward.at_once),
+            decode,
+            turns=build_sampler(config, engine, tokenizer),
             window=config.generators.groups_in_flight,
             keep_kv=config.generators.keep_kv,
             merger=_adapter_merger(config),
@@ -441,11 +481,16 @@ class LearnerActor:
 
     def warm_up(self) -> None:
         """Import what takes long."""
-        import asyncgrpo.learner.service  # noqa: F401
+        with importing():
+            import asyncgrpo.learner.service  # noqa: F401
 
     def start(self, setup: Setup) -> LearnerReady:
         """Listen before the model is loaded, so that all processes can start at once."""
-        import torch
+        with importing():
+            import torch
+
+            from asyncgrpo.weights.group import serve_store
+            from asyncgrpo.weights.publisher import Publisher
 
         self._setup, config = setup, setup.config
         metrics_address = _begin(
@@ -457,6 +502,8 @@ class LearnerActor:
             step=lambda: self._service and self._service.step,
             on_lost=self._give_up,
             missing=lambda: self._publisher.missing if self._publisher else (),
+            on_steer=lambda asked: self._service.steer(asked) if self._service else None,
+            steered=lambda: self._service.steered if self._service else 0,
         )
         self._device = torch.device("cuda", 0) if uses_cuda(config) else torch.device("cpu")  # Ray shows one card
         if self._device.type == "cpu":
@@ -465,12 +512,10 @@ class LearnerActor:
         if self._rank > 0:
             return LearnerReady(host, metrics_address)
 
-        from asyncgrpo.weights.group import serve_store
-        from asyncgrpo.weights.publisher import Publisher
-
         self._store = serve_store(host, RANKS_START_TIMEOUT_S)
         self._publisher = Publisher(
             config.weights,
+            maps=config.weights.backend in ("auto", "shared_memory"),
             backend=_weights_backend(config),
             bind=config.cluster.bind,
             host=host,
@@ -488,10 +533,11 @@ class LearnerActor:
         Args:
             about: fields of the run's `start` event.
         """
-        from asyncgrpo.learner.learner import Learner
-        from asyncgrpo.learner.ranks import Team
-        from asyncgrpo.learner.service import follow
-        from asyncgrpo.weights.group import visit_store
+        with importing():
+            from asyncgrpo.learner.learner import Learner
+            from asyncgrpo.learner.ranks import Team
+            from asyncgrpo.learner.service import follow
+            from asyncgrpo.weights.group import visit_store
 
         config, rank, world = self._setup.config, self._rank, self._setup.config.learner.ranks
         store = self._store if rank == 0 else visit_store(leader.host, leader.group_port, RANKS_START_TIMEOUT_S)
@@ -514,7 +560,11 @@ class LearnerActor:
 
         config, setup = self._setup.config, self._setup
         assert self._publisher is not None, "start comes first"
-        self._publisher.describe(learner.sent.layout(), learner.sent.base)
+        notices = Client(buffer_endpoint, "publisher", setup.keys)  # the thread of the publisher uses it
+        self._publisher.on_left_out = lambda name, incarnation, why: notices.send(
+            GeneratorLost(generator_id=name, incarnation=incarnation, reason=why)
+        )
+        self._publisher.start(learner.sent.layout(), learner.sent.base, _sync_check(config, learner))
         decode = decoder(load_tokenizer(config.model.path), keep_special=True)
         recorder = Recorder(config, setup.run_dir, decode, msgspec.to_builtins(config))
         service = self._service = LearnerService(
@@ -563,9 +613,17 @@ def joined_ranks(store: "Store", rank: int, world: int, device: str, timeout_s: 
         dist.destroy_process_group()
 
 
+def _sync_check(config: Config, learner: "Learner") -> SyncCheck | None:
+    """What is compared under each published version; none where nothing is to be."""
+    if not config.weights.check_every:
+        return None
+    limit = GapLimit(config.model.dtype, config.weights.check_limit)
+    return SyncCheck(learner.check.sequences, every=config.weights.check_every, limit=limit)
+
+
 def _weights_backend(config: Config) -> "Backend":
-    if config.weights.backend != "auto":
+    """What brings weights to generators that cannot map the learner's memory."""
+    if config.weights.backend in ("nccl", "gloo"):
         return config.weights.backend
-    if config.cluster.share_gpu:
-        return "shared_memory"
-    return "nccl" if uses_cuda(config) and config.generators.gpus_each > 0 else "gloo"
+    between_gpus = uses_cuda(config) and config.generators.gpus_each > 0 and not config.cluster.share_gpu
+    return "nccl" if between_gpus else "gloo"

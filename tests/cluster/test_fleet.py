@@ -24,6 +24,8 @@ class Ray:
         self.killed: list[Any] = []
         self.started: list[object] = []
         """What `start` of each actor returned."""
+        self.endpoints: list[EndpointsChanged] = []
+        """What each actor was told of the core when it started."""
 
     def remote(self, kind: type) -> Any:
         run = SimpleNamespace(remote=lambda *arguments: object())
@@ -34,6 +36,7 @@ class Ray:
 
     def _start(self, endpoints: EndpointsChanged) -> object:
         self.started.append(object())
+        self.endpoints.append(endpoints)
         return self.started[-1]
 
     def kill(self, actor: Any) -> None:
@@ -46,6 +49,10 @@ class Watch:
     def __init__(self) -> None:
         self.silent_s: dict[str, float] = {}
         self.missed: dict[str, str] = {}
+        self.loading: set[str] = set()
+        self.works_for: dict[str, str] = {}
+        """The buffer of each generator that has sent a heartbeat."""
+        self.told: list[tuple[str, EndpointsChanged]] = []
 
     def unhealthy_reason(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
         age = self.silent_s.get(f"{name} {incarnation}", 0.0)
@@ -54,11 +61,17 @@ class Watch:
     def missing(self) -> dict[str, str]:
         return self.missed
 
-    def buffer_endpoint(self, name: str, incarnation: str) -> None:
-        return None
+    def buffer_endpoint(self, name: str, incarnation: str) -> str | None:
+        return self.works_for.get(name)
+
+    def tell(self, name: str, message: EndpointsChanged) -> None:
+        self.told.append((name, message))
 
     def has_begun(self, name: str, incarnation: str) -> bool:
-        return True
+        return name not in self.loading
+
+    def heartbeat(self, name: str, incarnation: str) -> None:
+        return None
 
     def forget(self, name: str) -> None:
         """Nothing to do: a test names the incarnation."""
@@ -87,7 +100,9 @@ def plane(monkeypatch):
     watch, core, written = Watch(), Core(), []
     events = SimpleNamespace(write=lambda event, **fields: written.append({"event": event, **fields}))
     placement = SimpleNamespace(
-        generator=lambda index: {}, waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s for 1 GPU"
+        generator=lambda index: {},
+        release_generator=lambda index: None,
+        waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s for 1 GPU",
     )
     fleet = Fleet(setup, placement, watch, events, on_address=lambda name, address: None)  # type: ignore[arg-type]
     fleet.work_for(core, ENDPOINTS)  # type: ignore[arg-type]
@@ -166,3 +181,80 @@ def test_one_that_cannot_start_ends_by_its_own_reason(plane, monkeypatch):
     fleet.reconcile()
     assert core.lost == [("generator-1", "1.0")]
     assert written[-1]["reason"] == "model.path: /models/a is not there on the node 10.0.0.7"
+
+
+def states(fleet: Fleet) -> dict[str, str]:
+    return {process.name: process.state for process in fleet.processes()}
+
+
+def test_a_larger_fleet_starts_those_that_are_missing_at_once(plane):
+    fleet, _, _, written = plane
+    fleet.scale(4)
+    assert states(fleet)["generator-3"] == "starting"
+    fleet.reconcile()
+    assert len(module.ray.started) == 4 and fleet.leaving == () and written == []
+    assert set(states(fleet).values()) == {"working"}
+
+
+def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart(plane, monkeypatch):
+    fleet, watch, core, written = plane
+    fleet.scale(1)
+    fleet.reconcile()
+    assert fleet.leaving == ("generator-1-1.0",) and module.ray.killed == [], "it finishes what it holds"
+    assert states(fleet) == {"generator-0": "working", "generator-1": "leaving"} and not fleet.is_whole
+    watch.silent_s = {"generator-1 1.0": 500.0}
+    fleet.reconcile()
+    assert core.lost == [("generator-1", "1.0")] and written == [] and fleet.leaving == ()
+    assert states(fleet) == {"generator-0": "working"}
+    fleet.scale(2)
+    fleet.reconcile()
+    assert fleet._running[1].incarnation == "1.1", "no incarnation has two lives"
+    assert written == []
+    watch.silent_s = {"generator-1 1.1": 500.0}
+    fleet.reconcile()
+    assert [(e["actor"], e["count"]) for e in written] == [("generator-1", 1)], "from here on it is wanted"
+
+
+def test_one_that_is_wanted_again_while_it_leaves_comes_back(plane):
+    fleet, watch, _, written = plane
+    fleet.scale(1)
+    fleet.scale(2)
+    assert fleet.leaving == ("generator-1-1.0",), "it has no part in publications any more"
+    watch.silent_s = {"generator-1 1.0": 500.0}  # the buffer had let it go by then
+    fleet.reconcile()
+    fleet.reconcile()
+    assert fleet._running[1].incarnation == "1.1" and written == []
+
+
+def test_one_whose_engine_still_loads_leaves_at_once(plane):
+    fleet, watch, _, written = plane
+    watch.loading = {"generator-1"}
+    fleet.scale(1)
+    fleet.reconcile()
+    assert states(fleet) == {"generator-0": "working"} and len(module.ray.killed) == 1 and written == []
+
+
+def test_generators_start_beside_the_first_core_and_are_told_where_it_is(plane):
+    fleet, watch, core, _ = plane
+    beside = Fleet(fleet._setup, fleet._placement, watch, fleet._events, on_address=lambda name, address: None)
+    ray = module.ray
+    del ray.endpoints[:]
+    beside.reconcile()
+    assert [endpoints.buffer_endpoint for endpoints in ray.endpoints] == ["", ""], "there is no core yet"
+    beside.work_for(core, ENDPOINTS)
+    beside.reconcile()
+    assert watch.told == [], "none has sent a heartbeat, so none can be told"
+    watch.works_for = {"generator-0": "", "generator-1": "b"}
+    beside.reconcile()
+    assert watch.told == [("generator-0", ENDPOINTS)]
+
+
+def test_one_that_starts_after_a_core_was_lost_is_not_told_of_the_lost_one(plane):
+    fleet, watch, core, _ = plane
+    fleet.leave()
+    watch.silent_s = {"generator-0 1.0": 500.0}
+    fleet.reconcile()
+    fleet.work_for(core, EndpointsChanged(buffer_endpoint="new", weights_endpoint="w"))
+    fleet.reconcile()
+    assert module.ray.endpoints[-1].buffer_endpoint == "new"
+    assert len(module.ray.started) == 3

@@ -71,7 +71,7 @@ def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[
         run._export_from("learner-0", ("127.0.0.1", 4711))
         return keep_going(run)
 
-    monkeypatch.setattr(run_module, "ray_session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(run_module, "ray_session_of", lambda config: nullcontext())
     monkeypatch.setattr(run_module, "decide_device", lambda config: config)
     monkeypatch.setattr(run_module, "uses_cuda", lambda config: False)
     monkeypatch.setattr(run_module, "check_bind_reaches", lambda *_: None)

@@ -126,3 +126,11 @@ def test_a_rank_waits_longer_for_the_others_than_rank_0_for_a_batch(stall_s: flo
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     with joined_ranks(dist.HashStore(), 0, 1, "cpu", timeout_s):
         assert told["timeout"].total_seconds() == timeout_s
+
+
+def test_the_names_of_several_held_out_files_travel_with_their_absolute_paths(files: Path):
+    told = with_absolute_paths(configured("data.eval=[eval.jsonl, other/eval.jsonl]", "run.out=run"))
+    assert told.data.eval == {
+        f"{files.name}.eval": str(files / "eval.jsonl"),
+        "other.eval": str(files / "other" / "eval.jsonl"),
+    }

@@ -47,6 +47,21 @@ def pinned(*overrides):
     placement.release()
     return {"taken": sorted(taken), "is_here": addresses == {ray.util.get_node_ip_address()}, "said": said}
 
+def added():
+    config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "generators.count=1"])
+    placement = Placement(config, learner_on_gpu=False)
+    actors = [ray.remote(Process).options(**placement.generator(index)).remote() for index in (0, 1, 2)]
+    first, second = ray.get([actor.gpus.remote() for actor in actors[:2]])
+    third = actors[2].gpus.remote()
+    waits = not ray.wait([third], timeout=1.0)[0]
+    ray.kill(actors[1])
+    placement.release_generator(1)
+    freed = ray.get(third, timeout=30.0)
+    for actor in actors:
+        ray.kill(actor)
+    placement.release()
+    return {"first": first, "second": second, "third waits": waits, "third": freed}
+
 def refused():
     ray_session.RESERVE_TIMEOUT_S = 0.5
     try:
@@ -58,7 +73,7 @@ ray.init(num_gpus=2, num_cpus=4, resources={"rack": 2}, include_dashboard=False,
 shared = ("cluster.share_gpu=true", "generators.count=1")
 found = {"shared": run(*shared), "apart": run("generators.count=1", "learner.ranks=1"),
          "again": run(*shared), "learner on CPU": run(*shared, "learner.device=cpu"),
-         "pinned": pinned("generators.ray_resources={rack: 1}"), "free": pinned(), "refused": refused()}
+         "pinned": pinned("generators.ray_resources={rack: 1}"), "free": pinned(), "added": added(), "refused": refused()}
 print(json.dumps(found))
 """
 
@@ -85,6 +100,15 @@ def test_by_default_each_of_them_has_its_own(placed):
     found = placed["apart"]
     assert len(found["learner"]) == len(found["generator"]) == 1
     assert found["learner"] != found["generator"]
+
+
+@pytest.mark.slow
+def test_a_generator_that_is_added_gets_a_gpu_of_its_own_and_gives_it_back(placed):
+    found = placed["added"]
+    assert len(found["first"]) == len(found["second"]) == 1
+    assert found["first"] != found["second"]
+    assert found["third waits"], "there are two GPUs"
+    assert found["third"] == found["second"]
 
 
 @pytest.mark.slow

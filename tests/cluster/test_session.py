@@ -10,6 +10,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from asyncgrpo import scratch
-from asyncgrpo.cluster.ray_session import check_ray, ray_session, result
+from asyncgrpo.cluster import ray_session as ray_session_module
+from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, session_beside
 from asyncgrpo.errors import ConfigError, ProcessLost
 from tests.runs import assert_nothing_left, environment
 
@@ -30,6 +33,7 @@ with ray_session(None, True):
     token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert stat.S_IMODE(token.stat().st_mode) == 0o600, oct(token.stat().st_mode)
     assert ray.get(ray.remote(lambda: print("7") or 7).remote()) == 7
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0), "a worker gives way to others"
     context = ray.get_runtime_context()
     assert not ray._private.worker.global_worker.node.webui_url, "a dashboard"
 
@@ -153,3 +157,52 @@ def test_a_process_that_was_killed_may_be_replaced(monkeypatch):
     with pytest.raises(ProcessLost, match=r"^learner-1: its process died$") as loss:
         result(object(), "learner-1")
     assert not loss.value.is_error
+
+
+def fake_session(monkeypatch, seen: list[str], started: threading.Event) -> None:
+    @contextmanager
+    def session(config):
+        seen.append("up")
+        started.set()
+        try:
+            yield
+        finally:
+            seen.append("down")
+
+    monkeypatch.setattr(ray_session_module, "ray_session_of", session)
+
+
+def test_work_is_done_while_the_session_starts(monkeypatch):
+    seen, started = [], threading.Event()
+    fake_session(monkeypatch, seen, started)
+
+    def work() -> None:
+        assert started.wait(30.0), "the session waits for the work"
+        seen.append("worked")
+
+    with session_beside(work, None):  # type: ignore[arg-type]
+        seen.append("inside")
+    assert seen == ["up", "worked", "inside", "down"]
+
+
+def test_work_that_fails_ends_the_session_and_says_why(monkeypatch):
+    seen: list[str] = []
+    fake_session(monkeypatch, seen, threading.Event())
+
+    def work() -> None:
+        raise ConfigError("no place for a model")
+
+    with pytest.raises(ConfigError, match="no place for a model"), session_beside(work, None):  # type: ignore[arg-type]
+        seen.append("inside")
+    assert seen == ["up", "down"]
+
+
+def test_a_session_within_a_session_starts_and_ends_nothing(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was started or ended")
+
+    monkeypatch.setattr(ray_session_module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_session_module.ray, "init", refuse)
+    monkeypatch.setattr(ray_session_module.ray, "shutdown", refuse)
+    with ray_session(None, True):
+        pass

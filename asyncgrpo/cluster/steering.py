@@ -1,0 +1,369 @@
+"""What a person asks of a running run: checked, carried out by the driver, and brought into effect in buffer and learner.
+
+    admin API ──command──▶ Steering ──scale──▶ Fleet
+       (its own threads)      │  └────Steer───▶ buffer, learner-0      sent until their heartbeats name its revision
+                              └──event──▶ metrics.jsonl
+
+`Steer` says all that is asked for, so one that is lost or late does no harm, and a buffer and learner that start again get it
+too. What is asked for holds as long as the command of the run; the next start begins with its configuration again, and says
+what differs.
+"""
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from asyncgrpo.cluster.core import Core
+from asyncgrpo.cluster.fleet import Fleet, process_status
+from asyncgrpo.cluster.folder import RunFolder, keep_changed
+from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.config.load import with_overrides
+from asyncgrpo.config.schema import Config
+from asyncgrpo.control.operator import (
+    CHANGEABLE,
+    ChangeSettings,
+    Command,
+    DrainRun,
+    Evaluate,
+    Pause,
+    ProcessState,
+    ProcessStatus,
+    Resume,
+    RunState,
+    Scale,
+    Status,
+    WriteCheckpoint,
+)
+from asyncgrpo.errors import CommandRefused, ConfigError
+from asyncgrpo.recording.advice import MOST_GENERATORS, Advice
+from asyncgrpo.recording.adviser import LOOK_S, Adviser, Autopilot
+from asyncgrpo.recording.events import EventLog
+from asyncgrpo.wire.supervision import Steer
+
+log = logging.getLogger(__name__)
+
+IN_EFFECT_WITHIN_S = 10.0
+"""How long a command waits to be in effect before it is answered as begun: a step of the learner may take longer."""
+CARRIED_OUT_WITHIN_S = 30.0
+"""How long a command waits for the driver, which is busy for seconds only while it starts or ends processes."""
+
+
+@dataclass
+class _Asked:
+    """A command on its way."""
+
+    command: Command
+    by: str
+    done: Future[str]
+    said: str = ""
+    """What was done, in a sentence."""
+    begun: str = ""
+    """The same while it is not in effect yet."""
+    revision: int = 0
+    awaits: tuple[str, ...] = ()
+    """Processes in which the revision must be in effect."""
+    deadline_s: float = 0.0
+
+
+class Steering:
+    """One run, steered. `status` and `carry_out` may be called from any thread, all else from the driver's."""
+
+    def __init__(
+        self,
+        config: Config,
+        given: Config,
+        folder: RunFolder,
+        events: EventLog,
+        *,
+        drain: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            config: as the processes of the run have it.
+            given: the same as a person gave it, for the folder: with paths that are not absolute, for example.
+            drain: ends the run in order.
+        """
+        self.config = config
+        """With what was changed since the start: for a buffer and a learner that start again."""
+        self._given = given
+        self.steps: int | None = None
+        """The last step of the run; None: without an end, or not known yet."""
+        self._folder, self._events, self._drain, self._clock = folder, events, drain, clock
+        self._queue: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._pending: list[_Asked] = []
+        self._steer = Steer()
+        self._leaving_since = 0  # the revision that named those who leave
+        self._core: Core | None = None
+        self._lineage = folder.lineage  # read from a file, so not in each look
+        self._started = time.time()
+        self._is_draining = False
+        self._step = 0
+        self._adviser = Adviser(events, config)
+        self._autopilot = Autopilot(*bounds(config)) if config.generators.autopilot else None
+        self._advice: tuple[Advice, ...] = ()
+        self._advised_s = clock()
+        self._status = self._look(None, None, None)
+
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """The run as it was a moment ago."""
+        return self._status
+
+    def carry_out(self, command: Command) -> str:
+        """Have the driver carry out a command. Raises CommandRefused."""
+        asked = _Asked(command, "person", Future())
+        self._queue.put(asked)
+        try:
+            return asked.done.result(CARRIED_OUT_WITHIN_S)
+        except FutureTimeout:
+            raise CommandRefused(f"the driver did not come to it within {CARRIED_OUT_WITHIN_S:.0f} s") from None
+
+    # -- from the driver's thread --------------------------------------------------------------------------------------
+
+    def reconcile(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
+        """Carry out what was asked for, bring it into effect, and note how the run stands. Called a few times a second.
+
+        Args:
+            core: that trains; None: buffer and learner are being started.
+        """
+        if core is not self._core:  # what a learner that is gone was asked for once is not asked of the next one
+            self._core, self._lineage = core, self._folder.lineage
+            self._change(checkpoints=0, evaluations=0)
+        while not self._queue.empty():
+            self._begin(self._queue.get(), fleet)
+        self._let_go(core, fleet, watch)
+        if core is not None:
+            self._step = core.steps_done or core.first_step
+            for name in ("buffer", "learner-0"):
+                if watch.steered(name, core.incarnation) < self._steer.revision:
+                    watch.tell(name, self._steer)
+            self._advise(fleet)
+        self._pending = [asked for asked in self._pending if not self._has_ended(asked, core, watch)]
+        self._status = self._look(core, fleet, watch)
+
+    def draining(self) -> None:
+        """Note that the run ends in order."""
+        self._is_draining = True
+
+    def end(self) -> None:
+        """The run is over: whoever still asks gets to know it."""
+        self._status = msgspec.structs.replace(self._status, state="ended")
+        while not self._queue.empty():
+            self._pending.append(self._queue.get())
+        for asked in self._pending:
+            asked.done.set_exception(CommandRefused("the run is over"))
+        self._pending = []
+
+    def _let_go(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
+        """Have generators leave: first the learner publishes to them no more, then they may end. So no broadcast breaks."""
+        if fleet.leaving != self._steer.leaving:
+            self._change(leaving=fleet.leaving, ending=())
+            self._leaving_since = self._steer.revision
+        if core is None or self._steer.ending == self._steer.leaving:
+            return
+        if watch.steered("learner-0", core.incarnation) >= self._leaving_since:
+            self._change(ending=self._steer.leaving)
+
+    # -- advice --------------------------------------------------------------------------------------------------------
+
+    def _advise(self, fleet: Fleet) -> None:
+        """Look at the events now and then, and let the autopilot go by what they say."""
+        now = self._clock()
+        if now - self._advised_s < LOOK_S or self._steer.is_paused or self._is_draining:
+            return
+        self._advised_s, self._adviser.config = now, self.config
+        self._advice = self._adviser.look(time.time())
+        wanted = self._autopilot.decide(self._advice, fleet.wanted, now) if self._autopilot is not None else None
+        if wanted is not None:
+            self._queue.put(_Asked(Scale(generators=wanted), "autopilot", Future()))
+
+    # -- one command ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, asked: _Asked, fleet: Fleet) -> None:
+        try:
+            self._carry_out(asked, fleet)
+        except CommandRefused as refusal:
+            self._record(asked, str(refusal), refused=True)
+            asked.done.set_exception(refusal)
+            return
+        self._record(asked, asked.said, refused=False)
+        asked.revision, asked.deadline_s = self._steer.revision, self._clock() + IN_EFFECT_WITHIN_S
+        self._pending.append(asked)
+
+    def _carry_out(self, asked: _Asked, fleet: Fleet) -> None:
+        if self._is_draining:
+            raise CommandRefused("the run is ending: it finishes its step and writes a checkpoint")
+        match asked.command:
+            case Pause():
+                self._pause(asked, is_paused=True)
+            case Resume():
+                self._pause(asked, is_paused=False)
+            case DrainRun():
+                self._drain()
+                asked.said = "draining: the step in flight, a checkpoint, then the end"
+            case WriteCheckpoint():
+                self._ask_learner("a checkpoint")
+                self._change(checkpoints=self._steer.checkpoints + 1)
+                asked.said, asked.awaits = "a checkpoint is written", ("learner-0",)
+                asked.begun = "a checkpoint is written after the step in flight"
+            case Evaluate():
+                self._ask_learner("an evaluation")
+                if self.config.data.eval is None:
+                    raise CommandRefused("the run has no held-out prompts: data.eval is not set")
+                self._change(evaluations=self._steer.evaluations + 1)
+                asked.said, asked.awaits = "an evaluation has begun", ("learner-0",)
+                asked.begun = "an evaluation begins after the step in flight"
+            case Scale(generators=count):
+                self._scale(asked, count, fleet)
+            case ChangeSettings(settings=settings):
+                self._set(asked, settings)
+
+    def _pause(self, asked: _Asked, *, is_paused: bool) -> None:
+        if self._steer.is_paused == is_paused:
+            raise CommandRefused("the run is paused already" if is_paused else "the run is not paused")
+        self._change(is_paused=is_paused)
+        asked.said = "paused: what is in flight is finished and kept" if is_paused else "the run goes on"
+        asked.begun, asked.awaits = asked.said, ("buffer",)
+
+    def _ask_learner(self, what: str) -> None:
+        if self._core is None or self._core.steps_done is None:
+            raise CommandRefused(f"the learner is starting: ask for {what} once it trains")
+
+    def _scale(self, asked: _Asked, count: int, fleet: Fleet) -> None:
+        generators, now = self.config.generators, fleet.wanted
+        least, most = bounds(self.config)
+        if not least <= count <= most:
+            raise CommandRefused(
+                f"{count} generators are outside generators.min ({generators.min}) and generators.max ({most})"
+            )
+        if self.config.cluster.share_gpu:
+            raise CommandRefused("learner and generator share one GPU (cluster.share_gpu), so there is one generator")
+        self._configure([f"generators.count={count}"])  # which may be refused, and then nothing has changed
+        fleet.scale(count)
+        if count == now:
+            asked.said = f"{count} generators already"
+        elif count > now:
+            asked.said = f"{count} generators: {count - now} more start, and train with the next publication"
+        else:
+            asked.said = f"{count} generators: {now - count} leave once they have delivered what they hold"
+
+    def _set(self, asked: _Asked, settings: dict[str, float | int]) -> None:
+        if "buffer.max_lag" in settings:
+            self._check_max_lag()
+        before = {key: _value(self.config, key) for key in settings}
+        self._configure([f"{key}={value}" for key, value in settings.items()])
+        changes = {_FIELDS[key]: _value(self.config, key) for key in settings}
+        self._change(**changes)
+        said = ", ".join(f"{key} {before[key]} -> {_value(self.config, key)}" for key in settings)
+        asked.said, asked.begun = said, f"{said}, from the next step on"
+        asked.awaits = tuple({"learner-0" if key == "learner.lr" else "buffer": None for key in settings})
+
+    def _check_max_lag(self) -> None:
+        buffer = self.config.buffer
+        if buffer.max_lag == "auto":
+            raise CommandRefused("buffer.max_lag is auto, so the run chooses the bound; auto_lag.max holds it down")
+        if buffer.policy in ("mask", "train"):
+            raise CommandRefused(f"buffer.policy={buffer.policy} has one bound for the whole run")
+
+    # -- what is asked for ---------------------------------------------------------------------------------------------
+
+    def _configure(self, overrides: list[str]) -> None:
+        """Change the configuration, and keep it in the run's folder. Raises CommandRefused."""
+        try:
+            self.config = with_overrides(self.config, overrides)
+            self._given = with_overrides(self._given, overrides)
+        except ConfigError as error:
+            raise CommandRefused(str(error).removeprefix("command line: ")) from None
+        keep_changed(self._given, self._folder)
+
+    def _change(self, **fields: Any) -> None:
+        self._steer = msgspec.structs.replace(self._steer, revision=self._steer.revision + 1, **fields)
+
+    def _has_ended(self, asked: _Asked, core: Core | None, watch: Watch) -> bool:
+        """Whether this command is in effect, or will not be soon; then who asked knows."""
+        in_effect = not asked.awaits
+        if core is not None:
+            in_effect |= all(watch.steered(name, core.incarnation) >= asked.revision for name in asked.awaits)
+        if in_effect or self._clock() > asked.deadline_s:
+            asked.done.set_result(asked.said if in_effect else asked.begun)
+            return True
+        return False
+
+    def _record(self, asked: _Asked, reply: str, *, refused: bool) -> None:
+        text = in_words(asked.command)
+        log.info("%s (%s): %s", text, asked.by, reply)
+        self._events.write("command", by=asked.by, command=text, reply=reply, refused=refused)
+
+    # -- how the run stands --------------------------------------------------------------------------------------------
+
+    def _look(self, core: Core | None, fleet: Fleet | None, watch: Watch | None) -> Status:
+        least, most = bounds(self.config)
+        state: RunState = "starting"
+        if self._is_draining:
+            state = "draining"
+        elif self._steer.is_paused:
+            state = "paused"
+        elif core is not None:
+            state = "training"
+        return Status(
+            run=self._folder.path.name,
+            folder=str(self._folder.path),
+            state=state,
+            started=self._started,
+            lineage=self._lineage,
+            step=self._step,
+            steps=self.steps,
+            generators_wanted=fleet.wanted if fleet is not None else self.config.generators.count,
+            generators_min=least,
+            generators_max=most,
+            settings={key: _value(self.config, key) for key in CHANGEABLE},
+            processes=tuple(self._processes(core, fleet, watch)) if fleet is not None and watch is not None else (),
+            advice=self._advice,
+        )
+
+    def _processes(self, core: Core | None, fleet: Fleet, watch: Watch) -> list[ProcessStatus]:
+        names = ["buffer", *(f"learner-{rank}" for rank in range(self.config.learner.ranks))]
+        lineage = core.incarnation if core is not None else ""
+        found = []
+        for name in names:
+            state: ProcessState = "working" if core is not None and watch.has_begun(name, lineage) else "starting"
+            found.append(process_status(name, state, 0, watch.heartbeat(name, lineage)))
+        return [*found, *fleet.processes()]
+
+
+_FIELDS = {"learner.lr": "lr", "buffer.max_lag": "max_lag", "generators.groups_in_flight": "groups_in_flight"}
+"""The field of `Steer` of each setting that may change."""
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def bounds(config: Config) -> tuple[int, int]:
+    """The fewest and the most generators that a run may be scaled to."""
+    generators = config.generators
+    return generators.min, generators.max or max(MOST_GENERATORS, generators.count)
+
+
+def in_words(command: Command) -> str:
+    """A command as on the command line, without the run."""
+    match command:
+        case Scale(generators=count):
+            return f"scale generators {count}"
+        case ChangeSettings(settings=settings):
+            return "set " + " ".join(f"{key}={value}" for key, value in settings.items())
+        case DrainRun():
+            return "drain"
+        case WriteCheckpoint():
+            return "checkpoint"
+    return type(command).__name__.lower()

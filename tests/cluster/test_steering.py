@@ -1,0 +1,274 @@
+"""What a person asks of a run: who is told, when it counts as done, what is refused, and what the next start is held against."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncgrpo.cluster.folder import RunFolder, look, record
+from asyncgrpo.cluster.steering import Steering, in_words
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import Config
+from asyncgrpo.control.operator import (
+    ChangeSettings,
+    Command,
+    DrainRun,
+    Evaluate,
+    Pause,
+    Resume,
+    Scale,
+    Status,
+    WriteCheckpoint,
+)
+from asyncgrpo.errors import CommandRefused
+from asyncgrpo.recording.events import EventLog, read_events
+from asyncgrpo.wire.supervision import Steer
+
+
+class Watch:
+    """Brings what it is told into effect, unless a process is deaf."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Steer] = {}
+        self.deaf: set[str] = set()
+
+    def tell(self, name: str, message: Steer) -> None:
+        if name not in self.deaf:
+            self.told[name] = message
+
+    def steered(self, name: str, incarnation: str) -> int:
+        return self.told[name].revision if name in self.told else 0
+
+    def has_begun(self, name: str, incarnation: str) -> bool:
+        return True
+
+    def heartbeat(self, name: str, incarnation: str) -> None:
+        return None
+
+
+class Fleet:
+    """Of as many generators as it was scaled to."""
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted, self.leaving = wanted, ()
+
+    def scale(self, count: int) -> None:
+        self.leaving = tuple(f"generator-{i}-1.0" for i in range(count, self.wanted))
+        self.wanted = count
+
+    def processes(self) -> list:
+        return []
+
+
+class Run:
+    """A driver whose turns a test decides."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.given = load_config(None, ["model.path=m", "data.train=t", f"run.out={folder}", *overrides])
+        self.folder = RunFolder(folder)
+        self.folder.claim()
+        self.watch, self.fleet = Watch(), Fleet(self.given.generators.count)
+        self.drained = threading.Event()
+        self.now_s = 0.0
+        self.events = EventLog(folder / "metrics.jsonl")
+        self.steering = Steering(
+            self.given, self.given, self.folder, self.events, drain=self.drained.set, clock=lambda: self.now_s
+        )
+        self.core: SimpleNamespace | None = SimpleNamespace(incarnation="1", steps_done=3, first_step=0)
+
+    def turn(self) -> None:
+        self.steering.reconcile(self.core, self.fleet, self.watch)  # type: ignore[arg-type]
+
+    def ask(self, command: Command, turns: Callable[[], None] | None = None) -> str:
+        """The reply to a command, while the driver makes its turns."""
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(self.steering.carry_out, command)
+            while not reply.done():
+                (turns or self.turn)()
+            return reply.result()
+
+    @property
+    def commands(self) -> list[tuple[str, str, bool]]:
+        events = read_events(self.events.path)
+        return [(e["command"], e["reply"], e["refused"]) for e in events if e["event"] == "command"]
+
+    @property
+    def status(self) -> Status:
+        self.turn()
+        return self.steering.status()
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    run = Run(tmp_path / "run")
+    yield run
+    run.folder.release()
+
+
+def test_a_pause_reaches_the_buffer_and_ends_with_resume(run: Run):
+    assert run.ask(Pause()) == "paused: what is in flight is finished and kept"
+    assert run.watch.told["buffer"].is_paused and run.status.state == "paused"
+    with pytest.raises(CommandRefused, match="the run is paused already"):
+        run.ask(Pause())
+    assert run.ask(Resume()) == "the run goes on"
+    assert not run.watch.told["buffer"].is_paused and run.status.state == "training"
+    assert [(command, refused) for command, _, refused in run.commands] == [
+        ("pause", False),
+        ("pause", True),
+        ("resume", False),
+    ]
+
+
+def test_what_a_busy_learner_has_not_done_yet_is_answered_as_begun(run: Run):
+    run.watch.deaf = {"learner-0"}
+
+    def a_second_passes() -> None:
+        run.now_s += 1.0
+        run.turn()
+
+    assert run.ask(WriteCheckpoint(), a_second_passes) == "a checkpoint is written after the step in flight"
+    run.watch.deaf = set()
+    run.turn()
+    assert run.watch.told["learner-0"].checkpoints == 1, "it is told again until it has heard"
+    assert run.ask(WriteCheckpoint()) == "a checkpoint is written"
+    assert run.watch.told["learner-0"].checkpoints == 2
+
+
+def test_settings_reach_buffer_and_learner_and_are_kept_for_those_that_start_again(run: Run):
+    settings = {"learner.lr": 1e-5, "buffer.max_lag": 8}
+    assert run.ask(ChangeSettings(settings=settings)) == "learner.lr 1e-06 -> 1e-05, buffer.max_lag 4 -> 8"
+    assert run.watch.told["learner-0"].lr == 1e-5 and run.watch.told["buffer"].max_lag == 8
+    assert run.steering.config.learner.lr == 1e-5 and run.steering.config.buffer.max_lag == 8
+    assert run.status.settings == {"learner.lr": 1e-5, "buffer.max_lag": 8, "generators.groups_in_flight": 32}
+    assert run.ask(ChangeSettings(settings={"generators.groups_in_flight": 4})).endswith("32 -> 4")
+    assert run.watch.told["buffer"] == run.watch.told["learner-0"], "each is told everything"
+    assert run.watch.told["buffer"].max_lag == 8 and run.watch.told["buffer"].groups_in_flight == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"learner.lr": -1}, "^learner.lr must be above 0; it is -1"),
+        ({"learner.lr": 1e-5, "buffer.max_lag": -1}, "buffer.max_lag"),
+        ({"buffer.max_lag": 1.5}, "buffer.max_lag"),
+        ({"generators.groups_in_flight": 0}, "generators.groups_in_flight must be at least 1"),
+        ({"learner.lr": float("nan")}, "learner.lr"),
+    ],
+)
+def test_settings_that_make_no_sense_change_nothing(run: Run, settings, said):
+    run.turn()
+    before = run.watch.told
+    with pytest.raises(CommandRefused, match=said):
+        run.ask(ChangeSettings(settings=settings))
+    assert run.steering.config == run.given and run.watch.told == before
+    assert run.commands[-1][2]
+
+
+@pytest.mark.parametrize("override", ["buffer.max_lag=auto", "buffer.policy=mask", "buffer.policy=train"])
+def test_the_bound_stays_where_it_is_not_one_number(tmp_path: Path, override: str):
+    run = Run(tmp_path / "run", override)
+    with pytest.raises(CommandRefused, match=override.partition("=")[0]):
+        run.ask(ChangeSettings(settings={"buffer.max_lag": 2}))
+
+
+def test_generators_come_and_go_within_bounds(tmp_path: Path):
+    run = Run(tmp_path / "run", "generators.count=2", "generators.min=2", "generators.max=5")
+    assert run.ask(Scale(generators=4)).startswith("4 generators: 2 more start")
+    assert run.fleet.wanted == 4 and run.steering.config.generators.count == 4
+    assert run.ask(Scale(generators=4)) == "4 generators already"
+    assert run.ask(Scale(generators=3)).startswith("3 generators: 1 leave")
+    run.turn()
+    assert run.watch.told["buffer"].leaving == run.watch.told["buffer"].ending == ("generator-3-1.0",)
+    for count in (1, 6):
+        with pytest.raises(CommandRefused, match=rf"{count} generators are outside generators.min \(2\) and .* \(5\)"):
+            run.ask(Scale(generators=count))
+
+
+def test_a_generator_may_end_once_the_learner_publishes_to_it_no_more(run: Run):
+    run.ask(Scale(generators=3))
+    run.watch.deaf = {"learner-0"}
+    run.ask(Scale(generators=2))
+    for _ in range(3):
+        run.turn()
+    assert run.watch.told["buffer"].leaving == ("generator-2-1.0",) and run.watch.told["buffer"].ending == ()
+    run.watch.deaf = set()
+    for _ in range(2):
+        run.turn()
+    assert run.watch.told["buffer"].ending == ("generator-2-1.0",)
+
+
+def test_one_shared_gpu_has_one_generator(tmp_path: Path):
+    run = Run(tmp_path / "run", "cluster.share_gpu=true", "generators.count=1")
+    with pytest.raises(CommandRefused, match="share one GPU"):
+        run.ask(Scale(generators=2))
+
+
+def test_a_checkpoint_needs_a_learner_that_trains_and_an_evaluation_held_out_prompts(run: Run):
+    with pytest.raises(CommandRefused, match=r"data\.eval is not set"):
+        run.ask(Evaluate())
+    run.core = None
+    with pytest.raises(CommandRefused, match="the learner is starting"):
+        run.ask(WriteCheckpoint())
+    assert run.status.state == "starting"
+
+
+def test_a_new_learner_is_told_what_holds_and_not_asked_again_for_what_was_asked_of_another(run: Run):
+    run.ask(ChangeSettings(settings={"learner.lr": 1e-5}))
+    run.ask(WriteCheckpoint())
+    run.core = None
+    run.turn()
+    run.watch.told.clear()
+    run.core = SimpleNamespace(incarnation="2", steps_done=None, first_step=3)
+    run.turn()
+    assert run.watch.told["learner-0"].lr == 1e-5
+    assert run.watch.told["learner-0"].checkpoints == 0
+
+
+def test_draining_is_begun_once_and_then_nothing_else_is(run: Run):
+    assert run.ask(DrainRun()).startswith("draining")
+    assert run.drained.is_set()
+    run.steering.draining()
+    with pytest.raises(CommandRefused, match="the run is ending"):
+        run.ask(Pause())
+    assert run.status.state == "draining"
+
+
+def test_who_still_asks_when_the_run_ends_gets_to_know_it(run: Run):
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(run.steering.carry_out, Pause())
+        while run.steering._queue.empty():
+            pass
+        run.steering.end()
+        with pytest.raises(CommandRefused, match="the run is over"):
+            reply.result()
+    assert run.steering.status().state == "ended"
+
+
+def test_the_next_start_is_held_against_what_was_changed(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("asyncgrpo.cluster.folder.settings_of", plain_settings)
+    run = Run(tmp_path / "run")
+    record(run.given, run.folder, look(run.given, run.folder))
+    run.events.write("start", run="run", lineage=1, version="1.0", step=0, sizes="")
+    (tmp_path / "run" / "lineage").write_text("1")
+    run.ask(ChangeSettings(settings={"learner.lr": 1e-5}))
+    run.ask(Scale(generators=3))
+    changes = {change.key: (change.before, change.now) for change in look(run.given, run.folder).changes}
+    assert changes == {"learner.lr": ("1e-05", "1e-06"), "generators.count": ("3", "1")}
+
+
+def plain_settings(config: Config):
+    """The settings of a start whose files are not there."""
+    from asyncgrpo.config.resume import Settings, values_of
+
+    return Settings(values=values_of(config), sources={})
+
+
+def test_a_command_is_told_as_it_is_typed():
+    assert in_words(Scale(generators=3)) == "scale generators 3"
+    assert in_words(ChangeSettings(settings={"learner.lr": 1e-6})) == "set learner.lr=1e-06"
+    assert [in_words(c) for c in (Pause(), Resume(), DrainRun(), WriteCheckpoint(), Evaluate())] == [
+        *("pause", "resume", "drain", "checkpoint", "evaluate")
+    ]
