@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from asyncgrpo import __version__
-from asyncgrpo.cli import audit, checkpoints, config, data, demo, doctor, replay, samples, train
+from asyncgrpo.cli import audit, checkpoints, config, control, data, demo, doctor, plan, replay, samples, train
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
 
@@ -46,7 +46,7 @@ def _root(
     pass
 
 
-for family in (doctor, demo, train, data, samples, audit, replay, checkpoints, config):
+for family in (doctor, demo, train, control, plan, data, samples, audit, replay, checkpoints, config):
     family.register(app)
 
 

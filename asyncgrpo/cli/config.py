@@ -1,4 +1,4 @@
-"""`asyncgrpo config`: explain a setting, show a whole configuration, list the algorithms, translate verl's keys."""
+"""`asyncgrpo config`: explain a setting, show a whole configuration, list the algorithms, translate verl's and TRL's keys."""
 
 import sys
 from functools import partial
@@ -13,10 +13,11 @@ from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # the schema is read where it is used
     from asyncgrpo.config.schema import Config
+    from asyncgrpo.config.translation import Translation
 
 
 def register(app: typer.Typer) -> None:
-    """Add `config explain`, `config show`, `config algorithms` and `config from-verl`."""
+    """Add `config explain`, `config show`, `config algorithms`, `config from-verl` and `config from-trl`."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(
         group, name="config", help="Explain and show configurations.", epilog="Example: asyncgrpo config explain"
@@ -25,6 +26,7 @@ def register(app: typer.Typer) -> None:
     group.command("show", epilog="Example: asyncgrpo config show one_node_8gpu learner.lr=2e-6")(show)
     group.command("algorithms", epilog="Example: asyncgrpo config algorithms")(algorithms)
     group.command("from-verl", epilog="Example: asyncgrpo config from-verl run_qwen3_8b.sh --yaml")(from_verl)
+    group.command("from-trl", epilog="Example: asyncgrpo config from-trl train_grpo.py num_processes=8")(from_trl)
 
 
 def explain(
@@ -129,14 +131,45 @@ def from_verl(
     Prints a command, or with --yaml a file. Keys without a counterpart follow as comments, so that the output can be used
     as it is. A script is read and not run; keys in its branches and loops are left out and named.
     """
-    from asyncgrpo.config.from_verl import read, report, to_json
+    from asyncgrpo.config.from_verl import read
 
-    translation = read(sources, sys.stdin.read() if "-" in sources else "")
-    problem = _problem(translation.ours)
+    _print(read(sources, _stdin(sources)), as_yaml=as_yaml, as_json=as_json)
+
+
+def from_trl(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|FIELD=VALUE",
+            help="Python scripts, YAML or JSON files, shell scripts, - for a script on stdin, or single fields.",
+        ),
+    ],
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Translate a TRL configuration to the keys of asyncgrpo.
+
+    Prints a command, or with --yaml a file. Fields without a counterpart follow as comments, so that the output can be used
+    as it is. A script is read and not run: literals and flags count, the rest is named. num_processes=N says how many
+    processes accelerate started, one if it is not given.
+    """
+    from asyncgrpo.config.from_trl import read
+
+    _print(read(sources, _stdin(sources)), as_yaml=as_yaml, as_json=as_json)
+
+
+def _stdin(sources: list[str]) -> str:
+    return sys.stdin.read() if "-" in sources else ""
+
+
+def _print(found: "Translation", *, as_yaml: bool, as_json: bool) -> None:
+    from asyncgrpo.config.translation import report, to_json
+
+    problem = _problem(found.ours)
     if as_json:
-        print_json(to_json(translation, problem))
+        print_json(to_json(found, problem))
     else:
-        typer.echo(report(translation, problem, as_yaml=as_yaml))
+        typer.echo(report(found, problem, as_yaml=as_yaml))
 
 
 def _problem(ours: dict[str, Any]) -> str:

@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 import typer
 
-from asyncgrpo.cli.options import ModelOption, RewardFuncOption
+from asyncgrpo.cli.options import ModelOption, RewardFuncOption, one_or_all
 from asyncgrpo.cli.output import JsonOption, print_json, shorten
 from asyncgrpo.config.schema import Config, DataConfig
-from asyncgrpo.data.rows import Record, read_rows, recognise
+from asyncgrpo.data.rows import Record, recognise
+from asyncgrpo.data.sources import read_source
 from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
@@ -78,8 +79,8 @@ def check_file(
         DataError: the file or one of its rows cannot be used.
         ConfigError: the model's tokenizer cannot be loaded.
     """
-    rows = read_rows(path)
-    schema = recognise(rows, config.columns, str(path))
+    rows, columns = read_source(str(path), config.columns)
+    schema = recognise(rows, columns, str(path))
     records = [schema.to_record(row, index) for index, row in enumerate(rows)]
     rendered = _rendered(path, records, model_path, config)
     lengths = [len(text) if model_path is None else len(token_ids) for text, token_ids in rendered]
@@ -87,6 +88,8 @@ def check_file(
     prompt = Prompt(
         prompt_id="check/0",
         token_ids=rendered[0].token_ids,
+        text=first.prompt if isinstance(first.prompt, str) else "",
+        turns=() if isinstance(first.prompt, str) else tuple(first.prompt),
         answer=first.answer,
         source=first.source,
         info=first.info,
@@ -117,7 +120,7 @@ def _rendered(
     """The prompts as the model would see them; without a model, the contents of their turns."""
     if model_path is None:
         return [_without_template(record, config.system_prompt) for record in records]
-    tokenizer, longest = load_tokenizer(model_path), config.max_prompt_tokens
+    tokenizer, longest = load_tokenizer(model_path, config.chat_template_kwargs), config.max_prompt_tokens
     return [
         render(tokenizer, record.messages, config.system_prompt, where=f"{path}, row {index}", longest=longest)
         for index, record in enumerate(records)
@@ -142,7 +145,7 @@ def register(app: typer.Typer) -> None:
 
 
 def check(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet, JSONL or JSON file of prompts.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet, JSONL or JSON file of prompts, or hf:ID.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="As for a run: data.columns.prompt=question", show_default=False),
@@ -159,36 +162,37 @@ def check(
     """
     from asyncgrpo.config.load import load_config
 
-    base = {"model": {"path": model or ""}, "data": {"train": file}, "reward": {"function": reward_func}}
-    report = _check(file, model, load_config(None, overrides or (), base=base))
+    base = {"model": {"path": model or ""}, "data": {"train": file}, "reward": {"function": one_or_all(reward_func)}}
+    report, reward = _check(file, model, load_config(None, overrides or (), base=base))
     if as_json:
-        print_json(msgspec.to_builtins(report))
+        print_json(msgspec.to_builtins(report) | {"reward": reward})
     else:
-        _print(report)
+        _print(report, reward)
     if report.score is not None and report.score.failure is not None:
         raise AsyncGRPOError(
             f"{file}: the ground truth of row 0, as a completion, could not be scored{_why(report.score)}"
         )
 
 
-def _check(file: str, model: str | None, config: Config) -> CheckReport:
+def _check(file: str, model: str | None, config: Config) -> tuple[CheckReport, str]:
+    """The report, and what scores in words."""
     from asyncgrpo.cli.running import REWARD_IMPORT_S
     from asyncgrpo.data.demo import demo_rules
-    from asyncgrpo.rewards import build_reward
+    from asyncgrpo.rewards import build_reward, score_one
 
     reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
     with asyncio.Runner() as runner:  # one loop for all calls: the workers of a reward belong to it
 
         def score(prompt: Prompt, answer: str) -> Score:
-            return runner.run(reward.score(prompt, answer))
+            return runner.run(score_one(reward, prompt, answer))
 
         try:
-            return check_file(file, model, config.data, score=score)
+            return check_file(file, model, config.data, score=score), reward.about
         finally:
             runner.run(reward.close())
 
 
-def _print(report: CheckReport) -> None:
+def _print(report: CheckReport, reward: str) -> None:
     lengths, limit = report.lengths, report.max_prompt_tokens
     sources = ", ".join(f"{source or '(none)'} {count:,}" for source, count in report.sources.items())
     dropped = f"; {report.over_long:,} longer than {limit}, which a run drops" if report.over_long is not None else ""
@@ -200,6 +204,7 @@ def _print(report: CheckReport) -> None:
         "prompt lengths": f"{report.unit}: half up to {lengths.p50:,}, 90 % up to {lengths.p90:,}, "
         f"99 % up to {lengths.p99:,}, longest {lengths.max:,}{dropped}",
         "without answer": f"{report.answers_missing:,} rows",
+        "reward": reward,
         "row 0, prompt": shorten(report.prompt_text, 2000),
         "row 0, answer": shorten(report.answer, 600),
     }

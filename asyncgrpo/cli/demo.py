@@ -3,8 +3,9 @@
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +14,10 @@ from asyncgrpo.cli import options
 from asyncgrpo.cli.output import command, same_command
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.importing import importing
+
+if TYPE_CHECKING:
+    from asyncgrpo.tools.chaos import Plan
 
 UNDER_CHAOS = [
     "cluster.silent_timeout_s=6",  # the small model is up again in seconds; a large one loads for minutes
@@ -45,6 +50,10 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    faults: Annotated[
+        str | None, typer.Option("--faults", hidden=True, help="These for --chaos, in this order.")
+    ] = None,
+    observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
@@ -57,7 +66,6 @@ def demo(
     from asyncgrpo.cli.running import choose_folder, execute, preview
     from asyncgrpo.config.files import algorithm_file
     from asyncgrpo.config.load import load_config
-    from asyncgrpo.tools.chaos import Plan
 
     if algorithm is not None:
         algorithm_file(algorithm)  # refuse an unknown name before a model is made
@@ -78,16 +86,13 @@ def demo(
             if not is_made:
                 _make(Path(elsewhere), seed)
             return preview(configured(folder if is_made else Path(elsewhere)), algorithm, shown=config)
-    if not is_made:
-        _make(folder, seed)
-    plan = Plan(per_hour=chaos, seed=seed) if chaos is not None else None
-    finished = execute(config, Console(), algorithm=algorithm, chaos=plan)
+    with nullcontext() if is_made else _made(config, folder, seed):
+        finished = execute(config, Console(), algorithm=algorithm, chaos=_plan(chaos, seed, faults), observe=observe)
     if chaos is not None:
         report(finished.run_dir)
-    if finished.status == "done":
-        typer.echo(f"next: {command('samples', finished.run_dir, '--best')}")
-    else:
-        typer.echo(f"to go on: {same_command(None if out else folder)}")
+    is_done = finished.status == "done"
+    said = command("samples", finished.run_dir, "--best") if is_done else same_command(None if out else folder)
+    typer.echo(f"{'next' if is_done else 'to go on'}: {said}")
 
 
 def _settings(
@@ -108,12 +113,24 @@ def _settings(
     return settings + (UNDER_CHAOS if chaos is not None else [])
 
 
+def _plan(chaos: float | None, seed: int, faults: str | None) -> "Plan | None":
+    """The faults that `--chaos` asks for.
+
+    Args:
+        faults: kinds and actors in their order, between commas, as benchmarks/soak.py asks for them.
+    """
+    from asyncgrpo.tools.chaos import Plan
+
+    order = tuple(faults.split(",")) if faults else ()
+    return Plan(per_hour=chaos, seed=seed, faults=order) if chaos is not None else None
+
+
 def _choose_engine(asked: str | None) -> str:
     """The engine asked for, or the best that can run here. Prints why if that is not SGLang."""
-    from asyncgrpo.engines.build import why_sglang_cannot_run
-
     if asked is not None:
         return asked
+    with importing():
+        from asyncgrpo.engines.build import why_sglang_cannot_run
     why = why_sglang_cannot_run()
     if why is None:
         return "sglang"
@@ -130,11 +147,21 @@ def _files_in(folder: Path) -> list[str]:
     ]
 
 
+def _made(config: Config, folder: Path, seed: int) -> AbstractContextManager[None]:
+    """Make the demo's files while Ray starts. Settings that only a person can have wrong are checked before."""
+    from asyncgrpo.cli.running import check_settings
+    from asyncgrpo.cluster.ray_session import session_beside
+
+    check_settings(config)
+    return session_beside(lambda: _make(folder, seed), config)
+
+
 def _make(folder: Path, seed: int) -> None:
     from asyncgrpo.data.demo import make_demo_model, write_demo_task
 
     folder.mkdir(0o700, parents=True, exist_ok=True)
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    make_demo_model(folder / "model", seed=seed)
+    with importing():
+        make_demo_model(folder / "model", seed=seed)
     write_demo_task(data / "train.jsonl", data / "eval.jsonl", seed=seed)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
+from asyncgrpo.cores import cores
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 
@@ -86,9 +87,8 @@ def check_python() -> Finding:
 def check_machine() -> Iterator[Finding]:
     import psutil
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores >= 2:
-        yield Finding("cores", "ok", f"{cores}")
+    if (there := cores()) >= 2:
+        yield Finding("cores", "ok", f"{there}")
     else:
         yield Finding("cores", "warning", "1: generators and learner take turns")
     free = psutil.virtual_memory().available

@@ -75,9 +75,21 @@ def _fitting(offers: Iterable[Offer], incomplete: str) -> list[Offer]:
 # -- flags as settings -------------------------------------------------------------------------------------------------
 ModelOption = Annotated[str | None, typer.Option("--model", help="Folder of a Hugging Face model, or its hub id.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Training prompts: Parquet, JSONL or JSON.")]
-EvalDataOption = Annotated[str | None, typer.Option("--eval-data", help="Held-out prompts, evaluated while training.")]
+EvalDataOption = Annotated[
+    list[str] | None,
+    typer.Option("--eval-data", help="Held-out prompts, evaluated while training; may be repeated."),
+]
 RewardFuncOption = Annotated[
-    str | None, typer.Option("--reward-func", help="Python file with compute_score, or FILE:NAME.")
+    list[str] | None,
+    typer.Option(
+        "--reward-func", help="Python file with compute_score, FILE:NAME, or a built-in reward; may be repeated."
+    ),
+]
+UnsafeRewardsOption = Annotated[
+    bool,
+    typer.Option(
+        "--unsafe-rewards", help="Run the model's code as your user where bubblewrap cannot run: reward.code.unsafe."
+    ),
 ]
 RolloutNOption = Annotated[int | None, typer.Option("--rollout-n", help="Completions to each prompt, at least 2.")]
 EpochsOption = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
@@ -104,6 +116,10 @@ MaxLagOption = Annotated[
 DryRunOption = Annotated[
     bool,
     typer.Option("--dry-run", help="Say what the run would do and need, or why it would be refused; start nothing."),
+]
+ObserveOption = Annotated[
+    bool,
+    typer.Option("--observe", help="Start Prometheus beside the run until it ends, and Grafana if it is installed."),
 ]
 AlgorithmOption = Annotated[
     str | None,
@@ -144,8 +160,9 @@ def train_overrides(
     *,
     model: str | None = None,
     data: str | None = None,
-    eval_data: str | None = None,
-    reward_func: str | None = None,
+    eval_data: Sequence[str] | None = None,
+    reward_func: Sequence[str] | None = None,
+    unsafe_rewards: bool = False,
     rollout_n: int | None = None,
     epochs: int | None = None,
     n_gpus: int | None = None,
@@ -170,8 +187,9 @@ def train_overrides(
     values: dict[str, object] = {
         "model.path": model,
         "data.train": data,
-        "data.eval": eval_data,
-        "reward.function": reward_func,
+        "data.eval": one_or_all(eval_data),
+        "reward.function": one_or_all(reward_func),
+        "reward.code.unsafe": True if unsafe_rewards else None,
         "algorithm.group_size": rollout_n,
         "algorithm.kl_coef": kl_coef,
         "learner.lr": lr,
@@ -184,6 +202,13 @@ def train_overrides(
     if n_gpus is not None:
         values |= _placement(n_gpus, explicit)
     return [f"{key}={value}" for key, value in values.items() if value is not None] + list(explicit)
+
+
+def one_or_all(specs: Sequence[str] | None) -> str | list[str] | None:
+    """The value of `reward.function` for what `--reward-func` was given."""
+    if not specs:
+        return None
+    return specs[0] if len(specs) == 1 else list(specs)
 
 
 def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:

@@ -8,23 +8,24 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.importing import importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.folder import RunFolder
     from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.config.memory import Card
-    from asyncgrpo.rewards.base import Reward
+    from asyncgrpo.rewards import ConfiguredReward
     from asyncgrpo.tools.chaos import Plan
 
 # -- the checks before a run is started --------------------------------------------------------------------------------
@@ -35,13 +36,30 @@ _OTHER_FILES_BYTES = 2**26
 """Space in a run folder for everything but checkpoints."""
 
 
-def check_run(config: Config) -> None:
+def check_run(config: Config) -> str:
     """Check everything about a run that can be known before it is started.
 
+    Returns:
+        What scores the completions, in words.
     Raises:
         ConfigError, DataError, RewardError: one sentence each.
     """
     from asyncgrpo.cluster.wiring import uses_cuda
+
+    check_settings(config)
+    _check_gpus(config, learner_on_gpu=uses_cuda(config))
+    reward = check_inputs(config)
+    check_fit(config)
+    _check_training(config, learner_on_gpu=uses_cuda(config))
+    return reward
+
+
+def check_settings(config: Config) -> None:
+    """Check what can be known of a configuration alone, without its files and this machine's GPUs.
+
+    Raises:
+        ConfigError: one sentence.
+    """
     from asyncgrpo.config.rules import check_algorithm
     from asyncgrpo.recording.loggers import check_loggers
     from asyncgrpo.wire.sockets import check_bind
@@ -49,21 +67,20 @@ def check_run(config: Config) -> None:
     check_algorithm(config)
     check_bind(config.cluster.bind)
     check_loggers(config.run.loggers)
-    _check_gpus(config, learner_on_gpu=uses_cuda(config))
-    check_inputs(config)
-    check_fit(config)
-    _check_training(config, learner_on_gpu=uses_cuda(config))
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(config: Config) -> str:
     """Check what an evaluation needs too: engine, model, tokenizer, reward and prompts.
 
+    Returns:
+        What scores the completions, in words.
     Raises:
         ConfigError, DataError, RewardError: one sentence each.
     """
     from asyncgrpo.config.rules import check_model, local_model
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
+    from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.weights.files import check_weight_files
 
@@ -74,23 +91,36 @@ def check_inputs(config: Config) -> None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
     check_extra(config.generators)
     reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
+    if (agent := build_agent(config.environment)) is not None:
+        _check_prompts(config, None if config.reward.function is None else reward)
+        return f"{agent.about}; where it returns nothing, {reward.about}"
+    environment = build_environment(config.environment)
+    if environment is not None and environment_scores(config, environment):
+        _check_prompts(config, None)
+        return environment.about
     _check_prompts(config, reward)
+    return reward.about if environment is None else f"{reward.about}, in {environment.about}"
 
 
-def _check_prompts(config: Config, reward: "Reward") -> None:
+def _check_prompts(config: Config, reward: "ConfiguredReward | None") -> None:
+    from asyncgrpo.data.kept import look
     from asyncgrpo.data.prompts import check_prompts
     from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
-    from asyncgrpo.rewards.rules import RuleReward
 
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
+    kept = look(config, Path(config.run.out))
     stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
     vocabulary = vocabulary_size(config.model.path)
-    for file, limit in ((config.data.train, None), (config.data.eval, config.data.eval_rows)):
-        if file is None:
-            continue
-        sources = check_prompts(file, tokenizer, config.data, vocabulary=vocabulary, limit=limit)
-        if isinstance(reward, RuleReward):
-            reward.check_sources(sources)
+    splits = {"train": config.data.sources} | {name: (source,) for name, source in config.data.suites.items()}
+    for split, sources in splits.items():
+        limit = None if split == "train" else config.data.eval_rows
+        if split in kept:  # they passed this check before they were kept
+            found = set(kept[split].about.sources)
+        else:
+            read = [check_prompts(s, tokenizer, config.data, vocabulary=vocabulary, limit=limit) for s in sources]
+            found = set().union(*read)
+        if reward is not None:
+            reward.check_sources(found)
 
 
 def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
@@ -182,11 +212,17 @@ def preview(config: Config, algorithm: str | None = None, *, shown: Config | Non
     """
     from asyncgrpo.cluster.folder import RunFolder, look
 
-    check_run(config)
+    with importing():
+        reward = check_run(config)
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     standing = look(config, folder)
-    rows = [*_files(config, shown or config), ("processes", _processes(config)), ("GPUs", _gpus(config))]
+    rows = [
+        *_files(config, shown or config),
+        ("reward", reward),
+        ("processes", _processes(config)),
+        ("GPUs", _gpus(config)),
+    ]
     begins = ["new: it would begin at step 0"] if standing.is_new else standing.lines(config.run.out)
     rows += [("folder" if i == 0 else "", line) for i, line in enumerate([str(folder.path), *begins])]
     typer.echo(sizes_in_words(config, algorithm))
@@ -208,18 +244,15 @@ def _files(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
         yield "model", str(model.absolute() if shown is config else Path(shown.model.path))
     else:
         yield "model", f"{shown.model.path}, to be downloaded: no prompt was counted"
-    keys: tuple[Literal["train", "eval"], ...] = ("train", "eval")
-    for key in keys:
-        path: str | None = getattr(config.data, key)
-        if path is None:
-            continue
-        text = str(Path(getattr(shown.data, key)).absolute())
+    named = [("train", name) for name in shown.data.sources] + list(shown.data.suites.items())
+    sources = [*config.data.sources, *config.data.suites.values()]
+    for (split, name), source in zip(named, sources, strict=True):
+        text = str(Path(name).absolute()) if is_file(name) else name
         if tokenizer is not None:
-            limit = config.data.eval_rows if key == "eval" else None
-            loaded = load_prompts(path, key, tokenizer, config.data, limit=limit)
-            text += f": {len(loaded.prompts):,} prompts, {loaded.dropped_too_long:,} longer than data.max_prompt_tokens"
-        yield f"data.{key}", text
-    yield "reward", config.reward.function or "by data_source"
+            limit = None if split == "train" else config.data.eval_rows
+            loaded = load_prompts(source, split, tokenizer, config.data, limit=limit)
+            text += f": {len(loaded):,} prompts, {loaded.dropped_too_long:,} longer than data.max_prompt_tokens"
+        yield f"data.{split}" if split in ("train", "eval") else f"  {split}", text
 
 
 def _processes(config: Config) -> str:
@@ -258,7 +291,12 @@ def choose_folder(default: str, explicit: str | None) -> Path:
 
 
 def execute(
-    config: Config, console: Console, *, algorithm: str | None = None, chaos: "Plan | None" = None
+    config: Config,
+    console: Console,
+    *,
+    algorithm: str | None = None,
+    chaos: "Plan | None" = None,
+    observe: bool = False,
 ) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, with the screen on `console`.
 
@@ -267,25 +305,38 @@ def execute(
     Args:
         algorithm: name of the preset that `config` was made with, to be printed with the sizes.
         chaos: faults to inject into the run.
+        observe: start Prometheus beside the run, and Grafana if it is installed.
     Raises:
         AsyncGRPOError: one sentence that says what ended the run.
     """
+    from asyncgrpo.cli.observe import observed
     from asyncgrpo.cluster.folder import RunFolder, look, record
     from asyncgrpo.cluster.run import Run
+    from asyncgrpo.data.kept import prepare_if_small
+    from asyncgrpo.wire.sockets import is_loopback
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    check_run(config)
+    with importing():
+        reward = check_run(config)
     sizes = sizes_in_words(config, algorithm)
     folder = RunFolder(Path(config.run.out))
     folder.claim()
     try:
         standing = look(config, folder)
-        for line in (sizes, *filter(None, [memory_table(config)]), *standing.lines(config.run.out)):
+        for line in (
+            sizes,
+            f"reward: {reward}",
+            *filter(None, [memory_table(config)]),
+            *standing.lines(config.run.out),
+        ):
             say(line)
         record(config, folder, standing)
-        with _screen(folder, console):
+        prepare_if_small(config, folder.path)
+        with_token = not is_loopback(config.cluster.bind)
+        watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
+        with watched, _screen(folder, console):
             outcome = Run(config, folder, sizes, chaos).execute(tell=say)
     finally:
         folder.release()

@@ -4,15 +4,15 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+import msgspec
 import typer
 
 from asyncgrpo.cli.output import JsonOption, print_json, shorten
-from asyncgrpo.errors import DataError
 from asyncgrpo.logs import visible
-
-Row = dict[str, Any]
+from asyncgrpo.recording.sample_changes import Changed, Changes, changes
+from asyncgrpo.recording.sample_search import EVALS, TRAINED, Folder, Row, files_of, read_table
 
 
 def register(app: typer.Typer) -> None:
@@ -27,17 +27,31 @@ def samples(
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     at_random: Annotated[bool, typer.Option("--random", help="A random choice, the same each time.")] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Completions to print.")] = 5,
+    evals: Annotated[bool, typer.Option("--evals", help="Completions of evaluations instead of trained ones.")] = False,
+    from_step: Annotated[
+        int | None, typer.Option("--from", help="Step of an evaluation: print which held-out prompts changed since it.")
+    ] = None,
+    to_step: Annotated[
+        int | None, typer.Option("--to", help="Step of the evaluation to compare it with; the newest without it.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Full texts, however long.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print prompts, completions, rewards and lag of one training step.
+    """Print the completions of a step, with their rewards and lag.
 
     A completion that was sampled several times is shown once, with a count. --json prints one object on each line, with
-    full texts.
+    full texts. With --from or --to it prints the held-out prompts that are right in one of two evaluations only.
     """
     if best + worst + at_random > 1:
         raise typer.BadParameter("give one of --best, --worst and --random")
-    rows = read_step(run, step)
+    length = None if full else 600
+    if from_step is not None or to_step is not None:
+        if step is not None or best or worst or at_random:
+            raise typer.BadParameter(
+                "--from and --to compare two evaluations; --step, --best, --worst, --random do not"
+            )
+        return _compare(changes(run, from_step, to_step), limit, length, as_json=as_json)
+    rows = read_step(run, step, EVALS if evals else TRAINED)
     order: Literal["best", "worst", "random"] | None = (
         "best" if best else "worst" if worst else "random" if at_random else None
     )
@@ -46,27 +60,12 @@ def samples(
         for row in chosen:
             print_json(row, indent=None)
         return
-    _print(chosen, rows, length=None if full else 600)
+    _print(chosen, rows, length=length)
 
 
-def read_step(run: Path, step: int | None = None) -> list[Row]:
-    """The rows of `RUN/samples/step_NNNNNN.parquet`, in the order of the file. Raises DataError."""
-    files = {int(file.stem[5:]): file for file in (run / "samples").glob("step_*.parquet") if file.stem[5:].isdigit()}
-    if not files:
-        why = "it writes them after its first step" if run.is_dir() else "there is no such folder"
-        raise DataError(f"{run} holds no samples/step_*.parquet: {why}")
-    if step is not None and step not in files:
-        there = f"there are steps {min(files)} to {max(files)} (run.keep_samples, run.samples_every)"
-        raise DataError(f"{run} has no samples of step {step}; {there}")
-    file = files[max(files) if step is None else step]
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(file).to_pylist()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
+def read_step(run: Path, step: int | None = None, folder: Folder = TRAINED) -> list[Row]:
+    """The rows of `step_NNNNNN.parquet` in a folder of the run, in the order of the file. Raises DataError."""
+    return read_table(files_of(run, folder), run, step)[1].to_pylist()
 
 
 def choose(rows: list[Row], order: Literal["best", "worst", "random"] | None) -> list[Row]:
@@ -134,3 +133,47 @@ def _style(row: Row) -> str:
     if row["reward"] is None:
         return "bold yellow"
     return "bold green" if (row["advantage"] or row["reward"]) > 0 else "bold red"
+
+
+# -- two evaluations ---------------------------------------------------------------------------------------------------
+
+
+def _compare(found: Changes, limit: int, length: int | None, *, as_json: bool) -> None:
+    """Print the first `limit` prompts that were fixed and as many that were broken, or all that changed as JSON."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if as_json:
+        for change in found.changed:
+            print_json(msgspec.to_builtins(change), indent=None)
+        return
+    console = Console(highlight=False)
+    shown = [change for way in ("fixed", "broken") for change in [c for c in found.changed if c.way == way][:limit]]
+    for change in shown:
+        is_fixed = change.way == "fixed"
+        headline = f"{change.prompt_id}  {'wrong -> right' if is_fixed else 'right -> wrong'}  {_rewards(change)}"
+        console.print(Text(headline, style="bold green" if is_fixed else "bold red"))
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, text in (
+            ("prompt", change.prompt),
+            (f"step {found.from_step}", change.before.completion),
+            (f"step {found.to_step}", change.after.completion),
+            ("ground truth", change.ground_truth),
+        ):
+            text = visible(text.strip())
+            grid.add_row(f"  {name}", Text(text if length is None else shorten(text, length)))
+        console.print(grid)
+        console.print()
+    last = f"{found.prompts} prompts, step {found.from_step} to step {found.to_step}: {found.right_before} right, then "
+    last += f"{found.right_after}; {found.fixed} went from wrong to right, {found.broken} from right to wrong"
+    console.print(Text(last + (f" ({len(shown)} shown)" if len(shown) < len(found.changed) else ""), style="dim"))
+
+
+def _rewards(change: Changed) -> str:
+    before, after = (
+        "none" if side.reward_mean is None else f"{side.reward_mean:g}" for side in (change.before, change.after)
+    )
+    return f"reward {before} -> {after}  weights {change.before.version} -> {change.after.version}"

@@ -21,6 +21,7 @@ def train(
     data: options.DataOption = None,
     eval_data: options.EvalDataOption = None,
     reward_func: options.RewardFuncOption = None,
+    unsafe_rewards: options.UnsafeRewardsOption = False,
     rollout_n: options.RolloutNOption = None,
     epochs: options.EpochsOption = None,
     steps: options.StepsOption = None,
@@ -32,12 +33,14 @@ def train(
     engine: options.EngineOption = None,
     out: options.OutOption = None,
     config: options.ConfigOption = None,
+    observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a model on a file of prompts. The same command goes on after an interruption."""
     from asyncgrpo.cli.running import choose_folder, execute, preview
     from asyncgrpo.config.load import load_config
+    from asyncgrpo.environments.build import with_tools
 
     folder = choose_folder("runs/train", out)
     settings = options.train_overrides(
@@ -45,6 +48,7 @@ def train(
         data=data,
         eval_data=eval_data,
         reward_func=reward_func,
+        unsafe_rewards=unsafe_rewards,
         rollout_n=rollout_n,
         epochs=epochs,
         steps=steps,
@@ -58,10 +62,10 @@ def train(
     )
     if n_gpus:
         settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
-    resolved = load_config(config, settings, algorithm=algorithm, tell=typer.echo)
+    resolved = with_tools(load_config(config, settings, algorithm=algorithm, tell=typer.echo))
     if dry_run:
         return preview(resolved, algorithm)
-    finished = execute(resolved, Console(), algorithm=algorithm)
+    finished = execute(resolved, Console(), algorithm=algorithm, observe=observe)
     if finished.status == "done":
         typer.echo(f"next: {command('samples', finished.run_dir)}")
     else:
@@ -72,6 +76,7 @@ def serve(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
     algorithm: options.AlgorithmOption = None,
+    observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Train without an end, until SIGTERM or Ctrl-C.
@@ -81,12 +86,13 @@ def serve(
     """
     from asyncgrpo.cli.running import execute, preview
     from asyncgrpo.config.load import load_config
+    from asyncgrpo.environments.build import with_tools
 
     settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
-    resolved = load_config(config, settings, algorithm=algorithm, tell=typer.echo)
+    resolved = with_tools(load_config(config, settings, algorithm=algorithm, tell=typer.echo))
     if dry_run:
         return preview(resolved, algorithm)
-    finished = execute(resolved, Console(), algorithm=algorithm)
+    finished = execute(resolved, Console(), algorithm=algorithm, observe=observe)
     typer.echo(f"{finished.status}: {finished.run_dir}")
     if finished.status != "done":
         typer.echo(f"to go on: {same_command()}")

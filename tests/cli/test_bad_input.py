@@ -209,6 +209,18 @@ def test_a_disk_with_too_little_room_for_a_checkpoint(folder: Path, train, monke
     assert "run.out run: a checkpoint takes about" in said and "1000 B" in said
 
 
+def test_code_that_nothing_here_isolates(folder: Path, train, monkeypatch):
+    """Refused before anything is started, unless the person takes the risk."""
+    row(data_source="codecontests", ground_truth={"inputs": ["1"], "outputs": ["1"]})(folder)
+    monkeypatch.setenv("PATH", str(folder))
+    code, said = train(*GOOD)
+    assert code == 1
+    assert len(said) == 1 and "the package bubblewrap" in said[0] and "--unsafe-rewards" in said[0]
+    for way_out in ("--unsafe-rewards", "reward.code.url=http://sandbox:8080"):
+        with pytest.raises(Started):
+            train(*GOOD, way_out)
+
+
 def test_what_is_all_right_is_started(folder: Path, train):
     with pytest.raises(Started):
         train(*GOOD, "--reward-func", "reward.py", "--eval-data", "train.json")

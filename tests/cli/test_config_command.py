@@ -134,3 +134,21 @@ def test_from_verl_without_a_key_is_refused(asyncgrpo, tmp_path):
     (tmp_path / "run.sh").write_text("echo hello\n")
     ended = asyncgrpo("config", "from-verl", tmp_path / "run.sh")
     assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: it has no key of verl's\n")
+
+
+def test_from_trl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("trl grpo --seed 3 --min_p 0.1 --num_generation 4"))
+    found = json.loads(asyncgrpo("config", "from-trl", "-", "--json").out)
+    assert found["ours"] == {"run.seed": 3}
+    assert [left["key"] for left in found["without_counterpart"]] == ["min_p"]
+    assert found["not_understood"] == [
+        "num_generation: this is no key of TRL's that asyncgrpo knows; did you mean `num_generations`?"
+    ]
+    assert found["trl_defaults"]["buffer.max_lag"] == 0
+    assert "model.path is missing" in found["problem"]
+
+
+def test_from_trl_without_a_field_is_refused(asyncgrpo, tmp_path):
+    (tmp_path / "run.sh").write_text("echo hello\n")
+    ended = asyncgrpo("config", "from-trl", tmp_path / "run.sh")
+    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: it has no field of TRL's\n")

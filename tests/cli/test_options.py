@@ -27,7 +27,7 @@ def test_every_flag_reaches_its_knob():
     config = load_config(
         None,
         train_overrides(
-            model="m", data="d.parquet", eval_data="e.json", reward_func="r.py:score", rollout_n=4, epochs=3, lr=2e-6,
+            model="m", data="d.parquet", eval_data=["e.json"], reward_func=["r.py:score"], rollout_n=4, epochs=3, lr=2e-6,
             kl_coef=0.01, steps=7, engine="torch", out="o", max_lag=1,
         ),
     )  # fmt: skip
@@ -35,6 +35,11 @@ def test_every_flag_reaches_its_knob():
     assert (config.reward.function, config.algorithm.group_size, config.algorithm.kl_coef) == ("r.py:score", 4, 0.01)
     assert (config.learner.lr, config.generators.engine, config.run.out) == (2e-6, "torch", "o")
     assert (config.run.steps, config.run.epochs, config.buffer.max_lag) == (7, 3, 1)
+
+
+def test_a_reward_function_may_be_given_several_times():
+    flags = train_overrides(model="m", data="d.json", reward_func=["r.py:score", "format"])
+    assert load_config(None, flags).reward.function == ("r.py:score", "format")
 
 
 def test_a_flag_wins_over_the_file_and_a_key_wins_over_a_flag():
@@ -119,4 +124,4 @@ def test_flags_may_be_written_with_dashes_or_underscores():
         "--reward-func r.py --rollout-n 5 --n-gpus 8 --kl-coef 0.01",
         "--reward_func r.py --rollout_n 5 --n_gpus 8 --kl_coef 0.01",
     ):
-        assert CliRunner().invoke(app, arguments.split()).output.strip() == "r.py 5 8 0.01"
+        assert CliRunner().invoke(app, arguments.split()).output.strip() == "['r.py'] 5 8 0.01"

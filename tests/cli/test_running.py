@@ -94,6 +94,21 @@ def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
     assert f"{files / 'a run'}\n" in ended.out and "new: it would begin at step 0" in ended.out
 
 
+def test_a_script_of_trl_becomes_a_configuration_that_a_run_takes(asyncgrpo, started, files):
+    (files / "grpo.py").write_text(
+        "def correct(completions, **kwargs):\n    return [1.0 for _ in completions]\n\n"
+        "def main():\n    rows = load_dataset('json', data_files='train.jsonl')\n"
+        "    GRPOTrainer('model1', reward_funcs=correct, train_dataset=rows, args=GRPOConfig(\n"
+        "        num_generations=4, per_device_train_batch_size=16, max_steps=3, max_completion_length=4))\n"
+    )
+    translated = asyncgrpo("config", "from-trl", "grpo.py", "use_cpu=true", "--yaml")
+    assert translated.code == 0 and "does not run yet" not in translated.out, translated
+    (files / "mine.yaml").write_text(translated.out)
+    ended = preview(asyncgrpo, "train", "--config", "mine.yaml", *TRAIN[2:6], "data.max_prompt_tokens=32")
+    assert ended.code == 0 and not started, ended
+    assert f"{files / 'model1'}\n" in ended.out and f"{files / 'train.jsonl'}: " in ended.out
+
+
 def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files, monkeypatch):
     card = SimpleNamespace(name="Card", total_memory=79 * 2**30)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)

@@ -119,3 +119,72 @@ def test_what_is_not_there_is_said_in_one_sentence(asyncgrpo, run, arguments, se
 def test_a_broken_file_is_named(asyncgrpo, run):
     (run / "samples" / "step_000007.parquet").write_text("not Parquet")
     assert "step_000007.parquet cannot be read as Parquet" in asyncgrpo("samples", run).err
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+
+
+def held_out(prompt: int, step: int, *rewards: float | None) -> list[dict[str, object]]:
+    return [
+        row(prompt, step, prompt_id=f"eval/{prompt}", completion=f"{prompt} said {n} at {step}", reward=reward,
+            failure=None if reward is not None else "timeout", advantage=None, version_newest=f"1.{step}")
+        for n, reward in enumerate(rewards)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Path:
+    steps = {
+        0: [
+            held_out(0, 0, 0, 0),
+            held_out(1, 0, 1, 1),
+            held_out(2, 0, 1, 1),
+            held_out(3, 0, 0, 1),
+            held_out(9, 0, 0, 0),
+        ],
+        5: [held_out(0, 5, 0, 0), held_out(1, 5, 0, 1), held_out(2, 5, 0, None), held_out(3, 5, 1, 1)],
+        10: [held_out(0, 10, 0, 0.6), held_out(1, 10, 1, 1), held_out(2, 10, 0.4, 0), held_out(3, 10, 1, 1)],
+    }
+    (tmp_path / "evals").mkdir()
+    for step, groups in steps.items():
+        rows = [each for group in groups for each in group]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "evals" / f"step_{step:06d}.parquet")
+    return tmp_path
+
+
+def test_two_evaluations_are_compared_prompt_by_prompt(asyncgrpo, evaluated):
+    assert [(c["prompt_id"], c["way"]) for c in listed(asyncgrpo, evaluated, "--from", 0)] == [("eval/2", "broken")]
+    (evaluated / "config.yaml").write_text("reward: {success: 0.5}\n")
+    first, second = listed(asyncgrpo, evaluated, "--from", 0, "--to", 10)
+    assert (first["prompt_id"], first["way"], second["prompt_id"], second["way"]) == (
+        "eval/0",
+        "fixed",
+        "eval/2",
+        "broken",
+    )
+    assert (first["before"]["completion"], first["after"]["completion"]) == ("0 said 0 at 0", "0 said 1 at 10")
+    assert (first["before"]["right"], first["after"]["right"], first["after"]["version"]) == (0.0, 0.5, "1.10")
+    assert (second["before"]["reward_mean"], second["after"]["reward_mean"]) == (1.0, 0.2)
+    text = shown(asyncgrpo, evaluated, "--from", 0)
+    assert "eval/0 wrong -> right reward 0 -> 0.3 weights 1.0 -> 1.10" in text
+    assert "4 prompts, step 0 to step 10: 3 right, then 3; 1 went from wrong to right, 1 from right to wrong" in text
+
+
+def test_a_completion_without_a_score_is_not_right(asyncgrpo, evaluated):
+    (change,) = listed(asyncgrpo, evaluated, "--from", 0, "--to", 5)
+    assert (change["prompt_id"], change["after"]["right"], change["after"]["reward_mean"]) == ("eval/2", 0.0, 0.0)
+
+
+def test_evaluations_that_are_not_there_are_named_with_those_that_are(asyncgrpo, evaluated):
+    ended = asyncgrpo("samples", evaluated, "--from", 10)
+    assert ended.code == 1 and "nothing to compare step 10 with; evaluations are kept of: 0, 5, 10" in ended.err
+    ended = asyncgrpo("samples", evaluated, "--from", 3)
+    assert ended.code == 1 and "no samples of step 3" in ended.err and "run.eval_every" in ended.err
+    assert asyncgrpo("samples", evaluated, "--from", 0, "--best").code == 2
+
+
+def test_the_completions_of_an_evaluation_are_read_like_those_of_a_step(asyncgrpo, evaluated):
+    rows = listed(asyncgrpo, evaluated, "--evals", "--step", 5, "--worst", "--limit", 1)
+    assert [r["prompt_id"] for r in rows] == ["eval/0"]
+    ended = asyncgrpo("samples", evaluated)
+    assert ended.code == 1 and "holds no samples/" in ended.err

@@ -1,0 +1,61 @@
+"""`asyncgrpo eval`: suites of several files, pass@k and parts of rewards, as a table and as JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.data.demo import make_demo_model, write_demo_task
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    has_digit = any(character.isdigit() for character in solution_str)
+    return {"score": float(has_digit), "length": float(len(solution_str))}
+"""
+ROWS = 3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
+    make_demo_model(folder / "model", seed=0)
+    for name in ("easy", "hard"):
+        write_demo_task(folder / "train.jsonl", folder / f"{name}.jsonl", seed=0, rows=2, eval_rows=ROWS)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def evaluate(asyncgrpo, files: Path, *arguments: str):
+    data = [argument for name in ("easy", "hard") for argument in ("--data", str(files / f"{name}.jsonl"))]
+    limits = ("--max-tokens", "4", "--reward-func", str(files / "reward.py"), "data.eval_rows=3")
+    return asyncgrpo("eval", str(files / "model"), *data, *limits, *arguments)
+
+
+def test_every_file_has_its_numbers_and_the_parts_of_its_rewards(asyncgrpo, files):
+    ended = evaluate(asyncgrpo, files, "--rollout-n", "4", "--temperature", "1", "--json")
+    assert ended.code == 0, ended.err
+    report = json.loads(ended.out)
+    assert (report["prompts"], report["completions"]) == (2 * ROWS, 8 * ROWS)
+    for name in ("easy", "hard"):
+        suite = report["suites"][name]
+        assert list(suite["numbers"]) == ["reward", "pass@1", "pass@2", "pass@4", "maj@4"]
+        value, low, high = suite["numbers"]["pass@1"]
+        assert low < value < high or value in (low, high)
+        assert value == pytest.approx(suite["numbers"]["reward"][0]), "a reward is 0 or 1"
+        assert suite["numbers"]["pass@4"][0] >= suite["numbers"]["pass@2"][0] >= value
+        assert 1.0 <= suite["parts"]["length"] <= 4.0
+
+
+def test_the_table_has_a_row_for_each_file(asyncgrpo, files):
+    ended = evaluate(asyncgrpo, files)
+    assert ended.code == 0, ended.err
+    head, easy, hard, *rest = ended.out.splitlines()
+    assert head.split() == ["suite", "prompts", "reward", "pass@1"]
+    assert easy.split()[:2] == ["easy", "3"] and hard.split()[:2] == ["hard", "3"] and " to " in easy
+    assert rest[0].startswith("6 completions to 6 prompts, mean reward ")
+    assert any("parts of easy: length" in line for line in rest)
+
+
+def test_greedy_completions_that_would_all_be_alike_are_refused(asyncgrpo, files):
+    ended = evaluate(asyncgrpo, files, "--rollout-n", "4")
+    assert ended.code == 1 and "sampling.eval_temperature is 0" in ended.err
