@@ -104,10 +104,12 @@ class _Auditor:
                     for lease_id in record.lease_ids:
                         if lease_id not in self._delivered:
                             self._differ(f"step {record.step} was given group {lease_id}, which was never delivered")
-                    on_path = record.step <= self._path.get(record.version.lineage, -1)
-                    (self._manifests if on_path else self._later).append(record)
+                    (self._manifests if self._is_on_path(record) else self._later).append(record)
                 case Dropped():
                     self._dropped[record.lease_id] = record
+
+    def _is_on_path(self, manifest: BatchIssued) -> bool:
+        return manifest.step <= self._path.get(manifest.version.lineage, -1)
 
     def _every_step_has_one_manifest(self) -> None:
         count = Counter(manifest.step for manifest in self._manifests)
@@ -145,7 +147,7 @@ class _Auditor:
                     self._differ(f"group {record.lease_id}: lag {bounded} in step {manifest.step}, max_lag {most}")
                 if newest > manifest.version.number:
                     self._differ(f"group {record.lease_id} is of weights {newest}, newer than step {manifest.step}")
-                if manifest in self._manifests:
+                if self._is_on_path(manifest):
                     self.result.lags[lag] += 1
 
     def _every_bound_was_in_force(self) -> None:
@@ -157,7 +159,7 @@ class _Auditor:
                 changes[change.version.lineage].append((change.version.number, change.max_lag))
         for record in self._delivered.values():
             start, oldest = self._history.starts.get(_lineage(record.lease_id)), record.versions[0]
-            if start is None or not start.max_lag_is_auto or record.max_lag in (None, start.max_lag):
+            if start is None or record.max_lag in (None, start.max_lag):
                 continue
             known = {max_lag for since, max_lag in changes[start.lineage] if since <= oldest.number}
             if record.max_lag not in known:
@@ -203,7 +205,13 @@ class _Auditor:
             self._differ(f"{events} is missing")
             return
         manifests = {manifest.step: manifest for manifest in self._manifests}
-        steps = [event for event in read_events(events) if event["event"] == "step"]
+        read = list(read_events(events))
+        steps = [event for event in read if event["event"] == "step"]
+        for sync in (event for event in read if event["event"] == "sync" and event.get("differing")):
+            self._differ(
+                f"weights {sync['version']}: {', '.join(sync['differing'])} computed with others (sync gap "
+                f"{sync['gap_mean']} nats, limit {sync['gap_limit']})"
+            )
         counted = Counter(event["step"] for event in steps)
         for step in sorted(manifests):
             if counted[step] != 1:

@@ -8,6 +8,7 @@ after it. The time until then is the time to recovery.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import random
 import resource
@@ -35,10 +36,12 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How often faults are injected, and the seed that decides which."""
+    """How often faults are injected, and the seed that decides when, and which."""
 
     per_hour: float
     seed: int
+    faults: tuple[str, ...] = ()
+    """Kind and actor of each, `kill generator`, in this order and no others; empty: drawn, without an end."""
 
     def begin(self, watch: Watch, fleet: Fleet, events: EventLog) -> "Chaos":
         """Inject faults into this run."""
@@ -86,6 +89,7 @@ class Chaos:
         self._due_s: float | None = None
         self._proxy: Proxy | None = None
         self._reached = 0, 0
+        self._faults = list(plan.faults)
         self._kinds = [
             _Kind("kill", "generator", 3.0, self._kill),
             _Kind("freeze", "generator", 1.0, self._freeze),
@@ -123,8 +127,8 @@ class Chaos:
         if self._due_s is None and self._reached[1] > core.first_step:  # no fault before the first step
             self._due_s = now + self._interval_s()
         if may_strike and self._due_s is not None and now >= self._due_s and self._watch.pids("buffer", "learner"):
-            self._due_s = now + self._interval_s()
-            kind = self._rng.choices(self._kinds, [k.weight for k in self._kinds])[0]
+            kind = self._next_kind()
+            self._due_s = now + self._interval_s() if self._faults or not self._plan.faults else math.inf
             fault = kind.do(kind.actor)
             self._open.append(fault)
             self._events.write("fault", fault=fault.kind, actor=fault.actor)
@@ -143,6 +147,12 @@ class Chaos:
             return False
         lineage, step = fault.after
         return self._reached[1] > (step if core.setup.lineage == lineage else core.first_step)
+
+    def _next_kind(self) -> _Kind:
+        if not self._plan.faults:
+            return self._rng.choices(self._kinds, [k.weight for k in self._kinds])[0]
+        wanted = self._faults.pop(0)
+        return next(kind for kind in self._kinds if f"{kind.name} {kind.actor}" == wanted)
 
     def _interval_s(self) -> float:
         return self._rng.uniform(0.5, 1.5) * HOUR_S / self._plan.per_hour
@@ -227,17 +237,19 @@ class Proxy:
         self._flows = asyncio.Event()
         self._flows.set()
         self._writers: set[asyncio.StreamWriter] = set()
-        server = self._loop.run_until_complete(asyncio.start_server(self._connect, "127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True).start()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._connect, "127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+        self._thread.start()
 
     def hold(self) -> None:
         """Hold back all data, in both directions. Nothing is lost."""
         self._loop.call_soon_threadsafe(self._flows.clear)
 
     def release(self) -> None:
-        """Pass on what was held back."""
-        self._loop.call_soon_threadsafe(self._flows.set)
+        """Pass on what was held back; nothing is, where it was closed meanwhile."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._flows.set)
 
     def cut(self) -> None:
         """Reset every connection, so that data on its way is lost. New connections are accepted."""
@@ -245,8 +257,14 @@ class Proxy:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._end)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def _end(self) -> None:
+        self._server.close()
         self._cut()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()

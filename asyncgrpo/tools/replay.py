@@ -38,7 +38,7 @@ from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.tools.timeline import Leg, PlannedStep, Timeline
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.broadcast import digest_of
+from asyncgrpo.weights.arena import Layout, digest_of
 from asyncgrpo.weights.group import serve_store, visit_store
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.groups import unpack_batch
@@ -150,11 +150,14 @@ RANK_TIMEOUT = timedelta(minutes=10)
 
 
 @contextmanager
-def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Learner, Team]]:
+def learner_ranks(
+    config: Config, checkpoint: str | None, *, has_stepped: bool = False
+) -> Iterator[tuple[Learner, Team]]:
     """The learner of `config` and its team, for as long as the block lasts.
 
     Args:
         checkpoint: folder that `Learner.save` wrote, to go on from. None: begin with the model's folder.
+        has_stepped: the processes that they stand for had made a step before.
     Raises:
         ConfigError: the machine has too few GPUs, or the learner cannot be built.
         CheckpointError: the checkpoint cannot be loaded.
@@ -165,13 +168,13 @@ def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Lear
     store = serve_store("127.0.0.1", RANK_TIMEOUT.total_seconds())
     spawn = multiprocessing.get_context("spawn")
     others = [
-        spawn.Process(target=_follow, args=(config, rank, store.port, checkpoint), daemon=True)
+        spawn.Process(target=_follow, args=(config, rank, store.port, checkpoint, has_stepped), daemon=True)
         for rank in range(1, world)
     ]
     for process in others:
         process.start()
     try:
-        learner, team = _join(config, 0, store, checkpoint), Team(0, world)
+        learner, team = _join(config, 0, store, checkpoint, has_stepped), Team(0, world)
         yield learner, team
         team.tell(RankCommand(what="end"))
         for process in others:
@@ -188,23 +191,23 @@ def learner_ranks(config: Config, checkpoint: str | None) -> Iterator[tuple[Lear
             dist.destroy_process_group()
 
 
-def _follow(config: Config, rank: int, port: int, checkpoint: str | None) -> None:
+def _follow(config: Config, rank: int, port: int, checkpoint: str | None, has_stepped: bool) -> None:
     """Run another rank. It ends with rank 0: by its command, or when their connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = visit_store("127.0.0.1", port, RANK_TIMEOUT.total_seconds())
     with suppress(AsyncGRPOError):  # rank 0 meets the same error and reports it
-        follow(_join(config, rank, store, checkpoint), Team(rank, config.learner.ranks))
+        follow(_join(config, rank, store, checkpoint, has_stepped), Team(rank, config.learner.ranks))
         dist.destroy_process_group()
 
 
-def _join(config: Config, rank: int, store: dist.Store, checkpoint: str | None) -> Learner:
+def _join(config: Config, rank: int, store: dist.Store, checkpoint: str | None, has_stepped: bool) -> Learner:
     transformers_logging.disable_progress_bar()
     device = _device(config, rank)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as in a run, because sums depend on the number of threads
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=config.learner.ranks, timeout=RANK_TIMEOUT)
-    learner = Learner(config, rank=rank, world=config.learner.ranks, device=device)
+    learner = Learner(config, rank=rank, world=config.learner.ranks, device=device, has_stepped=has_stepped)
     if checkpoint is not None:
         learner.load(checkpoint)
     return learner
@@ -270,6 +273,7 @@ class Replay:
         path = timeline.run / "metrics.jsonl"
         recorded = list(read_events(path)) if path.exists() else []
         self._steps = {event["version"]: event for event in recorded if event["event"] == "step"}
+        self._rates = [] if any(o.startswith("learner.lr=") for o in overrides) else _rates(recorded)
         self._digests = {event["version"]: event.get("digest") for event in recorded if event["event"] == "sync"}
         self._result = Replayed()
 
@@ -316,10 +320,11 @@ class Replay:
     def _leg(
         self, leg: Leg, config: Config, begin: str | None, save: str | None, on_step: Callable[[Pair], None]
     ) -> None:
-        with learner_ranks(config, begin) as (learner, team):
+        with learner_ranks(config, begin, has_stepped=not leg.is_from_start) as (learner, team):
             self._compare_weights(leg.steps[0].version, learner, team, config)
             clock = Stopwatch()
             for planned in leg.steps:
+                self._set_lr(planned.version, config.learner.lr, learner, team)
                 pair = self._step(planned, learner, team, clock)
                 self._result.pairs.append(pair)
                 on_step(pair)
@@ -327,6 +332,14 @@ class Replay:
             if save is not None:
                 team.tell(RankCommand(what="save", folder=save))
                 learner.save(save)
+
+    def _set_lr(self, version: PolicyVersion, configured: float, learner: Learner, team: Team) -> None:
+        """Set the peak learning rate that was in force for the step from `version`: a person may have changed it."""
+        of_start = [(at, lr) for at, lr in self._rates if at.lineage == version.lineage and at.number <= version.number]
+        _, lr = max(of_start, key=lambda change: change[0], default=(version, configured))
+        if lr != learner.config.learner.lr:
+            team.tell(RankCommand(what="set_lr", lr=lr))
+            learner.set_lr(lr)
 
     def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: Stopwatch) -> Pair:
         with clock("wait_data"):
@@ -349,8 +362,8 @@ class Replay:
         published = self._digests.get(str(version))
         if published is None:
             return
-        team.tell(RankCommand(what="gather_weights"))
-        ours = digest_of(learner.sent.layout(), learner.sent.weights(), config.weights.bucket_mb * 2**20)
+        team.tell(RankCommand(what="snapshot"))
+        ours = digest_of(Layout(learner.sent.layout()), learner.sent.weights())
         if ours == published:
             self._result.same_weights.append(str(version))
         elif not self._result.pairs:
@@ -361,3 +374,9 @@ class Replay:
             )
         else:
             self._result.other_weights.append(str(version))
+
+
+def _rates(recorded: Sequence[Event]) -> list[tuple[PolicyVersion, float]]:
+    """From which policy version on a person set which peak learning rate."""
+    changes = (event for event in recorded if event["event"] == "lr_changed")
+    return [(PolicyVersion.parse(event["version"]), event["lr"]) for event in changes]

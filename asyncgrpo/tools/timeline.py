@@ -42,6 +42,8 @@ class Leg:
     config: Config
     steps: tuple[PlannedStep, ...]
     """At least one."""
+    is_from_start: bool
+    """Whether its first step was the first that the processes of that start made."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,9 @@ def _legs(
             for m in wanted
             if m.version.lineage == lineage
         )
-        yield Leg(lineage, _config(run, starts[lineage]), steps)
+        parent = starts[lineage].parent
+        began_with = 0 if parent is None else parent.number
+        yield Leg(lineage, _config(run, starts[lineage]), steps, steps[0].number == began_with + 1)
 
 
 def _config(run: Path, run_started: RunStarted) -> Config:

@@ -11,6 +11,7 @@ from asyncgrpo.cli import app
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, Dropped, Interrupted
+from asyncgrpo.journal.history import History
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.tools.audit import audit
@@ -232,3 +233,40 @@ def test_people_get_a_table(run: FakeRun):
 def test_a_run_without_a_journal_is_said_in_a_sentence(tmp_path: Path):
     with pytest.raises(JournalError, match="has no journal"):
         audit(tmp_path)
+
+
+def test_a_bound_that_a_person_changed_holds_for_the_leases_after_it(tmp_path: Path):
+    run = FakeRun(tmp_path)
+    run.deliver(0)
+    run.train(1, "1.0.0")
+    run.journal.append(BoundChanged(version=PolicyVersion(1, 1), max_lag=9))
+    run.deliver(1, version=1, max_lag=9)
+    run.deliver(2, version=0, max_lag=9)
+    for step in range(2, 10):
+        run.deliver(step + 1, version=step - 1)
+        run.train(step, f"1.{step + 1}.0")
+    run.train(10, "1.1.0", lag=8)
+    run.checkpoint(10, state(12))
+    run.journal.close()
+    differences = audit(tmp_path).differences
+    assert [d for d in differences if "1.1.0" in d] == [], "its bound was 9"
+    assert any("group 1.2.0: max_lag 9 was not in force before version 1.0" in d for d in differences)
+
+
+def test_a_longer_run_is_read_no_more_often(tmp_path: Path, monkeypatch):
+    """A soak of 22 minutes took minutes to audit: the journal was read again for each step, and for each group."""
+    reads = []
+    found = History.found.fget
+    assert found is not None
+    monkeypatch.setattr(History, "found", property(lambda history: reads.append(history) or found(history)))
+    times = []
+    for steps in (2, 9):
+        run = FakeRun(tmp_path / str(steps))
+        for step in range(1, steps + 1):
+            run.deliver(step - 1, version=step - 1)
+            run.train(step, f"1.{step - 1}.0")
+        run.checkpoint(steps, state(steps))
+        reads.clear()
+        assert audit(run.folder).differences == []
+        times.append(len(reads))
+    assert times[0] == times[1] > 0

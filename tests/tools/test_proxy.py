@@ -1,5 +1,8 @@
 """The proxy of chaos: held data arrives later, data of a reset connection never, and new connections are accepted."""
 
+import threading
+
+import psutil
 import pytest
 
 from asyncgrpo.tools.chaos import Proxy
@@ -45,3 +48,17 @@ def test_after_a_cut_the_client_connects_again(ends):
         if heard(server, 0.1) == "again":
             return
     pytest.fail("nothing arrived over a new connection")
+
+
+def test_a_proxy_that_is_closed_leaves_nothing_open(ends):
+    server, _proxy, client = ends
+    client.send(Drain(reason="1"))
+    assert heard(server, 5.0) == "1"
+
+    def held() -> tuple[int, int]:
+        return psutil.Process().num_fds(), [thread.name for thread in threading.enumerate()].count("proxy")
+
+    before = held()
+    for _ in range(3):
+        Proxy(server.endpoint).close()
+    assert held() == before

@@ -118,6 +118,19 @@ def test_a_start_without_a_checkpoint_begins_anew(run: FakeRun):
     assert steps_of(run) == {2: [1]}
 
 
+def test_a_leg_says_whether_it_begins_where_the_processes_of_its_start_did(run: FakeRun):
+    run.start(keep=True)
+    run.train(2)
+    parent = run.checkpoint()
+    run.start(parent, keep=True)
+    run.train(2)
+    run.checkpoint()
+    run.train(1)
+    assert [leg.is_from_start for leg in read_timeline(run.folder).legs] == [True, True]
+    assert [leg.is_from_start for leg in read_timeline(run.folder, from_step=2).legs] == [True]
+    assert [leg.is_from_start for leg in read_timeline(run.folder, from_step=4).legs] == [False]
+
+
 def test_a_part_can_be_chosen_and_begins_with_its_checkpoint(run: FakeRun):
     run.start(keep=True)
     run.train(2)
