@@ -1,4 +1,4 @@
-"""Runs every query of overview.json against a Prometheus that has scraped a run.
+"""Runs every query of all boards against a Prometheus that has scraped a run.
 
     python ops/grafana/check.py http://127.0.0.1:9090 --run demo --last 300
 
@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-BOARD = Path(__file__).with_name("overview.json")
+BOARDS = Path(__file__).with_name("boards")
 
 
 def ask(url: str, path: str, **params: Any) -> Any:
@@ -31,10 +31,12 @@ def ask(url: str, path: str, **params: Any) -> Any:
         raise RuntimeError(json.load(error).get("error", str(error))) from error
 
 
-def queries(board: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Every target of the board, as (panel, legend, expression)."""
+def queries(folder: Path) -> list[tuple[str, str, str]]:
+    """Every target of the boards in a folder, as (board and panel, legend, expression)."""
+    boards = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
     return [
-        (panel["title"], target["legendFormat"], target["expr"])
+        (f"{board['title']} / {panel['title']}", target["legendFormat"], target["expr"])
+        for board in boards
         for panel in board["panels"]
         for target in panel.get("targets", [])
     ]
@@ -69,7 +71,7 @@ def problem_of(url: str, expression: str, legend: str, last_s: int, known: set[s
         return f"several lines named {name!r}"
     if has_finite_point(result):
         return None
-    unknown = sorted(set(re.findall(r"asyncgrpo_\w+", expression)) - known)
+    unknown = sorted(set(re.findall(r"asyncgrpo[_:][\w:]+", expression)) - known)
     return f"empty: Prometheus has never seen {', '.join(unknown)}" if unknown else "empty: no finite point"
 
 
@@ -85,7 +87,7 @@ def check(url: str, run: str = ".+", last_s: int = 600, rate_s: int = 30, may_be
     known = set(ask(url, "label/__name__/values"))
     of_grafana = {"run": run, "__rate_interval": f"{rate_s}s", "__range": f"{last_s}s"}
     found = []
-    for title, legend, expression in queries(json.loads(BOARD.read_text(encoding="utf-8"))):
+    for title, legend, expression in queries(BOARDS):
         problem = problem_of(url, fill_in(expression, of_grafana), legend, last_s, known)
         if problem and not (problem.startswith("empty") and re.search(may_be_empty, expression)):
             found.append(f"{title} / {legend}: {problem}\n    {expression}")
@@ -108,7 +110,7 @@ def main() -> int:
         return 1
     for line in found:
         print(line)
-    total = len(queries(json.loads(BOARD.read_text(encoding="utf-8"))))
+    total = len(queries(BOARDS))
     print(f"{total - len(found)} of {total} queries show something")
     return 1 if found else 0
 

@@ -15,6 +15,10 @@ GROUPS, COMPLETIONS, MAX_LAG = 8, 8, 2
 
 def start() -> None:
     metrics.generator_info.info({"engine": "fake"})
+    metrics.page_info.info({"url": "http://127.0.0.1:1"})
+    metrics.devices.set(1)
+    metrics.engine_places.set(64)
+    metrics.kv_use_ratio.set(0.3)
     metrics.max_lag_steps.set(MAX_LAG)
     metrics.bias_threshold.set(0.1)
     metrics.buffer_slots.set((MAX_LAG + 1) * GROUPS)
@@ -30,6 +34,8 @@ def one_group(rng: random.Random) -> None:
     metrics.groups_total.labels(outcome="accepted").inc()
     metrics.generate_seconds.observe(rng.uniform(0.05, 0.2))
     metrics.generator_seconds_total.labels(activity="generate").inc(0.02)
+    for fate, tokens in (("generated", 240), ("trained", 200), ("stale", 40)):
+        metrics.tokens_total.labels(fate=fate).inc(tokens)
     metrics.generator_seconds_total.labels(activity="idle").inc(0.002)
     metrics.completion_seconds_total.labels(activity="generate").inc(0.02 * COMPLETIONS)
     metrics.completion_seconds_total.labels(activity="reward").inc(0.002 * COMPLETIONS)
@@ -39,6 +45,7 @@ def one_group(rng: random.Random) -> None:
         metrics.completion_length_tokens.observe(tokens)
         metrics.completions_total.labels(finish_reason="stop").inc()
         metrics.reward_seconds.observe(0.002)
+        metrics.reward_wait_seconds.observe(0.001)
 
 
 def one_step(rng: random.Random, step: int) -> None:
@@ -60,11 +67,23 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.journal_sync_seconds.observe(rng.uniform(0.005, 0.01))
     metrics.prompts_done.set(step * GROUPS)
     metrics.groups_in_flight.set(5)
+    metrics.reward_workers.set(1)
     metrics.observe_step(
         {
             "step": step,
             "reward_mean": min(1.0, 0.1 + step / 50),
             "reward_std": 0.3,
+            "reward_parts": {"correct": min(1.0, 0.1 + step / 50), "format": 0.9},
+            "reward_parts_std": {"correct": 0.4, "format": 0.2},
+            "sources": {
+                name: {
+                    "reward_mean": mean,
+                    "success_share": mean,
+                    "zero_signal_share": 0.2,
+                    "completion_length_mean": 30.0,
+                }
+                for name, mean in (("gsm8k", 0.8), ("aiw", 0.4))
+            },
             "loss": rng.gauss(0, 0.01),
             "grad_norm": 0.5,
             "lr": 1e-3,
@@ -77,6 +96,7 @@ def one_step(rng: random.Random, step: int) -> None:
             "logprob_gap_mean": 1e-7,
             "logprob_gap_max": 2e-6,
             "completion_length_mean": 30.0,
+            "turns_mean": 1.5,
             "zero_signal_groups": 1,
             "tokens_trained": GROUPS * COMPLETIONS * 30,
             "seconds": {"wait_data": 0.05, "forward_backward": 0.1, "optimizer": 0.02, "publish": 0.01},
@@ -85,10 +105,14 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.weight_sync_total.labels(outcome="ok").inc()
     metrics.weight_sync_seconds.observe(rng.uniform(0.01, 0.02))
     metrics.weight_sync_bytes_total.inc(400_000)
+    metrics.sync_gap_mean.set(3e-7)
+    metrics.sync_gap_max.set(rng.uniform(1e-6, 2e-6))
+    metrics.sync_gap_limit.set(3e-5)
     metrics.learner_policy_version.set(step)
     metrics.generator_policy_version.set(step)
     if step % 5 == 0:
         metrics.eval_reward_mean.set(min(1.0, 0.1 + step / 50))
+        metrics.eval_suite.labels(suite="gsm8k", number="pass@1").set(min(1.0, 0.1 + step / 50))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The Grafana board: generated, whole, and asking only for what we export."""
+"""The Grafana boards: generated, whole, and asking only for what we export or record."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from asyncgrpo import metrics
 from asyncgrpo.metrics import MISSED, token_beside, write_targets
@@ -27,35 +28,61 @@ try:
 finally:
     sys.path.pop(0)
 
-BOARD: dict[str, Any] = json.loads((OPS / "grafana" / "overview.json").read_text(encoding="utf-8"))
-PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+BOARDS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((OPS / "grafana" / "boards").glob("*.json"))
+}
+PANELS = [
+    pytest.param(panel, id=f"{name}-{panel['title']}")
+    for name, board in BOARDS.items()
+    for panel in board["panels"]
+    if panel["type"] != "row"
+]
+RECORDED = {
+    rule["record"]
+    for file in ("recording.yml", "alerts.yml")
+    for group in yaml.safe_load((OPS / "prometheus" / file).read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+    if "record" in rule
+}
+each_board = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+each_panel = pytest.mark.parametrize("panel", PANELS)
 
 
 def metric_names(expression: str) -> set[str]:
-    return set(re.findall(r"asyncgrpo_\w+", expression))
+    return set(re.findall(r"asyncgrpo[_:][\w:]+", expression))
 
 
-def test_board_is_what_build_py_says():
-    assert (OPS / "grafana" / "overview.json").read_text(encoding="utf-8") == build.text()
+def test_boards_are_what_build_py_says():
+    assert build.wrong() == []
+    assert {path.stem for path in build.texts()} == set(BOARDS)
 
 
-def test_board_has_no_trace_of_the_grafana_it_was_made_in():
-    assert BOARD["id"] is None and BOARD["uid"] == "asyncgrpo-overview" and BOARD["schemaVersion"] == 41
-    text = json.dumps(BOARD)
+def test_the_boards_that_there_are():
+    assert set(BOARDS) == {"overview", "rollouts", "learner", "weights", "rewards", "reliability", "ratio"}
+    assert {name: board["uid"] for name, board in BOARDS.items()} == {name: f"asyncgrpo-{name}" for name in BOARDS}
+
+
+@each_board
+def test_board_has_no_trace_of_the_grafana_it_was_made_in(board):
+    assert board["id"] is None and board["schemaVersion"] == 41
+    text = json.dumps(board)
     assert "__inputs" not in text and "pluginVersion" not in text
-    sources = {panel["datasource"]["uid"] for panel in PANELS}
-    sources |= {target["datasource"]["uid"] for panel in PANELS for target in panel["targets"]}
+    sources = {panel["datasource"]["uid"] for panel in board["panels"] if panel["type"] != "row"}
+    sources |= {target["datasource"]["uid"] for panel in board["panels"] for target in panel.get("targets", [])}
     assert sources == {"${datasource}"}
 
 
-def test_panel_ids_are_unique():
-    ids = [panel["id"] for panel in BOARD["panels"]]
+@each_board
+def test_panel_ids_are_unique(board):
+    ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
 
 
-def test_no_two_panels_overlap_and_none_leaves_the_grid():
+@each_board
+def test_no_two_panels_overlap_and_none_leaves_the_grid(board):
     taken: dict[tuple[int, int], str] = {}
-    for panel in BOARD["panels"]:
+    for panel in board["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
         for cell in ((x, y) for x in range(place["w"]) for y in range(place["h"])):
@@ -65,31 +92,57 @@ def test_no_two_panels_overlap_and_none_leaves_the_grid():
 
 
 def test_eight_numbers_come_first():
-    first = [panel["type"] for panel in BOARD["panels"][:10]]
+    first = [panel["type"] for panel in BOARDS["overview"]["panels"][:10]]
     assert first == ["row", *["stat"] * 8, "row"]
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+@each_board
+def test_board_leads_to_the_others_and_to_the_page_of_the_run(board):
+    others, page = board["links"]
+    assert set(others["tags"]) <= set(board["tags"]) and others["includeVars"] and others["keepTime"]
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    assert page["url"] == "${page}" and variables == {"datasource", "run", "page"}
+    links = [link["url"] for panel in board["panels"] for link in panel.get("links", []) if link["url"] != "${page}"]
+    assert {re.match(r"/d/([\w-]+)\?", link)[1] for link in links} <= {other["uid"] for other in BOARDS.values()}
+
+
+@each_panel
 def test_panel_says_what_it_shows_in_which_unit_and_what_to_do(panel):
-    assert panel["title"] and len(panel["description"]) > 15
+    shows, _, do = panel["description"].partition("\n\n**What to do:** ")
+    assert panel["title"] and shows.endswith(".") and len(do) > 15 and do.endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"] not in ("", "none")
     assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_panel_asks_for_metrics_that_we_export_of_the_chosen_run(panel):
-    exported = metrics.names()
+@each_panel
+def test_panel_asks_for_metrics_that_we_export_or_record_of_the_chosen_run(panel):
     for target in panel["targets"]:
         asked = metric_names(target["expr"])
-        assert asked and asked <= exported
-        assert target["expr"].count("asyncgrpo_") == target["expr"].count('run=~"$run"')
+        assert asked <= metrics.names() | RECORDED
+        ours = (
+            target["expr"].count("ALERTS{")
+            + target["expr"].count("up{")
+            + len(re.findall("asyncgrpo[_:]", target["expr"]))
+        )
+        assert ours == target["expr"].count('run=~"$run"') > 0
 
 
-def test_board_shows_every_metric_that_we_export():
-    shown = {name for panel in PANELS for target in panel["targets"] for name in metric_names(target["expr"])}
+@each_panel
+def test_panel_has_one_line_for_each_legend_however_often_a_process_was_restarted(panel):
+    """A label that a restart changes, such as a port, must be aggregated away."""
+    for target in panel["targets"]:
+        assert re.search(r"\b(sum|max|min|avg|count|topk|scalar|vector)\b", target["expr"]), target["expr"]
+
+
+def test_boards_show_every_metric_that_we_export():
+    shown = {name for panel in PANELS for target in panel.values[0]["targets"] for name in metric_names(target["expr"])}
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     exported = {re.sub(r"_(bucket|sum|count)$", "", name) for name in metrics.names()}
-    assert exported - families <= {"asyncgrpo_learner_step"}  # the same number as the published version
+    same_number_as_the_published_version, of_alerts = (
+        "asyncgrpo_learner_step",
+        {"asyncgrpo_paused", "asyncgrpo_restarts_spent_ratio"},
+    )
+    assert exported - families <= {same_number_as_the_published_version} | of_alerts
 
 
 def test_check_fills_in_grafanas_variables():
@@ -107,11 +160,10 @@ class Watched:
         self._processes: list[subprocess.Popen[str]] = []
         self.start_run()
         ours = (OPS / "prometheus" / "nodes.yml").read_text(encoding="utf-8")
-        ours = ours.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
-            "refresh_interval: 5s", "refresh_interval: 1s"
-        )
+        ours = re.sub(r"(scrape|refresh|evaluation)_interval: \d+s", r"\1_interval: 1s", ours)
         (folder / "prometheus.yml").write_text(ours.replace("../../runs", "runs"))
-        shutil.copy(OPS / "prometheus" / "alerts.yml", folder)
+        for rules in ("alerts.yml", "recording.yml"):
+            shutil.copy(OPS / "prometheus" / rules, folder)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -130,7 +182,8 @@ class Watched:
             self._processes[0].kill()
         run = self._start(sys.executable, str(Path(__file__).with_name("simulated_run.py")), self._token)
         assert run.stdout
-        write_targets(self.run_dir, {"learner-0": ("127.0.0.1", int(run.stdout.readline()))})
+        address = ("127.0.0.1", int(run.stdout.readline()))
+        write_targets(self.run_dir, {"learner-0": address, "generator-0": address})
 
     def series(self) -> int:
         """How many series of ours there were in the last minutes, whether they go on or not."""
@@ -184,6 +237,7 @@ def test_every_panel_shows_something_and_each_line_once_also_after_a_restart(wat
     before = watched.series()
     watched.start_run()
     wait_for_steps(watched.url, 9)
+    wait_for(watched.url, "asyncgrpo:places_filled:share10m")  # it looks at every 15th second of the clock
     assert watched.series() == before > 100, "a process that starts again goes on with the series of the one before"
     assert check.check(watched.url, run="sim", last_s=60, rate_s=10) == []
     assert check.ask(watched.url, "label/run/values") == ["sim"]
@@ -202,13 +256,15 @@ def test_check_names_the_panels_that_are_empty_or_refused_or_show_a_line_twice(w
         "bad": ("x", "rate("),
         "gone": ("y", "asyncgrpo_gone_total"),
         "twice": ("{{role}}", "asyncgrpo_groups_total"),
-        "hollow": ("z", "0 * asyncgrpo_learner_step / 0"),
+        "hollow": ("z", "0 * max(asyncgrpo_learner_step) / 0"),
     }
-    bad = {"panels": [{"title": t, "targets": [{"legendFormat": name, "expr": e}]} for t, (name, e) in asked.items()]}
-    monkeypatch.setattr(check, "BOARD", tmp_path / "bad.json")
-    check.BOARD.write_text(json.dumps(bad))
+    targets = {title: {"legendFormat": name, "expr": asked_for} for title, (name, asked_for) in asked.items()}
+    bad = {"title": "b", "panels": [{"title": title, "targets": [target]} for title, target in targets.items()]}
+    monkeypatch.setattr(check, "BOARDS", tmp_path / "bad")
+    check.BOARDS.mkdir()
+    (check.BOARDS / "bad.json").write_text(json.dumps(bad))
     monkeypatch.setattr(sys, "argv", ["check.py", watched.url])
     assert check.main() == 1
     said = capsys.readouterr().out
     assert "bad / x: refused: " in said and "gone / y: empty: Prometheus has never seen asyncgrpo_gone_total" in said
-    assert "twice / {{role}}: several lines named 'learner'" in said and "hollow / z: empty: no finite point" in said
+    assert "twice / {{role}}: several lines named '" in said and "hollow / z: empty: no finite point" in said
