@@ -24,12 +24,9 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(mark: Path | str = "") -> dict[str, str]:
-    """Of a run: our checkout, one thread, and a mark by which all its processes can be found.
-
-    Ray's workers are as important as any process: at Ray's own niceness of 15 the tests of another worker starve them.
-    """
+    """Of a run: our checkout, one thread, and a mark by which all its processes can be found."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "RAY_worker_niceness": "0"}
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return os.environ | settings | {MARK: str(mark)}
 
 
@@ -59,10 +56,12 @@ def kill_started() -> None:
     _STARTED.clear()
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float) -> None:
+    """Wait for `condition`. `what` is named if it does not come; a function says it as it is then."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"no {what if isinstance(what, str) else what()} within {timeout_s:.0f} s")
         time.sleep(0.2)
 
 
@@ -112,4 +111,4 @@ def replay(folder: Path, *arguments: str) -> tuple[int, dict]:
 
 def assert_nothing_left(mark: Path) -> None:
     """Every process of the run is gone, at most a few seconds after it ended."""
-    wait_until(lambda: not left_behind(mark), f"end of {left_behind(mark)}", 60.0)
+    wait_until(lambda: not left_behind(mark), lambda: f"end of {left_behind(mark)}", 120.0)

@@ -5,7 +5,10 @@ No figure is judged here; that takes a quiet machine.
 
 import argparse
 import ast
+import inspect
 import json
+import math
+import re
 import subprocess
 import sys
 import time
@@ -14,12 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncgrpo.data.rows import read_rows, recognise
 from asyncgrpo.journal.format import BatchIssued, delivered
 from asyncgrpo.learner.packing import pack
 from benchmarks import (
+    drills,
     gpu_cells,
     gpu_learner,
     journal_cost,
@@ -28,10 +33,16 @@ from benchmarks import (
     packing,
     presets,
     transport,
+    weights_arithmetic,
+    weights_delta,
 )
 from benchmarks.bad_input_cases import CASES, Case
 from benchmarks.bad_inputs import is_good
+from benchmarks.drills import NOT_DRILLED, STORIES, for_s
+from benchmarks.leaks import BINS, kind_of, trend
 from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
+from benchmarks.prometheus import OURS, configuration, contradictions, spans
+from benchmarks.recorded import as_text, in_words
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, train_flops
 from benchmarks.soak import Seen, balance, stops_of, tenths, times_of_trouble
@@ -196,6 +207,33 @@ def test_transport(capsys):
     assert len([what for what in found if what.startswith("codec ")]) == 4
 
 
+def test_speed_of_digests_and_deltas(capsys):
+    weights_delta.main(["speed", "--mb", "1", "--rounds", "1"])
+    found = lines(capsys.readouterr().out)
+    assert [one["what"] for one in found[:4]] == ["digest", "checksum of the torch engine", "encode", "apply"]
+    fewer = {one["share"]: one["times_fewer_bytes"] for one in found[2:]}
+    assert list(fewer) == list(weights_delta.SHARES) and fewer[0.01] > 40 > 1 > fewer[1.0] > 0.99
+
+
+def test_arithmetic_of_a_publication(capsys):
+    weights_arithmetic.main()
+    text = capsys.readouterr().out
+    assert text.count("| 8B |") == text.count("| 32B |") == text.count("| 70B |") == 1 + 4
+    assert text.count("does not fit") == 2 * 3
+    fleet = weights_arithmetic.Fleet(gpus=64, size=100e9, tensor_parallel=4)
+    assert (fleet.stall, fleet.pause) == (100 / 32 / 50, 100 / 4 / 50)
+    assert fleet.dense(8, weights_arithmetic.ETHERNET) > 32 > 8 > fleet.delta(8, weights_arithmetic.ETHERNET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["demo", "model"])
+def test_how_much_of_a_publication_changes(what, capsys):
+    weights_delta.main([what, "--model", "tiny", "--steps", "4", "--tokens", "256"])
+    found = lines(capsys.readouterr().out)
+    assert [one["steps_apart"] for one in found] == [1, 2]
+    assert all(0 < one["value"] < 0.2 and one["times_fewer_bytes"] > 3 for one in found)
+
+
 def test_cost_of_the_journal(capsys, tmp_path):
     written = journal(tmp_path / "journal", durability="written")
     for prompt_index in range(4):
@@ -288,6 +326,54 @@ def test_a_soak_is_summed_up():
     assert balance("tokens  1,200 generated, 1,000 trained, 200 dropped") == "yes"
     assert balance("tokens  1,200 generated = 1,000 trained + 150 dropped (stale 100, failed 50) + 50 waiting") == "yes"
     assert balance("tokens  1,200 generated, 1,300 trained, 0 dropped") == "no: 1,200 is not 1,300"
+
+
+def test_a_trend_has_an_interval_that_holds_the_growth():
+    noise = [3.0 * math.sin(17.0 * i) for i in range(10 * BINS)]
+    times = [10.0 * i for i in range(10 * BINS)]
+    flat = trend(list(zip(times, (100.0 + n for n in noise), strict=True)))
+    assert abs(flat["per_hour"]) < flat["plus_minus"] < 20.0
+    assert flat["first_quarter"] == pytest.approx(flat["last_quarter"], abs=1.0)
+    leak = trend([(at, 100.0 + n + at / 3600.0 * 50.0) for at, n in zip(times, noise, strict=True)])
+    assert leak["per_hour"] - leak["plus_minus"] < 50.0 < leak["per_hour"] + leak["plus_minus"]
+    assert leak["per_hour"] > leak["plus_minus"]
+
+
+def test_a_process_is_known_by_what_it_is():
+    assert kind_of(["ray::LearnerActor.run"]) == "ray::LearnerActor"
+    assert kind_of(["/opt/python3.11", "-u", "/opt/ray/log_monitor.py", "--x=/y"]) == "log_monitor.py"
+    assert kind_of(["/opt/ray/raylet", "--store=/s"]) == "raylet"
+    assert kind_of([]) == "?"
+
+
+def test_alerts_that_contradict_are_found_where_they_were_true_at_once():
+    assert spans([10.0, 15.0, 20.0, 40.0]) == [(10.0, 20.0), (40.0, 40.0)]
+    one_after_the_other = {"LearnerStarved": [(0.0, 10.0)], "BoundTooTight": [(15.0, 20.0)], "Waiting": [(0.0, 99.0)]}
+    assert contradictions(one_after_the_other) == []
+    at_once = one_after_the_other | {"BoundTooTight": [(15.0, 20.0), (10.0, 11.0)]}
+    assert contradictions(at_once) == ["LearnerStarved + BoundTooTight"]
+
+
+def test_a_trial_is_watched_with_our_configuration(tmp_path: Path):
+    written, ours = (yaml.safe_load(text) for text in (configuration(tmp_path), (OURS / "prometheus.yml").read_text()))
+    assert written["global"] == ours["global"]
+    assert all(Path(name).is_file() for name in written["rule_files"])
+    places = written["scrape_configs"][0]["file_sd_configs"][0]["files"]
+    assert places == [str(tmp_path / "prometheus" / "*.json")]
+
+
+def test_what_was_recorded_is_written_as_promtool_reads_it():
+    values = [(10.0, 1.0), (15.0, 1.0), (20.0, 2.5), (40.0, math.nan)]
+    assert in_words(values, since=0.0, until=45.0, every_s=5) == "_x2 1x1 2.5 stale _x2 NaN stale"
+    assert as_text({"__name__": "up", "run": "a", "job": "j"}) == 'up{job="j",run="a"}'
+
+
+def test_every_alert_is_drilled_or_said_not_to_be():
+    assert for_s("LearnerStarved") == 600.0 and for_s("RejectedFrames") == 0.0
+    source = inspect.getsource(drills)
+    alerts = re.findall(r"alert: (\w+)", (OURS / "alerts.yml").read_text())
+    assert STORIES and NOT_DRILLED.keys() <= set(alerts)
+    assert [name for name in alerts if f'"{name}"' not in source] == []
 
 
 def test_settled_is_what_stays_near_its_last_values():

@@ -24,7 +24,7 @@ from msgspec import inspect
 from asyncgrpo import metrics
 from asyncgrpo.cli import app
 from asyncgrpo.config.explain import knobs, sections, type_in_words, value_in_words
-from asyncgrpo.config.verl import verl_keys
+from asyncgrpo.config.verl import VERL
 from asyncgrpo.recording.events import KINDS
 from asyncgrpo.wire import codec
 from tests.simulation.mutants import MUTANTS
@@ -32,7 +32,7 @@ from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "ops" / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "ops" / "README.md", *sorted(DOCS.rglob("*.md"))]
 CONFIGURATION = DOCS / "configuration.md"
 EVENTS = DOCS / "metrics-file.md"
 LONGEST_README = 160
@@ -57,7 +57,7 @@ _MODULE = re.compile(r"python -m ([\w.]+)")
 _SELECTED = re.compile(r"(tests/[\w/]+\.py) -k (?:\"([^\"]+)\"|(\w+))")
 _SCRIPT = re.compile(r"(?<![\w/.])\./([\w.-]+\.sh)\b")
 _DEFINED_IN = re.compile(r"`(\w+)` in\s+`([\w/]+\.py)`")
-_QUESTION = re.compile(r"\b(how|what|which|who|when|where|why)\b", re.IGNORECASE)
+_QUESTION = re.compile(r"\b(how|what|which|who|when|where|why)\b|什么", re.IGNORECASE)
 
 
 def keys_table() -> str:
@@ -206,7 +206,7 @@ def source(path: str) -> str:
 
 def is_elsewhere(name: str) -> bool:
     """Settings, ours or verl's, have a check of their own."""
-    return name.partition(".")[0] in {section.partition(".")[0] for section in sections()} or name in verl_keys()
+    return name.partition(".")[0] in {section.partition(".")[0] for section in sections()} or name in VERL.keys
 
 
 def module(name: str) -> Path | None:
@@ -262,14 +262,14 @@ def unknown_settings(text: str) -> list[str]:
 def is_setting(key: str) -> bool:
     """A key of ours, a section, a key below a mapping (`generators.extra.x`), or a name of verl's."""
     free = any(isinstance(knob.type, inspect.DictType) and key.startswith(f"{knob.key}.") for knob in knobs().values())
-    return key in knobs() or key in sections() or free or key in verl_keys()
+    return key in knobs() or key in sections() or free or key in VERL.keys
 
 
 def wrong_translations(text: str) -> list[str]:
     """Rows `| verl's key | ours |` that `verl_keys.yaml` translates otherwise, or has not."""
     _, heading, table = text.partition("| verl |")
     rows = _ROW.findall(table.partition("\n\n")[0]) if heading else []
-    return [verls for verls, ours in rows if verls not in verl_keys() or not names_all(verl_keys()[verls].ours, ours)]
+    return [verls for verls, ours in rows if verls not in VERL.keys or not names_all(VERL.keys[verls].ours, ours)]
 
 
 def names_all(meant: str, said: str) -> bool:

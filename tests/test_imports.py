@@ -17,12 +17,15 @@ LAYERS = {
     "__main__": 9,
     "cli": 8,
     "tools": 7,
+    "planner": 7,
     "cluster": 6,
     "generators": 5,
     "buffer": 5,
     "learner": 5,
     "journal": 4,
     "engines": 4,
+    "control": 4,
+    "environments": 4,
     "data": 3,
     "rewards": 3,
     "weights": 3,
@@ -34,7 +37,9 @@ LAYERS = {
     "algorithms": 1,
     "wire": 1,
     "types": 0,
+    "cores": 0,
     "errors": 0,
+    "importing": 0,
 }
 
 # library -> modules that may import it, as the start of a dotted name below `asyncgrpo`.
@@ -44,10 +49,13 @@ OWNERS = {
     "sglang": ("engines.sglang",),
     "prometheus_client": ("metrics",),
     "omegaconf": ("config",),
+    "aiohttp": ("control", "rewards.http", "environments.gateway", "environments.openenv"),
+    "datasets": ("data.hub",),
+    "reasoning_gym": ("data.gym", "rewards.gym"),
 }
 
 # Packages that start without torch, which takes seconds and hundreds of MiB to import.
-WITHOUT_TORCH = {"buffer", "wire", "rewards", "config", "types", "cli"}
+WITHOUT_TORCH = {"buffer", "wire", "rewards", "config", "types", "cli", "control", "recording", "environments"}
 
 
 class Import(NamedTuple):

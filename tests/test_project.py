@@ -33,7 +33,8 @@ def pythons() -> list[str]:
 
 def pins() -> dict[str, str]:
     """Canonical name to version of all that `setup.sh` installs."""
-    lines = [*(ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines(), *SETUP.split()]
+    listed = "\n".join((ROOT / "requirements" / name).read_text(encoding="utf-8") for name in ("cpu.txt", "gym.txt"))
+    lines = [*listed.splitlines(), *SETUP.split()]
     pinned = [match.groups() for line in lines if (match := re.match(r"([\w.-]+)==([^\s;]+)", line))]
     return {canonicalize_name(name): version for name, version in pinned}
 
@@ -128,7 +129,7 @@ def test_urls_lead_somewhere():
     assert [url for url in PROJECT.get("urls", {}).values() if not url.startswith("https://")] == []
 
 
-def test_a_wheel_has_the_code_the_configurations_and_the_command(tmp_path: Path):
+def test_a_wheel_has_the_code_the_configurations_the_runbooks_and_the_command(tmp_path: Path):
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed (extra dev)")
     (built,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(built) as archive:
@@ -140,6 +141,10 @@ def test_a_wheel_has_the_code_the_configurations_and_the_command(tmp_path: Path)
     package = [file.relative_to(ROOT) for file in (ROOT / "asyncgrpo").rglob("*") if file.is_file()]
     wanted = {str(file) for file in package if "__pycache__" not in file.parts}
     wanted |= {f"asyncgrpo/{file.relative_to(ROOT)}" for file in (ROOT / "configs").rglob("*.yaml")}
+    wanted |= {f"asyncgrpo/runbooks/{file.name}" for file in (ROOT / "docs" / "runbooks").glob("*.md")}
+    observed = [file for kind in ("*.yml", "*.yaml", "*.json") for file in (ROOT / "ops").glob(f"*/**/{kind}")]
+    observed = [file for file in observed if "launch" not in file.parts]
+    wanted |= {f"asyncgrpo/{file.relative_to(ROOT)}" for file in observed}  # of `--observe`
     assert wanted - names == set()
 
 

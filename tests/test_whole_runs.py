@@ -4,8 +4,10 @@ import json
 import signal
 import statistics
 import subprocess
+from collections import Counter
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.data.demo import make_demo_model
@@ -156,4 +158,44 @@ def test_with_the_filter_every_prompt_is_either_trained_or_filtered(tmp_path: Pa
     trained = sum(sum(step["lags"].values()) for step in steps)
     assert filtered > 0 and filtered + trained == events(run, "start")[0]["prompts"]
     assert f"{filtered} groups without signal" in result.stdout
+    assert_nothing_left(tmp_path)
+
+
+def test_mixed_sources_go_round_by_themselves_over_a_resume(tmp_path: Path):
+    """A file of 60 prompts and reasoning-gym, three to one: the resume goes on in the order, and the audit agrees."""
+    make_demo_model(tmp_path / "model", seed=0)
+    prompts = [str(100 + row) for row in range(60)]
+    rows = [json.dumps({"prompt": p, "ground_truth": p, "data_source": "demo_copy"}) for p in prompts]
+    (tmp_path / "copy.jsonl").write_text("\n".join(rows))
+    (tmp_path / "mixed.yaml").write_text(
+        "extends: quickstart\n"
+        "model: {path: ./model}\n"
+        "data:\n"
+        '  train: [copy.jsonl, "reasoning-gym:aiw?task_type_weights=[1,0,0]&size=100"]\n'
+        "  weights: [3, 1]\n"
+        "  eval: null\n"
+        "  max_prompt_tokens: 128\n"
+        "buffer: {prompts_per_step: 16}\n"
+        "algorithm: {group_size: 2}\n"
+    )
+    for steps in (3, 6):
+        result = asyncgrpo(
+            "train", "--config", "mixed.yaml", *SHORT, "--out", "run", f"run.steps={steps}", cwd=tmp_path
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "run"
+    groups = Counter()
+    for step in events(run, "step"):
+        groups.update({source: int(numbers["groups"]) for source, numbers in step["sources"].items()})
+    assert sum(groups.values()) == 96
+    assert abs(groups["demo_copy"] - 72) <= 2 and groups["reasoning-gym:aiw"] == 96 - groups["demo_copy"]
+    audited = asyncgrpo("audit", "run", cwd=tmp_path)
+    assert audited.returncode == 0, audited.stdout
+    seen = Counter(
+        row["prompt_id"]
+        for file in sorted((run / "samples").glob("*.parquet"))
+        for row in pq.read_table(file, columns=["prompt_id"]).to_pylist()
+    )
+    of_file = [seen[f"train/{row}"] / 2 for row in range(60)]
+    assert max(of_file) <= 2 and min(of_file) >= 1, "a prompt came a third time, or never, in the round and a fifth"
     assert_nothing_left(tmp_path)

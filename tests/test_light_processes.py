@@ -1,0 +1,84 @@
+"""Commands and the buffer start without the libraries that take seconds to import. Each is a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.config.load import load_config
+from asyncgrpo.data.demo import make_demo_model, write_demo_task
+from asyncgrpo.data.kept import prepare_if_small
+from tests.runs import environment
+
+HEAVY = ["torch", "transformers", "sglang", "pyarrow", "matplotlib"]
+
+COMMAND = """
+import sys
+from asyncgrpo.cli import app
+from asyncgrpo.errors import RunNotAlive
+sys.argv = ["asyncgrpo", {arguments}]
+try:
+    app(prog_name="asyncgrpo")
+except SystemExit as end:
+    assert end.code in (0, None), end.code
+except RunNotAlive:
+    pass
+"""
+
+BUFFER = """
+import sys
+from pathlib import Path
+from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.cluster.wiring import BufferActor, Setup
+from asyncgrpo.config.load import load_config
+from asyncgrpo.wire.sockets import Keys
+run = Path({run!r})
+config = load_config(None, {settings!r})
+keys = Keys.make()
+watch = Watch("127.0.0.1", keys, host="127.0.0.1")
+setup = Setup(config, run, 1, None, keys, watch.endpoint, 1)
+ready = BufferActor({{}}).start(setup)
+assert (ready.prompts, ready.dropped_too_long, ready.schema) == (8, 0, "plain"), ready
+"""
+
+SAY = """
+import json, os
+print("HEAVY", json.dumps([name for name in {heavy} if name in sys.modules]), flush=True)
+os._exit(0)
+"""
+
+
+def heavy_in(code: str, folder: Path) -> list[str]:
+    """Which heavy libraries a process has imported after it has run `code`."""
+    ended = subprocess.run(
+        [sys.executable, "-c", code + SAY.format(heavy=HEAVY)],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = [line for line in ended.stdout.splitlines() if line.startswith("HEAVY ")]
+    return json.loads(said[-1].removeprefix("HEAVY "))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["status", "run"], ["samples", "--help"]])
+def test_a_command_that_only_looks_imports_nothing_heavy(tmp_path, arguments):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert heavy_in(COMMAND.format(arguments=", ".join(map(repr, arguments))), tmp_path) == []
+
+
+def test_the_buffer_of_a_run_whose_prompts_are_kept_needs_no_tokenizer(tmp_path):
+    make_demo_model(tmp_path / "model", seed=0)
+    write_demo_task(tmp_path / "train.jsonl", tmp_path / "eval.jsonl", seed=0, rows=8, eval_rows=4)
+    settings = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'train.jsonl'}"]
+    settings.append(f"data.eval={tmp_path / 'eval.jsonl'}")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "lineage").write_text("1")
+    prepare_if_small(load_config(None, settings), run)
+    assert heavy_in(BUFFER.format(run=str(run), settings=settings), tmp_path) == []

@@ -1,0 +1,87 @@
+"""A whole run that is steered from outside: paused, changed, scaled up and down, asked for a checkpoint, and ended."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.control.client import RunClient
+from asyncgrpo.control.operator import (
+    ChangeSettings,
+    Command,
+    DrainRun,
+    Evaluate,
+    Pause,
+    Resume,
+    Scale,
+    Status,
+    WriteCheckpoint,
+)
+from asyncgrpo.errors import CommandRefused, RunNotAlive
+from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SLOW_ENOUGH = ["generators.extra={seconds_per_token: 0.02, median_tokens: 12, sigma: 0.3}"]
+SETTINGS = ["--engine", "fake", "--steps", "5000", "--out", "run", "generators.count=1", "run.checkpoint_every=1000"]
+
+
+def steps(run: Path) -> int:
+    return len(events(run, "step"))
+
+
+def generators(status: Status) -> dict[str, str]:
+    return {p.name: p.state for p in status.processes if p.name.startswith("generator")}
+
+
+def test_a_run_is_steered_and_its_audit_finds_no_difference(tmp_path: Path):
+    run = tmp_path / "run"
+    process = start("demo", *SETTINGS, *SLOW_ENOUGH, cwd=tmp_path)
+    wait_until(lambda: steps(run) >= 3, "third step", 200.0)
+    client = RunClient(run)
+
+    def tell(command: Command) -> str:
+        return client.tell(command)
+
+    assert tell(Pause()).startswith("paused") and client.status().state == "paused"
+    tell(WriteCheckpoint())
+    wait_until(lambda: len(events(run, "checkpoint")) == 1, "checkpoint in a pause", 60.0)
+    before = len(events(run, "eval"))
+    tell(Evaluate())
+    at = steps(run)
+    with pytest.raises(CommandRefused, match="paused already"):
+        tell(Pause())
+    assert steps(run) == at, "nothing is trained in a pause"
+    tell(Resume())
+    wait_until(lambda: len(events(run, "eval")) > before, "evaluation", 60.0)
+
+    tell(ChangeSettings(settings={"learner.lr": 1e-4, "buffer.max_lag": 3, "generators.groups_in_flight": 40}))
+    wait_until(lambda: events(run, "step")[-1]["max_lag"] == 3, "step under the other bound", 60.0)
+    (changed,) = events(run, "lr_changed")
+    at = int(changed["version"].split(".")[1])
+    wait_until(lambda: steps(run) > at + 1, "step at the other rate", 60.0)
+    rates = [event["lr"] for event in events(run, "step")]
+    assert max(rates[at:]) <= 1e-4 < rates[at - 1]
+
+    assert tell(Scale(generators=3)).startswith("3 generators: 2 more start")
+    three = {f"generator-{i}": "working" for i in range(3)}
+    wait_until(lambda: generators(client.status()) == three, "three generators", 120.0)
+    wait_until(lambda: events(run, "sync")[-1]["engines"] == 3, "publication to three", 60.0)
+    assert tell(Scale(generators=1)).startswith("1 generators: 2 leave")
+    wait_until(lambda: generators(client.status()) == {"generator-0": "working"}, "one generator", 120.0)
+    at = steps(run)
+    wait_until(lambda: steps(run) >= at + 3, "step with one", 60.0)
+    assert len(json.loads((tmp_path / "prometheus" / "run.json").read_text())) == 4, "who left is not asked any more"
+
+    assert tell(DrainRun()).startswith("draining")
+    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
+    with pytest.raises(RunNotAlive):
+        RunClient(run)
+    assert events(run, "restart") == []
+    assert [e["refused"] for e in events(run, "command")].count(True) == 1
+    audit = asyncgrpo("audit", "run", cwd=tmp_path)
+    assert audit.returncode == 0, audit.stdout
+    assert_nothing_left(tmp_path)
+
+    dry = asyncgrpo("demo", *SETTINGS, *SLOW_ENOUGH, "--dry-run", cwd=tmp_path)
+    assert "learner.lr 0.0001 -> " in dry.stdout and "buffer.max_lag 3 -> " in dry.stdout, dry.stdout
