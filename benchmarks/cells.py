@@ -14,13 +14,16 @@ SEED = 1234
 MODELS = {
     "tiny": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 512},
     "s25m": {"hidden": 512, "layers": 8, "heads": 8, "kv": 4, "inter": 1408, "vocab": 512},
+    "s100m": {"hidden": 768, "layers": 12, "heads": 12, "kv": 4, "inter": 2048, "vocab": 32768},
     "tiny-v32k": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 32768},
+    "tiny-v152k": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 151936},
 }
 """All have a head size of 64 and a tied embedding."""
 
 BATCHES = {
     "tail": {"groups": 8, "vocab": 512},
     "tail-v32k": {"groups": 4, "vocab": 32768},
+    "tail-v152k": {"groups": 4, "vocab": 151936},
     "one group": {"groups": 1, "vocab": 512},
 }
 GROUP_SIZE = 8

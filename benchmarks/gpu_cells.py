@@ -58,7 +58,7 @@ def run_steps(cell: Cell) -> None:
     groups = make_groups(lengths, vocabulary=shape.vocabulary, seed=cell["seed"])
     learner = make_learner(cell, shape, group_size=len(lengths.completions[0]))
     batch = learner._pack(groups, VERSION)
-    assert not batch.forward_only, "every completion is to be trained"
+    assert not batch.not_run.mask.numel(), "every completion is to be trained"
     clocks = {"rl": Stopwatch(cell["device"]), "supervised": Stopwatch(cell["device"])}
     phases: dict[str, list[dict[str, float]]] = {"rl": [], "supervised": []}
     for _ in range(cell["runs"] + 1):
@@ -148,7 +148,10 @@ def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
 
     device = "cuda:0" if cell["device"] == "cuda" else "cpu"
     with mock.patch.object(learner_model, "unread_language_model", draw):
-        return Learner(msgspec.convert(config, Config), rank=0, world=1, device=device)
+        learner = Learner(msgspec.convert(config, Config), rank=0, world=1, device=device)
+    if cell["compile"]:
+        learner.compile()
+    return learner
 
 
 def supervised_step(learner: Learner, batch: StepBatch) -> dict[str, float]:

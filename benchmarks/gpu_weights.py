@@ -1,7 +1,7 @@
 """How weights get from a learner to an engine on one card: each copy of the way, the two groups, and NCCL's errors.
 
     python -m benchmarks.gpu_weights copies          GB/s of each leg, and of the digest
-    python -m benchmarks.gpu_weights shared-memory   `SharedMemoryGroup` between two processes, and a whole publication
+    python -m benchmarks.gpu_weights shared-memory   a whole publication to another process, which maps the learner's memory
     python -m benchmarks.gpu_weights nccl            `NcclGroup`: alone; a member that never comes; two members on one card
 
 Each case of `nccl` is a process of its own with a deadline, because what it must show is whether NCCL ends, and how.
@@ -27,11 +27,12 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.broadcast import digest
+from asyncgrpo.weights.digest import digest
 from asyncgrpo.weights.group import form_group, serve_store, visit_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from benchmarks.measuring import ROOT, line, rounded, show
+from tests.weights.publishing import publish
 
 HOST = "127.0.0.1"
 SEED = 1234
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     elif arguments.what == "copies":
         copies(arguments.device, 2**16 if arguments.tiny else 2**29)
     elif arguments.what == "shared-memory":
-        shared_memory(arguments.device, [1] if arguments.tiny else [16, 64, 256], 2**21 if arguments.tiny else 2**31)
+        show(publication(arguments.device, 2**21 if arguments.tiny else 2**31))
     else:
         nccl(arguments.device)
 
@@ -113,7 +114,7 @@ def register(shared: Tensor) -> bool:
 
 @contextmanager
 def file_in_memory(size: int) -> Iterator[Tensor]:
-    """[size] uint8 in /dev/shm, all of it there, as `SharedMemoryGroup` makes it."""
+    """[size] uint8 in /dev/shm, all of it there, as the arenas are."""
     file = SHARED_MEMORY / f"gpu-weights-{os.getpid()}"
     with file.open("wb") as opened:
         os.posix_fallocate(opened.fileno(), 0, size)
@@ -128,58 +129,27 @@ def random_bytes(size: int, device: str) -> Tensor:
     return torch.randint(0, 256, (size,), generator=torch.Generator(device).manual_seed(SEED), device=device).byte()
 
 
-# -- shared memory between two processes -------------------------------------------------------------------------------
+# -- a publication to another process ----------------------------------------------------------------------------------
 
 
-def shared_memory(device: str, buckets_mib: list[int], total: int) -> None:
-    """GB/s of broadcasts in buckets of each size, and of a publication with all its digests, to a second process."""
-    for mib in buckets_mib:
-        with second_process(receive_broadcasts, device, mib, total) as (store, _):
-            group = form_group(store, number=1, rank=0, world=2, backend="shared_memory", host=HOST, timeout_s=START_S)
-            flat, rates = random_bytes(mib * 2**20, device), []
-            for _ in range(rounds(mib, total)):
-                started = time.perf_counter()
-                group.broadcast(flat)
-                rates.append(len(flat) / (time.perf_counter() - started) / 1e9)
-            same = store.get("digest").decode() == str(digest(flat))
-            group.close()
-        show(line("broadcast in shared memory", rates[1:], "GB/s", seed=SEED, bucket_mib=mib, same=same))
-        show(publication(device, mib, total))
-
-
-def rounds(mib: int, total: int) -> int:
-    return max(3, total // (mib * 2**20))
-
-
-def receive_broadcasts(port: int, device: str, mib: int, total: int) -> None:
-    store = visit_store(HOST, port, START_S)
-    group = form_group(store, number=1, rank=1, world=2, backend="shared_memory", host=HOST, timeout_s=START_S)
-    flat = torch.zeros(mib * 2**20, dtype=torch.uint8, device=device)
-    for _ in range(rounds(mib, total)):
-        group.broadcast(flat)
-    store.set("digest", str(digest(flat)))
-
-
-def publication(device: str, mib: int, total: int) -> dict[str, Any]:
+def publication(device: str, total: int) -> dict[str, Any]:
     """The line of publications of `total` bytes from this process's Publisher to a Receiver in another."""
     count = max(2, total // 2**25)
     layout = [TensorInfo(name=f"w{i}", shape=(total // count // 2,), dtype="bfloat16") for i in range(count)]
     tensor = random_bytes(total // count, device).view(torch.int16).to(torch.bfloat16)
-    publisher = Publisher(
-        WeightsConfig(bucket_mb=mib, timeout_s=60), backend="shared_memory", bind=HOST, host=HOST, keys=None
-    )
-    publisher.describe(layout)
+    publisher = Publisher(WeightsConfig(timeout_s=60), maps=True, backend="gloo", bind=HOST, host=HOST, keys=None)
+    publisher.start(layout)
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(publisher.endpoint,), daemon=True)
     process.start()
     try:
         publisher.wait_for(1, START_S, lambda what, seconds: None)
-        found = [publisher.publish(PolicyVersion(1, n), lambda: ((info, tensor) for info in layout)) for n in range(4)]
+        found = [publish(publisher, PolicyVersion(1, n), ((info, tensor) for info in layout)) for n in range(4)]
     finally:
         process.terminate()
         process.join()
         publisher.close()
     rates = [one.num_bytes / one.seconds / 1e9 for one in found]
-    about = {"bucket_mib": mib, "bytes": found[0].num_bytes, "first_s": rounded(found[0].seconds)}
+    about = {"bytes": found[0].num_bytes, "first_s": rounded(found[0].seconds)}
     return line("publication in shared memory", rates[1:], "GB/s", seed=SEED, **about)
 
 
@@ -191,19 +161,6 @@ def receive(endpoint: str) -> None:
     receiver.start()
     while True:
         time.sleep(1.0)
-
-
-@contextmanager
-def second_process(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[dist.TCPStore, Any]]:
-    """A store, and a process that visits it."""
-    store = serve_store(HOST, START_S)
-    process = multiprocessing.get_context("spawn").Process(target=work, args=(store.port, *arguments), daemon=True)
-    process.start()
-    try:
-        yield store, process
-    finally:
-        process.join(30)
-        process.terminate()
 
 
 # -- NCCL --------------------------------------------------------------------------------------------------------------

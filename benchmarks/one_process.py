@@ -32,7 +32,11 @@ class Step(NamedTuple):
     evaluation: list[float] | None
     """Reward of each held-out prompt under the weights before the step; None where no evaluation was due."""
     reward_mean: float
+    groups: list[Group]
+    """That were trained."""
     report: StepReport
+    learner: Learner
+    """Has the weights after the step, until the next one."""
 
 
 def mean_reward(groups: Sequence[Group]) -> float:
@@ -51,8 +55,8 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
     """
     tokenizer = load_tokenizer(config.model.path)
     stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
-    prompts = load_prompts(config.data.train, "train", tokenizer, config.data).prompts
-    held_out = load_prompts(config.data.eval, "eval", tokenizer, config.data).prompts if config.data.eval else ()
+    prompts = load_prompts(config.data.train, "train", tokenizer, config.data)
+    held_out = load_prompts(config.data.eval, "eval", tokenizer, config.data) if config.data.eval else ()
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None)
     engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
     learner = Learner(config, rank=0, world=1, device="cpu")
@@ -100,7 +104,7 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
                 waiting.append(await sample_step())
             groups = waiting.popleft()
             report = learner.step(groups, version)
-            yield Step(step, evaluation, mean_reward(groups), report)
+            yield Step(step, evaluation, mean_reward(groups), groups, report, learner)
     finally:
         await engine.close()
         await reward.close()

@@ -33,7 +33,7 @@ from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.group_health import ks_distance
 from asyncgrpo.types import Group, PolicyVersion
 from benchmarks.measuring import line, rounded, show
-from benchmarks.scheduler import SWAP_S, TRANSFER_S, Case, Product
+from benchmarks.scheduler import Case, Product
 
 MEDIAN, LONGEST = 600, 16384
 SLOWEST = "how many times as long as the others one generator takes for a token, on the virtual clock"
@@ -117,7 +117,7 @@ def virtual_run(case: LongTail) -> dict[str, float]:
     monitor = product.buffer.bias.distances()
     return {
         "rate": len(product.groups) / elapsed_s,
-        "idle": 1 - case.steps * (case.train_s + TRANSFER_S + SWAP_S) / elapsed_s,
+        "idle": 1 - case.steps * (case.train_s + case.stall_s) / elapsed_s,
         "given_up": given_up(outcomes) / outcomes["leased"],
         "prompts_given_up": outcomes["dropped_always_stale"] / outcomes["leased"],
         "wasted": (tokens["stale"] + tokens["masked"] + aborted) / (tokens["generated"] + aborted),

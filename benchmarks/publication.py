@@ -66,6 +66,7 @@ def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[st
     from asyncgrpo.types import PolicyVersion
     from asyncgrpo.weights.publisher import Publisher
     from tests.learner.helpers import config
+    from tests.weights.publishing import publish
 
     sections = {
         "model": {"path": str(path), "dtype": "bfloat16", "lora": {"rank": rank}},
@@ -73,8 +74,8 @@ def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[st
     }
     learner = Learner(config(path, **sections), rank=0, world=1, device="cpu")
     settings = WeightsConfig(timeout_s=600.0)
-    publisher = Publisher(settings, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
-    publisher.describe(learner.sent.layout(), learner.sent.base)
+    publisher = Publisher(settings, maps=False, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+    publisher.start(learner.sent.layout(), learner.sent.base)
     process = multiprocessing.get_context("spawn").Process(
         target=receive, args=(publisher.endpoint, str(path), adapters_only, threads), daemon=True
     )
@@ -86,7 +87,7 @@ def measure(path: Path, adapters_only: bool, rank: int, threads: int) -> dict[st
             for name, parameter in learner.model.named_parameters():
                 if "lora_B" in name:
                     nn.init.normal_(parameter.to_local(), std=1e-3)
-            publication = publisher.publish(PolicyVersion(1, version), learner.sent.weights)
+            publication = publish(publisher, PolicyVersion(1, version), learner.sent.weights())
             seconds.append(publication.seconds)
     finally:
         process.terminate()

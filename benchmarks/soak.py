@@ -1,9 +1,11 @@
 """A soak test: the demo for many minutes under kills, freezes, partitions, full disks and outages of the reward.
 
     python -m benchmarks.soak --minutes 20 --engine torch --per-hour 120 --outages-per-hour 30
+    python -m benchmarks.soak --minutes 22 --rounds 1 --outages-per-hour 0 --keep DIR   # 16 kill -9, 6 SIGSTOP, 1 partition
 
 `asyncgrpo demo --chaos` injects the faults. For the outages the reward function raises while a file exists, like a remote
-judge that is down. The run is ended with SIGTERM. One JSON line at the end.
+judge that is down. A real Prometheus scrapes the run, with our alerts. Memory, open files, threads, processes, series,
+journal, shared memory and Ray's session are sampled every 10 s. The run is ended with SIGTERM. One JSON line at the end.
 """
 
 import argparse
@@ -11,10 +13,12 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,23 @@ import psutil
 from asyncgrpo.errors import JournalError
 from asyncgrpo.journal.format import Dropped
 from asyncgrpo.journal.history import read_run
+from benchmarks.leaks import Sampler, bytes_below, read_samples, trends
 from benchmarks.measuring import rounded, show, where
+from benchmarks.prometheus import Prometheus, contradictions
 from benchmarks.trials import Fence, audited, events, last_step, rewards
 
+A_ROUND = (
+    *["kill generator"] * 7,
+    "kill generators",
+    *["kill buffer"] * 4,
+    *["kill learner"] * 4,
+    *("freeze generator", "freeze buffer", "freeze learner", "pause generator", "pause buffer", "pause learner"),
+    "partition network",
+)
+"""16 kill -9, 6 SIGSTOP, 1 partition."""
+AFTER_THE_LAST_FAULT_S = 120.0
+STAYS_S = 60.0
+"""How long Prometheus watches after the end: a run that ended in order raises no alert."""
 START_WITHIN_S = 300.0
 END_WITHIN_S = 180.0
 LOOK_EVERY_S = 0.1
@@ -61,10 +79,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="torch", choices=["torch", "fake"])
     parser.add_argument("--minutes", type=float, default=20.0, help="from its first step")
-    parser.add_argument("--per-hour", type=float, default=120.0, help="faults")
+    parser.add_argument("--per-hour", type=float, default=120.0, help="faults, drawn")
+    parser.add_argument("--rounds", type=int, help="instead: so often 16 kill -9, 6 SIGSTOP and 1 partition, shuffled")
     parser.add_argument("--outages-per-hour", type=float, default=30.0, help="of the reward, 5 to 25 s each")
     parser.add_argument("--max-lag", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for samples, metrics.jsonl, logs and Prometheus' data")
     parser.add_argument("overrides", nargs="*", help="key=value")
     options = parser.parse_args()
     with Fence() as fence:
@@ -72,23 +92,27 @@ def main() -> None:
 
 
 def soak(fence: Fence, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the demo from start to end, and return what its files say."""
-    run, down = fence.work / "run", fence.work / "down"
+    """Run the demo from start to end, and return what its files, its samples and Prometheus say."""
+    run, down, kept = fence.work / "soak", fence.work / "down", (options.keep or fence.root / "kept").absolute()
     (fence.work / "judge.py").write_text(JUDGE.format(path=str(down)))
     command = ["demo", "--engine", options.engine, "--max-lag", str(options.max_lag), "--seed", str(options.seed)]
-    command += ["--steps", "1000000", "--out", "run", "--chaos", str(options.per_hour)]
+    command += ["--steps", "1000000", "--out", run.name, *faults(options)]
     settings = ["reward.function=judge.py", "buffer.keep_journal=false", "run.samples_every=100"]
-    process = fence.start(*command, *settings, *options.overrides)
-    began = time.monotonic()
-    while last_step(run) < 1 and process.poll() is None and time.monotonic() < began + START_WITHIN_S:
-        time.sleep(0.5)
-    seen = watch(process, run, down, options)
-    ended_by_itself = process.poll()
-    process.send_signal(signal.SIGTERM)
-    try:
-        exit_: int | None = process.wait(timeout=END_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        exit_ = None
+    with Prometheus(fence.work, kept / "tsdb") as prometheus:
+        process, began = fence.start(*command, *settings, *options.overrides), time.time()
+        while last_step(run) < 1 and process.poll() is None and time.time() < began + START_WITHIN_S:
+            time.sleep(0.5)
+        with Sampler(kept / "samples.jsonl", fence.processes, besides(fence, run, prometheus)):
+            seen = watch(process, run, down, options)
+        ended_by_itself = process.poll()
+        process.send_signal(signal.SIGTERM)
+        try:
+            exit_: int | None = process.wait(timeout=END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            exit_ = None
+        time.sleep(STAYS_S)
+        fired = prometheus.fired(run.name, began)
+    keep(fence, run, kept)
     return {
         "benchmark": "soak",
         "engine": options.engine,
@@ -97,9 +121,50 @@ def soak(fence: Fence, options: argparse.Namespace) -> dict[str, Any]:
         "ended_by_itself": ended_by_itself,
         "last_words": fence.said().strip().splitlines()[-1:],
         **of_the_files(fence, run, seen),
+        "alerts": {name: [[round(at - began) for at in span] for span in spans] for name, spans in fired.items()},
+        "contradictions": contradictions(fired),
+        "trends": trends(read_samples(kept / "samples.jsonl")),
         "left": {what: names for what, names in fence.left().items() if names},
         "seed": options.seed,
+        "unix": [round(began), round(time.time())],
     } | where()
+
+
+def faults(options: argparse.Namespace) -> list[str]:
+    """Options of the demo that ask for the faults."""
+    if options.rounds is None:
+        return ["--chaos", str(options.per_hour)]
+    order = list(A_ROUND * options.rounds)
+    random.Random(options.seed).shuffle(order)
+    per_hour = 3600.0 * len(order) / (60.0 * options.minutes - AFTER_THE_LAST_FAULT_S)
+    return ["--chaos", f"{per_hour:.1f}", "--faults", ",".join(order)]
+
+
+def besides(fence: Fence, run: Path, prometheus: Prometheus) -> dict[str, Callable[[], float | None]]:
+    """What is sampled beside the processes."""
+
+    def series() -> float | None:
+        """All that Prometheus holds, of targets that are gone too."""
+        try:
+            return prometheus.ask("status/tsdb")["headStats"]["numSeries"]
+        except OSError:
+            return None
+
+    return {
+        "series": series,
+        "journal_mb": lambda: journal_bytes(run) / 1e6,
+        "run_mb": lambda: bytes_below(run),
+        "logs_mb": lambda: bytes_below(run / "logs"),
+        "shm_mb": fence.shared_mb,
+        "ray_session_mb": lambda: bytes_below(fence.root / "tmp"),
+    }
+
+
+def keep(fence: Fence, run: Path, kept: Path) -> None:
+    """Keep what a look back needs."""
+    shutil.copytree(run / "logs", kept / "logs", dirs_exist_ok=True)
+    shutil.copy(run / "metrics.jsonl", kept)
+    (kept / "said.txt").write_text(fence.said(), encoding="utf-8")
 
 
 def watch(process: subprocess.Popen[bytes], run: Path, down: Path, options: argparse.Namespace) -> Seen:

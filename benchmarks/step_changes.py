@@ -52,7 +52,7 @@ from asyncgrpo.wire.rollouts import Shutdown
 from asyncgrpo.wire.supervision import GeneratorLost
 from benchmarks.measuring import line, rounded, show
 from benchmarks.policies import LongTail
-from benchmarks.scheduler import SWAP_S, TRANSFER_S, Product
+from benchmarks.scheduler import Product
 
 STEPS, CHANGE_AT, LAST = 70, 30, 20
 BAND = 0.2
@@ -187,7 +187,6 @@ class Changing(Product):
     length: float = 1.0
     """By which the tokens of a completion that begins now are multiplied."""
     steps: list[Step] = field(default_factory=list)
-    _is_free_s: float = 0.0
 
     def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
         if happens := self.happens.get(len(self.steps)):
@@ -198,11 +197,6 @@ class Changing(Product):
         lags = tuple(version.number - group.versions[0].number for group in groups)
         self.steps.append(Step(self._loop.time() - self._is_free_s, under_way, lags))
         return super().step(groups, version)
-
-    def publish(self, version: PolicyVersion, tensors: object) -> SimpleNamespace:
-        published = super().publish(version, tensors)
-        self._is_free_s = self._loop.time()
-        return published
 
     def lengths_of(self, prompt_index: int, attempt: int) -> np.ndarray:
         """[completions] tokens of a lease that begins now."""
@@ -220,7 +214,7 @@ class Changing(Product):
         """Another one starts, and receives the weights published last."""
 
         async def receive_weights() -> None:
-            await asyncio.sleep(TRANSFER_S)
+            await asyncio.sleep(self.case.transfer_s)
             await newcomer._swap((), self._learner.version)
 
         newcomer = self._generator(self.case.generators)
@@ -267,7 +261,7 @@ def run(change: str, case: LongTail, told: Told | None = None) -> Seen:
     if change == "restart":
         case, at = replace(case, steps=STEPS - CHANGE_AT), -1
     product = Changing(case, happens=CHANGES[change], told=told).run()
-    return Seen(product.steps, at, product.case.train_s + TRANSFER_S + SWAP_S)
+    return Seen(product.steps, at, product.case.train_s + product.case.stall_s)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def receive_groups(pipe: Connection, way: str, count: int, folder: Path) -> None
     server = Server("127.0.0.1", keys)
     service = BufferService(server, buffer, Evaluations((), Sampling(), 0, 1e9), VOCABULARY)
     step = 0
-    buffer.published(PolicyVersion(1, step))
+    buffer.trained(PolicyVersion(1, step))
     pipe.send((server.endpoint, keys))
     service.serve(10.0)
     watch = Watch()
@@ -253,7 +253,7 @@ def receive_groups(pipe: Connection, way: str, count: int, folder: Path) -> None
         service.serve(0.1)
         while buffer.count(State.READY) >= PER_STEP and buffer.take(PolicyVersion(1, step)) is not None:
             step += 1
-            buffer.published(PolicyVersion(1, step))
+            buffer.trained(PolicyVersion(1, step))
     while service._unacknowledged:
         service.serve(0.01)
     pipe.send(watch.done(count))

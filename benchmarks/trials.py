@@ -150,6 +150,14 @@ class Fence:
             self._clear(found["shm"])
         return found
 
+    def shared_mb(self) -> float:
+        """10⁶ bytes of the shared memory that our processes have mapped and that is not removed."""
+        total = 0
+        for name in tuple(self._shared):
+            with contextlib.suppress(OSError):
+                total += (SHM / name).stat().st_blocks * 512
+        return round(total / 1e6, 3)
+
     def _files(self) -> list[str]:
         """Files beside the work and beside what is Ray's, by their place in the fence, two folders deep."""
         paths = [path.relative_to(self.root) for top in ("home", "tmp") for path in (self.root / top).rglob("*")]

@@ -1,0 +1,53 @@
+"""How many programs the sandbox of code rewards runs in a second, on this machine: one at a time, and one on each core.
+
+    python -m benchmarks.code_rewards --runs 5
+
+Each run scores completions with one test each (`print(int(input()) ** 2)`), through the reward workers as a generator does.
+It counts all of it: starting bubblewrap and Python, running, comparing. Workers are started before the clock is.
+"""
+
+import argparse
+import asyncio
+import os
+import time
+
+from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
+from asyncgrpo.rewards import Sampled, build_reward
+from asyncgrpo.rewards.sandbox import why_not_isolated
+from asyncgrpo.types import Prompt
+from benchmarks.measuring import line, show
+
+PROMPT = Prompt(prompt_id="0", token_ids=(1,), answer={"inputs": ["3"], "outputs": ["9"]}, source="code")
+COMPLETION = Sampled("```python\nprint(int(input()) ** 2)\n```")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--completions", type=int, default=100, help="of each run")
+    parser.add_argument("--unsafe", action="store_true", help="also where bubblewrap cannot run")
+    arguments = parser.parse_args(argv)
+    isolated = why_not_isolated() is None
+    for workers in dict.fromkeys((1, os.cpu_count() or 1)):
+        rates = asyncio.run(executions_a_second(workers, arguments.runs, arguments.completions, arguments.unsafe))
+        about = {"workers": workers, "completions": arguments.completions, "bubblewrap": isolated}
+        show(line("code rewards: executions", rates, "1/s", seed=0, **about))
+
+
+async def executions_a_second(workers: int, runs: int, completions: int, unsafe: bool) -> list[float]:
+    """The rate of each run, after one that is not counted."""
+    reward = build_reward(RewardConfig(workers=workers, timeout_s=60, code=CodeRewardConfig(unsafe=unsafe)))
+    reward.check_sources({"code"})
+    rates = []
+    for number in range(-1, runs):
+        started = time.perf_counter()
+        scores = await reward.score(PROMPT, [COMPLETION] * completions)
+        assert all(score.value == 1.0 for score in scores), scores
+        if number >= 0:
+            rates.append(completions / (time.perf_counter() - started))
+    await reward.close()
+    return rates
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What a publication's snapshot costs several learner ranks on one machine: rows into one arena, and a gather, in turns.
+
+`python -m benchmarks.snapshot --model s25m --ranks 2` prints one JSON line. Seconds are of the slowest rank, medians over the
+rounds; a copy is that of a rank's shard, cast, into memory that is there. Gloo on a CPU, where a gather is slow: the ratio to the
+copy carries over to GPUs, that to the gather does not.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncgrpo.config.schema import Config
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.weights.arena import Arenas, Layout
+from benchmarks.cells import MODELS, make_model
+from benchmarks.measuring import show, where
+from tests.learner.ranks import run_on_ranks
+
+
+def copy_of_shard(learner: Learner, target: Tensor) -> float:
+    started, at = time.perf_counter(), 0
+    for parameter in learner.parameters:
+        rows = parameter.to_local()  # type: ignore[attr-defined]
+        target[at : at + rows.numel()].copy_(rows.detach().view(-1))
+        at += rows.numel()
+    return time.perf_counter() - started
+
+
+def slowest(seconds: float) -> float:
+    most = torch.tensor(seconds)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
+
+
+def rank(number: int, world: int, argument: str) -> None:
+    path, rounds = argument.rsplit(" ", 1)
+    torch.set_num_threads(1)
+    settings = msgspec.convert(
+        {"model": {"path": path}, "data": {"train": "none"}, "learner": {"device": "cpu"}}, Config
+    )
+    learner = Learner(settings, rank=number, world=world, device="cpu")
+    layout = Layout(learner.sent.layout())
+    arenas = Arenas(layout) if number == 0 else None
+    file = [arenas.file if arenas is not None else ""]
+    dist.broadcast_object_list(file)
+    target = torch.zeros(sum(p.to_local().numel() for p in learner.parameters), dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    spent: dict[str, list[float]] = {"rows": [], "gather": [], "copy": []}
+    for _ in range(int(rounds) + 2):
+        for way, used in (("rows", file[0]), ("gather", "")):
+            dist.barrier()
+            started = time.perf_counter()
+            if arenas is None:
+                learner.snapshot.join(used, 0)
+            else:
+                is_written = learner.snapshot.write(arenas.slots[0], used)
+            spent[way].append(slowest(time.perf_counter() - started))
+            if arenas is not None and is_written is not None:
+                is_written()
+        dist.barrier()
+        spent["copy"].append(slowest(copy_of_shard(learner, target)))
+    if arenas is not None:
+        arenas.close()
+        seconds = {way: round(statistics.median(each[2:]), 5) for way, each in spent.items()}
+        figures = {"rows_to_copy": round(seconds["rows"] / seconds["copy"], 2)}
+        figures["gather_to_rows"] = round(seconds["gather"] / seconds["rows"], 1)
+        about = {"what": "snapshot", "ranks": world, "mb": round(layout.num_bytes / 1e6)}
+        Path(path, "measured.json").write_text(json.dumps(about | seconds | figures | where()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--model", choices=list(MODELS), default="s25m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_model(Path(folder), arguments.model)
+        from benchmarks.snapshot import rank as on_a_rank  # by the name under which the ranks find it
+
+        run_on_ranks(on_a_rank, f"{path} {arguments.rounds}", arguments.ranks)
+        show(json.loads((path / "measured.json").read_text()))
+
+
+if __name__ == "__main__":
+    main()

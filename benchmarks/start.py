@@ -1,0 +1,152 @@
+"""The time from Enter to the first step of the demo, and from a data file to prompts that can be leased.
+
+python -m benchmarks.start --engines torch sglang --runs 3
+python -m benchmarks.start --rows 1000000
+
+A demo is a new folder, so it makes its model and its task too. Its line has the wall seconds to each mark of the start, and the
+CPU seconds of each kind of process up to the first step: on a machine that others use, the wall says little.
+
+A row is 240 characters of plain JSON Lines, which are 242 tokens of the demo's tokenizer. What is measured of rows is from the
+configuration to a prompt source with its first prompt, in a process of its own: without a kept file, and with one.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from asyncgrpo.config.load import load_config
+from asyncgrpo.data.demo import make_demo_model
+from asyncgrpo.data.kept import prepare
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.recording.events import read_events
+from benchmarks.measuring import ROOT, PeakMemory, line, show
+from benchmarks.trials import Fence
+
+LIMIT_S = 300.0
+LOOK_EVERY_S = 0.25
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="*", default=[], choices=["torch", "sglang", "fake"])
+    parser.add_argument("--rows", nargs="*", type=int, default=[])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ready", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.ready is not None:
+        return show(ready(arguments.ready))
+    for engine in arguments.engines:
+        starts = [first_step(engine, arguments.seed) for _ in range(arguments.runs)]
+        show_starts(engine, starts, arguments.seed)
+    for count in arguments.rows:
+        measure_rows(count, arguments.runs, arguments.seed)
+
+
+# -- a demo ------------------------------------------------------------------------------------------------------------
+
+
+def show_starts(engine: str, starts: list[dict], seed: int) -> None:
+    marks = {name: [start["marks"][name] for start in starts] for name in starts[0]["marks"]}
+    cpu = {name: [start["cpu_s"].get(name, 0.0) for start in starts] for name in starts[0]["cpu_s"]}
+    show(line("first step", marks.pop("first_step"), "s", seed=seed, engine=engine, marks=marks, cpu_s=cpu))
+
+
+def first_step(engine: str, seed: int) -> dict:
+    """Start the demo and end it after its first step: seconds to each mark, and CPU seconds by kind of process."""
+    with Fence() as fence:
+        run, cpu = fence.work / "run", {}
+        began, began_s = time.time(), time.monotonic()
+        command = fence.start("demo", "--engine", engine, "--seed", str(seed), "--out", str(run), "--steps", "2")
+        while not (step := _first(run, "step")) and command.poll() is None and time.monotonic() < began_s + LIMIT_S:
+            cpu |= dict(_cpu_seconds(fence))
+            time.sleep(LOOK_EVERY_S)
+        if step is None:
+            raise RuntimeError(f"no step: {fence.said()}")
+        marks = {"training": _first(run, "start")["time"] - began, "first_step": step["time"] - began}
+        totals = Counter[str]()
+        for name, seconds in cpu.values():
+            totals[name] += seconds
+        command.wait(timeout=LIMIT_S)
+        return {"marks": marks, "cpu_s": dict(totals) | {"all": totals.total()}}
+
+
+def _first(run: Path, kind: str) -> dict | None:
+    events = run / "metrics.jsonl"
+    return next((event for event in read_events(events) if event["event"] == kind), None) if events.exists() else None
+
+
+def _cpu_seconds(fence: Fence) -> Iterator[tuple[int, tuple[str, float]]]:
+    """The kind of each living process of the fence, and its CPU seconds."""
+    for process in fence.processes():
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            yield process.pid, (_kind(" ".join(process.cmdline())), times.user + times.system)
+
+
+def _kind(command: str) -> str:
+    if named := re.match(r"ray::(\w+?)(Actor|\b)", command):
+        return named[1]
+    if "-m asyncgrpo" in command:
+        return "driver"
+    if "sglang" in command or "multiprocessing" in command:
+        return "engine"
+    return "ray"
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def measure_rows(count: int, runs: int, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        make_demo_model(Path(folder) / "model", seed=seed)
+        write_rows(Path(folder) / "train.jsonl", count, seed)
+        found = {"tokenised": [_of_a_process(folder)], "kept": [_of_a_process(folder) for _ in range(runs)]}
+        kept_bytes = sum(file.stat().st_size for file in (Path(folder) / "run" / "prompts").iterdir())
+    for how, ready in found.items():
+        seconds, memory = [r["s"] for r in ready], [r["mb"] for r in ready]
+        beside = {"rows": count, "cpu_s": [r["cpu_s"] for r in ready], "peak_mb": memory, "kept_mb": kept_bytes / 1e6}
+        show(line(f"rows ready to lease, {how}", seconds, "s", seed=seed, **beside))
+
+
+def write_rows(path: Path, count: int, seed: int) -> None:
+    draw = random.Random(seed)
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(count):
+            text = draw.randbytes(120).hex()
+            file.write(json.dumps({"prompt": text, "ground_truth": str(number), "data_source": "rows"}) + "\n")
+
+
+def _of_a_process(folder: str) -> dict:
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.start", "--ready", folder], cwd=ROOT, check=True, capture_output=True
+    )
+    return json.loads(ended.stdout)
+
+
+def ready(folder: Path) -> dict:
+    """Prepare the prompts in `folder` and issue the first: seconds, CPU seconds, and how much memory grew at most, MB."""
+    config = load_config(None, [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"])
+    memory, began_s, began_cpu_s = PeakMemory(), time.monotonic(), time.process_time()
+    source = PromptSource(prepare(config, folder / "run").train, seed=0, shuffle=True, epochs=None)
+    source.next()
+    return {
+        "s": time.monotonic() - began_s,
+        "cpu_s": time.process_time() - began_cpu_s,
+        "mb": memory.mb(),
+    }
+
+
+if __name__ == "__main__":
+    main()

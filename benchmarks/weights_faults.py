@@ -1,0 +1,307 @@
+"""Publications under injected faults: is any version ever torn, or under another's name?
+
+    python -m benchmarks.weights_faults --publications 10000
+
+A real publisher and real receivers, over real sockets and gloo groups, in one process: one generator maps the learner's
+memory, the others get deltas and broadcasts. Meanwhile parts of deltas are lost, doubled, altered on the wire and altered
+before they are sealed; broadcast bytes are altered; generators end without a word, come, stand still and are slow; and the
+learner offers versions as fast as arenas are free. Whatever an engine is given to load, at whatever version, is compared
+with what was published under that number, at the begin of the load and again at its end.
+
+One JSON line: the faults that were injected, how versions travelled, and what was wrong. It must be nothing.
+"""
+
+import argparse
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights import lane, publisher, receiver
+from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.publisher import Publication, Publisher
+from asyncgrpo.weights.receiver import Receiver
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import encode
+from asyncgrpo.wire.weights import DeltaPart, Join, Offer
+from benchmarks.measuring import show, where
+from tests.weights.changing import LAYOUT, as_bytes, change
+
+SHARES = [0.0, 0.001, 0.005, 0.01, 0.05]
+"""Of the elements that change from one version to the next."""
+FAR = 4
+PART_BYTES = 1500
+"""Small, so that a delta of these small weights has several parts."""
+
+FAULTS_OF_PARTS = {"part lost": 0.002, "part doubled": 0.01, "part altered on the wire": 0.002, "part altered": 0.002}
+BROADCAST_ALTERED = 0.01
+AFTER_A_PUBLICATION = {"generator ends": 0.02, "generator stands still": 0.02, "generator is slow": 0.05}
+ALL_CHANGE = 0.01
+LONGEST_PAUSE_S = 2.0
+
+
+class Engine:
+    """Loads what it is given, and compares it with what was published."""
+
+    def __init__(self, truth: dict[PolicyVersion, str], found: Counter[str]) -> None:
+        self._truth, self._found = truth, found
+        self.version: PolicyVersion | None = None
+        self.slow_s = 0.0
+
+    def apply(self, tensors: Any, version: PolicyVersion) -> str:
+        tensors = list(tensors)
+        before = self._digest(tensors)
+        pause_s, self.slow_s = self.slow_s, 0.0
+        time.sleep(pause_s)
+        after = self._digest(tensors)
+        self._found["loads"] += 1
+        self._found["torn"] += before != after
+        self._found["not what was published"] += self._truth[version] not in (before, after) or before != after
+        self.version = version
+        return after
+
+    def _digest(self, tensors: list[tuple[str, Tensor]]) -> str:
+        return add_digests([digest(as_bytes(tensors))])
+
+
+class Elsewhere(Receiver):
+    """The receiver of a generator on another machine, that can stand still."""
+
+    still_until_s = 0.0
+
+    def _join(self) -> None:
+        self._client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, machine="elsewhere"))
+
+    def _handle(self, message: Message, payload: Any = b"") -> None:
+        while time.monotonic() < self.still_until_s:
+            time.sleep(0.01)
+        super()._handle(message, payload)
+
+
+class BadLine:
+    """The publisher's socket, on a line that loses, doubles and alters parts of deltas."""
+
+    def __init__(self, server: Any, chance: random.Random, found: Counter[str], often: float) -> None:
+        self._server, self._chance, self._found, self._often = server, chance, found, often
+        self.is_bad = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    def send(self, peer: str, message: Message, payload: Any = b"") -> bool:
+        fault = self._fault() if self.is_bad and isinstance(message, DeltaPart) else None
+        self._found["offers of deltas"] += isinstance(message, Offer) and message.transfer > 0
+        self._found["parts"] += isinstance(message, DeltaPart)
+        if fault is None:
+            return bool(self._server.send(peer, message, payload))
+        self._found[fault] += 1
+        if fault == "part lost":
+            return True
+        if fault == "part altered on the wire":
+            header, body = encode(message, payload)
+            return bool(self._server._send(peer, [header, self._altered(body)]))
+        if fault == "part altered":
+            payload = self._altered(payload)
+        else:
+            self._server.send(peer, message, payload)
+        return bool(self._server.send(peer, message, payload))
+
+    def _fault(self) -> str | None:
+        return next(
+            (name for name, share in FAULTS_OF_PARTS.items() if self._chance.random() < self._often * share), None
+        )
+
+    def _altered(self, payload: Any) -> bytes:
+        copy = bytearray(payload)
+        copy[self._chance.randrange(len(copy))] ^= 1 << self._chance.randrange(8)
+        return bytes(copy)
+
+
+class Fleet:
+    """The learner and its generators."""
+
+    def __init__(self, seed: int, often: float) -> None:
+        self._often = often
+        self.found: Counter[str] = Counter()
+        self.chance, self._of_broadcasts, self._random = (
+            random.Random(seed),
+            random.Random(seed),
+            np.random.default_rng(seed),
+        )
+        config = WeightsConfig(bucket_mb=1, timeout_s=1.0)
+        self.publisher = Publisher(config, maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+        self.publisher._deltas._part_bytes = PART_BYTES
+        self.line = BadLine(self.publisher._server, random.Random(seed + 1), self.found, often)
+        self.publisher._server = self.line  # type: ignore[assignment]
+        self.publisher.start(list(LAYOUT.tensors))
+        self._flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
+        self.truth: dict[PolicyVersion, str] = {}
+        self.members: dict[str, tuple[Receiver, Engine]] = {}
+        self._made: list[Receiver] = []
+        self.add("near", Receiver)
+        for number in range(FAR):
+            self.add(f"far-{number}", Elsewhere)
+
+    def add(self, name: str, kind: type[Receiver]) -> None:
+        engine = Engine(self.truth, self.found)
+        made = kind(
+            self.publisher.endpoint,
+            generator_id=name,
+            incarnation=str(self.found["generators"]),
+            host="127.0.0.1",
+            apply=engine.apply,
+            keys=None,
+        )
+        self.found["generators"] += 1
+        self.members[name] = made, engine
+        self._made.append(made)
+        made.start()
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Change the weights and offer them, as soon as an arena is free."""
+        self._change(1.0 if self.chance.random() < ALL_CHANGE else self.chance.choice(SHARES))
+        flat = self._flat.clone()
+        self.truth[version] = add_digests([digest(flat)])
+
+        def fill(layout: Layout, arena: Tensor) -> None:
+            half = layout.num_bytes // 2
+            arena[:half] = flat[:half]
+            time.sleep(0.0)  # whoever reads it now has half of it
+            arena[half:] = flat[half:]
+
+        self._wait(lambda: self.publisher.offer(version, fill), 60.0)
+        self.found["publications"] += 1
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until everyone in touch has what was offered last. Returns whether that was so in time."""
+        is_done = self._wait(lambda: self.publisher.is_idle, timeout_s)
+        for report in self.publisher.reports():
+            self._count(report)
+        return is_done
+
+    def mischief(self) -> None:
+        """What may happen to a generator after a publication."""
+        name = f"far-{self.chance.randrange(FAR)}"
+        made, engine = self.members[name]
+        for fault, share in AFTER_A_PUBLICATION.items():
+            if self.chance.random() >= self._often * share:
+                continue
+            self.found[fault] += 1
+            if fault == "generator ends":
+                made.stop()
+                self.add(name, Elsewhere)
+            elif fault == "generator stands still" and isinstance(made, Elsewhere):
+                made.still_until_s = time.monotonic() + self.chance.uniform(0.1, LONGEST_PAUSE_S)
+            else:
+                engine.slow_s = self.chance.uniform(0.0, 0.1)
+
+    def alter_broadcasts(self, form: Callable[..., Any]) -> Callable[..., Any]:
+        """`form_group` of a generator, in whose group bytes are altered at times."""
+
+        def formed(*arguments: Any, **named: Any) -> Any:
+            group = form(*arguments, **named)
+            whole = group.broadcast
+
+            def broadcast(flat: Tensor) -> None:
+                whole(flat)
+                self.found["broadcasts"] += 1
+                if self.line.is_bad and self._of_broadcasts.random() < self._often * BROADCAST_ALTERED:
+                    self.found["broadcast altered"] += 1
+                    flat[self._of_broadcasts.randrange(len(flat))] ^= 1
+
+            group.broadcast = broadcast
+            return group
+
+        return formed
+
+    def end(self) -> None:
+        """One more version without faults, which everyone must hold."""
+        self.line.is_bad = False
+        time.sleep(LONGEST_PAUSE_S)
+        last = PolicyVersion(2, 0)
+        self.publish(last)
+        self._wait(lambda: all(engine.version == last for _, engine in self.members.values()), 60.0)
+        self.found["behind at the end"] = sum(engine.version != last for _, engine in self.members.values())
+        self.found["receivers that ended"] = sum(made.failure is not None for made, _ in self.members.values())
+        self.settle(10.0)
+        for made in self._made:
+            made.stop()
+        self._wait(lambda: not any(made.is_alive for made in self._made), 60.0)
+        self.publisher.close()
+
+    def _change(self, share: float) -> None:
+        change(self._flat, share, self._random, self.chance.randrange)
+
+    def _count(self, report: Publication) -> None:
+        self.found["reports"] += 1
+        self.found["reports of other bytes"] += report.digest != self.truth[report.version]
+        self.found["offered again"] += report.attempts - 1
+
+    def _wait(self, condition: Callable[[], object], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        return True
+
+
+def run(publications: int, seed: int, often: float = 1.0) -> Counter[str]:
+    """Counts by name.
+
+    Args:
+        often: times as many faults.
+    Raises:
+        WeightsError: the publisher gave up.
+    """
+    impatient = {
+        (publisher, "SILENT_S"): 0.7,
+        (publisher, "LOST_S"): 1.5,
+        (publisher, "ATTEMPTS"): 10**9,  # of bytes that are wrong by design
+        (lane, "TAKES_PART_WITHIN_S"): 0.2,
+    }
+    for (module, name), value in impatient.items():
+        mock.patch.object(module, name, value).start()
+    fleet = Fleet(seed, often)
+    mock.patch.object(receiver, "form_group", fleet.alter_broadcasts(receiver.form_group)).start()
+    try:
+        fleet.publisher.wait_for(1 + FAR, 30.0, lambda what, seconds: None)
+        for number in range(publications):
+            fleet.publish(PolicyVersion(1, number))
+            if fleet.chance.random() < 0.7:  # else the next one follows at once
+                fleet.found["not settled in time"] += not fleet.settle(fleet.chance.uniform(0.0, 0.3))
+            fleet.mischief()
+        fleet.end()
+    finally:
+        mock.patch.stopall()
+    return fleet.found
+
+
+FAULTS = (*FAULTS_OF_PARTS, "broadcast altered", *AFTER_A_PUBLICATION)
+WRONG = ("torn", "not what was published", "reports of other bytes", "behind at the end", "receivers that ended")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--publications", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    found = run(arguments.publications, arguments.seed)
+    wrong = sum(found[name] for name in WRONG)
+    show({"wrong": wrong, **dict(sorted(found.items())), "seconds": round(time.monotonic() - started), **where()})
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""One publication against one flat broadcast of the same bytes: CPU seconds, the learner's stall, the engine's pause.
+
+    python -m benchmarks.weights_speed --millions 28 95 500 --engines 1 2
+
+The learner's side is the real publisher, with float32 weights that are cast to bfloat16; each engine is a process with the
+real receiver, whose swap copies every tensor into its place and takes a checksum of all of them. Beside it, in turns, gloo
+broadcasts a flat buffer of as many bytes to as many processes, with nothing else done. CPU seconds are those of all
+processes. `mapped`: generators on the learner's machine copy out of its memory; `broadcast`: gloo brings the bytes;
+`delta`: 1 % of the elements change from one version to the next, and only they are sent.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
+from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights.group import GlooGroup
+from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.weights.receiver import Receiver
+from benchmarks.measuring import show, where
+from tests.weights.publishing import publish
+
+HOST = "127.0.0.1"
+SEED = 0
+LANES = ("mapped", "broadcast", "delta")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, nargs="+", default=[28, 95], help="parameters")
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--lanes", nargs="+", default=list(LANES), choices=LANES)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for millions in arguments.millions:
+        for engines in arguments.engines:
+            for lane in arguments.lanes:
+                show(measure(millions, engines, lane, arguments.rounds))
+
+
+def layout_of(millions: int) -> list[TensorInfo]:
+    """A model's tensors: mostly matrices of 2M parameters, and a small one beside each."""
+    rows = [TensorInfo(name=f"layer.{i}.weight", shape=(1024, 2000), dtype="bfloat16") for i in range(millions // 2)]
+    norms = [TensorInfo(name=f"layer.{i}.norm", shape=(1024,), dtype="bfloat16") for i in range(millions // 2)]
+    return [info for pair in zip(rows, norms, strict=True) for info in pair]
+
+
+def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, Any]:
+    """Of `rounds` publications, each beside a broadcast: medians, and means of CPU seconds, which the kernel counts by 10 ms."""
+    layout = layout_of(millions)
+    masters = [torch.randn(info.shape, generator=torch.Generator().manual_seed(SEED)) for info in layout]
+    config = WeightsConfig(timeout_s=120.0, deltas=lane == "delta")
+    publisher = Publisher(config, maps=lane == "mapped", backend="gloo", bind=HOST, host=HOST, keys=None)
+    publisher.start(layout)
+    num_bytes = publisher._layout.num_bytes
+    with receivers(publisher.endpoint, layout, engines) as (processes, pauses), broadcasts(engines, num_bytes) as raw:
+        publisher.wait_for(engines, 120.0, lambda what, seconds: None)
+        ours, theirs, seconds, stalls, copies, their_s = [], [], [], [], [], []
+        for version in range(rounds + 2):
+            for master in masters:
+                change(master, lane)
+            began = cpu_s(processes)
+            started = time.perf_counter()
+            stalls.append(0.0)
+            publication = publish(publisher, PolicyVersion(1, version), Timed(layout, masters, stalls))
+            seconds.append(time.perf_counter() - started)
+            ours.append(cpu_s(processes) - began)
+            copies.append(one_copy(masters, num_bytes))
+            cpu, wall = raw()
+            theirs.append(cpu)
+            their_s.append(wall)
+    publisher.close()
+    kept = slice(2, None)  # the first ones make what is made once
+    pause = [max(p) for p in zip(*pauses, strict=True)][2:]
+    return {
+        "what": "publication",
+        "parameters_m": millions,
+        "engines": engines,
+        "lane": lane,
+        "mb": round(num_bytes / 1e6),
+        "sent_mb": round(publication.sent_bytes / 1e6, 1),
+        "times_fewer_bytes": round(engines * num_bytes / publication.sent_bytes, 1),
+        "cpu_s": round(statistics.mean(ours[kept]), 4),
+        "broadcast_cpu_s": round(statistics.mean(theirs[kept]), 4),
+        "broadcast_to_publication_cpu": round(sum(theirs[kept]) / sum(ours[kept]), 2),
+        "seconds": round(statistics.median(seconds[kept]), 4),
+        "broadcast_s": round(statistics.median(their_s[kept]), 4),
+        "stall_to_copy": round(statistics.median(s / c for s, c in zip(stalls[kept], copies[kept], strict=True)), 2),
+        "stall_s": round(statistics.median(stalls[kept]), 4),
+        "pause_s": round(statistics.median(pause), 4),
+        "pause_to_copy": round(statistics.median(pause) / statistics.median(copies[kept]), 2),
+        "attempts": publication.attempts,
+        "seed": SEED,
+    } | where()
+
+
+def change(master: Tensor, lane: str) -> None:
+    """Some other weights: in 1 % of the places that bfloat16 sees, or all of them in float32."""
+    if lane != "delta":
+        master.add_(1e-3)
+        return
+    flat = master.view(-1)
+    flat[torch.randperm(len(flat))[: len(flat) // 100]] *= 1.02
+
+
+class Timed:
+    """The tensors of a publication; how long it takes to hand them over is added to the last of `stalls`."""
+
+    def __init__(self, layout: list[TensorInfo], masters: list[Tensor], stalls: list[float]) -> None:
+        self._layout, self._masters, self._stalls = layout, masters, stalls
+
+    def __iter__(self) -> Iterator[tuple[TensorInfo, Tensor]]:
+        started = time.perf_counter()
+        yield from zip(self._layout, self._masters, strict=True)
+        self._stalls[-1] += time.perf_counter() - started
+
+
+def one_copy(masters: list[Tensor], num_bytes: int) -> float:
+    """Seconds of one copy of the learner's weights into memory that is there: what a stall cannot be below."""
+    target = one_copy.__dict__.setdefault(num_bytes, torch.zeros(num_bytes, dtype=torch.uint8)).view(torch.bfloat16)
+    started, at = time.perf_counter(), 0
+    for master in masters:
+        target[at : at + master.numel()].copy_(master.view(-1))
+        at += master.numel()
+    return time.perf_counter() - started
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    """CPU seconds of this process and of these."""
+    return sum(p.cpu_times().user + p.cpu_times().system for p in (psutil.Process(), *processes))
+
+
+# -- the other processes -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def receivers(endpoint: str, layout: list[TensorInfo], count: int) -> Iterator[tuple[list[psutil.Process], list]]:
+    """Processes that receive as generators, and lists of the seconds that each of their swaps took."""
+    manager = multiprocessing.Manager()
+    pauses = [manager.list() for _ in range(count)]
+    context = multiprocessing.get_context("spawn")
+    started = [
+        context.Process(target=receive, args=(endpoint, f"generator-{i}", layout, pauses[i]), daemon=True)
+        for i in range(count)
+    ]
+    for process in started:
+        process.start()
+    try:
+        yield [psutil.Process(process.pid) for process in started], pauses
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()
+
+
+def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list) -> None:
+    """Receive as a generator whose engine copies every tensor into its place."""
+    torch.set_num_threads(1)
+    places = {info.name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in layout}
+
+    def apply(tensors: Any, version: PolicyVersion) -> str:
+        started = time.perf_counter()
+        replace_tensors(places, tensors)
+        pauses.append(time.perf_counter() - started)
+        return weights_digest(places.items())
+
+    receiver = Receiver(endpoint, generator_id=name, incarnation="0", host=HOST, apply=apply, keys=None)
+    receiver.start()
+    while True:
+        time.sleep(10.0)
+
+
+@contextmanager
+def broadcasts(count: int, num_bytes: int) -> Iterator[Any]:
+    """A function that broadcasts `num_bytes` once to `count` processes; it returns CPU seconds of all, and seconds."""
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Pipe() for _ in range(count)]
+    started = [
+        context.Process(target=take, args=(store.port, rank + 1, count + 1, num_bytes, ends[rank][1]), daemon=True)
+        for rank in range(count)
+    ]
+    for process in started:
+        process.start()
+    group, flat = GlooGroup(store, 0, count + 1, HOST, 120.0), torch.zeros(num_bytes, dtype=torch.uint8)
+    processes = [psutil.Process(process.pid) for process in started]
+
+    def once() -> tuple[float, float]:
+        for ours, _ in ends:
+            ours.send(None)
+        began, at = cpu_s(processes), time.perf_counter()
+        group.broadcast(flat)
+        for ours, _ in ends:
+            ours.recv()
+        return cpu_s(processes) - began, time.perf_counter() - at
+
+    try:
+        yield once
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()
+
+
+def take(port: int, rank: int, world: int, num_bytes: int, told: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore(HOST, port, is_master=False)
+    group, flat = GlooGroup(store, rank, world, HOST, 120.0), torch.zeros(num_bytes, dtype=torch.uint8)
+    while True:
+        told.recv()
+        group.broadcast(flat)
+        told.send(None)
+
+
+if __name__ == "__main__":
+    main()
