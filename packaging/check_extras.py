@@ -6,7 +6,7 @@ uv reads only the metadata that a package index serves beside its files: some se
 not installed, it is fetched into a temporary folder. The platform is Linux on x86-64 with glibc 2.34, which is what SGLang's
 wheel asks for.
 
-What must hold: there is a solution of wheels alone for all extras together, and so for each of them; and `[sglang]`, whose
+What must hold: there is a solution of wheels alone (`FROM_SOURCE` apart) for all extras together, and so for each of them; and `[sglang]`, whose
 kernels are built against one torch, brings that torch on every Python, other extras beside it or not.
 
 Exit code: 0 it holds, 1 it does not, 3 no package index is reachable.
@@ -28,6 +28,8 @@ SHOWN = ("torch", "transformers", "ray", "numpy")
 UNREACHABLE = 3
 AT_ONCE = 6
 ALL = "all"
+FROM_SOURCE = ("cellpylib", "pycosat", "zss")
+"""Published without wheels; `[gym]` brings them, pip builds them, and pycosat needs a C compiler."""
 
 Resolved = dict[str, str]
 """Package to version."""
@@ -92,6 +94,7 @@ def resolve(uv: str, python: str, extras: list[str]) -> Resolved:
     """The versions that an installation with these extras gets. Raises Unreachable or Unsolvable."""
     chosen = [argument for extra in extras for argument in ("--extra", extra)]
     quiet = ["-q", "--no-header", "--no-annotate", "--color", "never", "--only-binary", ":all:"]
+    quiet += [argument for name in FROM_SOURCE for argument in ("--no-binary", name)]
     command = [uv, "pip", "compile", *quiet, "--python-version", python, "--python-platform", PLATFORM, *chosen]
     said = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True)
     if said.returncode:
