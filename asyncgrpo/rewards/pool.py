@@ -95,7 +95,13 @@ class _Worker:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.returncode is not None
+        """Whether it ended, by the kernel's word: asyncio hears of it a moment later."""
+        if self._process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # asyncio's thread has already taken its exit status
+            return True
 
     async def ask(self, body: bytes) -> list[Score]:
         """Send one framed call and wait for its scores, however long that takes. Raises _WorkerEnded."""
