@@ -210,6 +210,13 @@ class RewardModelConfig(Section, frozen=True):
     """The transformers model with one output for a sequence that the reward `model` asks."""
 
     path: Annotated[str | None, Meta(description="its folder or hub id; the reward model needs it")] = None
+    url: Annotated[
+        str | None,
+        Meta(
+            description="of the SGLang server that has it, such as http://host:30000, for all generators; none: each generator "
+            "loads it"
+        ),
+    ] = None
     device: Annotated[
         str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N, of the GPUs that a generator sees")
     ] = "cpu"

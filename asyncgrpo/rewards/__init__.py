@@ -90,6 +90,10 @@ def _built_in(
         from asyncgrpo.rewards.judge import JudgeReward  # only here, because it imports aiohttp
 
         return JudgeReward(config.judge)
+    if name == "model" and config.model.url is not None:
+        from asyncgrpo.rewards.served_model import ServedModelReward  # as above
+
+        return ServedModelReward(config.model)
     if name == "model":
         return ModelReward(config.model)
     return RuleReward(

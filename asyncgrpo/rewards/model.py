@@ -1,7 +1,8 @@
 """The reward model: a transformers model with one output for a sequence scores prompt and completion.
 
 Both are put together as the model's own chat template has it. A group is one call and its completions are run in batches. They
-are padded with a token that none of them has, because models find the end of a sequence by the first padding.
+are padded with a token that none of them has, because models find the end of a sequence by the first padding. A model that all
+generators share is in `served_model.py`.
 """
 
 import json
@@ -59,6 +60,23 @@ class ModelReward:
         await self._pool.close()
 
 
+# -- what is scored ----------------------------------------------------------------------------------------------------
+
+
+def sequences_of(tokenizer: Any, call: Call) -> list[list[int]]:
+    """Prompt and each completion of a group as the model of this tokenizer of transformers reads them."""
+    if tokenizer.chat_template is None:
+        return [list(tokenizer(call.prompt_text + text)["input_ids"]) for text in call.completions]
+    turns = list(call.turns) or [{"role": "user", "content": call.prompt_text}]
+    conversations = [[*turns, {"role": "assistant", "content": text}] for text in call.completions]
+    return [list(tokenizer.apply_chat_template(one, tokenize=True, return_dict=False)) for one in conversations]
+
+
+def too_long(ids: Sequence[int], longest: int) -> Score:
+    """What a sequence of more than `longest` tokens gets: a model that saw a part of it would judge something else."""
+    return failed("model", f"{len(ids)} tokens, and the reward model takes {longest} (reward.model.max_tokens)")
+
+
 # -- in its process ----------------------------------------------------------------------------------------------------
 
 
@@ -96,14 +114,8 @@ class SequenceScorer:
 
     def __call__(self, call: Call) -> list[Score | float]:
         """The score of each completion of a group."""
-        turns = list(call.turns) or [{"role": "user", "content": call.prompt_text}]
-        sequences = [self.tokens(turns, text, call.prompt_text) for text in call.completions]
-        scores: list[Score | float] = [
-            failed(
-                "model", f"{len(ids)} tokens, and the reward model takes {self._max_tokens} (reward.model.max_tokens)"
-            )
-            for ids in sequences
-        ]
+        sequences = sequences_of(self._tokenizer, call)
+        scores: list[Score | float] = [too_long(ids, self._max_tokens) for ids in sequences]
         fit = sorted(
             (i for i, ids in enumerate(sequences) if len(ids) <= self._max_tokens), key=lambda i: len(sequences[i])
         )
@@ -112,13 +124,6 @@ class SequenceScorer:
             for index, score in zip(some, self._forward([sequences[i] for i in some]), strict=True):
                 scores[index] = score
         return scores
-
-    def tokens(self, turns: list[dict[str, Any]], completion_text: str, prompt_text: str) -> list[int]:
-        """Prompt and completion as the model reads them."""
-        if self._tokenizer.chat_template is None:
-            return list(self._tokenizer(prompt_text + completion_text)["input_ids"])
-        conversation = [*turns, {"role": "assistant", "content": completion_text}]
-        return list(self._tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
 
     def _forward(self, sequences: list[list[int]]) -> list[float]:
         torch, longest = self._torch, max(map(len, sequences))

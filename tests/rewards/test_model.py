@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast as Tokenizers
 from asyncgrpo.config.schema import RewardConfig, RewardModelConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import Sampled, build_reward, score_one
-from asyncgrpo.rewards.model import SequenceScorer
+from asyncgrpo.rewards.model import SequenceScorer, sequences_of
 from asyncgrpo.rewards.user import call_of
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt, workers_of
@@ -76,8 +76,9 @@ def scorer(path: Path, **settings) -> SequenceScorer:
 
 def test_a_model_without_a_chat_template_reads_the_texts_as_they_are(tmp_path):
     path = make_reward_model(tmp_path, template=None)
-    tokens = scorer(path).tokens([], "42", "6 x 7? ")
-    assert Tokenizers.from_pretrained(path).decode(tokens) == "6 x 7? 42"
+    tokenizer = Tokenizers.from_pretrained(path)
+    (ids,) = sequences_of(tokenizer, call_of(prompt(text="6 x 7? "), [Sampled("42")], is_group=True))
+    assert tokenizer.decode(ids) == "6 x 7? 42"
 
 
 def test_what_is_too_long_has_a_named_failure_and_the_others_their_scores(tmp_path):

@@ -1,13 +1,5 @@
-"""The LLM judge asks SGLang's own server, which runs a tiny random model on the CPU."""
+"""The LLM judge and the reward model ask SGLang's own server, which runs tiny random models on the CPU."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +7,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from asyncgrpo.config.schema import JudgeConfig, RewardConfig
+from asyncgrpo.config.schema import JudgeConfig, RewardConfig, RewardModelConfig
 from asyncgrpo.rewards import Sampled, build_reward
 from tests.rewards.conftest import prompt
+from tests.rewards.sglang_server import serving
+from tests.rewards.test_model import TEXTS, forward, make_reward_model
 
 pytest.importorskip("sglang")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,45 +33,24 @@ def make_judge(path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = {
-        "model-path": make_judge(tmp_path / "model"), "port": port, "device": "cpu", "dtype": "float32",
-        "attention-backend": "torch_native", "sampling-backend": "pytorch", "max-total-tokens": 4096,
-        "max-running-requests": 16, "context-length": 1024,
-    }  # fmt: skip
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--disable-overlap-schedule"]
-    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        while not serves(address):
-            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.5)
-        yield address
-    finally:
-        os.killpg(server.pid, 9)
-        server.wait()
-
-
-def serves(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=2) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-async def test_sglang_judges_a_group_and_the_same_completion_twice_alike(url):
-    reward = build_reward(RewardConfig(function="judge", judge=JudgeConfig(url=url, max_tokens=1, timeout_s=120)))
+async def test_sglang_judges_a_group_and_the_same_completion_twice_alike(tmp_path: Path):
     texts = ["1 2 3", "9", "4 5 6 7", "9"]
-    scores = await reward.score(prompt(text="1 + 1 = ?", answer="2"), [Sampled(text) for text in texts])
+    with serving(make_judge(tmp_path / "model"), tmp_path / "log") as url:
+        reward = build_reward(RewardConfig(function="judge", judge=JudgeConfig(url=url, max_tokens=1, timeout_s=120)))
+        scores = await reward.score(prompt(text="1 + 1 = ?", answer="2"), [Sampled(text) for text in texts])
+        await reward.close()
     values = [score.value for score in scores]
     assert all(value is not None and 0 <= value <= 0.9 for value in values), scores
     assert values[1] == values[3]
-    await reward.close()
+
+
+async def test_sglang_gives_the_scores_of_a_plain_forward_pass_of_the_reward_model(tmp_path: Path):
+    path = make_reward_model(tmp_path / "model")
+    with serving(path, tmp_path / "log", "--is-embedding") as url:
+        settings = RewardModelConfig(path=str(path), url=url, max_tokens=60, timeout_s=120)
+        reward = build_reward(RewardConfig(function="model", model=settings))
+        scores = await reward.score(prompt(text="6 x 7?"), [Sampled(text) for text in (*TEXTS, "4" * 60)])
+        await reward.close()
+    expected = [forward(path, f"<user>6 x 7?;<assistant>{text};") for text in TEXTS[:1] + TEXTS[2:]]
+    assert [scores[i].value for i in (0, 2, 3)] == pytest.approx(expected, abs=1e-4)
+    assert [scores[i].failure for i in (1, 4)] == ["model", "model"], "they are too long"

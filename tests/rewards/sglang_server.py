@@ -1,0 +1,46 @@
+"""SGLang's own server on the CPU, for rewards that ask one."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
+    """The address of a server that runs `model`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values = {
+        "model-path": model, "port": port, "device": "cpu", "dtype": "float32", "attention-backend": "torch_native",
+        "sampling-backend": "pytorch", "max-total-tokens": 4096, "max-running-requests": 16, "context-length": 1024,
+    }  # fmt: skip
+    arguments = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--disable-overlap-schedule", *options]
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    with log_path.open("wb") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while not _serves(address):
+            assert server.poll() is None, log_path.read_text()[-3000:]
+            time.sleep(0.5)
+        yield address
+    finally:
+        os.killpg(server.pid, 9)
+        server.wait()
+
+
+def _serves(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=2) as reply:
+            return reply.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
