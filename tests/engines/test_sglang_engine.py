@@ -5,6 +5,7 @@ What all engines promise is in `test_engine.py`.
 import asyncio
 import json
 import logging
+import math
 import multiprocessing
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling
 from asyncgrpo.weights.check import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
+from asyncgrpo.weights.files import disk_tensors
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
 
@@ -237,6 +239,37 @@ def test_keys_and_values_of_older_weights_show_in_the_scores(rig: Rig, monkeypat
     assert gap_after_a_change(rig).mean < BOUNDS["float32"][0]
     monkeypatch.setattr(rig.engine, "_prefix_keys", lambda count: ["the same in every version"] * count)
     assert gap_after_a_change(rig).mean > BOUNDS["float32"][1]
+
+
+DROPPED = "model.layers.1.self_attn.k_proj.weight"
+"""SGLang keeps it in one parameter with those of queries and values."""
+
+
+def test_a_tensor_that_the_engine_ignores_is_found_by_its_first_weights(folder: Path) -> None:
+    async def load_without() -> None:
+        engine = SGLangEngine(
+            str(folder), dtype=torch.bfloat16, max_context=MAX_CONTEXT, device="cpu", max_completions=4
+        )
+        weights = disk_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+        weights["model.unknown"] = weights.pop(DROPPED)
+        await engine.start(PolicyVersion(0, 0))
+        try:
+            before = await engine.checksum()
+            await engine.load_weights(weights.items(), PolicyVersion(0, 1))
+            assert await engine.checksum() == before, "they were those that it had, and are again"
+            assert engine.does_not_follow.endswith(
+                "model: model.layers.1.self_attn.qkv_proj.weight did not follow them"
+            )
+            assert all(map(math.isnan, await engine.score(CHECK.tokens, CHECK.start)))
+        finally:
+            await engine.close()
+
+    asyncio.run(load_without())
+
+
+def test_an_engine_whose_model_follows_all_its_weights_is_not_found(rig: Rig) -> None:
+    rig.run(rig.load(0))
+    assert rig.engine.is_proved and not rig.engine.does_not_follow
 
 
 def test_scores_wait_for_no_completion(rig: Rig) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -89,6 +90,10 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self.extra = extra or {}
         self._serial = itertools.count()
         self._engine: Any = None
+        self.is_proved = False
+        """Whether it was looked at whether the model follows the weights (`signs.py`)."""
+        self.does_not_follow = ""
+        """What of the model does not, in a sentence."""
 
     async def start(self, version: PolicyVersion) -> None:
         """Blocks the event loop until the model is loaded: SGLang's processes must be children of the main thread."""
@@ -132,8 +137,11 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         return str(digest)
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        """The first half of a sequence may come from the prefix cache, as it would for a request."""
+        """The first half of a sequence may come from the prefix cache, as it would for a request. No numbers, where parts of
+        the model are known not to follow the weights."""
         self._require_running()
+        if self.does_not_follow:
+            return [math.nan] * sum(len(tokens) - start for tokens in sequences)
         return await self._reply(self._score(sequences, start))
 
     async def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
@@ -274,22 +282,35 @@ class SGLangEngine(EngineBase[SGLangRequest]):
     async def _load(
         self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
     ) -> None:
-        await self._reply(self._replace_weights(tensors, version, keep_kv))
+        await self._reply(self._replace_weights(tensors, version, keep_kv, partial))
 
     async def _replace_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, keep_kv: bool
+        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, keep_kv: bool, partial: bool
     ) -> None:
         from asyncgrpo.engines.sglang.weights import replace_weights
 
         async with self._loading:
             self._may_submit.clear()
             try:
-                await replace_weights(
-                    self._manager, tensors, str(version), keep_kv=keep_kv, num_schedulers=self.tensor_parallel
+                found = await replace_weights(
+                    self._manager,
+                    tensors,
+                    str(version),
+                    keep_kv=keep_kv,
+                    num_schedulers=self.tensor_parallel,
+                    call=None if self.is_proved or partial else self._call_schedulers,
                 )
                 self._version = version
+                if not self.is_proved and not partial:
+                    self.is_proved, self.does_not_follow = True, found
+                    if found:
+                        log.error("%s", found)
             finally:
                 self._may_submit.set()
+
+    async def _call_schedulers(self, method: str) -> None:
+        """Call a method of every scheduler. Raises AssertionError: it raised something, in its words."""
+        await asyncio.to_thread(self._engine.collective_rpc, method)
 
     async def _reply(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for SGLang's reply to a call. Raises EngineError if SGLang dies first.

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from asyncgrpo import scratch
+from asyncgrpo.engines.sglang import signs
 from asyncgrpo.errors import EngineError
 from asyncgrpo.importing import importing
 from asyncgrpo.weights.check import LENGTH, NUM_SEQUENCES
@@ -47,7 +48,7 @@ CACHE_BYTES_ON_CPU = 1 << 30
 
 
 class OurScheduler(scheduler.Scheduler):
-    """SGLang's scheduler with four changes.
+    """SGLang's scheduler with four changes, and two methods that `signs.py` needs.
 
     Its overlap schedule launches a batch before it has read the result of the one before. A batch that is under way when
     the weights change was sampled by the old ones, so its tokens bear the old version; SGLang would name the new one. And
@@ -88,6 +89,18 @@ class OurScheduler(scheduler.Scheduler):
         super().pause_generation(recv_req)
         # Batches run on a stream of their own, and so do some layers; nothing else keeps the first write behind them.
         self.device_module.synchronize()
+
+    def note_signs(self) -> None:
+        """Note what every parameter is once all weights have changed their signs."""
+        self._expected_signs = signs.signs_of(self.tp_worker.model_runner.model, change=True)
+
+    def compare_signs(self) -> None:
+        """Raises EngineError: parameters of this or another scheduler of the engine did not change theirs; it names them."""
+        found = signs.unmoved(self.tp_worker.model_runner.model, self._expected_signs)
+        of_all: list[Any] = [None] * self.tp_group.world_size
+        torch.distributed.all_gather_object(of_all, found, group=self.tp_group.cpu_group)
+        if names := list(dict.fromkeys(name for names in of_all for name in names)):
+            raise EngineError(signs.describe(names))
 
     def continue_generation(self, recv_req: Any) -> None:
         # Some models are written by several threads, on another stream than the one that the next batch waits for.

@@ -7,9 +7,10 @@ bucket goes inside the message, a larger one into shared memory.
 
 import asyncio
 import itertools
+import logging
 import pickle
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,10 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 from torch import Tensor
 
+from asyncgrpo.engines.sglang.signs import FINDING, changed
 from asyncgrpo.errors import EngineError
+
+log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 << 20
 """Size of a bucket, unless one tensor is larger. Packing one blocks the event loop for some 20 ms."""
@@ -44,8 +48,14 @@ class PackedBucket:
 
 
 async def replace_weights(
-    manager: Any, tensors: Iterable[tuple[str, Tensor]], label: str, *, keep_kv: bool, num_schedulers: int
-) -> None:
+    manager: Any,
+    tensors: Iterable[tuple[str, Tensor]],
+    label: str,
+    *,
+    keep_kv: bool,
+    num_schedulers: int,
+    call: Callable[[str], Awaitable[None]] | None = None,
+) -> str:
     """Pause between two tokens, write all tensors, go on.
 
     SGLang handles messages in the order in which they were sent, so those of the last bucket are all sent before the
@@ -57,42 +67,88 @@ async def replace_weights(
         tensors: every tensor of the model, read once.
         label: SGLang's name of the new weights; it becomes visible with the last bucket.
         keep_kv: False recomputes keys and values of requests in flight, and drops the prefix cache.
+        call: calls a method of every scheduler; with it, all that `signs.py` says is done within the same pause.
+    Returns:
+        What does not follow the weights that are written, as far as it was looked for; a sentence, or an empty text.
     Raises:
         EngineError: SGLang refused. The weights may be part old, part new.
     """
-
-    def send(call: str, message: Any) -> asyncio.Task[None]:
-        return asyncio.create_task(_ask(call, getattr(manager, f"{call}_communicator"), message))
-
     given = list(tensors)
     received = shared_run(given)
     buckets = pack(given, num_schedulers) if received is None else iter([as_received(given, received, num_schedulers)])
     first = next(buckets)  # made before the pause
     await manager.pause_generation(PauseGenerationReqInput(mode="in_place" if keep_kv else "retract"))
-    replies = [send("begin_weight_update", BeginWeightUpdateReqInput())]
+    session = _Session(manager)
+    session.send("begin_weight_update", BeginWeightUpdateReqInput())
     failure: Exception | None = None
+    found = ""
     try:
-        for bucket in itertools.chain([first], buckets):
-            update = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=bucket.payloads,
-                load_format="flattened_bucket",
-                flush_cache=bucket.is_last and not keep_kv,
-                weight_version=label if bucket.is_last else None,
-            )
-            replies.append(send("update_weights_from_tensor", update))
-            if not bucket.is_last:  # the next bucket needs its memory
-                await asyncio.gather(*replies)
-                replies = []
+        await session.write(itertools.chain([first], buckets), label, flush_cache=not keep_kv)
+        if call is not None:
+            found = await _look_at_signs(session, given, num_schedulers, call)
     except Exception as error:
         failure = error
     # In any case: a session left open would refuse the next load, which may repair what went wrong.
-    replies.append(send("end_weight_update", EndWeightUpdateReqInput()))
+    session.send("end_weight_update", EndWeightUpdateReqInput())
     await asyncio.sleep(0)  # lets the tasks above send
     await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-    results = await asyncio.gather(*replies, return_exceptions=True)
+    results = await asyncio.gather(*session.replies, return_exceptions=True)
     for problem in [failure, *results]:
         if problem is not None:
             raise problem
+    return found
+
+
+class _Session:
+    """What is written between the begin and the end of one change of weights."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.replies: list[asyncio.Task[None]] = []
+        """Those that are still awaited."""
+
+    def send(self, call: str, message: Any) -> None:
+        self.replies.append(asyncio.create_task(_ask(call, getattr(self._manager, f"{call}_communicator"), message)))
+
+    async def write(
+        self, buckets: Iterable[PackedBucket], label: str | None = None, *, flush_cache: bool = False
+    ) -> None:
+        """Write all buckets. The reply to the last one is not awaited."""
+        for bucket in buckets:
+            update = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=bucket.payloads,
+                load_format="flattened_bucket",
+                flush_cache=bucket.is_last and flush_cache,
+                weight_version=label if bucket.is_last else None,
+            )
+            self.send("update_weights_from_tensor", update)
+            if not bucket.is_last:  # the next bucket needs its memory
+                await self.settle()
+
+    async def settle(self) -> None:
+        """Wait for all replies."""
+        await asyncio.gather(*self.replies)
+        self.replies = []
+
+
+async def _look_at_signs(
+    session: _Session, given: list[tuple[str, Tensor]], num_schedulers: int, call: Callable[[str], Awaitable[None]]
+) -> str:
+    """Change the signs of all weights that were written, see which parameters do not follow, and write them as they were."""
+    await session.settle()
+    found = ""
+    try:
+        await call("note_signs")
+        await session.write(pack(((name, changed(tensor)) for name, tensor in given), num_schedulers))
+        await session.settle()
+        await call("compare_signs")
+    except AssertionError as error:  # by which SGLang says what a method raised
+        if FINDING not in str(error):
+            log.warning("whether the model follows its weights could not be found out: %s", error)
+        else:
+            found = str(error)
+    await session.write(pack(given, num_schedulers))
+    return found
 
 
 async def _ask(call: str, communicator: Any, message: Any) -> None:
