@@ -69,12 +69,15 @@ def test_packed_scores_are_those_of_one_sequence_at_a_time(path, kernel, share_p
     with torch.no_grad():
         expected = one_at_a_time(plain(path), GROUPS, temperature=0.7)
     ours = scorer(path, kernel=kernel, temperature=0.7)
+    # The router of DeepSeek computes in float32, whatever the rest does.
+    tolerance = 1e-6 if "deepseek" in path.name else 1e-9
     for batch in batches(share_prompts=share_prompts, budget=150):
         scored = ours(batch)
         log_p = in_order(batch, expected)
         logprobs = log_p.gather(-1, batch.targets[:, None]).squeeze(-1)
-        torch.testing.assert_close(scored.scores.logprobs, logprobs, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(scored.scores.entropy, -(log_p.exp() * log_p).sum(-1), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(scored.scores.logprobs, logprobs, rtol=tolerance, atol=tolerance)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        torch.testing.assert_close(scored.scores.entropy, entropy, rtol=tolerance, atol=tolerance)
         assert scored.loss is None and scored.values is None and not scored.hidden.requires_grad
         assert scored.hidden.shape == (len(batch.targets), ours.head.in_features)
 
