@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -34,7 +34,8 @@ def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
             time.sleep(0.5)
         yield address
     finally:
-        os.killpg(server.pid, 9)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, 9)
         server.wait()
 
 

@@ -46,7 +46,7 @@ async def test_sglang_judges_a_group_and_the_same_completion_twice_alike(tmp_pat
 
 async def test_sglang_gives_the_scores_of_a_plain_forward_pass_of_the_reward_model(tmp_path: Path):
     path = make_reward_model(tmp_path / "model")
-    with serving(path, tmp_path / "log", "--is-embedding") as url:
+    with serving(path, tmp_path / "log", "--is-embedding", "--context-length", "200") as url:
         settings = RewardModelConfig(path=str(path), url=url, max_tokens=60, timeout_s=120)
         reward = build_reward(RewardConfig(function="model", model=settings))
         scores = await reward.score(prompt(text="6 x 7?"), [Sampled(text) for text in (*TEXTS, "4" * 60)])
