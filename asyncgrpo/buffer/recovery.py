@@ -156,9 +156,11 @@ def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | 
 
 
 def bound_of(record: Delivered, start: RunStarted) -> int:
-    """The bound that holds for a group in a start: that of its lease. Without `auto` a start gives others' groups its own."""
+    """The bound that holds for a group in a start: that of its lease. Without `auto` no group of others has more than its own."""
     is_its_own = int(record.lease_id.partition(".")[0]) == start.lineage
-    return record.max_lag if record.max_lag is not None and (start.max_lag_is_auto or is_its_own) else start.max_lag
+    if record.max_lag is None:
+        return start.max_lag
+    return record.max_lag if start.max_lag_is_auto or is_its_own else min(record.max_lag, start.max_lag)
 
 
 def is_on(path: Mapping[int, int], version: PolicyVersion) -> bool:

@@ -206,6 +206,17 @@ def test_a_start_goes_on_with_the_bound_in_force_at_its_checkpoint(tmp_path):
     assert again.max_lag == 5
 
 
+@pytest.mark.parametrize(("configured", "bound"), [(4, 1), (1, 1), (0, 0)])
+def test_a_person_s_smaller_bound_holds_for_the_groups_leased_under_it_also_after_a_resume(tmp_path, configured, bound):
+    buffer, _ = start(tmp_path, 1, max_lag=4)
+    buffer.trained(PolicyVersion(1, 0))
+    buffer.change_max_lag(1)
+    accept(buffer, lease(buffer), 0)
+    again, _ = start(tmp_path, 2, max_lag=configured)
+    assert again.max_lag == configured
+    assert [entry.max_lag for entry in again._entries.values()] == [bound]
+
+
 @pytest.mark.parametrize("policy", ["wait", "window"])
 def test_a_group_comes_back_with_the_bound_of_its_lease(tmp_path, policy):
     buffer, _ = start(tmp_path, 1, policy=policy, **AUTO)
