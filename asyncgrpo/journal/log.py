@@ -279,12 +279,13 @@ class Journal:
                 self._close_file()
                 self._number += 1
                 self._begin_segment()
-            elif self._durability == "written":
-                self._mark_durable()
             elif self._durability == "fsync_each":
                 self._sync()
             if isinstance(waiting.record, Committed) and not self._keep:
                 self._retire()
+        # Not before: a sync that fails at the end of a segment may take what is in it.
+        if self._durability == "written":
+            self._mark_durable()
 
     def _put(self, parts: Sequence[Buffer]) -> None:
         assert self._descriptor is not None
