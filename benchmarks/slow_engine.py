@@ -1,22 +1,19 @@
 """What one slow, then frozen generator of four costs the learner.
 
     python -m benchmarks.slow_engine --phase-s 60
+    python -m benchmarks.slow_engine --phase-s 120 --train-s 5 --token-s 0.3 buffer.straggler_factor=2
 
 A run of `asyncgrpo demo` with four `fake` engines, whose tokens take their time without a CPU, and a learner that sleeps before
-each step, so that it sets the pace and the generators have some to spare. After a phase in which all is well one generator is
-stopped for nine tenths of every second, then for good (SIGSTOP). For each phase: steps a second, the longest step, the learner's
-share of waiting. The run is drained and audited. One JSON line.
+each step, so that it sets the pace and the generators have some to spare. After a phase in which all is well each token of one
+generator takes ten times as long; then it is frozen (SIGSTOP). For each phase: steps a second, the learner's share of waiting,
+both also without its first `SETTLE_S`, in which groups end that the generator had begun before, and the longest step. The run
+is drained and audited. One JSON line.
 """
 
 import argparse
 import itertools
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Event as Flag
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -27,25 +24,62 @@ from benchmarks.measuring import rounded, show, where
 from benchmarks.trials import Fence, audited, events
 
 START_WITHIN_S = 300.0
-SETTLE_S = 10.0
+SETTLE_S = 20.0
 CASE = Case((), generators=4, max_lag=4, train_s=1.0)
+SLOW_ENGINE = '''
+import os
+import pathlib
+
+
+class Slow(Finder):
+    """Makes the tokens of the fake engine take ten times as long in the process that a file names."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "asyncgrpo.engines.fake":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            file = pathlib.Path(FILE)
+
+            def seconds(self):
+                is_slow = file.exists() and file.read_text() == str(os.getpid())
+                return self._seconds * (10 if is_slow else 1)
+
+            module.FakeEngine.seconds_per_token = property(seconds, lambda self, value: setattr(self, "_seconds", value))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Slow())
+'''
+"""Behind the `sitecustomize.py` that makes the learner sleep."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phase-s", type=float, default=60.0)
     parser.add_argument("--train-s", type=float, default=CASE.train_s, help="that the learner sleeps before each step")
+    parser.add_argument("--token-s", type=float, default=CASE.token_s, help="of a token")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings")
     arguments = parser.parse_args()
-    engine = f"{{vocab_size: 261, seconds_per_token: {CASE.token_s}, median_tokens: {CASE.median_tokens}, sigma: {CASE.sigma}}}"
+    lengths = f"median_tokens: {CASE.median_tokens}, sigma: {CASE.sigma}"
     settings = [
         *SHARED,
         *CASE.settings,
-        f"generators.extra={engine}",
+        f"generators.extra={{vocab_size: 261, seconds_per_token: {arguments.token_s}, {lengths}}}",
         "buffer.keep_journal=true",
         "buffer.durability=written",
+        *arguments.settings,
     ]
     with Fence() as fence, slept(fence.root, Case((), train_s=arguments.train_s)):
+        with open(fence.root / "sitecustomize.py", "a", encoding="utf-8") as file:
+            file.write(SLOW_ENGINE.replace("FILE", repr(str(fence.root / "slow"))))
         run = fence.work / "run"
         command = ["demo", "--engine", "fake", "--steps", "1000000", "--seed", str(arguments.seed), "--out", "run"]
         process = fence.start(*command, *settings)
@@ -57,8 +91,8 @@ def main() -> None:
         time.sleep(SETTLE_S)
         phases = {"well": _lasts(arguments.phase_s)}
         one = _generator(fence)
-        with _slowed(one):
-            phases["a tenth of the speed"] = _lasts(arguments.phase_s)
+        (fence.root / "slow").write_text(str(one.pid))
+        phases["a tenth of the speed"] = _lasts(arguments.phase_s)
         one.suspend()
         phases["frozen"] = _lasts(arguments.phase_s)
         process.terminate()  # drains
@@ -67,6 +101,8 @@ def main() -> None:
             "benchmark": "slow_engine",
             "phases": {name: _phase(_steps(run), *span) for name, span in phases.items()},
             "train_s": arguments.train_s,
+            "token_s": arguments.token_s,
+            "settings": arguments.settings,
             "generators": CASE.generators,
             "max_lag": CASE.max_lag,
             "prompts_per_step": PER_STEP,
@@ -89,39 +125,22 @@ def _generator(fence: Fence) -> psutil.Process:
     return next(process for process in fence.processes() if "GeneratorActor" in " ".join(process.cmdline()))
 
 
-@contextmanager
-def _slowed(process: psutil.Process) -> Iterator[None]:
-    """Stop it for nine tenths of every second."""
-    over = Flag()
-
-    def work() -> None:
-        while not over.is_set():
-            process.send_signal(signal.SIGSTOP)
-            over.wait(0.9)
-            process.send_signal(signal.SIGCONT)
-            over.wait(0.1)
-
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def _steps(run: Path) -> list[Event]:
     return [event for event in events(run) if event["event"] == "step"]
 
 
 def _phase(steps: list[Event], since: float, until: float) -> dict[str, Any]:
+    times = [step["time"] for step in steps if since < step["time"] <= until]
+    longest = max(b - a for a, b in itertools.pairwise(times))
+    settled = _rates(steps, since + SETTLE_S, until)
+    return _rates(steps, since, until) | {"longest_step_s": rounded(longest, 2), "settled": settled}
+
+
+def _rates(steps: list[Event], since: float, until: float) -> dict[str, Any]:
     within = [step for step in steps if since < step["time"] <= until]
-    times = [step["time"] for step in within]
-    return {
-        "steps_per_s": rounded((len(times) - 1) / (times[-1] - times[0]), 3),
-        "longest_step_s": rounded(max(b - a for a, b in itertools.pairwise(times)), 2),
-        "wait_share": rounded(sum(step["seconds"]["wait_data"] for step in within[1:]) / (times[-1] - times[0]), 3),
-    }
+    seconds = within[-1]["time"] - within[0]["time"]
+    waited = sum(step["seconds"]["wait_data"] for step in within[1:])
+    return {"steps_per_s": rounded((len(within) - 1) / seconds, 3), "wait_share": rounded(waited / seconds, 3)}
 
 
 if __name__ == "__main__":
