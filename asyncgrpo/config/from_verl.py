@@ -7,12 +7,13 @@ runs.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from asyncgrpo.config.explain import near
 from asyncgrpo.config.files import flat, load_values, parse, text_of
-from asyncgrpo.config.shell import VARIABLE, read_lines
+from asyncgrpo.config.shell import Line, read_lines
 from asyncgrpo.config.translation import Translation, translation
 from asyncgrpo.config.verl import VERL
 from asyncgrpo.errors import ConfigError
@@ -28,8 +29,12 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--kl_coef": {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": None},
 }
 """Flags of a `train.sh` around verl's trainer, and the keys that they set; None stands for the flag's value."""
-_KEY = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
-_CONFIG_NAME = re.compile(r"--config-name(?:=.*)?")
+_KEY = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
+_NAME = re.compile(r"\+{0,2}([A-Za-z_]\w*)=(.*)", re.DOTALL)
+"""A key of no section, such as `model_engine`."""
+_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
+_OWN_FILES = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
+"""verl's own configurations, whose values are its defaults."""
 
 
 def read(words: Sequence[str], stdin: str = "") -> Translation:
@@ -66,33 +71,56 @@ def read_words(words: Sequence[str], stdin: str = "") -> tuple[dict[str, Any], l
 
 def read_script(text: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """verl's keys in a shell script, and a sentence for each key and each variable that was left out."""
-    assigned = set[str]()
+    assigned, in_branches = set[str](), set[str]()
     given: dict[str, Any] = {}
     problems: list[str] = []
     for line in read_lines(text, environment):
         if line.in_branch:
-            names = [name for name in _names_in(line.words) if "." in name or name in assigned]
+            in_branches |= set(line.assigned)
+            names = [name for name in line.assigned if name in assigned] + [key for key, _ in _keys(line)]
             names += [flag for flag, _ in _flags(line.words)]
             problems += [f"{name}: in an `if`, a `case` or a loop of the script" for name in dict.fromkeys(names)]
             continue
+        assigned |= set(line.assigned)
         set_by_flags, unknown = _from_flags(line.words)
         given |= set_by_flags
-        problems += unknown
-        for word in line.words:
-            if key := _KEY.fullmatch(word):
-                if "$" in key[2]:
-                    problems.append(f"{key[1]}: `{key[2]}` is not set in the script")
-                else:  # the last entry of a list may end with the list's bracket
-                    given[key[1]] = parse(key[2] if "(" in key[2] else key[2].rstrip(")"))
-            elif variable := VARIABLE.fullmatch(word):
-                assigned.add(variable[1])
+        problems += unknown + _config_files(line.words)
+        for key, value in _keys(line):
+            if "$" in value or "`" in value:
+                problems.append(f"{key}: {_why_unknown(value, in_branches - assigned)}")
+            else:
+                given[key] = parse(value)
     return given, problems
 
 
-def _names_in(words: Sequence[str]) -> list[str]:
-    """The keys and variables that are set in a line."""
-    found = [_KEY.fullmatch(word) or VARIABLE.fullmatch(word) for word in words]
-    return [name[1] for name in found if name]
+def _keys(line: Line) -> list[tuple[str, str]]:
+    """The keys in a line and their values. Words such as `model_engine=fsdp` count beside keys that have a section."""
+    if line.words[:1] in (["echo"], ["printf"]):
+        return []
+    found = [_KEY.fullmatch(word) for word in line.words]
+    if any(found) or VERL.keys.keys() & {word.partition("=")[0] for word in line.words if "=" in word}:
+        found = [key or _NAME.fullmatch(word) for key, word in zip(found, line.words, strict=True)]
+    return [(key[1], key[2]) for key in found if key]
+
+
+def _why_unknown(value: str, in_branches: set[str]) -> str:
+    named = _VARIABLE.search(value)
+    if "$(" in value or "`" in value or named is None:
+        return f"`{value}` is known only when the script runs"
+    if named[1] in in_branches:
+        return f"`{value}` is set in an `if`, a `case` or a loop of the script"
+    return f"`{value}` is not set in the script"
+
+
+def _config_files(words: Sequence[str]) -> list[str]:
+    """A sentence for each configuration that a command names, other than verl's own."""
+    found = []
+    for word, after in pairwise([*words, ""]):
+        flag, equals, name = word.partition("=")
+        name = name if equals else after
+        if flag in ("--config-name", "-cn") and name.removesuffix(".yaml") not in _OWN_FILES:
+            found.append(f"{flag}={name}: name that file too, before the script")
+    return found
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -110,7 +138,7 @@ def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
 def _from_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """verl's keys that the flags of a `train.sh` set, and a sentence for each flag that is not known."""
     given: dict[str, Any] = {}
-    problems = [f"{word}: name that file too, before the script" for word in words if _CONFIG_NAME.fullmatch(word)]
+    problems: list[str] = []
     for flag, value in _flags(words):
         if "$" in value:
             problems.append(f"{flag}: `{value}` is not set in the script")

@@ -159,11 +159,16 @@ class KeyMap:
         given = {bare(key): value for key, value in given.items()}
         return [self._row(key, value, given) for key, value in given.items() if self.pattern_of(key) is not None]
 
-    def unwritten(self, given: Given) -> dict[str, Any]:
-        """Our keys with what they do where `given` says nothing, as far as it is something else than our default."""
+    def unwritten(self, given: Given, unknown: Collection[str] = ()) -> dict[str, Any]:
+        """Our keys with what they do where `given` says nothing, as far as it is something else than our default.
+
+        Args:
+            unknown: their keys that are given with a value that is not known.
+        """
         given = {bare(key): value for key, value in given.items()}
         written = merged(self.translate(given))
-        does = merged(self.translate(self._file.defaults | given)) | self._file.without_a_key
+        defaults = {key: value for key, value in self._file.defaults.items() if key not in unknown}
+        does = merged(self.translate(defaults | given)) | self._file.without_a_key
         return {key: value for key, value in does.items() if key not in written}
 
     def _row(self, key: str, value: Any, given: Given) -> TranslatedKey:

@@ -1,7 +1,6 @@
 """A configuration of another system in our keys, printed as a command or a file with comments on what is left."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,7 +33,9 @@ def translation(given: dict[str, Any], unread: list[str], keys: KeyMap) -> Trans
     rows = keys.translate(given)
     unknown = [f"{key}: {_unknown(key, keys)}" for key in given if keys.pattern_of(key) is None]
     defaults = {
-        key: value for key, value in keys.unwritten(given).items() if value_in_words(value) != default_in_words(key)
+        key: value
+        for key, value in keys.unwritten(given, unknown={line.partition(":")[0] for line in unread}).items()
+        if value_in_words(value) != default_in_words(key)
     }
     return Translation(keys.system, merged(rows), [row for row in rows if not row.ours], [*unread, *unknown], defaults)
 
@@ -71,8 +72,10 @@ def _default(key: str) -> str:
 def _reasons(rows: Iterable[TranslatedKey]) -> list[str]:
     """Lines `key=value: why`. Keys that one entry of the map covers share a line."""
     found = []
-    for pattern, alike in groupby(rows, key=lambda row: row.pattern):
-        same = list(alike)
+    patterns: dict[str, list[TranslatedKey]] = {}
+    for row in rows:
+        patterns.setdefault(row.pattern, []).append(row)
+    for pattern, same in patterns.items():
         what = f"{same[0].key}={value_in_words(same[0].value)}" if len(same) == 1 else f"{pattern} ({len(same)} keys)"
         found.append(f"{what}: {same[0].words}")
     return found

@@ -95,11 +95,15 @@ def _warmup_steps(value: Any, given: Given, ours: str) -> Translated:
         or not is_count(minibatches)
     ):
         return "learner.warmup_steps counts updates"
+    if value < 0 and f"{_ACTOR}optim.lr_warmup_steps_ratio" in given:
+        return "lr_warmup_steps_ratio says it"
     return {ours: round(max(value, 0) * epochs * minibatches)}
 
 
 def _warmup_share(value: Any, given: Given, ours: str) -> Translated:
-    steps = given.get("trainer.total_training_steps")
+    steps, counted = given.get("trainer.total_training_steps"), given.get(f"{_ACTOR}optim.lr_warmup_steps")
+    if isinstance(counted, int) and counted >= 0:
+        return "lr_warmup_steps says it"
     if value and (not is_count(steps) or not isinstance(value, float)):
         return "learner.warmup_steps counts updates: this share of those of the run"
     return _warmup_steps(value * steps if value else 0, given, ours)

@@ -9,10 +9,11 @@ from msgspec import inspect
 
 from asyncgrpo.config.explain import knobs
 from asyncgrpo.config.files import flat, load_values
-from asyncgrpo.config.from_verl import FLAGS, read_script, read_words
+from asyncgrpo.config.from_verl import FLAGS, read, read_script, read_words
 from asyncgrpo.config.keymap import merged
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
+from asyncgrpo.config.translation import report
 from asyncgrpo.config.unknown_keys import assignments
 from asyncgrpo.config.verl import RULES, VERL
 from asyncgrpo.errors import ConfigError
@@ -207,6 +208,17 @@ class TestTranslation:
                 {"learner.warmup_steps": 20, "run.steps": 200},
             ),
             ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}, {}),
+            (
+                {f"{ACTOR}.optim.lr_warmup_steps": 1, f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.0},
+                {"learner.warmup_steps": 1},
+            ),
+            (
+                {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.0, f"{ACTOR}.optim.lr_warmup_steps": -1},
+                {"learner.warmup_steps": 0},
+            ),
+            ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, {"learner.lr_schedule": "cosine"}),
+            ({f"{ACTOR}.veomni.optimizer_offload": True}, {"learner.offload_optimizer": True}),
+            ({f"{ACTOR}.mindspeedllm.param_offload": True, "model_engine": "megatron"}, {}),
             ({f"{ACTOR}.clip_ratio": 0.1}, {"algorithm.loss_args.clip_low": 0.1, "algorithm.loss_args.clip_high": 0.1}),
             (
                 {f"{ACTOR}.clip_ratio": 0.1, f"{ACTOR}.clip_ratio_high": 0.3},
@@ -228,7 +240,15 @@ class TestTranslation:
                 {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.kl_kind": "k1"},
             ),
             ({"algorithm.kl_ctrl.kl_coef": 0.1}, {}),
-            ({"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.1}, {"algorithm.kl_target": 0.1}),
+            (
+                {
+                    "algorithm.use_kl_in_reward": True,
+                    "algorithm.kl_ctrl.type": "adaptive",
+                    "algorithm.kl_ctrl.target_kl": 0.1,
+                },
+                {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.001, "algorithm.kl_target": 0.1},
+            ),
+            ({"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.1}, {}),
             ({"algorithm.norm_adv_by_std_in_grpo": False}, {"algorithm.advantage": "dr_grpo"}),
             ({"algorithm.adv_estimator": "grpo_passk"}, {"algorithm.advantage": "pass_at_k"}),
             ({"algorithm.adv_estimator": "reinforce_plus_plus"}, {}),
@@ -334,7 +354,80 @@ python3 -m verl.trainer.main_ppo --config-name='grpo.yaml' \\
 """
 
 
+NEWER = """
+DEVICE=${DEVICE:-$(python3 -c 'import npu' 2>/dev/null && echo npu || echo gpu)}
+ENGINE=${1:-vllm}
+MAX=${MAX:-}
+case "${DEVICE}" in
+    gpu) TP=2 ;;
+    npu)
+        TP=4
+        ;;
+    *) echo "DEVICE=${DEVICE} data.seed=7" >&2; exit 1 ;;
+esac
+if [ "$ENGINE" = vllm ]; then
+    MODE=async
+fi
+ACTOR="
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.loss_agg_mode=\\"token-mean\\"
+    actor_rollout_ref.actor.kl_loss_coef=0.01 \\
+"
+EXTRA=()
+if [ "$DEVICE" = npu ]; then
+    EXTRA+=(
+        "trainer.device=npu"
+    )
+fi
+#    data.seed=8 \\
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer'\\
+    model_engine=megatron \\
+    $ACTOR \\
+    actor_rollout_ref.rollout.name=$ENGINE \\
+    actor_rollout_ref.rollout.mode=$MODE \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=$TP \\
+    global_profiler.nsys.capture-range-end='repeat:2' \\
+    trainer.experiment_name="a_$(date +%Y%m%d)" \\
+    trainer.nnodes=$NODES \\
+    trainer.total_epochs=${MAX:-3} "$@" 2>&1 | tee "log_$(date +%H).txt"
+"""
+
+
 class TestSources:
+    def test_a_script_is_read_with_its_branches_and_its_text_over_several_lines(self):
+        given, left_out = read_script(NEWER, {})
+        assert given == {
+            "model_engine": "megatron",
+            f"{ACTOR}.use_kl_loss": True,
+            f"{ACTOR}.loss_agg_mode": "token-mean",
+            f"{ACTOR}.kl_loss_coef": 0.01,
+            f"{ROLLOUT}.name": "vllm",
+            f"{ROLLOUT}.mode": "async",
+            "global_profiler.nsys.capture-range-end": "repeat:2",
+            "trainer.total_epochs": 3,
+        }
+        assert left_out == [
+            "trainer.device: in an `if`, a `case` or a loop of the script",
+            f"{ROLLOUT}.tensor_model_parallel_size: `$TP` is set in an `if`, a `case` or a loop of the script",
+            "trainer.experiment_name: `a_$(date +%Y%m%d)` is known only when the script runs",
+            "trainer.nnodes: `$NODES` is not set in the script",
+        ]
+
+    def test_the_environment_decides_what_the_script_leaves_open(self):
+        given, left_out = read_script(NEWER, {"DEVICE": "npu", "NODES": "2", "1": "sglang"})
+        assert (given[f"{ROLLOUT}.tensor_model_parallel_size"], given["trainer.device"]) == (4, "npu")
+        assert (given["trainer.nnodes"], given[f"{ROLLOUT}.name"]) == (2, "sglang")
+        assert [line.partition(":")[0] for line in left_out] == [f"{ROLLOUT}.mode", "trainer.experiment_name"]
+
+    def test_a_key_whose_value_is_not_known_has_no_default_beside_it(self):
+        found = read(["-"], "run data.train_batch_size=$N data.seed=1")
+        assert found.unread == ["data.train_batch_size: `$N` is not set in the script"]
+        assert "buffer.prompts_per_step" not in found.unwritten and "run.epochs" in found.unwritten
+
+    def test_keys_of_one_entry_share_a_line_wherever_they_stand(self):
+        found = read(["critic.a=1", "data.seed=1", "critic.b=2"])
+        assert report(found, "", as_yaml=True).count("critic.*") == 1
+
     def test_a_script_is_read_with_its_variables_and_sums(self):
         given, left_out = read_script(SCRIPT, {"GPUS": ""})
         assert given == {
