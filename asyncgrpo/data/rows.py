@@ -169,6 +169,8 @@ Message = dict[str, Any]
 PROMPT_SPELLINGS = ("prompt", "question")
 ANSWER_SPELLINGS = ("reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "answer", "solution")
 
+_ANSWER_IS = f"an answer is spelt {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns"
+
 _MOST_BYTES = PROMPT_BYTES - 2**16
 """Limit on answer and info of a row. What remains of a message is for the prompt."""
 
@@ -237,7 +239,8 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
 
     Args:
         rows: the file's rows, at least one.
-        columns: maps our fields (`prompt`, `answer`, `source`) to columns of the file. Empty: recognise the schema.
+        columns: maps our fields (`prompt`, `answer`, `source`) to columns of the file. Without `answer` the rest of the
+            schema is recognised.
         file: the file's name for error messages.
     Raises:
         ConfigError: `columns` has a field that is not ours.
@@ -245,17 +248,45 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
     """
     first = rows[0]
     if columns:
-        return Schema("columns", file, _mapped(first, columns, file))
+        _check_columns(first, columns, file)
+        if "answer" not in columns:
+            return _renamed(rows[0], columns, file)
+        return Schema("columns", file, _mapped(columns))
     for name, (fits, convert) in _SCHEMAS.items():
         if fits(first):
-            return Schema(name, file, convert)
+            answer = _OPTIONAL_ANSWERS.get(name)
+            return Schema(name, file, _with_column(convert, answer) if answer in first and answer else convert)
+    likely = _likely_prompt(first)
     raise DataError(
         f"{file}, row 0: no prompt among the columns {', '.join(first) or '(none)'}; expected "
-        f"{' or '.join(PROMPT_SPELLINGS)}, or a data.columns map such as {{prompt: input, answer: label}}"
+        f"{' or '.join(PROMPT_SPELLINGS)}, or a data.columns map such as "
+        + (f"data.columns.prompt={likely}" if likely else "{prompt: input, answer: label}")
     )
 
 
-def _mapped(first: DataRow, columns: Mapping[str, str], file: str) -> Callable[[DataRow], Record]:
+def _with_column(convert: Callable[[DataRow], Record], answer: str) -> Callable[[DataRow], Record]:
+    """`convert` for a file whose first row has an answer, so that all rows need one."""
+
+    def converted(row: DataRow) -> Record:
+        _required(row, answer)
+        return convert(row)
+
+    return converted
+
+
+def _likely_prompt(first: DataRow) -> str | None:
+    """The column that holds chat turns, or whose name is nearly one of ours."""
+    for name, value in first.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
+            return name
+    lower = {name.lower(): name for name in first}
+    near = [
+        lower[name] for ours in PROMPT_SPELLINGS for name in difflib.get_close_matches(ours, lower, n=1, cutoff=0.8)
+    ]
+    return near[0] if near else None
+
+
+def _check_columns(first: DataRow, columns: Mapping[str, str], file: str) -> None:
     fields = ("prompt", "answer", "source")
     for field in columns:
         if field not in fields:
@@ -267,14 +298,34 @@ def _mapped(first: DataRow, columns: Mapping[str, str], file: str) -> Callable[[
                 f"{file}, row 0: no column {column!r}, which data.columns.{field} names; "
                 + (f"did you mean {close[0]!r}?" if close else f"the columns are {', '.join(first)}")
             )
-    prompt = columns.get("prompt", "prompt")
-    answer = columns.get("answer", "")
+
+
+def _renamed(first: DataRow, columns: Mapping[str, str], file: str) -> Schema:
+    """The schema that the file has but for the names of its prompt and of its source."""
+    prompt = columns.get("prompt", "prompt" if "prompt" in first else "question")
+    source = columns.get("source", "")
+
+    def with_known_names(row: DataRow) -> DataRow:
+        others = {name: value for name, value in row.items() if name != prompt}
+        return others | {"prompt": row.get(prompt)} | ({"data_source": row.get(source)} if source else {})
+
+    known = recognise([with_known_names(first)], {}, file)
+
+    def convert(row: DataRow) -> Record:
+        _prompt(row, prompt)  # for a message that names the file's column
+        return known.convert(with_known_names(row))
+
+    return Schema(f"{known.name}, with data.columns", file, convert)
+
+
+def _mapped(columns: Mapping[str, str]) -> Callable[[DataRow], Record]:
+    prompt, answer = columns.get("prompt", "prompt"), columns["answer"]
     source = columns.get("source", "data_source")
 
     def convert(row: DataRow) -> Record:
         return Record(
             prompt=_prompt(row, prompt),
-            answer=_required(row, answer) if answer else None,
+            answer=_required(row, answer),
             source=_source(row, source),
             info=_others(row, prompt),  # with answer and source, for functions that ask for columns by their names
         )
@@ -345,6 +396,9 @@ _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]
     "trl": (lambda row: "prompt" in row, _trl),
 }
 
+_OPTIONAL_ANSWERS = {"verifiers": "answer", "trl": "solution"}
+"""The answer's column in schemas of which a file may have none."""
+
 
 def _prompt(row: DataRow, column: str) -> str | list[Message]:
     value = row.get(column)
@@ -353,7 +407,8 @@ def _prompt(row: DataRow, column: str) -> str | list[Message]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise _Misfit(f"{column} is neither text nor a list of chat turns")
+        what = "an empty list" if value == [] else _kind(value)
+        raise _Misfit(f"{column} is {what}; expected text or a list of chat turns, {{role: user, content: ...}}")
     for turn, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _Misfit(f"turn {turn} of {column} is no object with role and content")
@@ -366,19 +421,22 @@ def _prompt(row: DataRow, column: str) -> str | list[Message]:
 def _required(row: DataRow, key: str, *, shown: str = "") -> Any:
     """The value of `key`, which may be null (`asyncgrpo data check` counts these) but not absent."""
     if key not in row:
-        raise _Misfit(f"no {shown or key}; an answer is spelt {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns")
+        raise _Misfit(f"no {shown or key}; {_ANSWER_IS}")
     return row[key]
 
 
 def _object(row: DataRow, key: str) -> DataRow:
     value = row.get(key)
     if not isinstance(value, dict):
-        raise _Misfit(f"{key} is no object with ground_truth")
+        problem = f"no {key}" if value is None else f"{key} is {_kind(value)}; expected an object with ground_truth"
+        raise _Misfit(f"{problem}; {_ANSWER_IS}")
     return value
 
 
 def _source(row: DataRow, key: str) -> str:
     value = row.get(key)
+    if isinstance(value, dict | list):
+        raise _Misfit(f"{key} is {_kind(value)}; expected text, by which a reward chooses its rule")
     return "" if value is None else str(value)
 
 
@@ -393,7 +451,7 @@ def _info(row: DataRow, key: str) -> dict[str, Any]:
     if not value:
         return {}
     if not isinstance(value, dict):
-        raise _Misfit(f"{key} is neither an object nor the JSON text of one")
+        raise _Misfit(f"{key} is {_kind(value)}; expected an object, or the JSON text of one")
     return value
 
 

@@ -116,7 +116,7 @@ def test_the_file_that_cannot_be_used_is_named_with_its_own_row(tmp_path, tokeni
     config = DataConfig(train="", max_prompt_tokens=5)
     with pytest.raises(DataError, match=r"long.jsonl: all 1 prompts .* has at least 8"):
         load_prompts((good, long), "train", tokenizer, config)
-    with pytest.raises(DataError, match=r"bad.jsonl, row 1: prompt is neither text"):
+    with pytest.raises(DataError, match=r"bad.jsonl, row 1: prompt is a number; expected text"):
         load_prompts((good, bad), "train", tokenizer, config)
 
 
