@@ -21,6 +21,7 @@ from asyncgrpo.data.sources import read_source
 from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
+from asyncgrpo.rewards.rules import reference_of
 from asyncgrpo.types import Frozen, Prompt, Score
 
 # -- the report on a file ----------------------------------------------------------------------------------------------
@@ -59,6 +60,8 @@ class CheckReport(Frozen):
     """Ground truth of row 0."""
     scored_answer: str | None
     """The text that the reward scored; None where no reward was given."""
+    scored_as: str
+    """What that text is; empty where it is the ground truth."""
     score: Score | None
     """Its score."""
 
@@ -74,7 +77,7 @@ def check_file(
     Args:
         model_path: model whose tokenizer and chat template are used. None: lengths are in characters.
         config: `columns`, `max_prompt_tokens` and `system_prompt` are used.
-        score: a reward to try on row 0, with the ground truth as the completion.
+        score: a reward to try on row 0, with the ground truth as the completion; of code, with the row's solution.
     Raises:
         DataError: the file or one of its rows cannot be used.
         ConfigError: the model's tokenizer cannot be loaded.
@@ -95,7 +98,7 @@ def check_file(
         info=first.info,
     )
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="higher")
-    scored_answer = str(first.answer) if score is not None else None
+    reference, scored_as = reference_of(prompt)
     return CheckReport(
         file=str(path),
         rows=len(rows),
@@ -109,8 +112,9 @@ def check_file(
         prompt_text=rendered[0].text,
         prompt_tokens=None if model_path is None else lengths[0],
         answer=answer,
-        scored_answer=scored_answer,
-        score=score(prompt, scored_answer) if score is not None and scored_answer is not None else None,
+        scored_answer=None if score is None else reference,
+        scored_as="" if score is None else scored_as,
+        score=None if score is None else score(prompt, reference),
     )
 
 
@@ -157,8 +161,8 @@ def check(
     """Check that a file can be read and scored, and show a prompt of it.
 
     It shows the schema, one prompt as the model will see it, the lengths of prompts, and the score of the ground truth as
-    a completion. Without a model, lengths are in characters. Exits with 1 when rows have no schema or the reward cannot
-    score.
+    a completion; of code, that of the row's solution. Without a model, lengths are in characters. Exits with 1 when rows
+    have no schema or the reward cannot score.
     """
     from asyncgrpo.config.load import load_config
 
@@ -210,7 +214,8 @@ def _print(report: CheckReport, reward: str) -> None:
     }
     if report.score is not None:
         value = f"{report.score.value:g}" if report.score.value is not None else f"no score{_why(report.score)}"
-        facts["row 0, reward"] = f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion"
+        why = f": {report.scored_as}" if report.scored_as else ""
+        facts["row 0, reward"] = f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion{why}"
     for name, value in facts.items():
         first, *rest = visible(value).splitlines() or [""]
         typer.echo("\n".join([f"{name:16} {first}", *(f"{'':16} {line}" for line in rest)]))

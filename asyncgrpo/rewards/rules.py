@@ -7,7 +7,9 @@ by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` count
 count as `math`.
 """
 
+import contextlib
 import difflib
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -196,6 +198,38 @@ def vote_of(completion_text: str, source: str) -> str:
         return maths.vote(completion_text, "gsm8k" in source.lower())
     is_short = any(_is_under(source, name) for name in (*QA_SOURCES, "classification"))
     return text.vote(completion_text, whole=not is_short)
+
+
+_SOLUTIONS = ("solution", "solutions", "canonical_solution", "reference_solution")
+"""Columns of a row of code that hold code which passes its tests."""
+
+
+def reference_of(prompt: Prompt) -> tuple[str, str]:
+    """A completion that is right, and words for what it is where it is not the ground truth itself.
+
+    The ground truth of code is its tests: right is the solution that the row has beside them. Where it has none, the
+    completion does nothing, which shows no more than that the tests can be run.
+    """
+    answer = prompt.answer
+    if any(_is_under(prompt.source, name) for name in CODE_SOURCES):
+        for column in _SOLUTIONS:
+            code = _first(prompt.info.get(column))
+            if isinstance(code, str) and code.strip() and prompt.info[column] != answer:
+                return code if "```" in code else f"```python\n{code}\n```", f"the row's {column}"
+        return "pass", "the ground truth is tests, and the row has no " + ", ".join(_SOLUTIONS)
+    if answer is None or answer == []:
+        return "", "the row has no ground truth"
+    if isinstance(answer, list):
+        return str(answer[0]), f"the first of {len(answer)} right answers"
+    return str(answer), ""
+
+
+def _first(value: Any) -> Any:
+    """The first of a list, or of a list that is written as JSON; another value itself."""
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    return value[0] if isinstance(value, list) and value else value
 
 
 def _timed(rule: Callable[..., Any], *arguments: Any) -> Score:

@@ -40,6 +40,34 @@ def test_scripts_get_the_whole_report(asyncgrpo, file, reward):
     assert report["score"]["value"] == 0.25
 
 
+TESTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
+RIGHT, HALF = "print(sum(map(int, input().split())))", "print(3)"
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        (
+            {"solution": RIGHT},
+            "1 for ````python↵print(sum(map(int, input().split())))↵```` as the completion: the row's solution",
+        ),
+        ({"extra_info": {"solutions": json.dumps([HALF, RIGHT])}}, "0.5 for `"),
+        ({}, "0 for `pass` as the completion: the ground truth is tests, and the row has no solution, solutions,"),
+    ],
+)
+def test_a_row_of_code_is_scored_by_its_solution(asyncgrpo, file, beside, said):
+    file.write_text(json.dumps({"prompt": "Add!", "ground_truth": TESTS, "data_source": "code"} | beside) + "\n")
+    ended = asyncgrpo("data", "check", file, "reward.code.unsafe=true")
+    assert ended.code == 0, ended.err
+    assert said in ended.out.partition("row 0, reward    ")[2].replace("\n" + " " * 17, "↵")
+
+
+def test_of_several_right_answers_the_first_is_scored(asyncgrpo, file):
+    file.write_text(json.dumps({"prompt": "Where?", "ground_truth": ["Rome", "Roma"], "data_source": "qa"}) + "\n")
+    ended = asyncgrpo("data", "check", file)
+    assert "row 0, reward    1 for `Rome` as the completion: the first of 2 right answers" in ended.out
+
+
 def test_columns_are_given_as_for_a_run(asyncgrpo, file, reward):
     file.write_text(json.dumps({"question": "Why?", "reply": "because"}) + "\n")
     columns = ("data.columns.prompt=question", "data.columns.answer=reply")
