@@ -1,4 +1,4 @@
-"""A whole run with several rewards, of rows of every built-in source, in the schemas of verl and TRL."""
+"""A whole run with several rewards, of rows of every built-in source, in every schema that is recognised."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,8 @@ SOURCES = {
 }
 FUNCTIONS = """
 def calls(prompts, completions, completion_ids, data_source, **kwargs):
-    assert all(isinstance(p, list) and c[0]["role"] == "assistant" for p, c in zip(prompts, completions))
+    assert {type(p) for p in prompts} == {type(c) for c in completions} <= {str, list}
+    assert all(isinstance(c, str) or c[0]["role"] == "assistant" for c in completions)
     assert len(completions) == len(completion_ids) == len(data_source) == len(kwargs["level"])
     return [{"score": len(ids), "together": len(completions)} for ids in completion_ids]
 
@@ -31,20 +32,35 @@ async def only_questions(completions, data_source, **kwargs):
 """
 
 
-def test_several_rewards_score_rows_of_every_source_in_the_schemas_of_verl_and_trl(tmp_path: Path):
-    make_demo_model(tmp_path / "model", seed=0)
-    verl = [
-        {"prompt": [{"role": "user", "content": f"{i:03d}"}], "data_source": source, "extra_info": {"level": i}}
-        | {"reward_model": {"style": "rule", "ground_truth": truth}, "ability": "any"}
-        for i in range(4)
+def rows_of(schema: str, text: str = "") -> list[dict]:
+    """A row of every source, whose prompt begins with `text`, or with the schema's name."""
+    text = text or schema
+    turns = [{"role": "user", "content": text}]
+    return [
+        {
+            "verl": {"prompt": turns, "data_source": source, "ability": "any", "extra_info": {"level": 1}}
+            | {"reward_model": {"style": "rule", "ground_truth": truth}},
+            "skyrl": {"prompt": turns, "data_source": source, "env_class": "any", "extra_info": {"level": 1}}
+            | {"reward_spec": {"method": "rule", "ground_truth": truth}},
+            "plain": {"prompt": text, "ground_truth": truth, "data_source": source, "level": 1},
+            "verifiers": {"question": text, "answer": truth, "task": source, "info": json.dumps({"level": 1})},
+            "trl": {"prompt": turns, "solution": truth, "data_source": source, "level": 1},
+        }[schema]
         for source, truth in SOURCES.items()
     ]
-    trl = [{"prompt": row["prompt"], "solution": "42", "data_source": "gsm8k", "level": 1} for row in verl[:2]]
-    for name, rows in (("train", verl), ("eval", trl), ("others", verl[:3])):
-        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+
+
+def test_several_rewards_score_rows_of_every_source_in_every_schema(tmp_path: Path):
+    make_demo_model(tmp_path / "model", seed=0)
+    trained = {f"{schema}.json": rows_of(schema)[:5] for schema in ("verl", "skyrl", "plain", "verifiers")}
+    trained["trl.json"] = rows_of("trl")[4:]
+    for name, rows in (
+        trained | {"eval.json": rows_of("trl", "001")[:2], "others.json": rows_of("verl", "002")[:3]}
+    ).items():
+        (tmp_path / name).write_text(json.dumps(rows))
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     result = asyncgrpo(
-        *["train", "--model", "model", "--data", "train.json", "--engine", "torch"],
+        *["train", "--model", "model", f"data.train=[{','.join(trained)}]", "--engine", "torch"],
         *["--eval-data", "eval.json", "--eval-data", "others.json", "sampling.eval_completions=4"],
         *["sampling.eval_temperature=1", "reward.success=0.05"],
         *["--reward-func", "mine.py:calls", "--reward-func", "mine.py:only_questions", "--reward-func", "data_source"],
@@ -64,7 +80,11 @@ def test_several_rewards_score_rows_of_every_source_in_the_schemas_of_verl_and_t
         assert parts["calls/together"] == 3.0 and parts["only_questions"] == 1.0 and parts["data_source"] < 0.5
         assert parts.keys() == step["reward_parts_std"].keys() >= {"data_source/match", "data_source/format"}
     assert_suites_were_evaluated(tmp_path / "run")
-    rows = pq.read_table(max((tmp_path / "run" / "samples").glob("step_*.parquet"))).to_pylist()
+    rows = [
+        row for file in (tmp_path / "run" / "samples").glob("step_*.parquet") for row in pq.read_table(file).to_pylist()
+    ]
+    assert {row["prompt"].removeprefix("user: ") for row in rows} == {name.removesuffix(".json") for name in trained}
+    assert {row["source"] for row in rows} == SOURCES.keys()
     for row in rows:
         parts = json.loads(row["parts"])
         total = 0.1 * parts["calls"] + 2.0 * parts.get("only_questions", 0.0) + parts["data_source"]
