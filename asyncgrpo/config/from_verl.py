@@ -1,7 +1,6 @@
 """Reads a verl configuration for `asyncgrpo config from-verl`: a YAML file, a shell script or `key=value`.
 
-A script is read, not run. Keys in an `if`, a `case` or a loop are left out and named, because it is not known which branch
-runs.
+A script is read, not run. Keys in a loop, and in an `if` or a `case` that nothing known decides, are left out and named.
 """
 
 import os

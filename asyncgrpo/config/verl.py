@@ -54,7 +54,7 @@ _ACTOR, _ROLLOUT, _CORRECTION = (
 )
 
 # verl's defaults, where a rule needs a key that was not given.
-_MINI_BATCH, _KL_COEF, _THRESHOLD = 256, 0.001, 2.0
+_MINI_BATCH, _KL_COEF, _THRESHOLD, _LENGTH = 256, 0.001, 2.0, 512
 
 _CLIPPED = {"geo_mean": "clip_{}_nats", "dppo_tv": "{}_prob", "dppo_kl": "{}_nats"} | dict.fromkeys(
     ("vanilla", "ppo_clip", "gspo", "cispo"), "clip_{}"
@@ -82,6 +82,20 @@ def _minibatches(value: Any, given: Given, ours: str) -> Translated:
         return "the number of updates of a step, data.train_batch_size / ppo_mini_batch_size"
     updates = max(1, round(batch / value)) if batch else given.get("async_training.require_batches", 1)
     return {ours: updates}
+
+
+def _tokens(value: Any, given: Given, ours: str) -> Translated:
+    """Sequence parallelism lets a sequence be longer than what one GPU holds; here one GPU holds it whole."""
+    named = (
+        "ulysses_sequence_parallel_size",
+        "fsdp_config.ulysses_sequence_parallel_size",
+        "veomni.ulysses_parallel_size",
+    )
+    parts = [given.get(f"{_ACTOR}{name}", 1) for name in named]
+    lengths = [given.get(f"data.max_{which}_length", _LENGTH) for which in ("prompt", "response")]
+    if not all(map(is_count, [value, *parts, *lengths])):
+        return {ours: value}
+    return {ours: max(value, min(value * max(parts), sum(lengths)))}
 
 
 def _warmup_steps(value: Any, given: Given, ours: str) -> Translated:
@@ -270,6 +284,7 @@ RULES: dict[str, Rule] = {
     "files": files,
     "prompts_per_step": _prompts_per_step,
     "minibatches": _minibatches,
+    "tokens": _tokens,
     "warmup_steps": _warmup_steps,
     "warmup_share": _warmup_share,
     "lora_targets": lora_targets,

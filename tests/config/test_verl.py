@@ -181,6 +181,24 @@ class TestTranslation:
                 {"buffer.prompts_per_step": 128, "learner.minibatches": 4},
             ),
             ({f"{ACTOR}.ppo_epochs": 4}, {"learner.ppo_epochs": 4}),
+            ({f"{ACTOR}.ppo_max_token_len_per_gpu": 3000}, {"learner.tokens_per_microbatch": 3000}),
+            (  # one GPU holds a whole sequence, and no more than it holds in verl where that is enough
+                {
+                    f"{ACTOR}.ppo_max_token_len_per_gpu": 3000,
+                    f"{ACTOR}.ulysses_sequence_parallel_size": 4,
+                    "data.max_prompt_length": 2000,
+                    "data.max_response_length": 8000,
+                },
+                {
+                    "learner.tokens_per_microbatch": 10000,
+                    "data.max_prompt_tokens": 2000,
+                    "sampling.max_tokens": 8000,
+                },
+            ),
+            (
+                {f"{ACTOR}.ppo_max_token_len_per_gpu": 3000, f"{ACTOR}.veomni.ulysses_parallel_size": 4},
+                {"learner.tokens_per_microbatch": 3000},
+            ),
             ({f"{ACTOR}.optim.lr_warmup_steps": -1}, {"learner.warmup_steps": 0}),
             ({f"{ACTOR}.optim.lr_warmup_steps": 10}, {"learner.warmup_steps": 10}),
             (  # verl's rate moves once a step, ours at every update
