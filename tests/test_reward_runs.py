@@ -83,7 +83,7 @@ def test_several_rewards_score_rows_of_every_source_in_every_schema(tmp_path: Pa
     rows = [
         row for file in (tmp_path / "run" / "samples").glob("step_*.parquet") for row in pq.read_table(file).to_pylist()
     ]
-    assert {row["prompt"].removeprefix("user: ") for row in rows} == {name.removesuffix(".json") for name in trained}
+    assert {row["prompt"] for row in rows} == {f"<user>{name.removesuffix('.json')}<assistant>" for name in trained}
     assert {row["source"] for row in rows} == SOURCES.keys()
     for row in rows:
         parts = json.loads(row["parts"])
