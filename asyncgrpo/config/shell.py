@@ -7,9 +7,12 @@ What a command would print is not known, and neither is what a loop does. Functi
 import ast
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
+
+from asyncgrpo.errors import ConfigError
 
 
 class Line(NamedTuple):
@@ -24,8 +27,15 @@ class Line(NamedTuple):
 
 
 def read_lines(text: str, environment: Mapping[str, str]) -> Iterator[Line]:
-    """The commands of a script that run or may run, in their order. A variable that the script sets holds from there on."""
-    return _Script(environment).lines(text)
+    """The commands of a script that run or may run, in their order. A variable that the script sets holds from there on.
+
+    Raises:
+        ConfigError: brackets or quotes are nested too deeply.
+    """
+    try:
+        yield from _Script(environment).lines(text)
+    except RecursionError as error:
+        raise ConfigError("the script's brackets are nested too deeply to be read") from error
 
 
 # -- words as they are written -----------------------------------------------------------------------------------------
@@ -192,7 +202,8 @@ def _sum(text: str, variables: Mapping[str, str]) -> str | None:
         raise ValueError(text)
 
     try:
-        return str(value(ast.parse(text.strip(), mode="eval").body))
+        with warnings.catch_warnings(action="ignore"):  # of Python, about what is no Python
+            return str(value(ast.parse(text.strip(), mode="eval").body))
     except (ValueError, SyntaxError, ZeroDivisionError):
         return None
 
@@ -257,6 +268,8 @@ class _Branch:
         self.taken = _not(_both(_not(self.taken), _not(condition)))
 
 
+_LONGEST = 1_000_000
+"""Characters of a variable: one that is doubled again and again would fill the memory."""
 _DECLARES = frozenset({"export", "local", "declare", "readonly", "typeset", "env"})
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 
@@ -382,7 +395,8 @@ class _Script:
             self.unsure.add(name)
         if runs:
             self.unsure.discard(name)
-            self.variables[name] = (self.variables.get(name, "") if adds else "") + _text(raw, self.variables)
+            value = (self.variables.get(name, "") if adds else "") + _text(raw, self.variables)
+            self.variables[name] = value if len(value) <= _LONGEST else raw
         return name
 
     def _expanded(self, words: list[str]) -> list[str]:

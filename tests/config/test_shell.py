@@ -3,6 +3,7 @@
 import pytest
 
 from asyncgrpo.config.shell import Line, read_lines
+from asyncgrpo.errors import ConfigError
 
 
 def words(text: str, **environment: str) -> list[str]:
@@ -117,3 +118,12 @@ ODD = [
 def test_text_that_is_no_script_breaks_nothing(text):
     list(read_lines(text, {}))
     assert "run" in [word for line in read_lines(f"run a\n{text}", {}) for word in line.words]
+
+
+def test_a_variable_that_doubles_itself_fills_no_memory():
+    assert len(words("A=xx\n" + "A=$A$A\n" * 60 + "run $A")[1]) <= 2_000_000
+
+
+def test_what_is_nested_too_deeply_is_one_sentence():
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        list(read_lines("run " + "$(" * 5000, {}))
