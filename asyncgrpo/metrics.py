@@ -166,6 +166,12 @@ lease_deadline_seconds = _gauge(
 quarantined_prompts = _gauge(
     "quarantined_prompts", "Prompts that are leased no more, because generators ended or failed with them.", "buffer")
 prompts_done = _gauge("prompts_done", "Prompts that are trained, filtered or dropped for good, over all epochs.", "buffer")
+curriculum_prompts = _gauge(
+    "curriculum_prompts", "Prompts by how many completions were right in their last group, at the start of the epoch.", "buffer",
+    kind=("unknown", "hopeless", "mixed", "solved"))
+curriculum_places = _gauge(
+    "curriculum_places", "How often these prompts come in the epoch, together.", "buffer",
+    kind=("unknown", "hopeless", "mixed", "solved"))
 epoch = _gauge("epoch", "Passes over the training file that are complete.", "buffer")
 
 # ----------------------------------------------------------------------------------------------------------- generator

@@ -16,6 +16,7 @@ Time is an argument, and nothing is random: the same calls give the same replies
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.auto_lag import AutoLag
@@ -31,7 +32,7 @@ from asyncgrpo.buffer.group_health import (
     IsolatedPrompts,
     Quarantine,
 )
-from asyncgrpo.buffer.groups import GroupEntry, State, ZeroSignalStreak, group_seed, zero_signal
+from asyncgrpo.buffer.groups import GroupEntry, State, ZeroSignalStreak, group_seed, rewards_of, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import DataError
@@ -181,7 +182,7 @@ class Buffer:
                 self._record_drop(lease_id, prompt_index, "quarantined", is_final=True)
                 self._finish(prompt_index, "dropped_quarantined")
                 num_quarantined += 1
-                if num_quarantined > prompts.num_prompts:
+                if num_quarantined > prompts.longest_gap:
                     raise DataError(
                         f"every prompt of data.train is in quarantine ({QUARANTINE_FILE} in the run's folder says why)"
                     )
@@ -330,7 +331,7 @@ class Buffer:
         self._deadlines.took(sum(message.timings.values()))
         for name in ("retried", "failed", "spare", "censored"):
             self.discarded[name] += getattr(message.discarded, name)
-        rewards = [r.score.value for r in message.rollouts if r.score.value is not None]
+        rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind)
             self.zero_signal_streak.add(rewards)
@@ -392,7 +393,7 @@ class Buffer:
             self._leave(entry)
             self.tokens["trained"] += entry.num_tokens - entry.masked
             self.tokens["masked"] += entry.masked
-            self._finish(entry.prompt_index, "trained")
+            self._finish(entry.prompt_index, "trained", entry.message)
         self._give_up_what_is_late_for(version)
 
     def step_ended(self, version: PolicyVersion, shares: Mapping[int, float], waited: float) -> None:
@@ -505,6 +506,17 @@ class Buffer:
         """Prompts in quarantine."""
         return len(self._quarantine.cases)
 
+    @property
+    def blocked_by(self) -> str | None:
+        """What the disk refuses, so that nothing may be leased; a phrase for people."""
+        if self.journal.is_blocked is not None:
+            return f"the journal: {self.journal.is_blocked}"
+        return None if self._prompts.is_blocked is None else f"the order of an epoch: {self._prompts.is_blocked}"
+
+    def rounds_begun(self) -> list[dict[str, Any]]:
+        """As `Curriculum.rounds_begun`."""
+        return self._prompts.rounds_begun()
+
     def oldest_lease(self) -> GroupEntry | None:
         """The group that has been in flight for longest."""
         return next((e for e in self._entries.values() if e.state is State.LEASED), None)
@@ -612,7 +624,7 @@ class Buffer:
         self.tokens["filtered"] += message.num_tokens
         self.journal.append(delivered(message, b"", entry.max_lag)[0])
         self._record_drop(entry.lease.lease_id, entry.prompt_index, "zero_signal", is_final=True)
-        self._finish(entry.prompt_index, "filtered_zero_signal")
+        self._finish(entry.prompt_index, "filtered_zero_signal", message)
 
     def _give_up_what_is_late_for(self, version: PolicyVersion) -> None:
         """Give up what the policy calls too old, where every step to come starts at `version` or later."""
@@ -661,9 +673,9 @@ class Buffer:
         else:
             self._prompts.give_back(prompt_index)
 
-    def _finish(self, prompt_index: int, outcome: str) -> None:
+    def _finish(self, prompt_index: int, outcome: str, message: Deliver | None = None) -> None:
         self.outcomes[outcome] += 1
         for counts in (self._attempts, self._blamed, self._ended):
             counts.pop(prompt_index, None)
         self._isolated.clear(prompt_index)
-        self._prompts.done(prompt_index)
+        self._prompts.done(prompt_index, rewards_of(message) if message is not None else ())

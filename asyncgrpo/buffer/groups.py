@@ -90,6 +90,11 @@ REPORTED_STREAK = 32
 """Groups in a row without signal after which a warning is given."""
 
 
+def rewards_of(message: Deliver) -> list[float]:
+    """Of the completions that have one, a greedy one included."""
+    return [r.score.value for r in message.rollouts if r.score.value is not None]
+
+
 def zero_signal(rewards: Sequence[float]) -> str | None:
     """Why a group has no signal; None if its rewards differ.
 

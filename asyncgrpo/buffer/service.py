@@ -208,6 +208,8 @@ class BufferService:
         if (sentence := self._buffer.zero_signal_streak.news()) is not None:
             log.warning("%s (algorithm.filter_zero_signal)", sentence)
             self._tell("warning", about="filter", text=sentence)
+        for fields in self._buffer.rounds_begun():
+            self._tell("curriculum", **fields)
 
     def _obey(self) -> None:
         """Bring what a person asked for into effect. A bound waits for the first weights: its record names a version."""
@@ -302,7 +304,7 @@ class BufferService:
             case Saved(step=step):
                 if self._snapshot is None:
                     raise RefusedError("schema", f"a checkpoint of step {step} without a snapshot")
-                self._journal.append(Committed(step=step, prompts=self._snapshot))
+                self._journal.append(Committed(step=step, prompts=self._snapshot.without_shares))
             case LastEvals():
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
             case Drain(reason=reason, is_failure=is_failure):
@@ -628,8 +630,8 @@ class BufferService:
 
     def _awaited(self, now_s: float) -> str:
         """A phrase for people: what the learner waits for."""
-        if self._journal.is_blocked is not None:
-            return f"the journal: {self._journal.is_blocked}"
+        if (blocked := self._buffer.blocked_by) is not None:
+            return blocked
         if (paused := self._rewards.describe_pause()) is not None:
             return paused
         if self._steer.is_paused:

@@ -30,6 +30,7 @@ from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, s
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
+from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -266,6 +267,12 @@ def _recovered_buffer(setup: Setup, prompts: PromptTable, sampling: Sampling) ->
         epochs=config.run.epochs,
         weights=config.data.weights or (),
         sizes=prompts.about.sizes,
+        curriculum=Curriculum(
+            setup.run_dir / "curriculum",
+            is_on=config.data.curriculum == "success",
+            success=config.reward.success,
+            names=config.data.sources if config.data.weights else ("",),
+        ),
     )
     if state is not None:
         source.restore(msgspec.convert(state.prompts, PromptState))
@@ -276,7 +283,7 @@ def _recovered_buffer(setup: Setup, prompts: PromptTable, sampling: Sampling) ->
         compatibility_key=compatibility_key_of(config, sampling, source.state().fingerprint),
         max_lag=config.buffer.largest_max_lag,
         max_lag_is_auto=config.buffer.max_lag == "auto",
-        prompts=source.state(),
+        prompts=source.state().without_shares,
         config=msgspec.to_builtins(config),
         policy=config.buffer.policy,
     )
@@ -331,7 +338,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     more += f" {reward.kwargs}" if reward.kwargs else ""
     more += "" if reward.combine == "sum" else f" {reward.combine} {reward.gate_above}"
     return {
-        "prompts": prompts,
+        "prompts": prompts + ("" if config.data.curriculum == "none" else f" {config.data.curriculum}"),
         "model": config.model.path,
         "sampling": repr(sampling),
         "completions": f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"

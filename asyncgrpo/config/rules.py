@@ -112,6 +112,15 @@ def _a_weight_for_each_source(config: Config) -> str | None:
     return f"data.weights has {len(weights)} and data.train {len(sources)} entries; give a weight for each source"
 
 
+def _curriculum_has_a_second_epoch(config: Config) -> str | None:
+    if config.data.curriculum == "none" or config.run.epochs != 1:
+        return None
+    return (
+        "data.curriculum=success changes the epochs after the first, but run.epochs is 1; raise it, or write run.epochs=null "
+        "with run.steps"
+    )
+
+
 def _eval_has_a_file(config: Config) -> str | None:
     rows = config.data.eval_rows
     if config.data.eval is not None or rows is None:
@@ -221,6 +230,7 @@ _RULES = (
     _top_k,
     _adapters_are_on,
     _a_weight_for_each_source,
+    _curriculum_has_a_second_epoch,
     _eval_has_a_file,
     _suites_have_names,
     _several_completions_differ,

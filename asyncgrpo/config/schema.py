@@ -112,6 +112,13 @@ class DataConfig(Section, frozen=True):
         Meta(description="our field to the file's column, where no known schema fits: prompt, answer, source"),
     ] = {}
     max_prompt_tokens: Annotated[int, Meta(ge=1, description="longer prompts are dropped, with a count")] = 512
+    curriculum: Annotated[
+        Literal["none", "success"],
+        Meta(
+            description="success: after the first epoch prompts that were all right, or all wrong, come less often, and the "
+            "others more often"
+        ),
+    ] = "none"
     shuffle: Annotated[bool, Meta(description="a new seeded order every epoch; false: the file's order")] = True
     system_prompt: Annotated[str | None, Meta(description="put before every prompt that has no system turn")] = None
     chat_template_kwargs: Annotated[
@@ -275,7 +282,7 @@ class RewardConfig(Section, frozen=True):
         ),
     ] = 1
     success: Annotated[
-        float, Meta(description="reward from which a completion of an evaluation is right, for pass@k and maj@k")
+        float, Meta(description="reward from which a completion is right, for pass@k, maj@k and data.curriculum")
     ] = 1.0
     code: CodeRewardConfig = CodeRewardConfig()
     judge: JudgeConfig = JudgeConfig()

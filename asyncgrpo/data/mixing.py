@@ -8,6 +8,7 @@ in its round when an epoch ends, there the next one goes on.
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 
@@ -27,18 +28,23 @@ class Mixture:
             weights: of each source, above 0. Only their ratios count.
         """
         self._sizes, self.places = tuple(sizes), places(sum(sizes), weights)
+        self.begins = tuple(accumulate(sizes, initial=0))[:-1]
+        """Where the prompts of each source begin."""
+
+    @property
+    def longest_round(self) -> int:
+        """Places, of all sources, in which each source has gone round once."""
+        return max(-(-sum(self._sizes) * size // count) for size, count in zip(self._sizes, self.places, strict=True))
 
     def order(self, epoch: int, round_order: Round) -> Indices:
         """[sum of sizes] indices into the list of all prompts, in the order of `epoch`."""
         source_at = _spread(self.places)
         found = np.empty(len(source_at), np.int64)
-        begin = 0
-        for source, (size, count) in enumerate(zip(self._sizes, self.places, strict=True)):
+        for source, (begin, size, count) in enumerate(zip(self.begins, self._sizes, self.places, strict=True)):
             first, offset = divmod(epoch * count, size)
             rounds = range(first, first + -(-(offset + count) // size))
             issued = np.concatenate([round_order(source, number, size) for number in rounds])
             found[source_at == source] = begin + issued[offset : offset + count]
-            begin += size
         return found
 
 

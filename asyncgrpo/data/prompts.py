@@ -1,20 +1,23 @@
 """The prompts of a run: loaded from its sources, and issued in an order that survives a restart.
 
 `PromptSource` issues every prompt once in each epoch, in an order that the seed decides; with weights, once in each round
-of its own source (`mixing.py`). A restart at any moment skips none: a prompt that was not done is issued again, one that
-was done is not.
+of its own source (`mixing.py`); with a curriculum, as often as its places in the round (`curriculum.py`). A restart at any
+moment skips none: a prompt that was not done is issued again, one that was done is not.
 """
 
 import heapq
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from asyncgrpo.config.schema import DataConfig
+from asyncgrpo.data.curriculum import EVERY, Curriculum
 from asyncgrpo.data.mixing import Mixture
 from asyncgrpo.data.rows import Record, recognise
 from asyncgrpo.data.sources import read_source
@@ -25,6 +28,8 @@ from asyncgrpo.types import Frozen, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 AT_ONCE = 256
 """Rows that are tokenised at once."""
@@ -151,6 +156,13 @@ class PromptState(Frozen):
     """Digest of the prompts' ids and tokens. It differs for another file, tokenizer or chat template."""
     weights: tuple[float, ...] = ()
     """Of the sources; none: all prompts have one order."""
+    shares: bytes = b""
+    """How many completions of each prompt were right, as `Curriculum.state` has it; empty without one."""
+
+    @property
+    def without_shares(self) -> "PromptState":
+        """Which prompts are done, and nothing else that takes room."""
+        return msgspec.structs.replace(self, shares=b"")
 
 
 class PromptSource:
@@ -169,6 +181,7 @@ class PromptSource:
         epochs: int | None,
         weights: Sequence[float] = (),
         sizes: Sequence[int] = (),
+        curriculum: Curriculum | None = None,
     ) -> None:
         """
         Args:
@@ -178,6 +191,7 @@ class PromptSource:
             epochs: how often as many prompts as there are; None: without an end.
             weights: of the sources; none: all prompts have one order.
             sizes: with weights, how many of the prompts each source has.
+            curriculum: of this run; None: it never had one.
         """
         assert prompts, "a prompt source needs prompts"
         self._prompts = prompts
@@ -195,20 +209,32 @@ class PromptSource:
         self._weights = tuple(weights)
         self._mixture = Mixture(sizes, weights) if weights else None
         self._permutation = lru_cache(maxsize=2)(self._order_of)
+        self._curriculum = curriculum
+        if curriculum is not None:
+            curriculum.begin(f"{self._fingerprint} {seed} {shuffle} {self._weights}", len(prompts))
+        self.is_blocked: str | None = None
+        """Why the order of the next prompt's epoch cannot be written down."""
 
     def next(self) -> tuple[int, Prompt] | None:
         """Issue the next (prompt_index, prompt): the oldest given back, else a new one. None: nothing to issue now."""
+        if not self._is_ordered(self.next_ordinary_index):
+            return None
         prompt_index = heapq.heappop(self._given_back) if self._given_back else self._new_prompt_index()
         if prompt_index is None:
             return None
         self._outstanding.add(prompt_index)
         return prompt_index, self.prompt(prompt_index)
 
-    def done(self, prompt_index: int) -> None:
+    def done(self, prompt_index: int, rewards: Sequence[float] = ()) -> None:
         """Note that a prompt was trained, or dropped for good: it is never issued again.
 
         It must be outstanding, or given back and not issued since (its group arrived after the lease had ended).
+
+        Args:
+            rewards: of its completions, if it was trained or filtered.
         """
+        if self._curriculum is not None and rewards:
+            self._curriculum.note(self._row(prompt_index), rewards)
         if prompt_index in self._outstanding:
             self._outstanding.remove(prompt_index)
         else:
@@ -249,8 +275,7 @@ class PromptSource:
 
     def prompt(self, prompt_index: int) -> Prompt:
         """The prompt of an index. It is the same in every process with the same prompts and seed."""
-        epoch, position = divmod(prompt_index, len(self._prompts))
-        return self._prompts[int(self._permutation(epoch)[position])]
+        return self._prompts[self._row(prompt_index)]
 
     def state(self) -> PromptState:
         """What a restart needs. It is small, because only outstanding prompts lie between done ones."""
@@ -262,13 +287,14 @@ class PromptSource:
             num_prompts=len(self._prompts),
             fingerprint=self._fingerprint,
             weights=self._weights,
+            shares=self._curriculum.state() if self._curriculum is not None else b"",
         )
 
     def restore(self, state: PromptState) -> None:
         """Go on from `state`: every prompt that was not done is issued again, once, in order. The epochs may differ.
 
         Raises:
-            CheckpointError: the state belongs to other prompts, or to another order of them.
+            CheckpointError: the state belongs to other prompts, or to another order of them, or the order is lost.
         """
         here = self.state()
         for field, name in (
@@ -283,6 +309,11 @@ class PromptSource:
                 raise CheckpointError(
                     f"the checkpoint's prompt order cannot be continued: {name} was {then} and is now {now}"
                 )
+        if self._curriculum is not None:
+            first = state.frontier // len(self._prompts)
+            begun = {index // len(self._prompts) for index in (state.frontier - 1, *state.done_beyond)}
+            under_way = [epoch for epoch in sorted(begun) if epoch >= first]
+            self._curriculum.restore(state.shares, lambda: [self._permutation(epoch) for epoch in under_way])
         self._frontier = self._next = state.frontier
         self._done_beyond = set(state.done_beyond)
         self._outstanding.clear()
@@ -335,6 +366,16 @@ class PromptSource:
         """The prompt index that `next_isolated` would issue; None: none waits for it."""
         return self._isolated[0] if self._isolated else None
 
+    @property
+    def longest_gap(self) -> int:
+        """No prompt is more prompt indices away from its next one."""
+        rounds = 1 + (max(EVERY.values()) if self._curriculum is not None else 1)
+        return rounds * (len(self._prompts) if self._mixture is None else self._mixture.longest_round)
+
+    def rounds_begun(self) -> list[dict[str, Any]]:
+        """As `Curriculum.rounds_begun`."""
+        return self._curriculum.rounds_begun() if self._curriculum is not None else []
+
     def waiting_before(self, prompt_index: int) -> int:
         """How many prompts with a smaller index were issued, and wait for `next` or `next_isolated` to issue them again."""
         return sum(index < prompt_index for waiting in (self._given_back, self._isolated) for index in waiting)
@@ -357,11 +398,39 @@ class PromptSource:
             prompt_index += 1
         return None if self._end is not None and prompt_index >= self._end else prompt_index
 
+    def _is_ordered(self, prompt_index: int | None) -> bool:
+        """Whether it is decided, and written down where that is due, which prompt this is."""
+        if prompt_index is not None:
+            try:
+                self._permutation(prompt_index // len(self._prompts))
+            except OSError as error:
+                if self.is_blocked is None:
+                    log.error("no prompt is leased until the order of its epoch is written: %s", error)
+                self.is_blocked = str(error)
+                return False
+        self.is_blocked = None
+        return True
+
+    def _row(self, prompt_index: int) -> int:
+        epoch, position = divmod(prompt_index, len(self._prompts))
+        return int(self._permutation(epoch)[position])
+
     def _order_of(self, epoch: int) -> np.ndarray:
         """[num_prompts] indices of the prompts in the order of `epoch`."""
         if self._mixture is None:
-            return self._drawn(len(self._prompts), epoch)
-        return self._mixture.order(epoch, lambda source, number, size: self._drawn(size, number, source))
+            return self._round(0, epoch, len(self._prompts))
+        return self._mixture.order(epoch, self._round)
+
+    def _round(self, source: int, number: int, size: int) -> np.ndarray:
+        """[size] the order of a round of this source; without weights all prompts are one."""
+
+        def draw(number: int) -> np.ndarray:
+            return self._drawn(size, number) if self._mixture is None else self._drawn(size, number, source)
+
+        if self._curriculum is None:
+            return draw(number)
+        begin = 0 if self._mixture is None else self._mixture.begins[source]
+        return self._curriculum.order(source, number, begin, size, draw)
 
     def _drawn(self, size: int, *key: int) -> np.ndarray:
         """[size] indices in the order that the seed and `key` decide.

@@ -176,6 +176,12 @@ KINDS: dict[str, Kind] = {
             "the means of `parts` of the rewards, and `numbers`: `reward`, `pass@1`, `pass@2`, ..., `maj@4`, ..., each as value, "
             "lower and upper end of its 95 % interval ([what they are](evaluate.md))"),
     }),
+    "curriculum": Kind("With `data.curriculum` prompts of another epoch begin to come; again after a resume.", {
+        "round": _must(int, "which epoch, from 1; with `data.weights`, which round of the source"),
+        "source": _must(str, "the entry of `data.train`; empty without `data.weights`"),
+        "prompts": _must(_Counts, "by kind: unknown, hopeless, mixed, solved ([what they are](sources.md#curriculum))"),
+        "places": _must(_Counts, "that they have in it, by kind"),
+    }),
     "checkpoint": Kind("A checkpoint is on the disk.", {
         "step": _must(int, "of its weights"),
         "path": _must(str, "its folder"),

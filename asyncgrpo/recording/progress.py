@@ -53,6 +53,8 @@ class Progress:
     """The last `rewards_paused` event of each generator whose rewards are paused, with the time `since` when."""
     advice: Event | None = None
     """The last `advice` event of the present start."""
+    curriculum: Event | None = None
+    """The last `curriculum` event."""
     training_seconds: float = 0.0
     """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
     end: Event | None = None
@@ -130,6 +132,9 @@ class Progress:
 
     def _on_advice(self, event: Event) -> None:
         self.advice = event
+
+    def _on_curriculum(self, event: Event) -> None:
+        self.curriculum = event
 
     def _on_drain(self, event: Event) -> None:
         self.warnings.append(f"draining: {event.get('reason', '')}")

@@ -21,7 +21,16 @@ from rich.text import Text
 from asyncgrpo.logs import visible
 from asyncgrpo.recording.events import Event, Follower
 from asyncgrpo.recording.progress import RECENT, Progress, lag_line, sync_line
-from asyncgrpo.recording.text import line_of, number, parts_line, position, sources_line, suites_of, thousands
+from asyncgrpo.recording.text import (
+    curriculum_line,
+    line_of,
+    number,
+    parts_line,
+    position,
+    sources_line,
+    suites_of,
+    thousands,
+)
 
 # -- plots made of characters ------------------------------------------------------------------------------------------
 
@@ -269,16 +278,20 @@ def _paused(progress: Progress, now: float | None) -> str:
 
 
 def _notes(progress: Progress, now: float | None) -> RenderableType:
-    """The last publications, the advice and the last warnings."""
+    """How often prompts come, the last publications, the advice and the last warnings."""
     notes = Table.grid(padding=(0, 2))
     notes.add_column(style="dim", no_wrap=True)
     notes.add_column(no_wrap=True, overflow="ellipsis")
     advice = None if progress.paused else progress.advice
     sources = sources_line(progress.last)
-    num_notes = bool(progress.paused or advice) + (sources is not None)
+    often = curriculum_line(progress.curriculum) if progress.curriculum is not None else None
+    num_notes = bool(progress.paused or advice) + (sources is not None) + (often is not None)
     if sources is not None:
         notes.add_row("sources", Text(visible(sources)))
-    for i, sync in enumerate(list(progress.syncs)[num_notes - _NUM_SYNCS :]):
+    if often is not None:
+        notes.add_row("prompts", Text(visible(often)))
+    syncs = list(progress.syncs)
+    for i, sync in enumerate(syncs[max(0, len(syncs) + num_notes - _NUM_SYNCS) :]):
         style = "" if sync.get("checksum") == "ok" else "bold red"
         notes.add_row("weights" if i == 0 else "", Text(sync_line(sync), style=style))
     if progress.paused:

@@ -37,6 +37,8 @@ def line_of(event: Event, progress: Progress) -> str | None:
         return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
     if kind in _WARNINGS or (kind == "sync" and is_bad_sync(event)):
         return f"warning: {progress.warnings[-1]}"
+    if kind == "curriculum":
+        return curriculum_line(event)
     if kind == "advice":
         return f"advice  {event['sentence']}"
     if kind == "end":
@@ -95,6 +97,17 @@ def sources_line(step: Event) -> str | None:
     sources = step.get("sources") or {}
     named = [f"{source} {number(numbers.get('reward_mean'))}" for source, numbers in sources.items()]
     return ", ".join(named) if len(named) > 1 else None
+
+
+def curriculum_line(event: Event) -> str | None:
+    """How often the prompts of a round come, by kind; None where nothing is known of them yet."""
+    prompts, places = event["prompts"], event["places"]
+    known = [kind for kind in ("solved", "mixed", "hopeless", "unknown") if prompts.get(kind)]
+    if known in ([], ["unknown"]):
+        return None
+    named = f"round {event['round']} of {event['source']}" if event["source"] else f"epoch {event['round']}"
+    kinds = [f"{prompts[kind]:,} {kind} with {places[kind]:,}" for kind in known]
+    return f"{named}: {sum(places.values()):,} places; prompts: {', '.join(kinds)}"
 
 
 def position(progress: Progress) -> str:

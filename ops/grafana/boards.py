@@ -774,12 +774,33 @@ REWARDS = Board(
                 width=6,
             ),
             Panel(
+                "Prompts by what was right",
+                "With data.curriculum, at the start of the epoch: prompts of whose completions all, some or none were right.",
+                "Nearly all solved: the prompts are used up. Nearly all hopeless: begin with easier ones; docs/sources.md.",
+                "suffix: prompts",
+                {"{{kind}}": "max by (kind) (asyncgrpo_curriculum_prompts)"},
+                width=6,
+                decimals=0,
+            ),
+            Panel(
+                "How often they come",
+                "With data.curriculum: places of these prompts in the epoch, as a share.",
+                "Mixed ones have most; if they do not, there are too few of them to fill the epoch.",
+                "percentunit",
+                {
+                    "{{kind}}": "max by (kind) (asyncgrpo_curriculum_places)"
+                    " / scalar(sum(max by (kind) (asyncgrpo_curriculum_places)) > 0)"
+                },
+                width=6,
+                top=1,
+            ),
+            Panel(
                 "Held-out suites",
                 "Of the last evaluation of each file of data.eval: mean reward, pass@k, maj@k.",
                 "pass@k far above pass@1: the answers are there, and the policy is not sure of them yet; docs/evaluate.md.",
                 "short",
                 {"{{suite}} {{number}}": "max by (suite, number) (asyncgrpo_eval_suite)"},
-                width=24,
+                width=12,
             ),
         ],
         "How it works": [

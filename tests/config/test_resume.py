@@ -15,7 +15,7 @@ NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 # fmt: off
 APPLIED = frozenset({
     "model.dtype",
-    "data.eval", "data.eval_rows", "data.cache",
+    "data.eval", "data.eval_rows", "data.cache", "data.curriculum",
     "run.steps", "run.epochs", "run.checkpoint_every", "run.keep_checkpoints", "run.eval_every", "run.loggers",
     "run.samples_every", "run.keep_samples", "run.keep_samples_gb", "run.keep_samples_days",
     "reward.function", "reward.weights", "reward.combine", "reward.gate_above", "reward.kwargs",

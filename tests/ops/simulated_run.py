@@ -62,6 +62,9 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.completions_discarded_total.labels(why="spare").inc(GROUPS)
     metrics.lease_deadline_seconds.set(60.0)
     metrics.quarantined_prompts.set(0)
+    for kind, prompts, places in (("solved", 40, 10), ("mixed", 50, 85), ("hopeless", 10, 5)):
+        metrics.curriculum_prompts.labels(kind=kind).set(prompts)
+        metrics.curriculum_places.labels(kind=kind).set(places)
     metrics.bias_distance.labels(of="length").set(rng.uniform(0.0, 0.02))
     metrics.journal_bytes_total.inc(10_000)
     metrics.journal_sync_seconds.observe(rng.uniform(0.005, 0.01))

@@ -121,6 +121,26 @@ def test_the_page_has_the_parts_of_the_reward():
     assert "[red]\\x1b 1.000" in page([step(1, reward_parts={"[red]\x1b": 1.0})], width=120)
 
 
+CURRICULUM = {
+    "event": "curriculum",
+    "time": 1.0,
+    "round": 2,
+    "source": "",
+    "prompts": {"unknown": 0, "hopeless": 40, "mixed": 340, "solved": 120},
+    "places": {"unknown": 0, "hopeless": 20, "mixed": 450, "solved": 30},
+}
+
+
+def test_the_page_and_the_log_say_how_often_prompts_come():
+    line = "epoch 2: 500 places; prompts: 120 solved with 30, 340 mixed with 450, 40 hopeless with 20"
+    assert line in page([CURRICULUM, step(1)], width=140)
+    assert line_of(CURRICULUM, Progress.of([CURRICULUM])) == line
+    of_source = CURRICULUM | {"source": "hf:openai/gsm8k", "round": 3}
+    assert line_of(of_source, Progress.of([of_source])).startswith("round 3 of hf:openai/gsm8k: 500 places")
+    unknown = CURRICULUM | {"prompts": {"unknown": 500, "hopeless": 0, "mixed": 0, "solved": 0}}
+    assert line_of(unknown, Progress.of([unknown])) is None, "nothing is known of any yet"
+
+
 def test_the_page_has_the_reward_of_each_of_several_sources():
     several = {"aiw": {"reward_mean": 0.51}, "gsm8k": {"reward_mean": None}}
     assert "aiw 0.510, gsm8k -" in page([step(1, sources=several)], width=120)

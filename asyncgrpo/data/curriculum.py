@@ -1,0 +1,243 @@
+"""A curriculum: how often each prompt comes, by how many of its completions were right when it last came.
+
+A round has as many places as its source has prompts, as without a curriculum (`mixing.py`), so that epochs, prompt indices,
+steps and the shares of sources mean what they did. By the share of right completions in its last group, a prompt is
+
+    solved     all of them: it has a place in every fourth round
+    hopeless   none: a place in every second round
+    mixed      some: a place in every round, and up to three more of those that the others leave
+    unknown    no group of it was trained or filtered yet: a place in every round
+
+In which rounds it is a solved prompt's turn is fixed, so any four rounds in a row have a place for every prompt.
+
+The order of a round is decided once, by the shares as they are when the first prompt of its epoch is about to be issued, and
+is in a file of its own, durably, before that prompt is. From then on the file decides, whatever the shares have become: a
+prompt index means the same prompt after every restart. The files take four bytes a prompt and round, and stay.
+"""
+
+import logging
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from asyncgrpo import metrics
+from asyncgrpo.data.mixing import Indices
+from asyncgrpo.errors import CheckpointError
+from asyncgrpo.types import Frozen
+
+log = logging.getLogger(__name__)
+
+EVERY = {"solved": 4, "hopeless": 2}
+"""In one of how many rounds such a prompt has its turn. Each divides the largest, which therefore holds for every prompt."""
+MOST = 4
+"""Places that a prompt has in one round at most."""
+KINDS = "unknown", "hopeless", "mixed", "solved"
+
+NONE_RIGHT, ALL_RIGHT, UNKNOWN = 0, 254, 255
+Shares = np.ndarray[tuple[int], np.dtype[np.uint8]]
+"""[prompts] share of right completions in steps of 1/254, which are 0 and 254 only where none and all were right; or UNKNOWN."""
+
+Draw = Callable[[int], Indices]
+"""`(number of a round)` gives the order of the source's prompts that it has without a curriculum."""
+
+
+# -- pure functions ----------------------------------------------------------------------------------------------------
+
+
+def kinds_of(shares: Shares) -> Indices:
+    """[prompts] the kind of each prompt, as a place in `KINDS`."""
+    return np.select([shares == UNKNOWN, shares == NONE_RIGHT, shares < ALL_RIGHT], [0, 1, 2], 3)
+
+
+def places_of(shares: Shares, number: int, order: Indices, first: Indices) -> Indices:
+    """[prompts] how many places each prompt has in round `number`. They are as many as the prompts.
+
+    What is left of them when every mixed prompt has `MOST` goes to prompts whose turn it is not.
+
+    Args:
+        order, first: [prompts] the orders that this round and round 0 have without a curriculum. The first decides between
+            equals, the second when it is whose turn.
+    """
+    size, kinds = len(shares), kinds_of(shares)
+    turn = np.empty(size, np.int64)
+    turn[first] = np.arange(size)
+    counts = np.ones(size, np.int64)
+    for kind, every in EVERY.items():
+        counts[(kinds == KINDS.index(kind)) & ((turn + number) % every != 0)] = 0
+    left = size - int(counts.sum())
+    mixed = order[kinds[order] == KINDS.index("mixed")]
+    mixed = mixed[np.argsort(np.abs(shares[mixed].astype(int) - ALL_RIGHT // 2), kind="stable")]  # the evenest first
+    for _ in range(MOST - 1):
+        counts[mixed[:left]] += 1
+        left -= min(left, len(mixed))
+    others = order[counts[order] == 0]
+    counts[others[:left]] += 1
+    return counts
+
+
+def order_of(counts: Indices, order: Indices) -> Indices:
+    """[sum of counts] the prompts, each in as many places as it has, at equal distances; `order` where each has one."""
+    times = counts[order]
+    prompt_at = np.repeat(np.arange(len(order)), times)
+    nth = np.arange(len(prompt_at)) - np.repeat(np.cumsum(times) - times, times)
+    at = (nth + prompt_at / len(order)) / times[prompt_at]
+    return order[prompt_at[np.argsort(at, kind="stable")]]
+
+
+def share_of(rewards: Sequence[float], success: float) -> int:
+    """The entry of `Shares` for a group with these rewards, at least one."""
+    right = sum(reward >= success for reward in rewards)
+    if right in (0, len(rewards)):
+        return ALL_RIGHT if right else NONE_RIGHT
+    return min(max(round(ALL_RIGHT * right / len(rewards)), NONE_RIGHT + 1), ALL_RIGHT - 1)
+
+
+# -- the rounds of a run -----------------------------------------------------------------------------------------------
+
+
+class Round(Frozen):
+    """A round as its file has it, behind a digest."""
+
+    key: str
+    """What decides the order beside the shares: prompts, seed, shuffling, weights."""
+    source: int
+    number: int
+    prompts: dict[str, int]
+    """By kind."""
+    places: dict[str, int]
+    order: bytes
+    """[places] int32 prompts within the source."""
+
+
+class Curriculum:
+    """The shares of a run's prompts, and the files of its rounds. One process owns it."""
+
+    def __init__(self, folder: Path, *, is_on: bool, success: float = 1.0, names: Sequence[str] = ("",)) -> None:
+        """
+        Args:
+            folder: of the files; made when the first is written.
+            is_on: False only keeps rounds as they are that were decided while it was on.
+            success: reward from which a completion is right.
+            names: of the sources that go round by themselves.
+        """
+        self._folder, self.is_on, self._success, self._names = folder, is_on, success, tuple(names)
+        self._shares: Shares = np.empty(0, np.uint8)
+        self._rounds: dict[int, Round] = {}  # the newest of each source
+        self._begun: list[dict[str, str | int | dict[str, int]]] = []
+        self._unwritten: dict[Path, Round] = {}
+        self._must_be_there = False
+        self._key = ""
+
+    def begin(self, key: str, num_prompts: int) -> None:
+        """Say which order it is about, before anything else. No prompt has a share yet."""
+        self._key, self._shares = key, np.full(num_prompts, UNKNOWN, np.uint8)
+
+    def note(self, prompt: int, rewards: Sequence[float]) -> None:
+        """Note the rewards, at least one, of a group of this prompt that is trained or filtered."""
+        if self.is_on:
+            self._shares[prompt] = share_of(rewards, self._success)
+
+    def state(self) -> bytes:
+        """The shares, for a checkpoint: at most a byte a prompt. Nothing where it is not on."""
+        return zlib.compress(self._shares.tobytes(), 1) if self.is_on else b""
+
+    def restore(self, state: bytes, rounds_under_way: Callable[[], object]) -> None:
+        """Go on from a checkpoint with this `state`.
+
+        Args:
+            rounds_under_way: asks for the `order` of all rounds that the checkpoint had begun. Without shares in it they
+                were begun without a curriculum: with all prompts unknown, the order is the same.
+        Raises:
+            CheckpointError: the file of such a round is missing, or belongs to other prompts.
+        """
+        self._shares[:] = UNKNOWN
+        self._must_be_there = bool(state)
+        rounds_under_way()
+        self._must_be_there = False
+        if state:
+            self._shares[:] = np.frombuffer(zlib.decompress(state), np.uint8)
+
+    def order(self, source: int, number: int, begin: int, size: int, draw: Draw) -> Indices:
+        """[size] the order of round `number` of a source whose prompts stand at `begin`, within the source.
+
+        Raises:
+            OSError: its file can be neither read nor written; nothing is decided then.
+            CheckpointError: the file is damaged, or missing where prompts of the round were issued.
+        """
+        path = self._folder / f"source_{source}_round_{number + 1:06d}"
+        decided = self._unwritten.get(path) or self._read(path)
+        if decided is None and self._must_be_there:
+            raise CheckpointError(f"{path} is missing: it has the order of prompts that the checkpoint goes on with")
+        if decided is None and not self.is_on:
+            return draw(number)
+        if decided is None:
+            decided = self._unwritten[path] = self._decide(source, number, self._shares[begin : begin + size], draw)
+        if path in self._unwritten:
+            _write(path, decided)
+            del self._unwritten[path]
+        self._show(decided)
+        return np.frombuffer(decided.order, np.int32)
+
+    def rounds_begun(self) -> list[dict[str, str | int | dict[str, int]]]:
+        """The fields of an event for each round that this process asked for since the last call, for the first time."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def _decide(self, source: int, number: int, shares: Shares, draw: Draw) -> Round:
+        order = draw(number)
+        counts, kinds = places_of(shares, number, order, draw(0)), kinds_of(shares)
+        return Round(
+            key=self._key,
+            source=source,
+            number=number,
+            prompts={kind: int((kinds == i).sum()) for i, kind in enumerate(KINDS)},
+            places={kind: int(counts[kinds == i].sum()) for i, kind in enumerate(KINDS)},
+            order=order_of(counts, order).astype(np.int32).tobytes(),
+        )
+
+    def _read(self, path: Path) -> Round | None:
+        """The round in a file; None where there is none, or it was for other prompts."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
+            raise CheckpointError(f"{path} is damaged: the order of prompts in it cannot be continued")
+        decided = msgspec.msgpack.decode(data[8:], type=Round)
+        return decided if decided.key == self._key else None
+
+    def _show(self, decided: Round) -> None:
+        newest = self._rounds.get(decided.source)
+        if newest is not None and newest.number >= decided.number:
+            return
+        self._rounds[decided.source] = msgspec.structs.replace(decided, order=b"")
+        about = {"prompts": decided.prompts, "places": decided.places}
+        self._begun.append({"round": decided.number + 1, "source": self._names[decided.source], **about})
+        for metric, name in ((metrics.curriculum_prompts, "prompts"), (metrics.curriculum_places, "places")):
+            totals = sum((Counter(getattr(one, name)) for one in self._rounds.values()), Counter[str]())
+            for kind in KINDS:
+                metric.labels(kind=kind).set(totals[kind])
+
+
+def _write(path: Path, decided: Round) -> None:
+    """Write the file whole and durably. Raises OSError."""
+    data = msgspec.msgpack.encode(decided)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        file.write(xxhash.xxh3_64_digest(data) + data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    for folder in (path.parent, path.parent.parent):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
