@@ -8,11 +8,13 @@ import asyncio
 import statistics
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from asyncgrpo.buffer.groups import group_seed
 from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.schema import Config
+from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
@@ -57,7 +59,12 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
     stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
     prompts = load_prompts(config.data.train, "train", tokenizer, config.data)
     held_out = load_prompts(config.data.eval, "eval", tokenizer, config.data) if config.data.eval else ()
-    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None)
+    curriculum = Curriculum(
+        Path(config.run.out) / "curriculum", is_on=config.data.curriculum == "success", success=config.reward.success
+    )
+    source = PromptSource(
+        prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None, curriculum=curriculum
+    )
     engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
     learner = Learner(config, rank=0, world=1, device="cpu")
     for group in learner.optimizer.param_groups:
@@ -104,6 +111,8 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
                 waiting.append(await sample_step())
             groups = waiting.popleft()
             report = learner.step(groups, version)
+            for group in groups:
+                source.done(group.prompt_index, [r.score.value for r in group.rollouts if r.score.value is not None])
             yield Step(step, evaluation, mean_reward(groups), groups, report, learner)
     finally:
         await engine.close()

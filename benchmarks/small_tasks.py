@@ -37,7 +37,11 @@ class Task(NamedTuple):
     answer: Callable[[str], str]
     """To a prompt."""
     digits: int = 3
-    """Length of a prompt."""
+    """Of a prompt."""
+    marks: str = ""
+    """One of these letters stands before the digits of each prompt, in turn: a mixture of tasks."""
+    prompts: int = 800
+    """To train on."""
 
 
 SMALL: dict[str, Task] = {
@@ -50,12 +54,21 @@ SMALL: dict[str, Task] = {
     "count": Task(lambda digits: str(sum(digit in "02468" for digit in digits))),
     "parity": Task(lambda digits: str(sum(map(int, digits)) % 2)),
     "add": Task(lambda digits: str(int(digits[:1]) + int(digits[1:]))),
+    "first-sort": Task(lambda p: p[1] if p[0] == "f" else "".join(sorted(p[1:])), marks="fs", prompts=300),
+    "first-count": Task(
+        lambda p: p[1] if p[0] == "f" else str(sum(digit in "02468" for digit in p[1:])), marks="fc", prompts=300
+    ),
 }
-"""`count`: how many digits are even. `parity`: whether their sum is odd. `add`: the first digit to the other two."""
+"""`count`: how many digits are even. `parity`: whether their sum is odd. `add`: the first digit to the other two. Two names:
+half of the prompts are of one task and half of the other."""
 
 WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "demo": ({}, []),
     "exact": ({"reward": "exact_match"}, []),
+    "curriculum": ({}, ["data.curriculum=success", "run.epochs=null"]),
+    "exact-curriculum": ({"reward": "exact_match"}, ["data.curriculum=success", "run.epochs=null"]),
+    "calm": ({"steps": 2}, ["learner.lr=2e-3"]),
+    "calm-curriculum": ({"steps": 2}, ["learner.lr=2e-3", "data.curriculum=success", "run.epochs=null"]),
     "long": ({"steps": 3}, []),
     "wide": ({"hidden": 128}, ["learner.lr=2.5e-3"]),
     "deep": ({"layers": 2}, []),
@@ -127,6 +140,7 @@ def measure(task: str, way: str, seed: int, events_folder: Path | None = None) -
                 f"model.path={folder}/model",
                 f"data.train={folder}/train.jsonl",
                 f"data.eval={folder}/eval.jsonl",
+                f"run.out={folder}/run",
                 f"run.seed={seed}",
                 f"run.steps={steps + 1}",  # the last evaluation is of the weights after `steps`
                 "generators.engine=torch",
@@ -151,6 +165,11 @@ def measure(task: str, way: str, seed: int, events_folder: Path | None = None) -
         "by_chance": round(max(map(answers.count, answers)) / len(answers), 2),
         "evals": [round(statistics.fmean(values), 3) for values in evaluations],
         "right": round(statistics.fmean(value >= 1.0 for value in evaluations[-1]), 3),
+        "evals_by_mark": {
+            mark: [round(statistics.fmean(values[i :: len(SMALL[task].marks)]), 3) for values in evaluations]
+            for i, mark in enumerate(SMALL[task].marks)
+        },
+        "signal": round(1 - statistics.fmean(e["zero_signal_groups"] / sum(e["lags"].values()) for e in events), 3),
         "entropy_last": round(events[-1]["entropy"], 4),
         "no_signal_last": round(
             statistics.fmean(e["zero_signal_groups"] / sum(e["lags"].values()) for e in events[-10:]), 2
@@ -215,11 +234,13 @@ def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tens
 
 
 def write_task(folder: Path, task: Task, source: str, seed: int) -> list[str]:
-    """Write 800 prompts to train and 100 held out, and return the answers."""
-    numbers = [f"{number:0{task.digits}d}" for number in random.Random(seed).sample(range(10**task.digits), 900)]
+    """Write the prompts to train and 100 held out, and return the answers."""
+    drawn = random.Random(seed).sample(range(10**task.digits), task.prompts + 100)
+    marks = task.marks or ("",)
+    numbers = [f"{marks[i % len(marks)]}{number:0{task.digits}d}" for i, number in enumerate(drawn)]
     rows = [json.dumps({"prompt": p, "ground_truth": task.answer(p), "data_source": source}) + "\n" for p in numbers]
-    (folder / "train.jsonl").write_text("".join(rows[:800]))
-    (folder / "eval.jsonl").write_text("".join(rows[800:]))
+    (folder / "train.jsonl").write_text("".join(rows[: task.prompts]))
+    (folder / "eval.jsonl").write_text("".join(rows[task.prompts :]))
     return list(map(task.answer, numbers))
 
 

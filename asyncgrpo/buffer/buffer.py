@@ -514,7 +514,7 @@ class Buffer:
         return None if self._prompts.is_blocked is None else f"the order of an epoch: {self._prompts.is_blocked}"
 
     def rounds_begun(self) -> list[dict[str, Any]]:
-        """As `Curriculum.rounds_begun`."""
+        """The rounds that began since the last call, as `Curriculum.rounds_begun` has them."""
         return self._prompts.rounds_begun()
 
     def oldest_lease(self) -> GroupEntry | None:

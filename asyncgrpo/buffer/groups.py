@@ -91,7 +91,7 @@ REPORTED_STREAK = 32
 
 
 def rewards_of(message: Deliver) -> list[float]:
-    """Of the completions that have one, a greedy one included."""
+    """The rewards of the completions that have one, a greedy one included."""
     return [r.score.value for r in message.rollouts if r.score.value is not None]
 
 

@@ -4,8 +4,8 @@ A round has as many places as its source has prompts, as without a curriculum (`
 steps and the shares of sources mean what they did. By the share of right completions in its last group, a prompt is
 
     solved     all of them: it has a place in every fourth round
-    hopeless   none: a place in every second round
-    mixed      some: a place in every round, and up to three more of those that the others leave
+    hopeless   none, and all got the same reward: a place in every second round
+    mixed      some, or their rewards differ: a place in every round, and up to three more of those that the others leave
     unknown    no group of it was trained or filtered yet: a place in every round
 
 In which rounds it is a solved prompt's turn is fixed, so any four rounds in a row have a place for every prompt.
@@ -41,7 +41,8 @@ KINDS = "unknown", "hopeless", "mixed", "solved"
 
 NONE_RIGHT, ALL_RIGHT, UNKNOWN = 0, 254, 255
 Shares = np.ndarray[tuple[int], np.dtype[np.uint8]]
-"""[prompts] share of right completions in steps of 1/254, which are 0 and 254 only where none and all were right; or UNKNOWN."""
+"""[prompts] share of right completions in steps of 1/254; 0 only where none was right and all rewards were the same, 254 only
+where all were right; or UNKNOWN."""
 
 Draw = Callable[[int], Indices]
 """`(number of a round)` gives the order of the source's prompts that it has without a curriculum."""
@@ -93,8 +94,10 @@ def order_of(counts: Indices, order: Indices) -> Indices:
 def share_of(rewards: Sequence[float], success: float) -> int:
     """The entry of `Shares` for a group with these rewards, at least one."""
     right = sum(reward >= success for reward in rewards)
-    if right in (0, len(rewards)):
-        return ALL_RIGHT if right else NONE_RIGHT
+    if right == len(rewards):
+        return ALL_RIGHT
+    if right == 0 and min(rewards) == max(rewards):
+        return NONE_RIGHT
     return min(max(round(ALL_RIGHT * right / len(rewards)), NONE_RIGHT + 1), ALL_RIGHT - 1)
 
 

@@ -373,7 +373,7 @@ class PromptSource:
         return rounds * (len(self._prompts) if self._mixture is None else self._mixture.longest_round)
 
     def rounds_begun(self) -> list[dict[str, Any]]:
-        """As `Curriculum.rounds_begun`."""
+        """The rounds that began since the last call, as `Curriculum.rounds_begun` has them."""
         return self._curriculum.rounds_begun() if self._curriculum is not None else []
 
     def waiting_before(self, prompt_index: int) -> int:

@@ -1,12 +1,19 @@
 """The buffer's process says what the journal lets it say: no word too early, none lost, none twice."""
 
+import json
 from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
-from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.data import curriculum
+from asyncgrpo.data.curriculum import Curriculum
+from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.journal.format import BatchIssued, Committed
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import PolicyVersion, Sampling
@@ -147,3 +154,106 @@ def test_a_checkpoint_s_snapshot_comes_after_a_sync_and_its_commit_is_written(tm
     process.hear(Finished(), peer="learner")
     last = [found.record for found in read_history(tmp_path / "j").found][-1]
     assert isinstance(last, Committed) and last.step == 1 and last.prompts.frontier == 2
+
+
+class Ended(BaseException):
+    """The process was killed."""
+
+
+class EpochProcess(Process):
+    """Five prompts in epochs, with a curriculum in the run's folder. Two of them are always right."""
+
+    def __init__(
+        self, run: Path, lineage: int = 1, state: dict | None = None, solved: tuple[str, str] = ("train/0", "train/1")
+    ) -> None:
+        self.clock, self.line, self.solved, self.tellings = Clock(), Line(), solved, []
+        curriculum = Curriculum(run / "curriculum", is_on=True)
+        source = PromptSource(prompts(5), seed=0, shuffle=True, epochs=4, curriculum=curriculum)
+        if state is not None:
+            source.restore(msgspec.convert(json.loads(json.dumps(state)), PromptState))
+        log = journal(run / "journal", lineage=lineage, durability="fsync_each", clock=self.clock)
+        config = BufferConfig(prompts_per_step=1, max_lag=0)
+        algorithm = AlgorithmConfig(group_size=2, filter_zero_signal=True)
+        self.buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=lineage, journal=log)
+        self.service = BufferService(
+            self.line,  # type: ignore[arg-type]
+            self.buffer,
+            Evaluations((), Sampling(), 0, 60.0),
+            tell=lambda event, **fields: self.tellings.append((event, fields)),
+        )
+        self.version = PolicyVersion(lineage, 0)
+        self.hear(Trained(version=self.version), peer="learner")
+        self.hear(Register(protocol=PROTOCOL, generator_id="g", incarnation="i", window=1))
+        self.hear(Serving(generator_id="g", version=self.version))
+
+    def train(self, count: int) -> list[tuple[int, str]]:
+        """Generate groups and train those with signal, until so many prompts are done. Returns index and prompt of each."""
+        done = []
+        for _ in range(count):
+            self.service._grant(self.clock.now_s)
+            (grant,) = self.line.of(Grant)
+            lease = grant.lease
+            done.append((lease.prompt_index, lease.prompt.prompt_id))
+            is_solved = lease.prompt.prompt_id in self.solved
+            group = deliver(lease, self.version.number, (1.0, 1.0) if is_solved else (0.0, 1.0), self.version.lineage)
+            self.hear(group, payload())
+            if not is_solved:
+                self.hear(Take(step=self.version.number, version=self.version), peer="learner")
+                self.service._reply_to_take(self.clock.now_s)
+                self.version = PolicyVersion(self.version.lineage, self.version.number + 1)
+                self.hear(Trained(version=self.version), peer="learner")
+                self.hear(Serving(generator_id="g", version=self.version))
+            self.line.sent.clear()
+        return done
+
+    def checkpoint(self) -> dict:
+        self.hear(TakeSnapshot(), peer="learner")
+        return self.line.of(Snapshot)[0].state
+
+
+def test_trained_and_filtered_groups_decide_who_comes_in_the_next_epoch(tmp_path: Path):
+    process = EpochProcess(tmp_path)
+    assert sorted(prompt for _, prompt in process.train(5)) == [f"train/{i}" for i in range(5)]
+    second = [prompt for _, prompt in process.train(5)]
+    assert second.count("train/0") + second.count("train/1") == 0 and len(set(second)) == 3
+    process.service.turn(None, 1.0)
+    said = [fields for event, fields in process.tellings if event == "curriculum"]
+    assert [fields["round"] for fields in said] == [1, 2]
+    assert said[1]["prompts"] == {"unknown": 0, "hopeless": 0, "mixed": 3, "solved": 2}
+    assert said[1]["places"] == {"unknown": 0, "hopeless": 0, "mixed": 5, "solved": 0}
+    state = process.checkpoint()
+    process.hear(Saved(step=3), peer="learner")
+    assert state["shares"] and process.service._snapshot.shares
+    process.hear(Finished(), peer="learner")
+    committed = [f.record for f in read_history(tmp_path / "journal").found if isinstance(f.record, Committed)]
+    assert [record.prompts.shares for record in committed] == [b""], (
+        "the checkpoint has them, and nothing else needs them"
+    )
+
+
+def test_a_buffer_that_ends_between_writing_an_order_and_issuing_it_goes_on_in_that_order(tmp_path: Path, monkeypatch):
+    process = EpochProcess(tmp_path)
+    early = process.checkpoint()
+    process.train(4)
+    state = process.checkpoint()
+    process.train(1)
+    write = curriculum._write
+
+    def ends(path: Path, decided: curriculum.Round) -> None:
+        write(path, decided)
+        raise Ended
+
+    monkeypatch.setattr(curriculum, "_write", ends)
+    with pytest.raises(Ended):
+        process.service._grant(process.clock.now_s)
+    assert process.line.of(Grant) == [], "nobody has heard of it"
+    monkeypatch.undo()
+    (file,) = (tmp_path / "curriculum").glob("*round_000002")
+    written = msgspec.msgpack.decode(file.read_bytes()[8:], type=curriculum.Round).order
+    written = [f"train/{row}" for row in np.frombuffer(written, np.int32)]
+    for lineage, checkpoint in ((2, state), (3, early)):
+        again = EpochProcess(
+            tmp_path, lineage, checkpoint, solved=("train/2", "train/3")
+        )  # other weights, other rewards
+        issued = dict(again.train(10 if checkpoint is early else 6))
+        assert [issued[index] for index in range(5, 10)] == written

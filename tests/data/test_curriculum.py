@@ -23,7 +23,7 @@ from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.types import Prompt
 
-SOLVED, MIXED, HOPELESS = (1.0, 1.0), (0.0, 1.0), (0.0, 0.5)
+SOLVED, MIXED, HOPELESS = (1.0, 1.0), (0.0, 1.0), (0.5, 0.5)
 """Rewards of a group."""
 
 
@@ -53,7 +53,14 @@ def run_epoch(source: PromptSource, rewards) -> list[str]:
 
 @pytest.mark.parametrize(
     ("rewards", "expected"),
-    [((1.0, 2.0), 254), ((0.0, 0.9), 0), ((0.0, 1.0), 127), ((0.0,) * 999 + (1.0,), 1), ((1.0,) * 999 + (0.0,), 253)],
+    [
+        ((1.0, 2.0), 254),
+        ((0.9, 0.9), 0),
+        ((0.0, 1.0), 127),
+        ((0.0,) * 999 + (1.0,), 1),
+        ((1.0,) * 999 + (0.0,), 253),
+        ((0.0, 0.9), 1),  # none is right, and there is something to learn from
+    ],
 )
 def test_only_all_and_none_are_the_ends_of_a_share(rewards, expected):
     assert share(rewards, 1.0) == expected
@@ -94,7 +101,9 @@ def test_solved_prompts_come_every_fourth_round_hopeless_ones_every_second_and_m
         assert (four[:40] == 1).all() and (four[40:60] == 2).all()
     for counts in rounds:
         assert counts.sum() == 100 and abs(counts[:40].sum() - 10) <= 4 and abs(counts[40:60].sum() - 10) <= 4
-        assert counts[60:70].min() >= counts[70:].max(), "what does not divide goes to those that are right half of the time"
+        assert counts[60:70].min() >= counts[70:].max(), (
+            "what does not divide goes to those that are right half of the time"
+        )
 
 
 def test_where_few_prompts_are_mixed_none_comes_more_than_four_times():
@@ -234,6 +243,17 @@ class AnyRun(RuleBasedStateMachine):
             assert self.meant.setdefault(expected, issued[1].prompt_id) == issued[1].prompt_id
             self.waiting.discard(expected)
             self.outstanding.add(expected)
+
+    @rule(rewards=st.lists(st.sampled_from([SOLVED, SOLVED, MIXED, HOPELESS]), min_size=1, max_size=8))
+    def work(self, rewards):
+        """Issue and finish some."""
+        for one in rewards:
+            before = set(self.outstanding)
+            self.next()
+            for prompt_index in self.outstanding - before:
+                self.source.done(prompt_index, one)
+                self.done.append(prompt_index)
+            self.outstanding = before
 
     @precondition(lambda self: self.outstanding)
     @rule(data=st.data(), rewards=st.sampled_from([SOLVED, SOLVED, MIXED, HOPELESS, ()]))

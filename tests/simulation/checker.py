@@ -115,6 +115,7 @@ class Checker:
         self._per_step, self._slots = buffer.prompts_per_step, buffer.num_slots
         self._asked_max_lags: set[int] = set()  # told at any time after they were asked for
         self._window = windows
+        self._prompt_of: dict[int, str] = {}  # by index, over all lives
         self._history: list[tuple[int, ...]] = []  # steps that a checkpoint holds
         self._dropped: Counter[str] = Counter()  # by reason, in checkpoints
         self._weights = Weights()
@@ -345,6 +346,8 @@ class Checker:
             )
         life.grants[prompt_index] += 1
         self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
+        meant = self._prompt_of.setdefault(prompt_index, prompt.prompt_id)
+        self._require(meant == prompt.prompt_id, "P28 one prompt", f"{prompt_index} was {meant}, is {prompt.prompt_id}")
         self._require(
             prompt.prompt_id not in self._quarantine.cases,
             "P19 poison",

@@ -6,6 +6,7 @@ for as long as a `with` block, and name where the mistake was seen (docs/simulat
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.service import BufferService
+from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.generators import rollout
@@ -370,6 +372,16 @@ def cursor_at_issue() -> list[Change]:
                            frontier=max(self._next, honest.frontier), done_beyond=())  # fmt: skip
 
     return [(PromptSource, "state", ahead)]
+
+
+@mutant
+def order_decided_anew() -> list[Change]:
+    """A restart asks the shares of its checkpoint how often prompts come, not the file of the round."""
+
+    def forgetful(self: Curriculum, path: Path) -> None:
+        self._must_be_there = False
+
+    return [(Curriculum, "_read", forgetful)]
 
 
 @mutant

@@ -27,6 +27,7 @@ from asyncgrpo.config.schema import (
     RunConfig,
     WeightsConfig,
 )
+from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import InjectedFault
@@ -167,6 +168,8 @@ class World:
                 durability=self.config.buffer.durability, keeps=self.config.buffer.after_resume == "keep"
             ),
         )
+        self._orders: Path | None = None
+        """Where rounds of prompts are decided; three seeds of seven have a curriculum."""
         self._segment_bytes = rng.choice((300, 3000, 10**6))
         self.disk: SimulatedDisk | None = None
         self.checkpoint: bytes | None = None
@@ -202,7 +205,13 @@ class World:
         """From the first start to the end. Raises Violation."""
         self._schedule_faults()
         self.loop.call_later(TICK_S, self._tick)
-        with quiet(), scaled(), reading_checkpoints_of(self), folder_in_memory() as folder:
+        with (
+            quiet(),
+            scaled(),
+            reading_checkpoints_of(self),
+            folder_in_memory() as folder,
+            folder_in_memory() as self._orders,
+        ):
             self.disk = SimulatedDisk(folder, self.rng, lambda: self.now)
             self.disk.on_loss = self.checker.promises.lost_what_was_synced
             while (status := self._one_life()) != "done":
@@ -250,7 +259,9 @@ class World:
         self._lineage += 1
         state = None if self.checkpoint is None else msgspec.json.decode(self.checkpoint, type=RunState)
         run, rng = self.config.run, self.rng
-        source = PromptSource(self._prompts, seed=run.seed, shuffle=True, epochs=run.epochs)
+        assert self._orders is not None
+        curriculum = Curriculum(self._orders, is_on=self.seed % 7 < 3)
+        source = PromptSource(self._prompts, seed=run.seed, shuffle=True, epochs=run.epochs, curriculum=curriculum)
         if state is not None:
             source.restore(msgspec.convert(state.prompts, PromptState))
         assert self.disk is not None

@@ -1,0 +1,96 @@
+"""A whole run with a curriculum, killed in a later epoch and resumed: each index is one prompt, and the audit is clean."""
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncgrpo.data.curriculum import Round
+from asyncgrpo.data.demo import make_demo_model
+from asyncgrpo.journal.history import History, read_history
+from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROMPTS, PER_STEP, STEPS = 40, 5, 60
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0 if int(ground_truth) < 20 else float(len(solution_str) % 2)
+"""
+ARGUMENTS = [
+    "train",
+    "--model",
+    "model",
+    "--data",
+    "train.json",
+    "--engine",
+    "fake",
+    "--rollout-n",
+    "4",
+    "--n-gpus",
+    "0",
+]
+ARGUMENTS += [
+    "--out",
+    "run",
+    "--max-lag",
+    "2",
+    "reward.function=reward.py",
+    "data.curriculum=success",
+    "run.epochs=null",
+]
+ARGUMENTS += [f"buffer.prompts_per_step={PER_STEP}", "sampling.max_tokens=8", "data.max_prompt_tokens=32"]
+ARGUMENTS += ["buffer.keep_journal=true", "run.checkpoint_every=7"]
+
+
+def test_a_run_with_a_curriculum_goes_on_in_its_order_after_a_kill(tmp_path: Path):
+    make_demo_model(tmp_path / "model", seed=0)
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = [{"prompt": str(n), "ground_truth": str(n)} for n in range(PROMPTS)]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    run, process = tmp_path / "run", start(*ARGUMENTS, "--steps", "10000", cwd=tmp_path)
+    steps = "steps in the fourth epoch, beyond a checkpoint"
+    wait_until(
+        lambda: len(done := events(run, "step")) > 3 * PROMPTS / PER_STEP and done[-1]["step"] % 7 > 2, steps, 100.0
+    )
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert_nothing_left(tmp_path)
+    killed_at = events(run, "step")[-1]["step"]
+    result = asyncgrpo(*ARGUMENTS, "--steps", str(max(STEPS, killed_at + 10)), cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_nothing_left(tmp_path)
+
+    audit = asyncgrpo("audit", "run", "--json", cwd=tmp_path)
+    assert audit.returncode == 0 and json.loads(audit.stdout)["differences"] == []
+    written = orders(run)
+    meant = prompts_by_index(read_history(run / "journal"))
+    assert len({lineage for _, lineage in meant}) == 2
+    for (index, lineage), prompt_id in meant.items():
+        epoch, place = divmod(index, PROMPTS)
+        assert prompt_id == f"train/{written[epoch][place]}", f"{index} in start {lineage}"
+    solved = [sum(row < 20 for row in order) for order in written.values()]
+    assert solved[0] == 20 and max(solved[1:]) <= 12, "they come less often once they are right"
+    for begin in range(len(written) - 3):
+        assert len(Counter(row for epoch in range(begin, begin + 4) for row in written[epoch])) == PROMPTS
+    told = events(run, "curriculum")
+    assert told[0]["prompts"]["unknown"] == PROMPTS and told[-1]["prompts"]["solved"] >= 18
+    assert all(sum(event["places"].values()) == PROMPTS for event in told)
+    assert "epoch 2: 40 places; prompts: " in (tmp_path / "output.txt").read_text()
+
+
+def orders(run: Path) -> dict[int, list[int]]:
+    """The rows of the prompts of each epoch, as the files have them."""
+    rounds = [msgspec.msgpack.decode(path.read_bytes()[8:], type=Round) for path in (run / "curriculum").iterdir()]
+    return {one.number: np.frombuffer(one.order, np.int32).tolist() for one in sorted(rounds, key=lambda r: r.number)}
+
+
+def prompts_by_index(history: History) -> dict[tuple[int, int], str]:
+    """What each start's groups were of, by prompt index and lineage."""
+    groups = (history.group(found) for found in history.found if found.body_bytes)
+    found = [message for group in groups if group is not None for message in group[:1]]
+    return {(m.prompt_index, int(m.lease_id.partition(".")[0])): m.prompt.prompt_id for m in found}
