@@ -15,7 +15,6 @@ is in a file of its own, durably, before that prompt is. From then on the file d
 prompt index means the same prompt after every restart. The files take four bytes a prompt and round, and stay.
 """
 
-import logging
 import os
 import zlib
 from collections import Counter
@@ -30,8 +29,6 @@ from asyncgrpo import metrics
 from asyncgrpo.data.mixing import Indices
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.types import Frozen
-
-log = logging.getLogger(__name__)
 
 EVERY = {"solved": 4, "hopeless": 2}
 """In one of how many rounds such a prompt has its turn. Each divides the largest, which therefore holds for every prompt."""
