@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -74,9 +73,9 @@ def test_a_run_with_a_curriculum_goes_on_in_its_order_after_a_kill(tmp_path: Pat
         epoch, place = divmod(index, PROMPTS)
         assert prompt_id == f"train/{written[epoch][place]}", f"{index} in start {lineage}"
     solved = [sum(row < 20 for row in order) for order in written.values()]
-    assert solved[0] == 20 and max(solved[1:]) <= 12, "they come less often once they are right"
-    for begin in range(len(written) - 3):
-        assert len(Counter(row for epoch in range(begin, begin + 4) for row in written[epoch])) == PROMPTS
+    assert solved[0] == 20 and max(solved[1:]) <= 15, "they come less often once they are right"
+    for epoch in range(len(written) - 1):
+        assert len({*written[epoch], *written[epoch + 1]}) == PROMPTS
     told = events(run, "curriculum")
     assert told[0]["prompts"]["unknown"] == PROMPTS and told[-1]["prompts"]["solved"] >= 18
     assert all(sum(event["places"].values()) == PROMPTS for event in told)

@@ -115,8 +115,8 @@ class DataConfig(Section, frozen=True):
     curriculum: Annotated[
         Literal["none", "success"],
         Meta(
-            description="success: after the first epoch prompts that were all right, or all wrong, come less often, and the "
-            "others more often"
+            description="success: after the first epoch prompts that were all right come every second time, and those that "
+            "were right in part up to twice"
         ),
     ] = "none"
     shuffle: Annotated[bool, Meta(description="a new seeded order every epoch; false: the file's order")] = True

@@ -3,12 +3,12 @@
 A round has as many places as its source has prompts, as without a curriculum (`mixing.py`), so that epochs, prompt indices,
 steps and the shares of sources mean what they did. By the share of right completions in its last group, a prompt is
 
-    solved     all of them: it has a place in every fourth round
-    hopeless   none, and all got the same reward: a place in every second round
-    mixed      some, or their rewards differ: a place in every round, and up to three more of those that the others leave
-    unknown    no group of it was trained or filtered yet: a place in every round
+    solved     all of them: it has a place in every second round
+    hopeless   none, and all got the same reward: one place in every round
+    mixed      some, or their rewards differ: a place in every round, and another one as far as solved prompts leave it
+    unknown    no group of it was trained or filtered yet: one place in every round
 
-In which rounds it is a solved prompt's turn is fixed, so any four rounds in a row have a place for every prompt.
+In which rounds it is a solved prompt's turn is fixed, so any two rounds in a row have a place for every prompt.
 
 The order of a round is decided once, by the shares as they are when the first prompt of its epoch is about to be issued, and
 is in a file of its own, durably, before that prompt is. From then on the file decides, whatever the shares have become: a
@@ -30,9 +30,9 @@ from asyncgrpo.data.mixing import Indices
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.types import Frozen
 
-EVERY = {"solved": 4, "hopeless": 2}
-"""In one of how many rounds such a prompt has its turn. Each divides the largest, which therefore holds for every prompt."""
-MOST = 4
+SOLVED_EVERY = 2
+"""In one of how many rounds a solved prompt has its turn."""
+MOST = 2
 """Places that a prompt has in one round at most."""
 KINDS = "unknown", "hopeless", "mixed", "solved"
 
@@ -56,7 +56,7 @@ def kinds_of(shares: Shares) -> Indices:
 def places_of(shares: Shares, number: int, order: Indices, first: Indices) -> Indices:
     """[prompts] how many places each prompt has in round `number`. They are as many as the prompts.
 
-    What is left of them when every mixed prompt has `MOST` goes to prompts whose turn it is not.
+    What is left of them when every mixed prompt has `MOST` goes to solved ones whose turn it is not.
 
     Args:
         order, first: [prompts] the orders that this round and round 0 have without a curriculum. The first decides between
@@ -66,8 +66,7 @@ def places_of(shares: Shares, number: int, order: Indices, first: Indices) -> In
     turn = np.empty(size, np.int64)
     turn[first] = np.arange(size)
     counts = np.ones(size, np.int64)
-    for kind, every in EVERY.items():
-        counts[(kinds == KINDS.index(kind)) & ((turn + number) % every != 0)] = 0
+    counts[(kinds == KINDS.index("solved")) & ((turn + number) % SOLVED_EVERY != 0)] = 0
     left = size - int(counts.sum())
     mixed = order[kinds[order] == KINDS.index("mixed")]
     mixed = mixed[np.argsort(np.abs(shares[mixed].astype(int) - ALL_RIGHT // 2), kind="stable")]  # the evenest first

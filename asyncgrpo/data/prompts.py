@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.curriculum import EVERY, Curriculum
+from asyncgrpo.data.curriculum import SOLVED_EVERY, Curriculum
 from asyncgrpo.data.mixing import Mixture
 from asyncgrpo.data.rows import Record, recognise
 from asyncgrpo.data.sources import read_source
@@ -369,7 +369,7 @@ class PromptSource:
     @property
     def longest_gap(self) -> int:
         """No prompt is more prompt indices away from its next one."""
-        rounds = 1 + (max(EVERY.values()) if self._curriculum is not None else 1)
+        rounds = 1 + (SOLVED_EVERY if self._curriculum is not None else 1)
         return rounds * (len(self._prompts) if self._mixture is None else self._mixture.longest_round)
 
     def rounds_begun(self) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.config.load import load_config
-from asyncgrpo.data.curriculum import ALL_RIGHT, EVERY, KINDS, MOST, UNKNOWN, Curriculum, kinds_of, order_of, places_of
+from asyncgrpo.data.curriculum import ALL_RIGHT, KINDS, MOST, SOLVED_EVERY, UNKNOWN, Curriculum, kinds_of, order_of, places_of
 from asyncgrpo.data.curriculum import share_of as share
 from asyncgrpo.data.mixing import places
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -75,7 +75,7 @@ def drawn(size: int, number: int) -> np.ndarray:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(SHARES, min_size=4, max_size=7), st.integers(1, 9))
-def test_whatever_the_shares_become_a_round_is_full_and_no_prompt_is_left_out_of_four_rounds(history, first):
+def test_whatever_the_shares_become_a_round_is_full_and_no_prompt_is_left_out_of_two_rounds(history, first):
     size = min(map(len, history))
     first_order, seen = drawn(size, 0), []
     for number, shares in enumerate((np.array(one[:size], np.uint8) for one in history), first):
@@ -84,32 +84,30 @@ def test_whatever_the_shares_become_a_round_is_full_and_no_prompt_is_left_out_of
         order = order_of(counts, drawn(size, number))
         assert len(order) == size and counts.max() <= MOST
         assert np.array_equal(np.bincount(order, minlength=size), counts)
-        assert (counts[kinds == KINDS.index("unknown")] == 1).all()
+        assert (counts[kinds <= KINDS.index("hopeless")] == 1).all()
         assert (counts[kinds == KINDS.index("mixed")] >= 1).all()
-        for kind in EVERY:  # never more often than without a curriculum
-            assert (counts[kinds == KINDS.index(kind)] <= 1).all()
+        assert (counts[kinds == KINDS.index("solved")] <= 1).all()
         seen.append(counts > 0)
-    for begin in range(len(seen) - max(EVERY.values()) + 1):
-        assert np.any(seen[begin : begin + max(EVERY.values())], axis=0).all()
+    for begin in range(len(seen) - SOLVED_EVERY + 1):
+        assert np.any(seen[begin : begin + SOLVED_EVERY], axis=0).all()
 
 
-def test_solved_prompts_come_every_fourth_round_hopeless_ones_every_second_and_mixed_ones_have_the_rest():
+def test_solved_prompts_come_every_second_round_and_mixed_ones_have_their_places():
     shares = np.array([ALL_RIGHT] * 40 + [0] * 20 + [127] * 10 + [30] * 30, np.uint8)
     rounds = [places_of(shares, number, drawn(100, number), drawn(100, 0)) for number in range(1, 9)]
-    for begin in range(5):
-        four = np.sum(rounds[begin : begin + 4], axis=0)
-        assert (four[:40] == 1).all() and (four[40:60] == 2).all()
+    for two in map(np.add, rounds, rounds[1:]):
+        assert (two[:40] == 1).all() and (two[40:60] == 2).all()
     for counts in rounds:
-        assert counts.sum() == 100 and abs(counts[:40].sum() - 10) <= 4 and abs(counts[40:60].sum() - 10) <= 4
+        assert counts.sum() == 100 and abs(counts[:40].sum() - 20) <= 6
         assert counts[60:70].min() >= counts[70:].max(), (
             "what does not divide goes to those that are right half of the time"
         )
 
 
-def test_where_few_prompts_are_mixed_none_comes_more_than_four_times():
+def test_where_few_prompts_are_mixed_none_comes_more_than_twice():
     shares = np.array([ALL_RIGHT] * 95 + [127] * 5, np.uint8)
     counts = places_of(shares, 3, drawn(100, 3), drawn(100, 0))
-    assert (counts[95:] == MOST).all() and counts[:95].sum() == 80
+    assert (counts[95:] == MOST).all() and counts[:95].sum() == 90
 
 
 @pytest.mark.parametrize("kind", [0, ALL_RIGHT, 127, UNKNOWN])
@@ -126,7 +124,7 @@ def test_the_places_of_a_prompt_lie_far_apart():
         if prompt in last:
             gaps.append(at - last[prompt])
         last[prompt] = at
-    assert len(gaps) > 400 and min(gaps) > 250
+    assert len(gaps) > 250 and min(gaps) > 400
 
 
 def test_a_million_prompts_are_ordered_in_about_a_second(tmp_path):
@@ -136,7 +134,7 @@ def test_a_million_prompts_are_ordered_in_about_a_second(tmp_path):
     curriculum._shares[:] = np.random.default_rng(0).choice([0, 20, 127, ALL_RIGHT, UNKNOWN], 10**6)
     started = time.process_time()
     order = curriculum.order(0, 3, 0, 10**6, lambda number: source._drawn(10**6, number))
-    assert time.process_time() - started < 3.0, "0.6 s on an idle core"
+    assert time.process_time() - started < 3.0, "0.5 s"
     assert len(order) == 10**6
     assert (tmp_path / "many" / "source_0_round_000004").stat().st_size < 4.01e6
     assert len(curriculum.state()) < 10**6
@@ -153,8 +151,8 @@ def test_the_first_epoch_is_that_without_a_curriculum_and_the_next_is_by_what_wa
     following = [Counter(run_epoch(source, rewards)) for _ in range(4)]
     for counts in following:
         assert all(counts[f"train/{i}"] >= 1 for i in range(20, 40))
-        assert sum(counts[prompt_id] for prompt_id in easy) <= 8
-    assert all(sum(counts[prompt_id] for counts in following) == 1 for prompt_id in easy)
+        assert sum(counts[prompt_id] for prompt_id in easy) <= 15
+    assert all(sum(counts[prompt_id] for counts in following) == 2 for prompt_id in easy)
     about = source.rounds_begun()
     assert [event["round"] for event in about] == [1, 2, 3, 4, 5]
     assert about[1]["prompts"] == {"unknown": 0, "hopeless": 0, "mixed": 20, "solved": 20}
@@ -169,7 +167,7 @@ def test_the_order_of_a_seed_and_its_shares_never_changes(tmp_path):
     assert [int(prompt_id[6:]) for prompt_id in run_epoch(source, rewards)] == GOLDEN_ORDER
 
 
-GOLDEN_ORDER = [3, 7, 9, 2, 1, 3, 7, 9, 1, 5]
+GOLDEN_ORDER = [3, 7, 4, 2, 9, 3, 8, 1, 6, 5]
 
 
 def test_without_shuffling_prompts_come_in_the_order_of_the_file(tmp_path):
@@ -187,14 +185,14 @@ def test_without_shuffling_prompts_come_in_the_order_of_the_file(tmp_path):
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3),
     st.integers(0, 3),
 )
-def test_each_source_keeps_its_share_and_every_prompt_a_place_in_four_of_its_rounds(sources, seed):
+def test_each_source_keeps_its_share_and_every_prompt_a_place_in_two_of_its_rounds(sources, seed):
     sizes, weights = zip(*sources, strict=True)
     total, shares = sum(sizes), places(sum(sizes), weights)
     rng = random.Random(seed)
     with TemporaryDirectory() as folder:
         source = make(Path(folder), total, seed=seed, weights=weights, sizes=sizes)
         first = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        rounds = 5 * max(-(-size // share) for size, share in zip(sizes, shares, strict=True))
+        rounds = 4 * max(-(-size // share) for size, share in zip(sizes, shares, strict=True))
         ids = []
         for _ in range(min(rounds, 25)):
             epoch = run_epoch(source, lambda _: rng.choice((SOLVED, MIXED, HOPELESS)))
@@ -203,8 +201,8 @@ def test_each_source_keeps_its_share_and_every_prompt_a_place_in_four_of_its_rou
                 assert sum(first[i] <= int(prompt_id[6:]) < first[i + 1] for prompt_id in epoch) == share_
         for i, size in enumerate(sizes):
             of_source = [row for row in ids if first[i] <= row < first[i + 1]]
-            for begin in range(0, len(of_source) - 4 * size + 1, size):
-                assert len(set(of_source[begin : begin + 4 * size])) == size
+            for begin in range(0, len(of_source) - 2 * size + 1, size):
+                assert len(set(of_source[begin : begin + 2 * size])) == size
 
 
 # -- a prompt index is one prompt --------------------------------------------------------------------------------------

@@ -127,12 +127,12 @@ CURRICULUM = {
     "round": 2,
     "source": "",
     "prompts": {"unknown": 0, "hopeless": 40, "mixed": 340, "solved": 120},
-    "places": {"unknown": 0, "hopeless": 20, "mixed": 450, "solved": 30},
+    "places": {"unknown": 0, "hopeless": 40, "mixed": 400, "solved": 60},
 }
 
 
 def test_the_page_and_the_log_say_how_often_prompts_come():
-    line = "epoch 2: 500 places; prompts: 120 solved with 30, 340 mixed with 450, 40 hopeless with 20"
+    line = "epoch 2: 500 places; prompts: 120 solved with 60, 340 mixed with 400, 40 hopeless with 40"
     assert line in page([CURRICULUM, step(1)], width=140)
     assert line_of(CURRICULUM, Progress.of([CURRICULUM])) == line
     of_source = CURRICULUM | {"source": "hf:openai/gsm8k", "round": 3}
