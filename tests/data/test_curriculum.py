@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.config.load import load_config
-from asyncgrpo.data.curriculum import ALL_RIGHT, KINDS, MOST, SOLVED_EVERY, UNKNOWN, Curriculum, kinds_of, order_of, places_of
+from asyncgrpo.data.curriculum import (
+    ALL_RIGHT,
+    KINDS,
+    MOST,
+    SOLVED_EVERY,
+    UNKNOWN,
+    Curriculum,
+    kinds_of,
+    order_of,
+    places_of,
+)
 from asyncgrpo.data.curriculum import share_of as share
 from asyncgrpo.data.mixing import places
 from asyncgrpo.data.prompts import PromptSource, PromptState
