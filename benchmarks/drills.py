@@ -72,6 +72,9 @@ SMALL = [
 ]
 
 
+ROOM = {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 4, "room": 2})}
+"""What Ray takes the machine to have: room for two generators, where a story says that each needs one."""
+
 log = logging.getLogger(__name__)
 
 
@@ -89,7 +92,7 @@ class Run:
     settings: tuple[str, ...]
     deadline: float
     """Monotonic time at which its story breaks off."""
-    fence: Fence = field(default_factory=Fence)
+    fence: Fence = field(default_factory=lambda: Fence(ROOM))
     found: list[dict[str, Any]] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
@@ -133,6 +136,12 @@ class Run:
                 raise Gone(f"{self.name}: {what}: not within {within_s:.0f} s")
             time.sleep(TICK_S)
         return time.monotonic() - began
+
+    def scale(self, generators: int) -> None:
+        """What its operator would do. Raises Gone if it is refused."""
+        told = self.fence.run("scale", "generators", str(generators), str(self.runs / self.name))
+        if told.exit != 0:
+            raise Gone(f"{self.name}: {told.text.strip()}")
 
     def fires(self, alert: str) -> bool:
         return self.value("ALERTS", alertname=alert, alertstate="firing") is not None
@@ -225,7 +234,7 @@ def starved(run: Run) -> None:
 
 
 def frozen(run: Run) -> None:
-    """The learner is frozen, the driver is killed and started again, a generator is frozen and not replaced."""
+    """The learner is frozen, the driver is killed and started again, a generator is frozen."""
     run.judge("")
     run.start()
     learner = run.pid("learner-0")
@@ -238,31 +247,19 @@ def frozen(run: Run) -> None:
     run.raises("the driver is killed", time.monotonic(), 5.0, "RunGaveUp")
     run.start()
     run.clears("RunGaveUp")
-    freeze_generator(run)
+    os.kill(run.pid("generator-1"), signal.SIGSTOP)
+    run.raises("a generator is frozen", time.monotonic(), SILENT_AFTER_S + 20.0, "WeightSyncFailing")
 
 
-def freeze_generator(run: Run) -> None:
-    """Freeze a generator, and then the one that replaces it while it starts."""
-    known = {process.pid for process in run.fence.processes()}
-    frozen = run.pid("generator-1")
-    os.kill(frozen, signal.SIGSTOP)
-    began = time.monotonic()
-
-    def replacement() -> int | None:
-        for process in run.fence.processes():
-            with contextlib.suppress(psutil.Error):
-                if process.pid not in known and "GeneratorActor" in " ".join(process.cmdline()):
-                    return process.pid
-        return None
-
-    run.until(lambda: replacement() is not None, 180.0, "a generator in its place")
-    starting = replacement()
-    assert starting is not None
-    os.kill(starting, signal.SIGSTOP)  # before it is in touch with anybody, so that nobody misses it
-    replaced = time.monotonic()
-    run.raises("a generator is frozen", began, SILENT_AFTER_S + 20.0, "WeightSyncFailing")
-    run.raises("no generator in its place", replaced, 0.0, "GeneratorsOutOfSync")
-    os.kill(starting, signal.SIGCONT)
+def unplaced(run: Run) -> None:
+    """A generator more than there is room for."""
+    run.judge("")
+    run.start()
+    run.until(lambda: run.value("asyncgrpo_generators_in_sync") == 2.0, 60.0, "both generators")
+    run.scale(3)
+    fault = "three generators are asked for, and Ray has room for two"
+    run.raises(fault, time.monotonic(), 0.0, "GeneratorsOutOfSync")
+    run.scale(2)
     run.clears("GeneratorsOutOfSync")
 
 
@@ -328,8 +325,8 @@ STORIES: dict[Callable[[Run], None], tuple[str, ...]] = {
         *("generators.extra.seconds_per_token=1", "generators.restarts=6", "generators.groups_in_flight=2"),
         *("buffer.max_lag=4", "buffer.admission=eager"),
     ),
-    # A generator that was never in touch is missed by nobody, and so is replaced after this time.
     frozen: ("cluster.silent_timeout_s=900",),
+    unplaced: ("generators.ray_resources={room: 1}",),
     tight: ("buffer.max_lag=0", "generators.groups_in_flight=32", "generators.extra.seconds_per_token=0.3"),
     slow: ("reward.timeout_s=3600", "buffer.max_lag=4", "generators.groups_in_flight=8"),
     late: (

@@ -15,10 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import IO
 
 import psutil
@@ -58,7 +59,12 @@ class Ended:
 class Fence:
     """A place for commands, for the length of a `with` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, extra: Mapping[str, str] = MappingProxyType({})) -> None:
+        """
+        Args:
+            extra: further variables of the environment of its commands.
+        """
+        self._extra = dict(extra)
         self.mark = secrets.token_hex(8)
         # Short: a path of a socket has 107 bytes, and Ray puts 70 of its own after this.
         self.root = Path(tempfile.mkdtemp(prefix="ag-", dir="/tmp"))
@@ -83,7 +89,7 @@ class Fence:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         fenced = {"HOME": str(self.root / "home"), "TMPDIR": str(self.root / "tmp"), MARK: self.mark}
         quiet = {"COLUMNS": "200", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return os.environ | fenced | quiet | {"PYTHONPATH": path}
+        return os.environ | fenced | quiet | {"PYTHONPATH": path} | self._extra
 
     def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         """Start a command. `said` returns what it prints, errors included."""
