@@ -121,12 +121,8 @@ BALANCE = "LearnerStarved|BoundTooTight|RewardsSlow"
 Cause = tuple[float, float, float, float, float, str]
 """Shares: of its time that the learner waits, of the completions that are scored, of the slots that are held, of the places that
 are filled, of the groups that are dropped; and what stands still."""
-STANDSTILLS = {
-    "": {},
-    "pause": {"paused{role='buffer'}": 1},
-    "disk": {"journal_blocked{role='buffer'}": 1},
-    "judge": {"rewards_paused{role='generator'}": 1},
-}
+STANDSTILLS = {"": "", "pause": "paused", "disk": "journal_blocked", "judge": "rewards_paused"}
+"""By what stands still, the metric that says so."""
 
 
 def balance_alert(
@@ -171,7 +167,8 @@ def series_of(run: str, cause: Cause) -> dict[str, str]:
         "max_lag_steps": 4,
         "last_step_timestamp_seconds": 0,
         "checkpoint_last_success_timestamp_seconds": 0,
-        **STANDSTILLS[stands],
+        # Of one process, so that nothing but their names tells them apart.
+        **{f"{name}{{role='buffer'}}": float(name == STANDSTILLS[stands]) for name in STANDSTILLS.values() if name},
     }
     values = {name: f"0+{rate}x75" for name, rate in rates.items()} | {name: f"{at}x75" for name, at in levels.items()}
     up = {_of_run("up{job='asyncgrpo', role='driver'}", run): "1x75"}
