@@ -61,7 +61,7 @@ class Plan:
     profile: Profile
     options: tuple[Option, ...]
     shortest: float
-    """Mean length, tokens, down to which the best split is within `NEARLY` of the best."""
+    """Mean length, tokens, down to which it stays as good."""
     longest: float
     beyond: Split | None
     """The best one for lengths just above; none: it holds as far as was looked."""
@@ -96,7 +96,7 @@ def make_plan(
         tell(number + 1, min(simulated, len(options)))
     head.sort(key=lambda option: (not option.fits, option.best.step_s))
     ranked = (*head, *options[simulated:])
-    return Plan(gpus, profile, ranked, *_validity(profile, gpus, ranked[0].split))
+    return Plan(gpus, profile, ranked, *validity(profile, gpus, ranked[0].split))
 
 
 def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Split]:
@@ -140,18 +140,26 @@ def fits(profile: Profile, split: Split) -> bool:
     return learner_fits and (fit.engine is None or fit.engine.completions >= 1)
 
 
-def _validity(profile: Profile, gpus: int, split: Split) -> tuple[float, float, Split | None]:
-    """From which mean length to which `split` stays as good as any, and the best split above."""
+def validity(profile: Profile, gpus: int, split: Split) -> tuple[float, float, Split | None]:
+    """From which mean length to which `split` stays as good as it is, and the best split above.
+
+    By the closed form, which may find it somewhat worse than the best already here, where the simulation chose it.
+    """
     mean = profile.lengths.mean
-    below, above = math.nan, mean * FACTORS[-1]
-    beyond = None
-    for factor in FACTORS:
+
+    def excess(factor: float) -> tuple[float, Split]:
+        """Its step over that of the best split, and that split, with lengths times `factor`."""
         longer = msgspec.structs.replace(profile, lengths=profile.lengths.times(factor))
-        best = min(splits(longer, gpus, split.max_lag), key=lambda other: predict(longer, other).step_s)
-        holds = predict(longer, split).step_s <= (1 + 2 * NEARLY) * predict(longer, best).step_s
-        if holds and math.isnan(below):
+        steps = {other: predict(longer, other).step_s for other in splits(longer, gpus, split.max_lag)}
+        best = min(steps, key=lambda other: steps[other])
+        return predict(longer, split).step_s / steps[best], best
+
+    allowed = (1 + 2 * NEARLY) * excess(1.0)[0]
+    below, above = math.nan, mean * FACTORS[-1]
+    for factor in FACTORS:
+        found, best = excess(factor)
+        if found <= allowed and math.isnan(below):
             below = factor * mean
-        if not holds and factor > 1:
-            above, beyond = factor * mean, best
-            break
-    return below, above, beyond
+        if found > allowed and factor > 1:
+            return below, factor * mean, best
+    return below, above, None

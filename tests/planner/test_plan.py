@@ -6,7 +6,7 @@ import pytest
 
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.model import predict
-from asyncgrpo.planner.plan import groups_in_flight, make_plan, splits
+from asyncgrpo.planner.plan import groups_in_flight, make_plan, splits, validity
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes
 from asyncgrpo.planner.what_if import NOW, what_if
 from tests.planner.profiles import long_tail, profile
@@ -55,6 +55,14 @@ def test_longer_completions_want_more_generators():
     assert made.shortest < TASK.lengths.mean < made.longest
     if made.beyond is not None:
         assert made.beyond.generators > made.options[0].split.generators
+
+
+def test_a_split_that_only_the_simulation_prefers_holds_around_its_length():
+    options = make_plan(TASK, 6, simulated=0).options
+    assert options[-1].expected.step_s > 1.5 * options[0].expected.step_s
+    for option in options:
+        shortest, longest, _ = validity(TASK, 6, option.split)
+        assert shortest <= TASK.lengths.mean < longest, option.split
 
 
 def test_the_flags_are_settings():
