@@ -95,6 +95,7 @@ class Autopilot:
         return wanted
 
     def _asked(self, advice: tuple[Advice, ...], generators: int) -> int:
-        """1 for more, -1 for fewer, 0 for neither."""
-        wanted = advice[0].generators if advice else None
+        """1 for more, -1 for fewer, 0 for neither. Groups without signal are named first and set no pace: they do not count."""
+        of_pace = [one for one in advice if one.bottleneck != "signal"]
+        wanted = of_pace[0].generators if of_pace else None
         return 0 if wanted is None else (wanted > generators) - (wanted < generators)

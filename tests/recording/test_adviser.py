@@ -121,6 +121,12 @@ def test_advice_that_changes_begins_anew():
     assert flight.looks(20, other) == [], "the most urgent counts"
 
 
+def test_groups_without_signal_do_not_keep_it_from_scaling():
+    signal = (Advice(bottleneck="signal", sentence="", evidence="", gain=0.5),)
+    assert Flight(1).looks(20, signal) == []
+    assert Flight(1).looks(3, (*signal, *asking(4))) == [2]
+
+
 def test_it_stays_within_its_bounds():
     assert Flight(3, most=3).looks(20, asking(6)) == []
     assert Flight(2, fewest=2).looks(20, asking(1)) == []
