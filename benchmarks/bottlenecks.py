@@ -388,11 +388,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
+def reward_of(case: Case) -> str:
+    """The file of its reward."""
+    return REWARD.replace("SECONDS", repr(case.reward_s)).replace("ZERO_SIGNAL", repr(case.zero_signal))
+
+
 def real_events(case: Case, steps: int) -> list[Event]:
     """The events of a run of the demo in a fence of its own."""
     with Fence() as fence, slept(fence.root, case):
-        reward = REWARD.replace("SECONDS", repr(case.reward_s)).replace("ZERO_SIGNAL", repr(case.zero_signal))
-        (fence.root / "reward.py").write_text(reward)
+        (fence.root / "reward.py").write_text(reward_of(case))
         engine = {
             "vocab_size": 261,
             "seconds_per_token": case.token_s,

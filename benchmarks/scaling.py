@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncgrpo.recording.adviser import LOOK_S, Autopilot
-from benchmarks.bottlenecks import Case, slept
+from benchmarks.bottlenecks import Case, reward_of, slept
 from benchmarks.measuring import rounded, show, where
 from benchmarks.trials import Fence, audited, events
 
@@ -91,9 +91,12 @@ def by_hand(to: Sequence[int], phase_s: float, seed: int) -> dict[str, Any]:
 
 def by_autopilot(least: int, most: int, seed: int) -> dict[str, Any]:
     """A run whose autopilot decides, until it has been content for `SETTLED_S`."""
-    with Fence() as fence, slept(fence.root, Case((), train_s=TRAIN_S)):
+    case = Case((), train_s=TRAIN_S)
+    with Fence() as fence, slept(fence.root, case):
+        (fence.root / "reward.py").write_text(reward_of(case))
         bounds = [f"generators.min={least}", f"generators.max={most}", f"generators.count={least}"]
-        run, process = begun(fence, [*SETTINGS, *AUTOPILOT, *bounds], seed)
+        settings = [*SETTINGS, *AUTOPILOT, *bounds, f"reward.function={fence.root}/reward.py"]
+        run, process = begun(fence, settings, seed)
         began = time.time()
         while time.time() - max([began, *(at for at, _ in _changes(run))]) < SETTLED_S:
             if time.time() - began > GIVE_UP_S:
