@@ -25,6 +25,15 @@ def before_and_after(name: str) -> tuple[Found, Advice, Found]:
     return before, advice, found_in(virtual_events(after, STEPS), after)
 
 
+def recorded(name: str) -> tuple[Found, Advice, Found]:
+    """As `before_and_after`, of whole runs."""
+    case = CASES[name]
+    before, after = (found_in(list(read_events(RUNS / f"{name}-{when}.jsonl")), case) for when in ("before", "after"))
+    advice = before.advice[0]
+    assert advice.bottleneck in case.bottlenecks, advice
+    return before, advice, after
+
+
 @pytest.mark.parametrize("name", ["few", "long", "reward", "learner"])
 def test_following_the_advice_makes_steps_as_much_shorter_as_it_says(name):
     before, advice, after = before_and_after(name)
@@ -50,14 +59,20 @@ def test_groups_without_signal_are_trained_no_more():
     [
         ("few", "generators.count=2"),
         ("many", "generators.count=2"),
+        ("long", "buffer.max_lag=4"),
         ("reward", "reward.workers=4"),
         ("learner", "learner.ranks=2"),
     ],
 )
 def test_whole_runs_say_the_same(name, setting):
     """Recorded by `python -m benchmarks.bottlenecks --real` on two cores that others used too; their steps take longer."""
-    case = CASES[name]
-    before, after = (found_in(list(read_events(RUNS / f"{name}-{when}.jsonl")), case) for when in ("before", "after"))
-    advice = before.advice[0]
-    assert advice.bottleneck in case.bottlenecks and followed(advice) == setting
+    before, advice, after = recorded(name)
+    assert followed(advice) == setting
     assert after.step_s < (1 - advice.gain + 0.05) * before.step_s
+
+
+def test_a_whole_run_trains_no_group_without_signal_any_more():
+    before, advice, after = recorded("signal")
+    assert followed(advice) == "algorithm.filter_zero_signal=true"
+    assert before.signal < 0.2 and after.signal == 1
+    assert after.step_s / after.signal < 1.05 * before.step_s / before.signal, "no longer for a group with signal"
