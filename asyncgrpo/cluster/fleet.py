@@ -53,6 +53,8 @@ class _Generator:
     """It was said that Ray has not started it."""
     is_leaving: bool = False
     """It was asked to leave."""
+    missed_s: float | None = None
+    """Since when another process has lost touch with it; None: none has."""
 
 
 class Fleet:
@@ -208,8 +210,16 @@ class Fleet:
         unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
         if reason := unhealthy_reason(silent_s=limit_s):
             return reason
-        if witness and (reason := unhealthy_reason(silent_s=SILENT_WHEN_MISSED_S)):
+        if witness is None:
+            generator.missed_s = None
+            return None
+        if reason := unhealthy_reason(silent_s=SILENT_WHEN_MISSED_S):
             return f"{reason}, and {witness} has lost it too"
+        generator.missed_s = time.monotonic() if generator.missed_s is None else generator.missed_s
+        if (
+            missed_s := time.monotonic() - generator.missed_s
+        ) > limit_s:  # a thread of it hangs, and another sends heartbeats
+            return f"{witness} has lost touch with it for {missed_s:.0f} s"
         return None
 
     def _start(self, index: int) -> None:

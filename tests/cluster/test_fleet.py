@@ -123,6 +123,28 @@ def test_one_that_another_process_misses_may_be_silent_for_five_signs_of_life_on
     assert core.lost == [("generator-0", "1.0")], "its successor is not missed by anyone"
 
 
+def test_one_that_speaks_and_is_missed_by_another_process_for_long_is_replaced(plane, monkeypatch):
+    fleet, watch, core, written = plane
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+
+    def passes(seconds: float, missed: dict[str, str]) -> None:
+        now_s[0] += seconds
+        watch.missed = missed
+        fleet.reconcile()
+
+    both = {"generator-0-1.0": "learner-0", "generator-1-1.0": "buffer"}
+    passes(0.0, both)
+    passes(100.0, both)
+    passes(1.0, {"generator-0-1.0": "learner-0"})
+    assert core.lost == [], "the limit of the configuration is 120 s"
+    passes(20.0, both)
+    assert core.lost == [("generator-0", "1.0")]
+    assert written[-1]["reason"] == "learner-0 has lost touch with it for 121 s"
+    passes(100.0, both)
+    assert core.lost == [("generator-0", "1.0")], "the other was in touch in between"
+
+
 def test_a_restart_is_an_event_once_something_has_started(plane):
     fleet, watch, core, written = plane
     assert written == []
