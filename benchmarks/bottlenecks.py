@@ -22,8 +22,8 @@ import statistics
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -341,31 +341,23 @@ SHARED = (
     "cluster.standby_after_s=null", "buffer.durability=memory", "buffer.keep_journal=false",
 )  # fmt: skip
 
-SLEEPING_LEARNER = '''"""Makes the learner sleep before each step. Python imports this module when it starts."""
+SITE = '''"""Changes modules when they are imported. Python imports this one when it starts."""
 
 import importlib.abc
 import importlib.machinery
 import sys
-import time
 
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "asyncgrpo.learner.learner":
+        if name not in CHANGES:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         load = spec.loader.exec_module
 
         def exec_module(module):
             load(module)
-            step = module.Learner.step
-
-            def slow(self, *arguments):
-                time.sleep(SECONDS / self.world)
-                return step(self, *arguments)
-
-            module.Learner.step = slow
+            exec(CHANGES[name], {"module": module})
 
         spec.loader.exec_module = exec_module
         return spec
@@ -374,6 +366,18 @@ class Finder(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Finder())
 '''
 """A `sitecustomize.py`."""
+
+SLEEPING_LEARNER = """
+import time
+
+step = module.Learner.step
+
+def slow(self, *arguments):
+    time.sleep(SECONDS / self.world)
+    return step(self, *arguments)
+
+module.Learner.step = slow
+"""
 
 REWARD = '''"""A reward for random completions."""
 
@@ -395,7 +399,7 @@ def reward_of(case: Case) -> str:
 
 def real_events(case: Case, steps: int) -> list[Event]:
     """The events of a run of the demo in a fence of its own."""
-    with Fence() as fence, slept(fence.root, case):
+    with Fence() as fence, slept(fence.root, case.train_s):
         (fence.root / "reward.py").write_text(reward_of(case))
         engine = {
             "vocab_size": 261,
@@ -422,10 +426,15 @@ def made() -> Path:
     return folder
 
 
+def slept(folder: Path, train_s: float) -> AbstractContextManager[None]:
+    """Processes that begin in the block have a learner that sleeps for so long before each step."""
+    return changed(folder, {"asyncgrpo.learner.learner": SLEEPING_LEARNER.replace("SECONDS", repr(train_s))})
+
+
 @contextmanager
-def slept(folder: Path, case: Case) -> Iterator[None]:
-    """Processes that begin in the block have a learner that sleeps."""
-    (folder / "sitecustomize.py").write_text(SLEEPING_LEARNER.replace("SECONDS", repr(case.train_s)))
+def changed(folder: Path, changes: Mapping[str, str]) -> Iterator[None]:
+    """In processes that begin in the block, code has changed each of these modules when it is imported; it sees `module`."""
+    (folder / "sitecustomize.py").write_text(SITE.replace("CHANGES", repr(dict(changes))))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
     try:

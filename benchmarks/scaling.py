@@ -91,9 +91,8 @@ def by_hand(to: Sequence[int], phase_s: float, seed: int) -> dict[str, Any]:
 
 def by_autopilot(least: int, most: int, seed: int) -> dict[str, Any]:
     """A run whose autopilot decides, until it has been content for `SETTLED_S`."""
-    case = Case((), train_s=TRAIN_S)
-    with Fence() as fence, slept(fence.root, case):
-        (fence.root / "reward.py").write_text(reward_of(case))
+    with Fence() as fence, slept(fence.root, TRAIN_S):
+        (fence.root / "reward.py").write_text(reward_of(Case(())))
         bounds = [f"generators.min={least}", f"generators.max={most}", f"generators.count={least}"]
         settings = [*SETTINGS, *AUTOPILOT, *bounds, f"reward.function={fence.root}/reward.py"]
         run, process = begun(fence, settings, seed)

@@ -19,45 +19,25 @@ from typing import Any
 import psutil
 
 from asyncgrpo.recording.events import Event
-from benchmarks.bottlenecks import GROUP_SIZE, PER_STEP, SHARED, Case, slept
+from benchmarks.bottlenecks import GROUP_SIZE, PER_STEP, SHARED, SLEEPING_LEARNER, Case, changed
 from benchmarks.measuring import rounded, show, where
-from benchmarks.trials import Fence, audited, events
+from benchmarks.scaling import begun, ended_in_order
+from benchmarks.trials import Fence, events
 
-START_WITHIN_S = 300.0
 SETTLE_S = 20.0
 CASE = Case((), generators=4, max_lag=4, train_s=1.0)
-SLOW_ENGINE = '''
+SLOW_ENGINE = """
 import os
 import pathlib
 
+def seconds(self):
+    file = pathlib.Path(FILE)
+    is_slow = file.exists() and file.read_text() == str(os.getpid())
+    return self._seconds * (10 if is_slow else 1)
 
-class Slow(Finder):
-    """Makes the tokens of the fake engine take ten times as long in the process that a file names."""
-
-    def find_spec(self, name, path, target=None):
-        if name != "asyncgrpo.engines.fake":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            file = pathlib.Path(FILE)
-
-            def seconds(self):
-                is_slow = file.exists() and file.read_text() == str(os.getpid())
-                return self._seconds * (10 if is_slow else 1)
-
-            module.FakeEngine.seconds_per_token = property(seconds, lambda self, value: setattr(self, "_seconds", value))
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Slow())
-'''
-"""Behind the `sitecustomize.py` that makes the learner sleep."""
+module.FakeEngine.seconds_per_token = property(seconds, lambda self, value: setattr(self, "_seconds", value))
+"""
+"""Makes the tokens of the fake engine take ten times as long in the process that a file names."""
 
 
 def main() -> None:
@@ -75,28 +55,25 @@ def main() -> None:
         f"generators.extra={{vocab_size: 261, seconds_per_token: {arguments.token_s}, {lengths}}}",
         "buffer.keep_journal=true",
         "buffer.durability=written",
+        "control.port=0",
         *arguments.settings,
     ]
-    with Fence() as fence, slept(fence.root, Case((), train_s=arguments.train_s)):
-        with open(fence.root / "sitecustomize.py", "a", encoding="utf-8") as file:
-            file.write(SLOW_ENGINE.replace("FILE", repr(str(fence.root / "slow"))))
-        run = fence.work / "run"
-        command = ["demo", "--engine", "fake", "--steps", "1000000", "--seed", str(arguments.seed), "--out", "run"]
-        process = fence.start(*command, *settings)
-        deadline = time.monotonic() + START_WITHIN_S
-        while len(_steps(run)) < 5:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the run trained nothing:\n{fence.said()}")
-            time.sleep(0.5)
+    with Fence() as fence:
+        slow = fence.root / "slow"
+        changes = {
+            "asyncgrpo.learner.learner": SLEEPING_LEARNER.replace("SECONDS", repr(arguments.train_s)),
+            "asyncgrpo.engines.fake": SLOW_ENGINE.replace("FILE", repr(str(slow))),
+        }
+        with changed(fence.root, changes):
+            run, process = begun(fence, settings, arguments.seed)
         time.sleep(SETTLE_S)
         phases = {"well": _lasts(arguments.phase_s)}
         one = _generator(fence)
-        (fence.root / "slow").write_text(str(one.pid))
+        slow.write_text(str(one.pid))
         phases["a tenth of the speed"] = _lasts(arguments.phase_s)
         one.suspend()
         phases["frozen"] = _lasts(arguments.phase_s)
-        process.terminate()  # drains
-        exit_code = process.wait(timeout=200)
+        ends = ended_in_order(fence, run, process)
         result = {
             "benchmark": "slow_engine",
             "phases": {name: _phase(_steps(run), *span) for name, span in phases.items()},
@@ -107,11 +84,9 @@ def main() -> None:
             "max_lag": CASE.max_lag,
             "prompts_per_step": PER_STEP,
             "group_size": GROUP_SIZE,
-            "exit": exit_code,
-            "audit": audited(fence, run),
             "seed": arguments.seed,
         }
-    show(result | where())
+    show(result | ends | where())
 
 
 def _lasts(seconds: float) -> tuple[float, float]:
