@@ -97,9 +97,9 @@ class OurScheduler(scheduler.Scheduler):
     def compare_signs(self) -> None:
         """Raises EngineError: parameters of this or another scheduler of the engine did not change theirs; it names them."""
         found = signs.unmoved(self.tp_worker.model_runner.model, self._expected_signs)
-        of_all: list[Any] = [None] * self.tp_group.world_size
-        torch.distributed.all_gather_object(of_all, found, group=self.tp_group.cpu_group)
-        if names := list(dict.fromkeys(name for names in of_all for name in names)):
+        does_not = torch.tensor([name in found for name in self._expected_signs], dtype=torch.int32)
+        torch.distributed.all_reduce(does_not, torch.distributed.ReduceOp.MAX, self.tp_group.cpu_group)
+        if names := [name for name, count in zip(self._expected_signs, does_not.tolist(), strict=True) if count]:
             raise EngineError(signs.describe(names))
 
     def continue_generation(self, recv_req: Any) -> None:
