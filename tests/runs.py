@@ -92,13 +92,16 @@ def marked(mark: Path) -> list[psutil.Process]:
     return found
 
 
+def command_of(process: psutil.Process) -> str:
+    """Its command line; empty once it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
 def left_behind(mark: Path) -> list[str]:
     """The marked processes as text."""
-    lines = []
-    for process in marked(mark):
-        with contextlib.suppress(psutil.Error):
-            lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
-    return lines
+    return [f"{process.pid} {command[:150]}" for process in marked(mark) if (command := command_of(process))]
 
 
 def replay(folder: Path, *arguments: str) -> tuple[int, dict]:

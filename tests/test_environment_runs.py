@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.data.demo import make_demo_model
-from tests.runs import assert_nothing_left, asyncgrpo, events, marked, replay, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, marked, replay, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -65,7 +65,7 @@ def test_a_run_in_an_environment_goes_on_through_kills_and_every_group_is_accoun
 
 
 def kill_the_environment(folder: Path) -> None:
-    found = [one for one in marked(folder) if "asyncgrpo.environments.worker" in " ".join(one.cmdline())]
+    found = [one for one in marked(folder) if "asyncgrpo.environments.worker" in command_of(one)]
     assert found, "the environment has no process of its own: the test shows nothing"
     for one in found:
         one.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import assert_nothing_left, asyncgrpo, events, marked, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, marked, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -19,11 +19,7 @@ SMALL = ["buffer.prompts_per_step=12", "algorithm.group_size=64", "cluster.silen
 
 def actors(mark: Path, role: str) -> list[psutil.Process]:
     """Living processes of a role, the oldest first: one that stands by is younger than the one that works."""
-    found = []
-    for process in marked(mark):
-        with contextlib.suppress(psutil.Error):  # it ends while we look
-            if f"ray::{role}" in " ".join(process.cmdline()):
-                found.append(process)
+    found = [process for process in marked(mark) if f"ray::{role}" in command_of(process)]
     return sorted(found, key=lambda process: process.create_time())
 
 

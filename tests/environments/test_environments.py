@@ -12,7 +12,7 @@ from asyncgrpo.environments.build import build_environment
 from asyncgrpo.environments.builtin import Local, calculate
 from asyncgrpo.environments.host import Hosted, check_environment
 from asyncgrpo.errors import ConfigError
-from tests.runs import wait_until
+from tests.runs import command_of, wait_until
 
 GAMES = Path(__file__).with_name("games.py")
 
@@ -31,7 +31,7 @@ def hosted(name: str = "Environment", *, processes: int = 1, timeout_s: float = 
 
 
 def processes_of(_: Hosted) -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "asyncgrpo.environments" in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children() if "asyncgrpo.environments" in command_of(one)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Code of the model on this machine: real programs in bubblewrap, the hostile ones among them."""
 
 import asyncio
+import re
 import shutil
 
 import psutil
@@ -11,6 +12,7 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import Sampled, build_reward, sandbox, score_one
 from asyncgrpo.rewards.sandbox import LocalRunner, Program, why_not_isolated
 from tests.rewards.conftest import prompt, workers_of
+from tests.runs import command_of
 
 needs_bwrap = pytest.mark.skipif(
     shutil.which("bwrap") is None or why_not_isolated() is not None, reason="bubblewrap cannot run here"
@@ -106,12 +108,12 @@ async def test_a_worker_that_is_killed_takes_its_program_along():
     running = asyncio.create_task(
         rules.score(prompt(source="code", answer=SQUARES), [Sampled("import time\ntime.sleep(1000)")])
     )
-    while not (below := [one for one in workers_of() if "bwrap" in one.name() or "/main.py" in one.cmdline()]):
+    while not (below := [one for one in workers_of() if re.search("bwrap|/main.py", command_of(one))]):
         await asyncio.sleep(0.01)
     await rules.close()
     await running
-    psutil.wait_procs(below, timeout=10)
-    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below)
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert not [command for one in alive if (command := command_of(one))], "what has ended has no command"
 
 
 async def test_without_isolation_code_is_refused_before_the_run_and_by_each_call(no_bwrap):
