@@ -101,7 +101,11 @@ def command_of(process: psutil.Process) -> str:
 
 def left_behind(mark: Path) -> list[str]:
     """The marked processes as text."""
-    return [f"{process.pid} {command[:150]}" for process in marked(mark) if (command := command_of(process))]
+    lines = []
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):
+            lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
+    return lines
 
 
 def replay(folder: Path, *arguments: str) -> tuple[int, dict]:

@@ -215,11 +215,10 @@ class Fleet:
             return None
         if reason := unhealthy_reason(silent_s=SILENT_WHEN_MISSED_S):
             return f"{reason}, and {witness} has lost it too"
-        generator.missed_s = time.monotonic() if generator.missed_s is None else generator.missed_s
-        if (
-            missed_s := time.monotonic() - generator.missed_s
-        ) > limit_s:  # a thread of it hangs, and another sends heartbeats
-            return f"{witness} has lost touch with it for {missed_s:.0f} s"
+        now_s = time.monotonic()
+        generator.missed_s = now_s if generator.missed_s is None else generator.missed_s
+        if now_s - generator.missed_s > limit_s:  # a thread of it hangs, and another sends heartbeats
+            return f"{witness} has lost touch with it for {now_s - generator.missed_s:.0f} s"
         return None
 
     def _start(self, index: int) -> None:
