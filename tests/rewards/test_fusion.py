@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -15,7 +14,7 @@ from asyncgrpo.rewards import Sampled, build_reward, fusion, http, score_one
 from asyncgrpo.rewards.fusion import TRIES
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
-from tests.rewards.servers import Recording
+from tests.rewards.servers import Handler, Recording
 
 SQUARES = {"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]}
 GOOD = "n = int(input())\nprint(n * n)"
@@ -25,33 +24,25 @@ class Service(Recording):
     """Runs Python as Sandbox Fusion does. `replies` are given first, each a status and a body; None hangs up."""
 
     def __init__(self) -> None:
-        super().__init__(Handler)
+        super().__init__(Runner)
         self.replies: list[tuple[int, bytes] | None] = []
         self.hold = threading.Event()
         self.hold.set()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Runner(Handler):
     server: Service
 
-    def log_message(self, *_) -> None:
-        pass
-
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
+        asked, server = self.noted(), self.server
         with server.lock:
-            server.requests.append(asked)
-            server.paths.append(self.path)
             server.running += 1
             server.most = max(server.most, server.running)
             told = server.replies.pop(0) if server.replies else (200, b"")
         server.hold.wait(30)
         if told is not None:
             status, body = told
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body or json.dumps(run(asked)).encode())
+            self.reply(status, body or json.dumps(run(asked)).encode())
         with server.lock:
             server.running -= 1
 

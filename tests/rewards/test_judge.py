@@ -4,7 +4,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -14,7 +13,7 @@ from asyncgrpo.rewards import Sampled, build_reward, http, score_one
 from asyncgrpo.rewards.judge import PATTERN, chat_url, number_in
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
-from tests.rewards.servers import Recording
+from tests.rewards.servers import Handler, Recording
 
 Told = tuple[int, str] | None
 
@@ -27,25 +26,20 @@ class Judge(Recording):
     """Gives the `replies` in turn, the last one for ever: a status and a body each; None hangs up."""
 
     def __init__(self) -> None:
-        super().__init__(Handler)
+        super().__init__(JudgeHandler)
         self.replies: list[Told] = [chat("Fine.\nScore: 7")]
         self.keys: list[str | None] = []
         self.may_reply = threading.Event()
         self.may_reply.set()
 
 
-class Handler(BaseHTTPRequestHandler):
+class JudgeHandler(Handler):
     server: Judge
 
-    def log_message(self, *_) -> None:
-        pass
-
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.noted()
         server = self.server
         with server.lock:
-            server.requests.append(asked)
-            server.paths.append(self.path)
             server.keys.append(self.headers["Authorization"])
             server.running += 1
             server.most = max(server.most, server.running)
@@ -54,9 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.running -= 1
         if told is not None:
-            self.send_response(told[0])
-            self.end_headers()
-            self.wfile.write(told[1].encode())
+            self.reply(told[0], told[1].encode())
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -13,7 +12,7 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import Sampled, build_reward, http
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
-from tests.rewards.servers import Recording
+from tests.rewards.servers import Handler, Recording
 from tests.rewards.test_model import make_reward_model
 
 
@@ -23,27 +22,19 @@ class Server(Recording):
     told: tuple[int, str] | None = None
 
 
-class Handler(BaseHTTPRequestHandler):
+class Scorer(Handler):
     server: Server
 
-    def log_message(self, *_) -> None:
-        pass
-
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append(asked)
-            self.server.paths.append(self.path)
-        status, body = self.server.told or (200, json.dumps([{"embedding": [len(ids)]} for ids in asked["input_ids"]]))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body.encode())
+        sequences = self.noted()["input_ids"]
+        status, body = self.server.told or (200, json.dumps([{"embedding": [len(ids)]} for ids in sequences]))
+        self.reply(status, body.encode())
 
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
-    with Server(Handler) as server:
+    with Server(Scorer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
