@@ -198,7 +198,7 @@ def receive_frames(pipe: Connection, way: str, count: int, folder: Path) -> None
                 message, payload = decode(frames)
                 assert isinstance(message, Deliver)
                 kept.append(payload)
-                journal.append_group(message, payload, MAX_LAG)
+                journal.append_group(message, payload, MAX_LAG, frames[0])
                 server.send(peer, Ack(group_id=message.group_id, lease_id=message.lease_id))
                 done += 1
                 received = server.receive(0.0)

@@ -39,6 +39,7 @@ from asyncgrpo.errors import DataError
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Dropped, Interrupted, delivered
 from asyncgrpo.journal.log import InMemory, Ledger
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
+from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import Deliver
 
 
@@ -305,11 +306,20 @@ class Buffer:
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
-    def accept(self, message: Deliver, payload: bytes | memoryview, now_s: float | None = None) -> str | None:
+    def accept(
+        self,
+        message: Deliver,
+        payload: bytes | memoryview,
+        now_s: float | None = None,
+        head: Frame | None = None,
+    ) -> str | None:
         """Keep a delivered group, once. Returns None, or the reason why it is refused.
 
         With `filter_zero_signal` a group without signal is finished here: its prompt is done and its slot is free, so
         that the next lease replaces it by exactly one other prompt.
+
+        Args:
+            head: the frame that brought the message, for the journal; None: the journal encodes it.
         """
         num_tokens, left_out = message.num_tokens, message.discarded.tokens
         self.tokens["generated"] += num_tokens + left_out
@@ -333,7 +343,7 @@ class Buffer:
             self.discarded[name] += getattr(message.discarded, name)
         rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
-            self._filter(entry, message, kind)
+            self._filter(entry, message, kind, head)
             self.zero_signal_streak.add(rewards)
             return None
         if len(rewards) < 2:
@@ -343,7 +353,7 @@ class Buffer:
         entry.arrived(message, payload, now_s)
         self.outcomes["accepted"] += 1
         self.outcomes["accepted_short"] += len(message.rollouts) < self._group_size + self._with_greedy
-        self.journal.append_group(message, payload, entry.max_lag)
+        self.journal.append_group(message, payload, entry.max_lag, head)
         return None
 
     def count_aborted(self, num_tokens: int) -> None:
@@ -618,11 +628,11 @@ class Buffer:
         self._scored[entry.holder] -= entry.is_sampled
         self._isolated.lease_ended(entry.prompt_index)
 
-    def _filter(self, entry: GroupEntry, message: Deliver, kind: str) -> None:
+    def _filter(self, entry: GroupEntry, message: Deliver, kind: str, head: Frame | None) -> None:
         self._leave(entry)
         self.filtered[kind] += 1
         self.tokens["filtered"] += message.num_tokens
-        self.journal.append(delivered(message, b"", entry.max_lag)[0])
+        self.journal.append(delivered(message, b"", entry.max_lag, head)[0])
         self._record_drop(entry.lease.lease_id, entry.prompt_index, "zero_signal", is_final=True)
         self._finish(entry.prompt_index, "filtered_zero_signal", message)
 

@@ -249,7 +249,7 @@ class BufferService:
             if session is not None and session.peer == peer:
                 self._listener.heard(session, now_s)
                 self._buffer.is_back(name)
-            self._handle(peer, message, payload, now_s)
+            self._handle(peer, message, payload, frames[0], now_s)
         except RefusedError as error:
             self._count_refusal(peer, error)
             if peer in self._speaks_for:  # the message cannot be read, so its group is not known
@@ -273,10 +273,10 @@ class BufferService:
         metrics.rejected_frames_total.labels(reason=error.reason).inc()
         log.warning("refused a message of %s (%s): %s", peer, error.reason, str(error)[:500])
 
-    def _handle(self, peer: str, message: Message, payload: memoryview, now_s: float) -> None:
+    def _handle(self, peer: str, message: Message, payload: memoryview, head: Frame, now_s: float) -> None:
         match message:
             case Deliver():
-                self._deliver(peer, message, payload, now_s)
+                self._deliver(peer, message, payload, head, now_s)
             case Serving():
                 self._note_serving(peer, message, now_s)
             case Register():
@@ -491,14 +491,14 @@ class BufferService:
 
     # -- delivered groups ----------------------------------------------------------------------------------------------
 
-    def _deliver(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> None:
+    def _deliver(self, peer: str, message: Deliver, payload: memoryview, head: Frame, now_s: float) -> None:
         if message.lease_id in self._unacknowledged:
             return  # sent again while the journal works on it
         refusal = self._refusal(peer, message, payload, now_s)
         if refusal is None and message.purpose == "eval":
             self._add_result(self._evaluations.accept(message, now_s))
         elif refusal is None:
-            refusal = self._buffer.accept(message, payload, now_s)
+            refusal = self._buffer.accept(message, payload, now_s, head)
         if refusal is not None:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
             return

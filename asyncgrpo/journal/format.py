@@ -116,13 +116,17 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[JournalRecord] = msgspec.msgpack.Decoder(JournalRecord)
 
 
-def delivered(message: Deliver, payload: Buffer, max_lag: int | None = None) -> tuple[Delivered, list[Buffer]]:
+def delivered(
+    message: Deliver, payload: Buffer, max_lag: int | None = None, head: Buffer | None = None
+) -> tuple[Delivered, list[Buffer]]:
     """The record of a delivered group, and its body in two parts.
 
     Args:
         max_lag: the bound in force at its lease; None: that of the start that writes the record.
+        head: the frame that brought the message, which is then written as it came; None: there was none, it is encoded.
     """
-    head, body = encode(message, payload)
+    if head is None:
+        head = encode(message, payload)[0]
     record = Delivered(
         lease_id=message.lease_id,
         prompt_index=message.prompt_index,
@@ -131,7 +135,7 @@ def delivered(message: Deliver, payload: Buffer, max_lag: int | None = None) -> 
         head_bytes=len(head),
         max_lag=max_lag,
     )
-    return record, [head, body]
+    return record, [head, payload]
 
 
 def unpack_delivered(record: Delivered, body: Buffer) -> tuple[Deliver, bytes]:

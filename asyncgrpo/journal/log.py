@@ -101,7 +101,7 @@ class InMemory:
     def append(self, record: JournalRecord) -> None:
         pass
 
-    def append_group(self, message: Deliver, payload: Buffer, max_lag: int) -> None:
+    def append_group(self, message: Deliver, payload: Buffer, max_lag: int, head: Buffer | None = None) -> None:
         pass
 
     def is_durable(self, position: int) -> bool:
@@ -201,9 +201,9 @@ class Journal:
         if self._trouble is None:
             self._attempt(self._write)
 
-    def append_group(self, message: Deliver, payload: Buffer, max_lag: int) -> None:
-        """Write the record of a group that came; `max_lag` was in force at its lease."""
-        self.append(*delivered(message, payload, max_lag))
+    def append_group(self, message: Deliver, payload: Buffer, max_lag: int, head: Buffer | None = None) -> None:
+        """Write the record of a group that came; the arguments are those of `delivered`."""
+        self.append(*delivered(message, payload, max_lag, head))
 
     def is_durable(self, position: int) -> bool:
         """Whether this record and all before it have reached the chosen durability."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
@@ -14,7 +15,7 @@ from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data import curriculum
 from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.format import BatchIssued, Committed
+from asyncgrpo.journal.format import BatchIssued, Committed, Delivered
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
@@ -94,6 +95,22 @@ def test_an_acknowledgement_waits_for_the_disk_and_a_second_delivery_changes_not
     assert set(groups_in(read_history(tmp_path / "j"))) == {0}
     process.hear(deliver(grant.lease, 0), payload())
     assert [nack.reason for nack in process.line.of(Nack)] == ["duplicate"]
+
+
+def test_a_group_is_written_in_the_bytes_in_which_it_came(tmp_path: Path):
+    process = Process(tmp_path / "j")
+    message = deliver(process.line.of(Grant)[0].lease, 0)
+    fields = msgspec.to_builtins(message)
+    del fields["discarded"]  # as a release without this field sends it
+    header = msgspec.msgpack.encode(fields)
+    head = xxhash.xxh3_64_digest(header + payload()) + header
+    process.service._receive("g", [head, payload()], process.clock.now_s)
+    process.turn(1.0)
+    history = read_history(tmp_path / "j")
+    (found,) = [item for item in history.found if isinstance(item.record, Delivered)]
+    assert found.record.head_bytes == len(head) < len(encode(message, payload())[0])
+    assert head + payload() in history.segments[0].path.read_bytes()
+    assert history.group(found) == (message, payload())
 
 
 def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_and_then_everything_is(tmp_path: Path):

@@ -69,8 +69,8 @@ def ack_before_keep() -> list[Change]:
     """A group is acknowledged although the buffer does not keep it (its lease had ended)."""
     accept = Buffer.accept
 
-    def lax(self: Buffer, message: Deliver, payload: bytes, *now_s: float) -> str | None:
-        refusal = accept(self, message, payload, *now_s)
+    def lax(self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
+        refusal = accept(self, message, payload, *rest)
         return None if refusal == "no_such_lease" else refusal
 
     return [(Buffer, "accept", lax)]
@@ -81,8 +81,8 @@ def forget_dedup() -> list[Change]:
     """A group that comes twice is kept twice."""
     accept = Buffer.accept
 
-    def greedy(self: Buffer, message: Deliver, payload: bytes, *now_s: float) -> str | None:
-        refusal = accept(self, message, payload, *now_s)
+    def greedy(self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
+        refusal = accept(self, message, payload, *rest)
         if refusal != "duplicate" or message.group_id in self._entries:
             return refusal
         lease = Lease(
@@ -125,8 +125,8 @@ def lag_from_newest_token() -> list[Change]:
     """A group's age is counted from its last token."""
     accept = Buffer.accept
 
-    def young(self: Buffer, message: Deliver, payload: bytes, *now_s: float) -> str | None:
-        refusal = accept(self, message, payload, *now_s)
+    def young(self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
+        refusal = accept(self, message, payload, *rest)
         if refusal is None and (entry := self._entries.get(message.group_id)) is not None:
             entry.oldest = max(span.version for rollout in message.rollouts for span in rollout.spans)
         return refusal
@@ -148,13 +148,13 @@ def cancelled_lease_accepted() -> list[Change]:
     """A result is kept although its lease was cancelled, because another of the same group is out."""
     accept = Buffer.accept
 
-    def forgiving(self: Buffer, message: Deliver, payload: bytes, *now_s: float) -> str | None:
+    def forgiving(self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
         entry = self._entries.get(message.group_id)
         if entry is not None and entry.state is State.LEASED:
             entry.lease = type(entry.lease)(**{f: getattr(entry.lease, f) for f in entry.lease.__struct_fields__
                                                if f not in ("lease_id", "attempt")},
                                             lease_id=message.lease_id, attempt=message.attempt)  # fmt: skip
-        return accept(self, message, payload, *now_s)
+        return accept(self, message, payload, *rest)
 
     return [(Buffer, "accept", forgiving)]
 
@@ -389,11 +389,11 @@ def no_fencing() -> list[Change]:
     """A late word of an incarnation that was replaced counts as its successor's."""
     handle = BufferService._handle
 
-    def trusting(self: BufferService, peer: str, message: Message, payload: memoryview, now_s: float) -> None:
+    def trusting(self: BufferService, peer: str, message: Message, *rest: Any) -> None:
         if isinstance(message, Serving) and message.generator_id in self._sessions:
             self._sessions[message.generator_id].version = message.version
         else:
-            handle(self, peer, message, payload, now_s)
+            handle(self, peer, message, *rest)
 
     return [(BufferService, "_handle", trusting)]
 
