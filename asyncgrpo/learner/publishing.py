@@ -128,12 +128,13 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
         What returns once all bytes are there, if a GPU is still writing them. The next step may begin meanwhile: it is behind
         these copies in the GPU's queue.
     """
-    is_cuda = False
-    for (info, view), (given, tensor) in zip(layout.views(flat), weights, strict=True):
-        assert info == given, f"{info.name} expected, {given.name} given"
-        view.copy_(tensor, non_blocking=True)
-        is_cuda = is_cuda or tensor.is_cuda
-    return copied() if is_cuda else None
+
+    def parts() -> Iterator[tuple[str, int, Tensor]]:
+        for info, (given, tensor) in zip(layout.tensors, weights, strict=True):
+            assert info == given, f"{info.name} expected, {given.name} given"
+            yield info.name, 0, tensor
+
+    return fill_parts(parts(), layout, flat)
 
 
 def fill_parts(parts: Iterator[tuple[str, int, Tensor]], layout: Layout, flat: Tensor) -> Callable[[], None] | None:

@@ -200,10 +200,6 @@ class Publisher:
             raise self._failure
         return ended
 
-    def is_served(self, version: PolicyVersion) -> bool:
-        """Whether a generator has proved to sample with `version` or a later one."""
-        return any(m.holds is not None and m.holds >= version for m in tuple(self._members.values()))
-
     @property
     def is_idle(self) -> bool:
         """Whether every generator in touch has what was offered last."""
