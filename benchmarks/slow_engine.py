@@ -6,13 +6,15 @@
 A run of `asyncgrpo demo` with four `fake` engines, whose tokens take their time without a CPU, and a learner that sleeps before
 each step, so that it sets the pace and the generators have some to spare. After a phase in which all is well each token of one
 generator takes ten times as long; then it is frozen (SIGSTOP). For each phase: steps a second, the learner's share of waiting,
-both also without its first `SETTLE_S`, in which groups end that the generator had begun before, and the longest step. The run
-is drained and audited. One JSON line.
+both also without its first `SETTLE_S`, in which groups end that the generator had begun before, the longest step, and after how many
+seconds others went on with its leases. The run is drained and audited. One JSON line.
 """
 
 import argparse
 import itertools
+import re
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,7 @@ def main() -> None:
         result = {
             "benchmark": "slow_engine",
             "phases": {name: _phase(_steps(run), *span) for name, span in phases.items()},
+            "elsewhere_after_s": [rounded(_elsewhere(run, *phases[name]), 1) for name in list(phases)[1:]],
             "train_s": arguments.train_s,
             "token_s": arguments.token_s,
             "settings": arguments.settings,
@@ -109,6 +112,14 @@ def _phase(steps: list[Event], since: float, until: float) -> dict[str, Any]:
     longest = max(b - a for a, b in itertools.pairwise(times))
     settled = _rates(steps, since + SETTLE_S, until)
     return _rates(steps, since, until) | {"longest_step_s": rounded(longest, 2), "settled": settled}
+
+
+def _elsewhere(run: Path, since: float, until: float) -> float:
+    """Seconds until others went on with the leases of a generator, by the logs; NaN: they did not."""
+    line = re.compile(r"^(\S+)Z .*: others go on with", re.MULTILINE)
+    texts = (path.read_text() for path in sorted((run / "logs").glob("*.log")))
+    times = [datetime.fromisoformat(f"{when}+00:00").timestamp() for text in texts for when in line.findall(text)]
+    return min((when - since for when in times if since < when <= until), default=float("nan"))
 
 
 def _rates(steps: list[Event], since: float, until: float) -> dict[str, Any]:

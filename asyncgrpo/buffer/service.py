@@ -16,7 +16,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.reward_health import RewardMonitor, Tell
-from asyncgrpo.buffer.sessions import Listener, Session, Speeds
+from asyncgrpo.buffer.sessions import Listener, Session, SlowGenerators, Speeds
 from asyncgrpo.buffer.totals import Gauges, Load, batch_figures, counters, observe_batch
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
@@ -108,7 +108,7 @@ class BufferService:
         self._finished = False
         # Generators.
         self._sessions: dict[str, Session] = {}
-        self._listener, self._speeds = Listener(), Speeds()
+        self._listener, self._speeds, self._slow = Listener(), Speeds(), SlowGenerators()
         self._served, self._served_s = -1, 0.0  # the newest version that a generator serves, and since when
         self._newest: dict[str, str] = {}  # by generator, the peer of its last incarnation that registered
         self._speaks_for: dict[str, str] = {}  # by peer, the generator for which it registered
@@ -348,6 +348,8 @@ class BufferService:
                 self._load.spent(session.seconds, message.seconds)
             session.seconds = message.seconds
             self._rewards.update(name, message.rewards, now_s)
+            if self._slow.heard(name, message.token_s, message.running, now_s):
+                self._give_away_leases_of_slow(name, message.token_s, now_s)
         elif self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
         else:  # its Register was lost, or it was silent for too long and taken for dead
@@ -364,6 +366,7 @@ class BufferService:
             return
         self._rewards.forget(name, now_s)
         self._speeds.forget(name)
+        self._slow.forget(name)
         released = self._buffer.release(name)
         self._results += self._evaluations.release(name, now_s)
         if released:  # the generator may live, and would go on with leases that are not its own any more
@@ -377,15 +380,28 @@ class BufferService:
 
         They are not lost yet. Who is back in time has worked in vain, which is cheaper than a learner that waits.
         """
+        silent = [name for name, session in self._sessions.items() if self._listener.is_silent(session, now_s)]
+        if any(map(self._buffer.held_by, silent)) and self._others_may_lease(silent, now_s):
+            for name in silent:
+                self._give_away_leases(name, "silent")
+
+    def _give_away_leases_of_slow(self, name: str, token_s: float | None, now_s: float) -> None:
+        """Free the leases of a generator that has become far slower than the others, while any other may get one."""
+        if self._others_may_lease([name], now_s):
+            log.warning("%s is slow: a token takes %.3g s, far longer than at the others", name, token_s)
+            self._give_away_leases(name, "slow")
+
+    def _others_may_lease(self, names: Sequence[str], now_s: float) -> bool:
         version = self._buffer.version
-        may_lease = not (self._steer.is_paused or self._drain_reason or self._journal.is_blocked is not None)
-        if version is None or not may_lease or not self._able(version, now_s):
-            return
-        for name, session in self._sessions.items():
-            if self._listener.is_silent(session, now_s) and (freed := self._buffer.free_leases_of(name)):
-                self._may_take = True
-                self._server.send(session.peer, Cancel(lease_ids=tuple(freed), reason="silent"))
-                log.warning("%s is silent: others go on with %d leases that it has", name, len(freed))
+        if version is None or self._steer.is_paused or self._drain_reason or self._journal.is_blocked is not None:
+            return False
+        return bool(self._able(version, now_s).keys() - set(names))
+
+    def _give_away_leases(self, name: str, why: str) -> None:
+        if freed := self._buffer.free_leases_of(name):
+            self._may_take = True
+            self._server.send(self._sessions[name].peer, Cancel(lease_ids=tuple(freed), reason=why))
+            log.warning("%s is %s: others go on with %d leases that it has", name, why, len(freed))
 
     def _grant(self, now_s: float) -> None:
         """Hand out leases, one at a time to the generator that would finish it soonest, evaluation first."""
@@ -397,7 +413,7 @@ class BufferService:
         owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
         for owner in owners:
             held = {name: owner.sampled_by(name) for name in able}
-            room = {name: self._room(able[name], now_s) for name in able}
+            room = {name: self._room(name, len(able) == 1, now_s) for name in able}
             pace = {n: self._pace(n, held[n]) for n in able if held[n] < room[n]}
             while pace:
                 name = min(pace, key=lambda n: (pace[n], n))
@@ -420,19 +436,23 @@ class BufferService:
         newest = max(served.values(), default=-1)
         if newest > self._served:
             self._served, self._served_s = newest, now_s
-        return {
+        able = {
             name: self._sessions[name]
             for name, number in served.items()
             if number >= newest - BEHIND
             and self._speaks(self._sessions[name], now_s)
             and not self._rewards.is_paused(name)
         }
+        return {name: session for name, session in able.items() if not self._slow.rests(name, now_s)} or able
 
     def _speaks(self, session: Session, now_s: float) -> bool:
         return session.speaks(now_s) and session.peer not in self._steer.leaving
 
-    def _room(self, session: Session, now_s: float) -> int:
+    def _room(self, name: str, is_only_one: bool, now_s: float) -> int:
         """Leases that a generator may sample for."""
+        session = self._sessions[name]
+        if self._slow.is_tried(name) and not is_only_one:
+            return 1
         if now_s - self._served_s > EVENLY_S:
             return session.window
         num_speaking = sum(self._speaks(other, now_s) for other in self._sessions.values())

@@ -1,10 +1,11 @@
-"""The generators in touch: how long each is silent, and which would finish one more group soonest, by what each delivered.
+"""The generators in touch: how long each is silent, which would finish one more group soonest, and which are too slow.
 
 No clock: times are arguments.
 """
 
 import math
-from collections import defaultdict
+import statistics
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from asyncgrpo.types import GeneratorSeconds, PolicyVersion
@@ -159,3 +160,85 @@ class Speeds:
 def _load(held: int, window: int) -> float:
     """The time of a token with `held` groups over that with none, by the rule above."""
     return 1 + held / window
+
+
+# -- generators that become slow ---------------------------------------------------------------------------------------
+
+SLOW = 4.0
+"""A token that takes so many times as long as at the other generators is slow."""
+SHORTEST_S = 0.02
+"""No token is slow that takes less: a process of a few quick tokens is disturbed by anything."""
+CONFIRMED_BY = 2
+"""Heartbeats in a row, a second apart, that must say so."""
+FIRST_REST_S = 30.0
+LONGEST_REST_S = 1800.0
+
+
+@dataclass
+class _Rest:
+    """A generator that was slow gets nothing until `ends_s`, and then one lease, until it is known to be as quick as others."""
+
+    ends_s: float
+    seconds: float
+
+
+class SlowGenerators:
+    """Which generators sample so slowly that others do better to go on with their leases, and when one is tried again.
+
+    It goes by the time of a token at present, which heartbeats say, and not by how long a group takes: so it is known within
+    seconds, and long completions are no reason to take a lease away. What is compared is the time of a token with the median
+    of the others', each at its last word. A generator at which more completions run may take longer in proportion. Each time
+    that one is found slow again it rests for twice as long.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, int]] = {}  # by generator: seconds of a token, completions that were running
+        self._slow_words: Counter[str] = Counter()  # in a row
+        self._rests: dict[str, _Rest] = {}
+
+    def heard(self, generator: str, token_s: float | None, running: int, now_s: float) -> bool:
+        """Note a heartbeat. Returns whether the generator has just become one that is to rest.
+
+        Args:
+            token_s: how long a token takes, seconds; None: it is not known, or nothing runs.
+            running: completions that are sampled at once.
+        """
+        if token_s is None or self.rests(generator, now_s):
+            return False
+        self._last[generator] = token_s, running
+        if not self._is_slow(generator):
+            self._slow_words[generator] = 0
+            self._rests.pop(generator, None)
+            return False
+        self._slow_words[generator] += 1
+        if self._slow_words[generator] < CONFIRMED_BY:
+            return False
+        before = self._rests.get(generator)
+        seconds = FIRST_REST_S if before is None else min(2 * before.seconds, LONGEST_REST_S)
+        self._rests[generator] = _Rest(now_s + seconds, seconds)
+        self._slow_words[generator] = 0
+        return True
+
+    def rests(self, generator: str, now_s: float) -> bool:
+        """Whether it gets no lease, as long as any other may get one."""
+        rest = self._rests.get(generator)
+        return rest is not None and now_s < rest.ends_s
+
+    def is_tried(self, generator: str) -> bool:
+        """Whether one lease is all that it gets, for it was slow and is not known to be quick again."""
+        return generator in self._rests
+
+    def forget(self, generator: str) -> None:
+        """Forget a generator that is gone: the next of its name may run elsewhere."""
+        self._last.pop(generator, None)
+        self._rests.pop(generator, None)
+        del self._slow_words[generator]
+
+    def _is_slow(self, generator: str) -> bool:
+        token_s, running = self._last[generator]
+        others = [
+            each_s * max(1.0, running / max(count, 1))
+            for name, (each_s, count) in self._last.items()
+            if name != generator and name not in self._rests
+        ]
+        return bool(others) and token_s > max(SHORTEST_S, SLOW * statistics.median_low(others))

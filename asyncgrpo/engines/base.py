@@ -31,6 +31,12 @@ class EngineOccupancy(NamedTuple):
     """Completions that it can sample at once."""
     kv: float
     """Share of the memory for keys and values that completions hold, 0 to 1; NaN: the engine keeps none."""
+    steps: float = 0.0
+    """Steps until now, each of which gave one token to completions that were running."""
+    step_s: float = 0.0
+    """What they took together, seconds."""
+    present_s: float = 0.0
+    """How long the step has lasted that is under way, as far as the engine can say; 0: none is."""
 
 
 class Engine(Protocol):

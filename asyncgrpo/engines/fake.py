@@ -29,6 +29,7 @@ class FakeRequest(Request):
 
     tokens: dict[PendingCompletion, list[int]]
     sampler: "asyncio.Task[None]"
+    step_began_s: float
 
 
 class FakeEngine(EngineBase[FakeRequest]):
@@ -75,7 +76,8 @@ class FakeEngine(EngineBase[FakeRequest]):
         self.injected_fault = injected_fault
         self.median_tokens, self.sigma = median_tokens, sigma
         self.seconds_per_completion = seconds_per_completion
-        self._num_sampled = 0
+        self._num_sampled = self._steps = 0
+        self._step_s = 0.0
         self._checksum = weights_digest(())
 
     async def start(self, version: PolicyVersion) -> None:
@@ -89,7 +91,9 @@ class FakeEngine(EngineBase[FakeRequest]):
 
     def occupancy(self) -> EngineOccupancy:
         running = sum(len(request.tokens) for request in self._requests.values())
-        return EngineOccupancy(running, 0, self.max_completions, math.nan)
+        now_s = asyncio.get_running_loop().time() if running else 0.0
+        present_s = max((now_s - each.step_began_s for each in self._requests.values() if each.tokens), default=0.0)
+        return EngineOccupancy(running, 0, self.max_completions, math.nan, self._steps, self._step_s, present_s)
 
     async def probe(self) -> None:
         if self.hang_after_tokens is not None and self._num_sampled >= self.hang_after_tokens:
@@ -101,6 +105,7 @@ class FakeEngine(EngineBase[FakeRequest]):
 
     def _begin(self, request: FakeRequest) -> None:
         request.tokens = {completion: [] for completion in request.pending}
+        request.step_began_s = asyncio.get_running_loop().time()
         request.sampler = asyncio.create_task(self._sample(request), name=f"fake-engine-{request.request_id}")
 
     def _abort(self, request: FakeRequest) -> None:
@@ -120,10 +125,13 @@ class FakeEngine(EngineBase[FakeRequest]):
     async def _sample(self, request: FakeRequest) -> None:
         """Sample one token for every unfinished completion of the request, then let others have their turn."""
         limit = min(request.sampling.max_tokens, self.max_context - len(request.prompt))
+        clock = asyncio.get_running_loop().time
         while request.tokens and not self._failure:
             running = sum(len(other.tokens) for other in self._requests.values())
+            request.step_began_s = clock()
             await asyncio.sleep(self.seconds_per_token + self.seconds_per_completion * running)
             await self.probe()
+            self._steps, self._step_s = self._steps + 1, self._step_s + clock() - request.step_began_s
             for completion, tokens in list(request.tokens.items()):
                 if (fault := self.injected_fault(completion, len(tokens))) is not None:
                     if fault == "abort":

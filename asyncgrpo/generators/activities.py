@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from asyncgrpo import metrics
+from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.types import GeneratorSeconds
 
 Activity = Literal["weights", "generate", "reward"]
@@ -67,3 +68,26 @@ class Activities:
         self._seconds[next((one for one in FIRST_COUNTS if self._going_on[one]), "idle")] += elapsed_s
         for activity in self._of_completions:
             self._of_completions[activity] += self._going_on[activity] * elapsed_s
+
+    def goes_on(self, activity: Activity) -> bool:
+        """Whether any of it does."""
+        return self._going_on[activity] > 0
+
+
+class TokenTime:
+    """How long a token of a running completion takes, by the steps of the engine since the last look.
+
+    A step that is under way says that it takes at least so long. So a generator that becomes slow shows before the token is
+    there.
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._step_s = self._mean_s = 0.0
+
+    def look(self, use: EngineOccupancy) -> float | None:
+        """Seconds of a token; None: nothing runs, or nothing is known yet."""
+        steps, step_s = use.steps - self._steps, use.step_s - self._step_s
+        self._steps, self._step_s = use.steps, use.step_s
+        if steps > 0:
+            self._mean_s = step_s / steps
+        return max(self._mean_s, use.present_s) or None if use.running else None

@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncgrpo import metrics
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
-from asyncgrpo.generators.activities import Activities
+from asyncgrpo.generators.activities import Activities, TokenTime
 from asyncgrpo.generators.rollout import NO_REDUNDANCY, Decode, GivenUp, GroupInFlight, Redundancy, TooFewCompletions
 from asyncgrpo.generators.turns import FAILURE, Sampler
 from asyncgrpo.metrics import LoopProgress
@@ -127,6 +127,9 @@ class GeneratorService:
         self._is_over = False
         self._leave_buffer = asyncio.Event()
         self.progress = LoopProgress()
+        self._token_time = TokenTime()
+        self._token_s: float | None = None  # at the last heartbeat
+        self._running = 0
 
     async def run(self) -> None:
         """Serve until `Shutdown`. Raises whatever made the engine or a weight change fail."""
@@ -318,8 +321,11 @@ class GeneratorService:
             await asyncio.sleep(HEARTBEAT_S)
             if receiver.failure is not None:
                 raise WeightsError(f"{self._id} cannot take weights any more") from receiver.failure
+            use = self._engine.occupancy()
+            observe_engine(use)
+            token_s = self._token_time.look(use)
+            self._running, self._token_s = use.running, None if self._activities.goes_on("weights") else token_s
             await self._send_serving()
-            observe_engine(self._engine.occupancy())
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > RESEND_AFTER_S:
                     lease_id = held.message.lease_id
@@ -358,8 +364,15 @@ class GeneratorService:
         await self._send_serving()
 
     async def _send_serving(self) -> None:
-        health, seconds = self._reward.health, self._activities.seconds()
-        await self._send(Serving(generator_id=self._id, version=self._version, rewards=health, seconds=seconds))
+        message = Serving(
+            generator_id=self._id,
+            version=self._version,
+            rewards=self._reward.health,
+            seconds=self._activities.seconds(),
+            token_s=self._token_s,
+            running=self._running,
+        )
+        await self._send(message)
 
     async def _send(self, message: Message) -> None:
         await self._client.send(message)

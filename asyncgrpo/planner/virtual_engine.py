@@ -96,7 +96,9 @@ class VirtualEngine:
         self._set_alarm()
 
     def occupancy(self) -> EngineOccupancy:
-        return EngineOccupancy(len(self._running), 0, len(self._running), math.nan)
+        self._advance()
+        running = len(self._running)
+        return EngineOccupancy(running, 0, running, math.nan, self._tokens, self.use.busy_s)
 
     async def probe(self) -> None:
         """It never hangs."""

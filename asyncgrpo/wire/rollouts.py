@@ -15,6 +15,7 @@ from asyncgrpo.types import (
     Prompt,
     RewardHealth,
     Score,
+    Seconds,
     VersionSpan,
 )
 from asyncgrpo.wire import Message
@@ -49,6 +50,10 @@ class Serving(Message):
     """None: no weights of a learner yet."""
     rewards: RewardHealth = RewardHealth()
     seconds: GeneratorSeconds = GeneratorSeconds()
+    token_s: Seconds | None = None
+    """How long a token of a running completion takes at present; None: nothing runs, weights change, or it is not known."""
+    running: Count = 0
+    """Completions that are sampled at once."""
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

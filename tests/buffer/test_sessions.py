@@ -1,13 +1,14 @@
-"""A lease goes to the generator that would finish it soonest, by what each has delivered."""
+"""A lease goes to the generator that would finish it soonest, by what each has delivered, and to none that has become slow."""
 
 import math
 
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.sessions import MEMORY, TOLERANCE, Speeds
+from asyncgrpo.buffer.sessions import FIRST_REST_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
 from asyncgrpo.wire import PROTOCOL
-from asyncgrpo.wire.rollouts import Grant, Register, Serving, Take, Trained
+from asyncgrpo.wire.rollouts import Cancel, Grant, LeaseFailed, Register, Serving, Take, Trained
+from asyncgrpo.wire.supervision import GeneratorLost
 from tests.buffer.test_buffer import deliver, v
 from tests.buffer.test_incarnations import PAYLOAD, Served
 
@@ -121,3 +122,101 @@ def test_the_buffer_leases_to_the_generator_that_finishes_soonest():
             served.hear(name, Serving(generator_id=name, version=v(1)))
     granted = [peer for peer, kind in served.hear("learner", Trained(version=v(1))) if kind == "Grant"]
     assert granted == ["quick", "quick"], "each holds one lease, and has as much room"
+
+
+# -- generators that become slow ---------------------------------------------------------------------------------------
+
+
+def three(**token_s: float) -> SlowGenerators:
+    slow = SlowGenerators()
+    for name, seconds in ({"a": 0.1, "b": 0.12, "c": 0.1} | token_s).items():
+        assert not slow.heard(name, seconds, 8, 0.0)
+    return slow
+
+
+def test_who_is_slow_twice_in_a_row_rests_each_time_for_longer():
+    slow = three()
+    now_s = 0.0
+    for rest_s in (FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S):
+        assert not slow.heard("c", 1.0, 8, now_s), "once may be chance"
+        assert slow.heard("c", 1.0, 8, now_s + 1.0)
+        now_s += 1.0 + rest_s
+        assert slow.rests("c", now_s - 0.1) and not slow.rests("c", now_s) and slow.is_tried("c")
+    assert not slow.heard("c", 0.1, 8, now_s) and not slow.is_tried("c"), "quick again"
+    assert [slow.heard("c", 1.0, 8, now_s + second) for second in (1, 2)] == [False, True]
+    assert slow.rests("c", now_s + 1.9 + FIRST_REST_S) and not slow.rests("c", now_s + 2.1 + FIRST_REST_S)
+
+
+def test_a_single_slow_second_is_none():
+    slow = three()
+    assert not any(slow.heard("c", token_s, 8, second) for second, token_s in enumerate([1.0, 0.1] * 20))
+
+
+@pytest.mark.parametrize(
+    ("token_s", "running", "is_slow"),
+    [(0.39, 8, False), (0.41, 8, True), (0.79, 16, False), (0.81, 16, True), (0.41, 4, True)],
+)
+def test_where_more_completions_run_a_token_may_take_longer_in_proportion(token_s: float, running: int, is_slow: bool):
+    slow = three()
+    assert [slow.heard("c", token_s, running, 0.0) for _ in range(2)][-1] is is_slow
+
+
+def test_who_is_alone_or_slow_with_most_others_or_quick_in_any_case_is_not_slow():
+    alone = SlowGenerators()
+    assert not any(alone.heard("a", 100.0, 8, second) for second in range(9))
+    most = three(a=1.0, b=1.0)
+    assert not any(most.heard("c", 1.0, 8, second) for second in range(9))
+    quick = three(a=1e-4, b=1e-4)
+    assert not any(quick.heard("c", 0.019, 8, second) for second in range(9))
+
+
+def test_who_runs_nothing_says_nothing_and_who_is_gone_is_forgotten():
+    slow = three()
+    assert not any(slow.heard("a", None, 0, second) for second in range(9))
+    assert [slow.heard("c", 1.0, 8, second) for second in range(2)] == [False, True]
+    slow.forget("c")
+    assert not slow.is_tried("c") and [slow.heard("c", 1.0, 8, second) for second in range(2)] == [False, True]
+    slow.forget("a")
+    slow.forget("b")
+    assert not any(slow.heard("c", 1.0, 8, 1e6 + second) for second in range(9)), "nobody is left to compare it with"
+
+
+def says(served: Served, name: str, token_s: float) -> list[tuple[str, str]]:
+    return served.hear(name, Serving(generator_id=name, version=v(0), token_s=token_s, running=8))
+
+
+def test_others_go_on_with_the_leases_of_a_slow_generator_and_it_gets_one_when_it_has_rested():
+    served = Served(per_step=4, max_lag=0)
+    for name in ("a", "b"):
+        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=4))
+        says(served, name, 0.1)
+    served.hear("learner", Trained(version=v(0)))
+    assert [served.buffer.held_by(name) for name in ("a", "b")] == [2, 2]
+    served.now_s += 1.0
+    assert says(served, "b", 1.0) == []
+    served.now_s += 1.0
+    says(served, "a", 0.1)
+    assert says(served, "b", 1.0) == [("b", "Cancel"), ("a", "Grant"), ("a", "Grant")]
+    assert [m.reason for _, m in served.lines.sent if isinstance(m, Cancel)] == ["slow"]
+    assert not served.buffer._attempts.total(), "it costs the prompts nothing"
+    served.now_s += FIRST_REST_S
+    for name in ("a", "b"):
+        says(served, name, 0.1) if name == "a" else served.hear(name, Serving(generator_id=name, version=v(0)))
+    served.hear("a", LeaseFailed(generator_id="a", lease_id="1.2.1", reason="failed"))
+    served.hear("a", LeaseFailed(generator_id="a", lease_id="1.3.1", reason="failed"))
+    assert [served.buffer.held_by(name) for name in ("a", "b")] == [3, 1], "one, to be tried"
+
+
+def test_the_only_generator_works_however_slow_it_is():
+    served = Served(per_step=2, max_lag=0)
+    for name in ("a", "b"):
+        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=4))
+        says(served, name, 0.1)
+    served.hear("learner", Trained(version=v(0)))
+    for _ in range(2):
+        served.now_s += 1.0
+        says(served, "a", 0.1)
+        says(served, "b", 1.0)
+    assert served.buffer.held_by("b") == 0
+    served.hear("driver", GeneratorLost(generator_id="a", incarnation="0", reason="test"))
+    assert served.buffer.held_by("b") == 2

@@ -1,15 +1,17 @@
 """A generator's process, on a virtual clock, with lines that end in the test."""
 
 import asyncio
+import math
 from typing import Any
 
 import msgspec
 import pytest
 
 from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.activities import Activities
+from asyncgrpo.generators.activities import Activities, TokenTime
 from asyncgrpo.generators.rollout import NO_REDUNDANCY, Redundancy
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService
 from asyncgrpo.planner.clock import VirtualLoop
@@ -451,3 +453,16 @@ def test_the_buffer_is_told_of_a_group_that_awaits_its_scores_for_long(scoring_s
     generator.hear(Shutdown())
     loop.run_until(loop.time() + 3.0)
     assert task.done() and task.exception() is None
+
+
+def test_the_time_of_a_token_is_that_of_the_steps_since_the_last_look_or_of_one_that_lasts_longer():
+    def use(steps: int, step_s: float, present_s: float = 0.0, running: int = 8) -> EngineOccupancy:
+        return EngineOccupancy(running, 0, 8, math.nan, steps, step_s, present_s)
+
+    time = TokenTime()
+    assert time.look(use(0, 0.0)) is None, "nothing is known yet"
+    assert time.look(use(10, 1.0)) == pytest.approx(0.1)
+    assert time.look(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0)
+    assert time.look(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0), "no step since: as before"
+    assert time.look(use(12, 3.0, present_s=1.5)) == pytest.approx(1.5)
+    assert time.look(use(22, 4.0, running=0)) is None

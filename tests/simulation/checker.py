@@ -243,10 +243,10 @@ class Checker:
             if message.reason == REWARDS_PAUSED:
                 for lease_id in message.lease_ids:
                     self.given_back(lease_id)
-            if message.reason in ("lost", "silent"):
+            if message.reason in ("lost", "silent", "slow"):
                 prompt_indices = [int(lease_id.split(".")[1]) for lease_id in message.lease_ids]
                 life.losses.update(prompt_indices)
-                if message.reason == "silent":
+                if message.reason in ("silent", "slow"):
                     life.given_away.update(prompt_indices)
                     self.counts["given_away"] += len(prompt_indices)
         elif isinstance(message, Ack) and not message.group_id.startswith("eval."):

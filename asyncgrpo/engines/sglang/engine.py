@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -173,15 +174,21 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         return [str(self._version)] * count if self.prefix_cache else None
 
     def occupancy(self) -> EngineOccupancy:
-        """What the scheduler last wrote into shared memory: after each batch, and when it has nothing to do."""
+        """What the scheduler last wrote into shared memory: after some batches, and when it has nothing to do."""
         written = self._manager.load_snapshot_reader.read(0)
         if written is None:
             return EngineOccupancy(0, 0, self.max_completions, 0.0)
+        # It is written once in so many steps, so the one under way lasts for that part of its age at least.
+        age_s = (time.time() - written.timestamp) * (written.num_running_reqs > 0)
+        steps, _, step_us, *_ = written.decode_moments or (0.0, 0.0, 0.0)
         return EngineOccupancy(
             written.num_running_reqs,
             written.num_waiting_reqs,
             min(written.max_running_requests, self.max_completions),
             written.token_usage,
+            steps=steps,
+            step_s=step_us / 1e6,
+            present_s=max(0.0, age_s) / self._manager.server_args.load_snapshot_publish_interval,
         )
 
     async def probe(self) -> None:

@@ -13,6 +13,7 @@ Everything runs on the caller's event loop; a step blocks it for one forward.
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -61,6 +62,7 @@ class TorchEngine(EngineBase[Request]):
         self._decoder: Decoder | None = None
         self._places: dict[str, Tensor] = {}
         self._stepping: asyncio.Task[None] | None = None
+        self._steps, self._step_s = 0, 0.0
 
     async def start(self, version: PolicyVersion) -> None:
         try:
@@ -88,7 +90,10 @@ class TorchEngine(EngineBase[Request]):
         waiting = sum(map(len, self._waiting))
         if self._decoder is None:
             return EngineOccupancy(0, waiting, self.max_completions, 0.0)
-        return EngineOccupancy(self._decoder.num_running, waiting, self.max_completions, self._decoder.kv_use)
+        use = self._decoder
+        return EngineOccupancy(
+            use.num_running, waiting, self.max_completions, use.kv_use, steps=self._steps, step_s=self._step_s
+        )
 
     async def probe(self) -> None:
         """Return at once: the model runs on the caller's own loop."""
@@ -110,7 +115,9 @@ class TorchEngine(EngineBase[Request]):
             try:
                 self._admit(decoder)
                 if decoder.num_running:
+                    began_s = time.monotonic()
                     decoder.step()
+                    self._steps, self._step_s = self._steps + 1, self._step_s + time.monotonic() - began_s
             except Exception as error:
                 log.exception("a step of the torch engine failed, weight_version=%s", self._version)
                 self._fail(EngineError(f"sampling failed under weights {self._version}: {error}"))
