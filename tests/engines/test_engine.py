@@ -4,6 +4,7 @@ Engines with a model are checked against a plain transformers forward under the 
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -228,6 +229,20 @@ def test_it_says_how_full_it_is(rig: Rig) -> None:
     assert midway.waiting == 0 and midway.places >= 3
     if not isinstance(rig.engine, FakeEngine):
         assert before.kv == after.kv == 0 < midway.kv < 1
+
+
+def test_it_says_how_long_its_steps_took(rig: Rig) -> None:
+    async def sample() -> tuple[EngineOccupancy, EngineOccupancy, float]:
+        before, began_s = rig.engine.occupancy(), time.monotonic()
+        await rig.sample(PROMPT, 3, max_tokens=LONG)
+        while rig.engine.occupancy().running:
+            await asyncio.sleep(0.05)
+        return before, rig.engine.occupancy(), time.monotonic() - began_s
+
+    before, after, seconds = rig.run(sample())
+    assert LONG / 2 < after.steps - before.steps <= LONG
+    assert 0 < after.step_s - before.step_s < seconds
+    assert after.present_s == 0
 
 
 def test_abort_of_an_unknown_request_does_nothing(rig: Rig) -> None:
