@@ -6,8 +6,8 @@
 A run of `asyncgrpo demo` with four `fake` engines, whose tokens take their time without a CPU, and a learner that sleeps before
 each step, so that it sets the pace and the generators have some to spare. After a phase in which all is well each token of one
 generator takes ten times as long; then it is frozen (SIGSTOP). For each phase: steps a second, the learner's share of waiting,
-both also without its first `SETTLE_S`, in which groups end that the generator had begun before, the longest step, and after how many
-seconds others went on with its leases. The run is drained and audited. One JSON line.
+both also without its first `SETTLE_S`, in which groups end that the generator had begun before, the longest step, and after
+how many seconds others went on with its leases. The run is drained and audited. One JSON line.
 """
 
 import argparse
