@@ -3,11 +3,11 @@
     python -m benchmarks.slow_engine --phase-s 60
     python -m benchmarks.slow_engine --phase-s 120 --train-s 5 --token-s 0.3 buffer.straggler_factor=2
 
-A run of `asyncgrpo demo` with four `fake` engines, whose tokens take their time without a CPU, and a learner that sleeps before
-each step, so that it sets the pace and the generators have some to spare. After a phase in which all is well each token of one
-generator takes ten times as long; then it is frozen (SIGSTOP). For each phase: steps a second, the learner's share of waiting,
-both also without its first `SETTLE_S`, in which groups end that the generator had begun before, the longest step, and after
-how many seconds others went on with its leases. The run is drained and audited. One JSON line.
+A run of `asyncgrpo demo` with four `fake` engines, whose tokens take their time without a CPU, and a learner that sleeps
+before each step, so that it sets the pace and the generators have some to spare. After a phase in which all is well each
+token of one generator takes `--factor` times as long; then it is frozen (SIGSTOP). For each phase: steps a second, the
+learner's share of waiting, both also without its first `SETTLE_S`, in which groups end that the generator had begun before,
+the longest step, and after how many seconds others went on with its leases. The run is drained and audited. One JSON line.
 """
 
 import argparse
@@ -35,11 +35,11 @@ import pathlib
 def seconds(self):
     file = pathlib.Path(FILE)
     is_slow = file.exists() and file.read_text() == str(os.getpid())
-    return self._seconds * (10 if is_slow else 1)
+    return self._seconds * (FACTOR if is_slow else 1)
 
 module.FakeEngine.seconds_per_token = property(seconds, lambda self, value: setattr(self, "_seconds", value))
 """
-"""Makes the tokens of the fake engine take ten times as long in the process that a file names."""
+"""Makes the tokens of the fake engine take longer in the process that a file names."""
 
 
 def main() -> None:
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--phase-s", type=float, default=60.0)
     parser.add_argument("--train-s", type=float, default=CASE.train_s, help="that the learner sleeps before each step")
     parser.add_argument("--token-s", type=float, default=CASE.token_s, help="of a token")
+    parser.add_argument("--factor", type=float, default=10.0, help="by which tokens of the slow one take longer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings")
     arguments = parser.parse_args()
@@ -64,7 +65,9 @@ def main() -> None:
         slow = fence.root / "slow"
         changes = {
             "asyncgrpo.learner.learner": SLEEPING_LEARNER.replace("SECONDS", repr(arguments.train_s)),
-            "asyncgrpo.engines.fake": SLOW_ENGINE.replace("FILE", repr(str(slow))),
+            "asyncgrpo.engines.fake": SLOW_ENGINE.replace("FILE", repr(str(slow))).replace(
+                "FACTOR", repr(arguments.factor)
+            ),
         }
         with changed(fence.root, changes):
             run, process = begun(fence, settings, arguments.seed)
@@ -72,7 +75,7 @@ def main() -> None:
         phases = {"well": _lasts(arguments.phase_s)}
         one = _generator(fence)
         slow.write_text(str(one.pid))
-        phases["a tenth of the speed"] = _lasts(arguments.phase_s)
+        phases["slow"] = _lasts(arguments.phase_s)
         one.suspend()
         phases["frozen"] = _lasts(arguments.phase_s)
         ends = ended_in_order(fence, run, process)
@@ -80,6 +83,7 @@ def main() -> None:
             "benchmark": "slow_engine",
             "phases": {name: _phase(_steps(run), *span) for name, span in phases.items()},
             "elsewhere_after_s": [rounded(_elsewhere(run, *phases[name]), 1) for name in list(phases)[1:]],
+            "factor": arguments.factor,
             "train_s": arguments.train_s,
             "token_s": arguments.token_s,
             "settings": arguments.settings,
