@@ -348,8 +348,7 @@ class BufferService:
                 self._load.spent(session.seconds, message.seconds)
             session.seconds = message.seconds
             self._rewards.update(name, message.rewards, now_s)
-            if self._slow.heard(name, message.token_s, message.running, now_s):
-                self._give_away_leases_of_slow(name, message.token_s, now_s)
+            self._note_pace(name, message, now_s)
         elif self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
         else:  # its Register was lost, or it was silent for too long and taken for dead
@@ -385,10 +384,13 @@ class BufferService:
             for name in silent:
                 self._give_away_leases(name, "silent")
 
-    def _give_away_leases_of_slow(self, name: str, token_s: float | None, now_s: float) -> None:
+    def _note_pace(self, name: str, message: Serving, now_s: float) -> None:
         """Free the leases of a generator that has become far slower than the others, while any other may get one."""
-        if self._others_may_lease([name], now_s):
-            log.warning("%s is slow: a token takes %.3g s, far longer than at the others", name, token_s)
+        oldest = self._buffer.oldest_lease() if self._take is not None and self._buffer.is_held_back else None
+        is_awaited = oldest is not None and oldest.holder == name
+        became_slow = self._slow.heard(name, message.token_s, message.running, now_s, is_awaited=is_awaited)
+        if became_slow and self._others_may_lease([name], now_s):
+            log.warning("%s is slow: a token takes %.3g s, far longer than at the others", name, message.token_s)
             self._give_away_leases(name, "slow")
 
     def _others_may_lease(self, names: Sequence[str], now_s: float) -> bool:

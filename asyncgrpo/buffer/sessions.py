@@ -166,6 +166,8 @@ def _load(held: int, window: int) -> float:
 
 SLOW = 4.0
 """A token that takes so many times as long as at the other generators is slow."""
+SLOW_IF_AWAITED = 2.0
+"""The same at a generator whose group is what the learner waits for, and at one that was slow before."""
 SHORTEST_S = 0.02
 """No token is slow that takes less: a process of a few quick tokens is disturbed by anything."""
 CONFIRMED_BY = 2
@@ -187,8 +189,9 @@ class SlowGenerators:
 
     It goes by the time of a token at present, which heartbeats say, and not by how long a group takes: so it is known within
     seconds, and long completions are no reason to take a lease away. What is compared is the time of a token with the median
-    of the others', each at its last word. A generator at which more completions run may take longer in proportion. Each time
-    that one is found slow again it rests for twice as long.
+    of the others', each at its last word. A generator at which more completions run may take longer in proportion. A slower
+    one that keeps up is of use, so less is called slow while the learner waits for it. Each time that one is found slow again it
+    rests for twice as long.
     """
 
     def __init__(self) -> None:
@@ -196,21 +199,24 @@ class SlowGenerators:
         self._slow_words: Counter[str] = Counter()  # in a row
         self._rests: dict[str, _Rest] = {}
 
-    def heard(self, generator: str, token_s: float | None, running: int, now_s: float) -> bool:
+    def heard(
+        self, generator: str, token_s: float | None, running: int, now_s: float, *, is_awaited: bool = False
+    ) -> bool:
         """Note a heartbeat. Returns whether the generator has just become one that is to rest.
 
         Args:
+            is_awaited: the learner waits for a group of this generator, and could go on otherwise.
             token_s: how long a token takes, seconds; None: it is not known, or nothing runs.
             running: completions that are sampled at once.
         """
         if token_s is None or self.rests(generator, now_s):
             return False
         self._last[generator] = token_s, running
-        if not self._is_slow(generator):
-            self._slow_words[generator] = 0
+        slowness = self._slowness(generator)
+        if slowness <= SLOW_IF_AWAITED:
             self._rests.pop(generator, None)
-            return False
-        self._slow_words[generator] += 1
+        is_slow = slowness > (SLOW_IF_AWAITED if is_awaited else SLOW)
+        self._slow_words[generator] = self._slow_words[generator] + 1 if is_slow else 0
         if self._slow_words[generator] < CONFIRMED_BY:
             return False
         before = self._rests.get(generator)
@@ -234,11 +240,12 @@ class SlowGenerators:
         self._rests.pop(generator, None)
         del self._slow_words[generator]
 
-    def _is_slow(self, generator: str) -> bool:
+    def _slowness(self, generator: str) -> float:
+        """How many times longer a token takes than at the others; 0: none is known, or it is quick in any case."""
         token_s, running = self._last[generator]
         others = [
             each_s * max(1.0, running / max(count, 1))
             for name, (each_s, count) in self._last.items()
             if name != generator and name not in self._rests
         ]
-        return bool(others) and token_s > max(SHORTEST_S, SLOW * statistics.median_low(others))
+        return token_s / statistics.median_low(others) if others and token_s > SHORTEST_S else 0.0

@@ -147,6 +147,16 @@ def test_who_is_slow_twice_in_a_row_rests_each_time_for_longer():
     assert slow.rests("c", now_s + 1.9 + FIRST_REST_S) and not slow.rests("c", now_s + 2.1 + FIRST_REST_S)
 
 
+def test_less_is_slow_while_the_learner_waits_for_it_and_one_that_was_slow_is_tried_until_it_is_not():
+    slow = three()
+    assert not any(slow.heard("c", 0.3, 8, second) for second in range(9)), "it keeps up"
+    assert [slow.heard("c", 0.3, 8, second, is_awaited=True) for second in range(2)] == [False, True]
+    now_s = 1.0 + FIRST_REST_S
+    assert not slow.rests("c", now_s)
+    assert not slow.heard("c", 0.3, 8, now_s) and slow.is_tried("c"), "neither quick nor slow: one lease"
+    assert not slow.heard("c", 0.19, 8, now_s) and not slow.is_tried("c")
+
+
 def test_a_single_slow_second_is_none():
     slow = three()
     assert not any(slow.heard("c", token_s, 8, second) for second, token_s in enumerate([1.0, 0.1] * 20))

@@ -564,7 +564,8 @@ class World:
                 steer = msgspec.structs.replace(steer, checkpoints=steer.checkpoints + 1)
             case "leave" if self._hosts:
                 peer = sorted(self._hosts)[command.number % len(self._hosts)]
-                steer = msgspec.structs.replace(steer, leaving=(peer,), ending=(peer,))
+                leaving = tuple(sorted({peer, *(one for one in steer.leaving if one in self._hosts)}))  # who leaves, leaves
+                steer = msgspec.structs.replace(steer, leaving=leaving, ending=leaving)
         if steer is not self._steer and not self._is_over:
             self._steer = msgspec.structs.replace(steer, revision=steer.revision + 1)
             self.note("fault", f"person_{command.what}", command.number)
