@@ -209,7 +209,7 @@ class SlowGenerators:
             token_s: how long a token takes, seconds; None: it is not known, or nothing runs.
             running: completions that are sampled at once.
         """
-        if token_s is None or self.rests(generator, now_s):
+        if not token_s or self.rests(generator, now_s):
             return False
         self._last[generator] = token_s, running
         slowness = self._slowness(generator)

@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 
+from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.sessions import FIRST_REST_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import Cancel, Grant, LeaseFailed, Register, Serving, Take, Trained
@@ -191,8 +192,8 @@ def test_who_runs_nothing_says_nothing_and_who_is_gone_is_forgotten():
     assert not any(slow.heard("c", 1.0, 8, 1e6 + second) for second in range(9)), "nobody is left to compare it with"
 
 
-def says(served: Served, name: str, token_s: float) -> list[tuple[str, str]]:
-    return served.hear(name, Serving(generator_id=name, version=v(0), token_s=token_s, running=8))
+def says(served: Served, name: str, token_s: float, version: int = 0) -> list[tuple[str, str]]:
+    return served.hear(name, Serving(generator_id=name, version=v(version), token_s=token_s, running=8))
 
 
 def test_others_go_on_with_the_leases_of_a_slow_generator_and_it_gets_one_when_it_has_rested():
@@ -215,6 +216,36 @@ def test_others_go_on_with_the_leases_of_a_slow_generator_and_it_gets_one_when_i
     served.hear("a", LeaseFailed(generator_id="a", lease_id="1.2.1", reason="failed"))
     served.hear("a", LeaseFailed(generator_id="a", lease_id="1.3.1", reason="failed"))
     assert [served.buffer.held_by(name) for name in ("a", "b")] == [3, 1], "one, to be tried"
+
+
+def test_a_generator_three_times_slower_is_slow_once_the_learner_waits_for_its_group():
+    served = Served(per_step=1, max_lag=1)
+    for name in ("a", "b"):
+        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=1))
+        says(served, name, 0.1)
+    served.hear("learner", Trained(version=v(0)))
+    slow = served.buffer.oldest_lease().holder
+    quick = {"a": "b", "b": "a"}[slow]
+
+    def a_second(version: int) -> list[tuple[str, str]]:
+        served.now_s += 1.0
+        return says(served, quick, 0.1, version) + says(served, slow, 0.3, version)
+
+    for step in range(2):  # the bound lets one group overtake that of the slow one
+        said = [each for _ in range(3) for each in a_second(step)]
+        assert (slow, "Cancel") not in said
+        lease = next(e.lease for e in served.buffer._entries.values() if e.holder == quick and e.state is State.LEASED)
+        served.hear("learner", Take(step=step, version=v(step)))
+        served.hear(quick, deliver(lease, step), PAYLOAD)
+        served.hear("learner", Trained(version=v(1)))
+    assert (slow, "Cancel") not in a_second(1)
+    said = a_second(1)
+    assert (slow, "Cancel") in said and (quick, "Grant") in said
+
+
+def test_who_says_that_a_token_takes_no_time_says_nothing():
+    slow = three(a=0.0, b=0.0)
+    assert not any(slow.heard("c", 1.0, 8, second) for second in range(9))
 
 
 def test_the_only_generator_works_however_slow_it_is():
