@@ -6,7 +6,8 @@ The learner's side is the real publisher, with float32 weights that are cast to 
 real receiver, whose swap copies every tensor into its place and takes a checksum of all of them. Beside it, in turns, gloo
 broadcasts a flat buffer of as many bytes to as many processes, with nothing else done. CPU seconds are those of all
 processes. `mapped`: generators on the learner's machine copy out of its memory; `broadcast`: gloo brings the bytes;
-`delta`: 1 % of the elements change from one version to the next, and only they are sent.
+`stream`: what of that carries them alone, without cast, digests, swap and checksum; `delta`: 1 % of the elements change
+from one version to the next, and only they are sent.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -25,15 +27,17 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
 from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights import publisher as sending
+from asyncgrpo.weights import receiver as receiving
 from asyncgrpo.weights.group import GlooGroup
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from benchmarks.measuring import show, where
-from tests.weights.publishing import publish
+from tests.weights.publishing import land, publish
 
 HOST = "127.0.0.1"
 SEED = 0
-LANES = ("mapped", "broadcast", "delta")
+LANES = ("mapped", "broadcast", "stream", "delta")
 
 
 def main() -> None:
@@ -58,14 +62,18 @@ def layout_of(millions: int) -> list[TensorInfo]:
 
 
 def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, Any]:
-    """Of `rounds` publications, each beside a broadcast: medians, and means of CPU seconds, which the kernel counts by 10 ms."""
+    """Of `rounds` publications, each beside a broadcast: medians, and means of CPU seconds."""
     layout = layout_of(millions)
     masters = [torch.randn(info.shape, generator=torch.Generator().manual_seed(SEED)) for info in layout]
     config = WeightsConfig(timeout_s=120.0, deltas=lane == "delta")
     publisher = Publisher(config, maps=lane == "mapped", backend="gloo", bind=HOST, host=HOST, keys=None)
     publisher.start(layout)
     num_bytes = publisher._layout.num_bytes
-    with receivers(publisher.endpoint, layout, engines) as (processes, pauses), broadcasts(engines, num_bytes) as raw:
+    with (
+        receivers(publisher.endpoint, layout, engines, lane) as (processes, pauses),
+        broadcasts(engines, num_bytes) as raw,
+        mock.patch.object(sending, "digest", no_digest if lane == "stream" else sending.digest),
+    ):
         publisher.wait_for(engines, 120.0, lambda what, seconds: None)
         ours, theirs, seconds, stalls, copies, their_s = [], [], [], [], [], []
         for version in range(rounds + 2):
@@ -74,7 +82,10 @@ def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, An
             began = cpu_s(processes)
             started = time.perf_counter()
             stalls.append(0.0)
-            publication = publish(publisher, PolicyVersion(1, version), Timed(layout, masters, stalls))
+            if lane == "stream":
+                publication = land(publisher, PolicyVersion(1, version), lambda layout, flat: None)
+            else:
+                publication = publish(publisher, PolicyVersion(1, version), Timed(layout, masters, stalls))
             seconds.append(time.perf_counter() - started)
             ours.append(cpu_s(processes) - began)
             copies.append(one_copy(masters, num_bytes))
@@ -138,21 +149,28 @@ def one_copy(masters: list[Tensor], num_bytes: int) -> float:
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
-    """CPU seconds of this process and of these."""
-    return sum(p.cpu_times().user + p.cpu_times().system for p in (psutil.Process(), *processes))
+    """CPU seconds of this process and of these, by the clock that Linux has for each process (clock_getcpuclockid)."""
+    return time.process_time() + sum(time.clock_gettime(~process.pid << 3 | 2) for process in processes)
+
+
+def no_digest(flat: Tensor, start: int = 0) -> int:
+    """In the place of a digest, at both ends of a `stream`."""
+    return 0
 
 
 # -- the other processes -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def receivers(endpoint: str, layout: list[TensorInfo], count: int) -> Iterator[tuple[list[psutil.Process], list]]:
+def receivers(
+    endpoint: str, layout: list[TensorInfo], count: int, lane: str
+) -> Iterator[tuple[list[psutil.Process], list]]:
     """Processes that receive as generators, and lists of the seconds that each of their swaps took."""
     manager = multiprocessing.Manager()
     pauses = [manager.list() for _ in range(count)]
     context = multiprocessing.get_context("spawn")
     started = [
-        context.Process(target=receive, args=(endpoint, f"generator-{i}", layout, pauses[i]), daemon=True)
+        context.Process(target=receive, args=(endpoint, f"generator-{i}", layout, pauses[i], lane), daemon=True)
         for i in range(count)
     ]
     for process in started:
@@ -165,17 +183,22 @@ def receivers(endpoint: str, layout: list[TensorInfo], count: int) -> Iterator[t
             process.join()
 
 
-def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list) -> None:
-    """Receive as a generator whose engine copies every tensor into its place."""
+def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list, lane: str) -> None:
+    """Receive as a generator whose engine copies every tensor into its place; of a `stream` it does nothing."""
     torch.set_num_threads(1)
     places = {info.name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in layout}
 
     def apply(tensors: Any, version: PolicyVersion) -> str:
+        if lane == "stream":
+            pauses.append(0.0)
+            return str(version)
         started = time.perf_counter()
         replace_tensors(places, tensors)
         pauses.append(time.perf_counter() - started)
         return weights_digest(places.items())
 
+    if lane == "stream":
+        setattr(receiving, "digest", no_digest)
     receiver = Receiver(endpoint, generator_id=name, incarnation="0", host=HOST, apply=apply, keys=None)
     receiver.start()
     while True:
