@@ -198,7 +198,7 @@ def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list, la
         return weights_digest(places.items())
 
     if lane == "stream":
-        setattr(receiving, "digest", no_digest)
+        receiving.digest = no_digest
     receiver = Receiver(endpoint, generator_id=name, incarnation="0", host=HOST, apply=apply, keys=None)
     receiver.start()
     while True:

@@ -60,7 +60,7 @@ LOST_S = 20.0
 READ_BYTES_PER_S = 100e6
 """What a generator that receives weights must manage at least; it says nothing while it does."""
 LOOK_EVERY_S = 0.2
-LOOK_WHILE_SENDING_S = 0.005
+LOOK_WHILE_SENDING_S = 0.02
 NOT_CONNECTED = "it is not connected any more"
 COMPARING = "(deltas)"
 """Reads an arena as generators do, while a delta is made of it."""
