@@ -268,11 +268,11 @@ MUTANTS: dict[str, Mutant] = {
         "recording/test_events.py::test_what_a_full_disk_refuses_is_written_once_there_is_room",
     ),
     # -- what the bytes of a publication are compared and sent by ------------------------------------------------------
-    "a digest in which the top bits cancel": Mutant(
-        "weights.digest:_on_cpu",
-        "np.bitwise_xor(folded, part, out=folded)",
-        "np.copyto(folded, part)",
-        "weights/test_digest.py::test_one_bit_flipped_in_two_words",
+    "a digest that counts blocks and not their places": Mutant(
+        "weights.digest:digest",
+        "content[a - start : b - start], a)",
+        "content[a - start : b - start])",
+        "weights/test_digest.py::test_tensors_that_changed_places",
     ),
     "a delta that fits any base": Mutant(
         "weights.delta:apply",

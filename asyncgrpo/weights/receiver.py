@@ -22,7 +22,7 @@ from asyncgrpo.weights.adapters import AdapterMerger, content_digest
 from asyncgrpo.weights.arena import Layout, MappedArenas, Staging, same_machine
 from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.delta import Delta, State, apply
-from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.digest import BLOCK, add_digests, digest
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.weights.lane import Arriving
 from asyncgrpo.wire import Message
@@ -55,8 +55,6 @@ ALIVE_EVERY_S = 0.5
 LOOK_EVERY_S = 0.2
 """How often the threads look at what is asked of them while no message comes."""
 LOOK_WHILE_SWAPPING_S = 0.005
-PIECE_BYTES = 2**22
-"""Copied and hashed at once: while it is hashed it is still in a core's cache."""
 
 
 class Receiver:
@@ -255,7 +253,7 @@ class Receiver:
         for delta in deltas:
             apply(delta, staging.flat, holds)
             holds = delta.after
-        return staging, add_digests(digest(staging.flat[start:end], start) for start, end in layout.slices(PIECE_BYTES))
+        return staging, add_digests(digest(staging.flat[start:end], start) for start, end in layout.slices(BLOCK))
 
     def _free_staging(self, layout: Layout) -> Staging:
         """Memory from which the engine does not load. What waits there for the engine is overtaken.
@@ -273,7 +271,7 @@ class Receiver:
         if self._arenas is None or self._arenas.file != offer.file:
             self._arenas = MappedArenas(offer.file)
         memory, digests = self._arenas.read(offer.start, layout.num_bytes), []
-        for start, end in layout.slices(PIECE_BYTES):
+        for start, end in layout.slices(BLOCK):
             piece = staging.flat[start:end].copy_(memory[start:end])
             digests.append(digest(piece, start))
         return add_digests(digests)
@@ -287,9 +285,9 @@ class Receiver:
             piece = staging.flat[start:end]
             there = piece if group.device.type == "cpu" else torch.empty_like(piece, device=group.device)
             group.broadcast(there)
-            digests.append(digest(there, start))
             if there is not piece:
                 piece.copy_(there)
+            digests.append(digest(piece, start))
         return add_digests(digests)
 
     def _merge(self, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -13,7 +13,6 @@ from torch.nn.attention import varlen
 
 from asyncgrpo.learner import attention, publishing
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.weights.digest import digest
 from tests.gpu_rehearsals.fake_cuda import fake_gpu
 from tests.learner.helpers import VERSION, config, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -86,11 +85,6 @@ def test_a_mixture_is_built_and_publishes(tmp_path, make):
         published = list(ours.sent.weights())
         assert [info for info, _ in published] == ours.sent.layout()
         assert {tensor.device for _, tensor in published} == {CARD}
-
-
-def test_a_digest_is_made_on_the_card():
-    with fake_gpu(WORLD):
-        assert digest(torch.zeros(64, dtype=torch.uint8, device=CARD)) == 1
 
 
 def test_the_rehearsal_finds_a_card_without_an_index(tmp_path):
