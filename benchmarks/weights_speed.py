@@ -62,7 +62,7 @@ def layout_of(millions: int) -> list[TensorInfo]:
 
 
 def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, Any]:
-    """Of `rounds` publications, each beside a broadcast: medians, and means of CPU seconds."""
+    """Of `rounds` publications, each beside a broadcast: medians."""
     layout = layout_of(millions)
     masters = [torch.randn(info.shape, generator=torch.Generator().manual_seed(SEED)) for info in layout]
     config = WeightsConfig(timeout_s=120.0, deltas=lane == "delta")
@@ -94,6 +94,7 @@ def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, An
             their_s.append(wall)
     publisher.close()
     kept = slice(2, None)  # the first ones make what is made once
+    shares = [t / o for t, o in zip(theirs[kept], ours[kept], strict=True)]
     pause = [max(p) for p in zip(*pauses, strict=True)][2:]
     return {
         "what": "publication",
@@ -103,9 +104,10 @@ def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, An
         "mb": round(num_bytes / 1e6),
         "sent_mb": round(publication.sent_bytes / 1e6, 1),
         "times_fewer_bytes": round(engines * num_bytes / publication.sent_bytes, 1),
-        "cpu_s": round(statistics.mean(ours[kept]), 4),
-        "broadcast_cpu_s": round(statistics.mean(theirs[kept]), 4),
-        "broadcast_to_publication_cpu": round(sum(theirs[kept]) / sum(ours[kept]), 2),
+        "cpu_s": round(statistics.median(ours[kept]), 4),
+        "broadcast_cpu_s": round(statistics.median(theirs[kept]), 4),
+        "broadcast_to_publication_cpu": round(statistics.median(shares), 2),
+        "spread": [round(min(shares), 2), round(max(shares), 2)],
         "seconds": round(statistics.median(seconds[kept]), 4),
         "broadcast_s": round(statistics.median(their_s[kept]), 4),
         "stall_to_copy": round(statistics.median(s / c for s, c in zip(stalls[kept], copies[kept], strict=True)), 2),
