@@ -11,6 +11,7 @@ It is computed on a CPU, where xxh3 reads memory about as fast as a core can; of
 memory, which is where engines load them from.
 """
 
+import itertools
 from collections.abc import Iterable
 
 import xxhash
@@ -36,10 +37,12 @@ def digest(flat: Tensor, start: int = 0) -> int:
     """
     if start % WORD or len(flat) % WORD:
         raise ValueError(f"{len(flat)} bytes at {start} are no words of {WORD} bytes")
-    content, end = flat.cpu().numpy(), start + len(flat)
+    content, end, total = flat.cpu().numpy().data, start + len(flat), 0
     edges = [start, *range(start - start % BLOCK + BLOCK, end, BLOCK), end]
-    pieces = zip(edges[:-1], edges[1:], strict=True)
-    return sum(xxhash.xxh3_64_intdigest(content[a - start : b - start], a) for a, b in pieces if a < b) & _MASK
+    for a, b in itertools.pairwise(edges):
+        if a < b:
+            total += xxhash.xxh3_64_intdigest(content[a - start : b - start], a)
+    return total & _MASK
 
 
 def add_digests(parts: Iterable[int]) -> str:
