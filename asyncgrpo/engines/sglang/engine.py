@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
+from asyncgrpo.engines.sglang.parts import Parts, listed
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, PolicyVersion, Sampling, VersionSpan
 
@@ -91,10 +92,15 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self.extra = extra or {}
         self._serial = itertools.count()
         self._engine: Any = None
-        self.is_proved = False
-        """Whether it was looked at whether the model follows the weights (`signs.py`)."""
-        self.does_not_follow = ""
-        """What of the model does not, in a sentence."""
+        self._is_looked_at = False
+        self._parts: Parts | None = None
+        """Of which tensors the model is made, once weights were written and it could be found out."""
+        self._ignores, self._differs = "", ""
+
+    @property
+    def does_not_follow(self) -> str:
+        """What of the model does not follow its weights, in a sentence: in general, or at the last checksum."""
+        return self._ignores or self._differs
 
     async def start(self, version: PolicyVersion) -> None:
         """Blocks the event loop until the model is loaded: SGLang's processes must be children of the main thread."""
@@ -128,14 +134,31 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         await self._manager.freeze_gc()
 
     async def checksum(self) -> str:
+        """Also compares the model with the tensors that were loaded last (`parts.py`): what differs goes into the log."""
         self._require_running()
+        ranks, digest = await self._reply(self._check("checksum"))
+        names = self._parts.differing(ranks) if self._parts is not None else []
+        self._differs = ""
+        if names:
+            self._differs = f"{len(names)} parameters are not those of weights {self._version}: {listed(names)}"
+            log.error("%s", self._differs)
+        return digest
+
+    async def _check(self, action: str) -> tuple[list[dict[str, str]], str]:
+        """Have all schedulers look at their parameters.
+
+        Returns:
+            What each says of every parameter, and the digest of all of it.
+        Raises:
+            EngineError: one of them could not.
+        """
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        call = self._manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
-        success, message, _, digest = await self._reply(call)
-        if not success or digest is None:
-            raise EngineError(f"SGLang cannot compute the checksum of its weights: {message}")
-        return str(digest)
+        call = self._manager.check_weights(CheckWeightsReqInput(action=action), None)
+        success, message, ranks, digest = await call
+        if not success or ranks is None or digest is None:
+            raise EngineError(f"SGLang cannot look at its weights: {message}")
+        return [rank["checksums"] for rank in ranks], digest
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         """The first half of a sequence may come from the prefix cache, as it would for a request. No numbers, where parts of
@@ -289,35 +312,48 @@ class SGLangEngine(EngineBase[SGLangRequest]):
     async def _load(
         self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
     ) -> None:
-        await self._reply(self._replace_weights(tensors, version, keep_kv, partial))
+        given = list(tensors)
+        is_first = not (self._is_looked_at or partial)
+        found = await self._reply(self._replace_weights(given, version, keep_kv, is_first))
+        if is_first:
+            self._is_looked_at, self._parts = True, found
+        if self._parts is not None:  # outside of the pause
+            await asyncio.to_thread(self._parts.published, given, partial=partial)
+        if found is not None:
+            await self._describe(found)
 
     async def _replace_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, keep_kv: bool, partial: bool
-    ) -> None:
+        self, given: list[tuple[str, Tensor]], version: PolicyVersion, keep_kv: bool, is_first: bool
+    ) -> Parts | None:
         from asyncgrpo.engines.sglang.weights import replace_weights
 
         async with self._loading:
             self._may_submit.clear()
             try:
-                found = await replace_weights(
+                parts = await replace_weights(
                     self._manager,
-                    tensors,
+                    given,
                     str(version),
                     keep_kv=keep_kv,
                     num_schedulers=self.tensor_parallel,
-                    call=None if self.is_proved or partial else self._call_schedulers,
+                    look=self._check if is_first else None,
                 )
                 self._version = version
-                if not self.is_proved and not partial:
-                    self.is_proved, self.does_not_follow = True, found
-                    if found:
-                        log.error("%s", found)
+                return parts
             finally:
                 self._may_submit.set()
 
-    async def _call_schedulers(self, method: str) -> None:
-        """Call a method of every scheduler. Raises AssertionError: it raised something, in its words."""
-        await asyncio.to_thread(self._engine.collective_rpc, method)
+    async def _describe(self, parts: Parts) -> None:
+        """Say in the log what the first weights showed."""
+        ranks, _ = await self._reply(self._check("checksum"))
+        parts.rely_on_what_is_true(ranks)
+        log.info("%s", parts.summary())
+        if parts.nowhere:
+            log.warning("tensors that are in no parameter of SGLang's model: %s", listed(sorted(parts.nowhere)))
+        if parts.do_not_follow:
+            names = listed(parts.do_not_follow)
+            self._ignores = f"the weights that were sent are not all of the model: {names} did not follow them"
+            log.error("%s", self._ignores)
 
     async def _reply(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for SGLang's reply to a call. Raises EngineError if SGLang dies first.

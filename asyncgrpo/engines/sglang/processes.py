@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from asyncgrpo import scratch
-from asyncgrpo.engines.sglang import signs
+from asyncgrpo.engines.sglang import parts
 from asyncgrpo.errors import EngineError
 from asyncgrpo.importing import importing
 from asyncgrpo.weights.check import LENGTH, NUM_SEQUENCES
@@ -33,9 +33,12 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.managers import scheduler
     from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.server_args import PortArgs
     from sglang.srt.utils.hf_transformers_utils import get_context_length
+    from sglang.srt.utils.weight_checker import ChecksumInfo, WeightChecker, overall_checksum
     from sglang.srt.utils.weight_versions import WeightVersionEvent
     from torch import Tensor
     from torch.nn.functional import scaled_dot_product_attention
@@ -48,7 +51,7 @@ CACHE_BYTES_ON_CPU = 1 << 30
 
 
 class OurScheduler(scheduler.Scheduler):
-    """SGLang's scheduler with four changes, and two methods that `signs.py` needs.
+    """SGLang's scheduler with four changes.
 
     Its overlap schedule launches a batch before it has read the result of the one before. A batch that is under way when
     the weights change was sampled by the old ones, so its tokens bear the old version; SGLang would name the new one. And
@@ -90,26 +93,40 @@ class OurScheduler(scheduler.Scheduler):
         # Batches run on a stream of their own, and so do some layers; nothing else keeps the first write behind them.
         self.device_module.synchronize()
 
-    def note_signs(self) -> None:
-        """Note what every parameter is once all weights have changed their signs."""
-        self._expected_signs = signs.signs_of(self.tp_worker.model_runner.model, change=True)
-
-    def compare_signs(self) -> None:
-        """Raises EngineError: parameters of this or another scheduler of the engine did not change theirs; it names them."""
-        found = signs.unmoved(self.tp_worker.model_runner.model, self._expected_signs)
-        does_not = torch.tensor([name in found for name in self._expected_signs], dtype=torch.int32)
-        torch.distributed.all_reduce(does_not, torch.distributed.ReduceOp.MAX, self.tp_group.cpu_group)
-        if names := [name for name, count in zip(self._expected_signs, does_not.tolist(), strict=True) if count]:
-            raise EngineError(signs.describe(names))
-
     def continue_generation(self, recv_req: Any) -> None:
         # Some models are written by several threads, on another stream than the one that the next batch waits for.
         self.device_module.synchronize()
         super().continue_generation(recv_req)
 
 
+class OurWeightChecker(WeightChecker):
+    """SGLang's checksum of a model's weights, by what `parts.py` says of each parameter.
+
+    It is `proof` for the action "checksum", and `describe` for `TAGS` and a dtype.
+    """
+
+    def handle(self, action: str, *args: Any, role: str, **kwargs: Any) -> dict[str, Any] | None:
+        current_platform.synchronize()  # some models are written by several threads
+        if not action.startswith(parts.TAGS):
+            return super().handle(action, *args, role=role, **kwargs)
+        kind = getattr(torch, action.removeprefix(parts.TAGS))
+        parameters = self._get_model().named_parameters()
+        return self._reply({name: parts.describe(t, kind) for name, t in parameters if parts.is_looked_at(t)}, role)
+
+    def _compute_checksum(self, skip_tensor_list: list[str] | None = None, *, role: str) -> dict[str, Any]:
+        skipped = self._skip_compare_names(skip_tensor_list)
+        return self._reply({name: parts.proof(t) for name, t in self._model_state() if name not in skipped}, role)
+
+    def _reply(self, content: dict[str, str], role: str) -> dict[str, Any]:
+        where = self._parallelism_info(role=role)
+        return ChecksumInfo(
+            checksums=content, per_gpu_checksum=overall_checksum(content), parallelism_info=where
+        ).model_dump()
+
+
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run a scheduler process: this is its main function."""
+    model_runner.WeightChecker = OurWeightChecker
     register_attention_backend("torch_native")(BatchedTorchAttention)
     scheduler.Scheduler = OurScheduler
     scheduler.run_scheduler_process(*args, **kwargs)

@@ -26,7 +26,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 from torch import Tensor
 
-from asyncgrpo.engines.sglang.signs import FINDING, changed
+from asyncgrpo.engines.sglang.parts import TAGS, Given, Parts, Tags, seen
 from asyncgrpo.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ BUCKET_BYTES = 64 << 20
 INLINE_BYTES = 4 << 20
 """Buckets up to this size travel inside the message: 2 ms against 10 ms for a handle of shared memory (measured)."""
 SHARED_MEMORY = "/dev/shm"
+Look = Callable[[str], Awaitable[tuple[list[dict[str, str]], str]]]
+"""Asks all schedulers to look at their parameters, in a way that has a name. Returns what each says, and a digest of it."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ async def replace_weights(
     *,
     keep_kv: bool,
     num_schedulers: int,
-    call: Callable[[str], Awaitable[None]] | None = None,
-) -> str:
+    look: Look | None = None,
+) -> Parts | None:
     """Pause between two tokens, write all tensors, go on.
 
     SGLang handles messages in the order in which they were sent, so those of the last bucket are all sent before the
@@ -67,9 +69,9 @@ async def replace_weights(
         tensors: every tensor of the model, read once.
         label: SGLang's name of the new weights; it becomes visible with the last bucket.
         keep_kv: False recomputes keys and values of requests in flight, and drops the prefix cache.
-        call: calls a method of every scheduler; with it, all that `signs.py` says is done within the same pause.
+        look: with it, `parts.py` finds out in the same pause of what the parameters are made.
     Returns:
-        What does not follow the weights that are written, as far as it was looked for; a sentence, or an empty text.
+        Of what they are made, as far as it was looked for and found out.
     Raises:
         EngineError: SGLang refused. The weights may be part old, part new.
     """
@@ -81,11 +83,11 @@ async def replace_weights(
     session = _Session(manager)
     session.send("begin_weight_update", BeginWeightUpdateReqInput())
     failure: Exception | None = None
-    found = ""
+    parts = None
     try:
+        if look is not None:
+            parts = await _find_parts(session, given, num_schedulers, look)
         await session.write(itertools.chain([first], buckets), label, flush_cache=not keep_kv)
-        if call is not None:
-            found = await _look_at_signs(session, given, num_schedulers, call)
     except Exception as error:
         failure = error
     # In any case: a session left open would refuse the next load, which may repair what went wrong.
@@ -96,7 +98,7 @@ async def replace_weights(
     for problem in [failure, *results]:
         if problem is not None:
             raise problem
-    return found
+    return parts
 
 
 class _Session:
@@ -131,24 +133,28 @@ class _Session:
         self.replies = []
 
 
-async def _look_at_signs(
-    session: _Session, given: list[tuple[str, Tensor]], num_schedulers: int, call: Callable[[str], Awaitable[None]]
-) -> str:
-    """Change the signs of all weights that were written, see which parameters do not follow, and write them as they were."""
-    await session.settle()
-    found = ""
-    try:
-        await call("note_signs")
-        await session.write(pack(((name, changed(tensor)) for name, tensor in given), num_schedulers))
+async def _find_parts(session: _Session, given: Given, num_schedulers: int, look: Look) -> Parts | None:
+    """Do what `parts.py` says, up to the weights themselves; None: it could not be found out."""
+    tags = Tags(given)
+    kind = TAGS + str(tags.kind).removeprefix("torch.")
+
+    async def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        await session.write(pack(tensors, num_schedulers))
         await session.settle()
-        await call("compare_signs")
-    except AssertionError as error:  # by which SGLang says what a method raised
-        if FINDING not in str(error):
-            log.warning("whether the model follows its weights could not be found out: %s", error)
-        else:
-            found = str(error)
-    await session.write(pack(given, num_schedulers))
-    return found
+
+    try:
+        passes = []
+        for number in tags.passes:
+            await write(tags.constants(number))
+            passes.append(seen((await look(kind))[0]))
+        await write(tags.negatives())
+        parts = Parts(tags, passes, negative=seen((await look(kind))[0]))
+        parts.published(tags.negatives(), partial=False)
+        parts.rely_on_what_is_true((await look("checksum"))[0])
+        return parts
+    except EngineError as error:
+        log.warning("of what the model's parameters are made could not be found out: %s", error)
+        return None
 
 
 async def _ask(call: str, communicator: Any, message: Any) -> None:

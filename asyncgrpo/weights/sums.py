@@ -1,0 +1,66 @@
+"""The sum of a tensor: 64 bits that stay the same wherever its words lie, so that those of its parts are those of the whole.
+
+    sum = sum over words of  f + 2 f^2   modulo 2^64,   f = w ^ (w >>> 31),   a word w has 8 bytes
+
+An engine cuts, stacks and copies published tensors into parameters of its own. The sums of its parameters are then whole
+multiples of the sums of those tensors, whatever went where, as long as whole words move.
+
+What it finds:
+
+- for certain: any change within one word. The fold can be undone, and so can f + 2 f^2 modulo 2^64 (as in RC6: Rivest,
+  Robshaw, Sidney and Yin 1998);
+- unrelated words in the place of others: all but about one in 2^64;
+- steps up in some words and down in others, such as one unit in the last place: a step d of f moves the sum by d (1 + 4 f + 2 d),
+  by another amount in each word. Even where all words are the same, a step up and one down leave 4 d^2, which is not zero for a
+  step that the fold has copied to a low place;
+- not: the same words at other places, which is what it is for. Zeros add nothing.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncgrpo.weights.digest import WORD
+
+_SHIFT = 31
+_MASK = 2**64 - 1
+_TILE_BYTES = 2**19
+"""What is read at once: on a CPU it and as much scratch stay in a core's cache."""
+_TILE_BYTES_ON_DEVICE = 2**25
+
+
+def word_sum(tensor: Tensor) -> int:
+    """The sum of a tensor of any shape and dtype, on a CPU or a GPU; the last word is filled up with zeros."""
+    return sum(tile_sum(tile) for _, tile in tiles(tensor)) & _MASK
+
+
+def tiles(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The bytes of a tensor in order, a tile at a time: where it starts, and [n] uint8, n a multiple of 8 (zeros at the end)."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()
+    step = _TILE_BYTES if flat.device.type == "cpu" else _TILE_BYTES_ON_DEVICE
+    whole = len(flat) // WORD * WORD
+    for start in range(0, whole, step):
+        yield start, flat[start : min(start + step, whole)]
+    if rest := len(flat) - whole:
+        yield whole, torch.nn.functional.pad(flat[whole:], (0, WORD - rest))
+
+
+def tile_sum(tile: Tensor) -> int:
+    """The sum of [n] uint8, n a multiple of 8; not reduced modulo 2^64."""
+    if tile.device.type != "cpu":
+        return _on_device(tile)
+    words = tile.view(torch.int64).numpy().view(np.uint64)
+    folded = words >> np.uint64(_SHIFT)
+    np.bitwise_xor(folded, words, out=folded)
+    return int(np.add.reduce(folded)) + 2 * int(np.dot(folded, folded))
+
+
+def _on_device(tile: Tensor) -> int:
+    words = tile.view(torch.int64)
+    folded = (words >> _SHIFT).bitwise_and_(2 ** (64 - _SHIFT) - 1).bitwise_xor_(words)  # >> repeats the sign
+    total = folded.sum()
+    return int((total + 2 * folded.mul_(folded).sum()).item())
