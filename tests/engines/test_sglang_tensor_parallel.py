@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.types import Completion
-from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig
+from tests.engines.engines import LAST_NORM, MAX_CONTEXT, VOCAB, Rig
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("sglang")
@@ -50,6 +50,36 @@ def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig, monkeyp
     assert rig.run(change((1, 2, 0))) == [one, two, zero] and len({one, two, zero}) == 3
     for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=12)):
         rig.assert_logprobs(PROMPT, completion)
+    parts = rig.engine._parts
+    assert parts.made.keys() == set(parts.names) and parts.made[LAST_NORM].times == {LAST_NORM: 2}
+
+
+def test_an_update_that_one_half_skips_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncgrpo.engines.sglang import weights
+
+    pack = weights.pack
+
+    def pack_for_the_first(tensors, num_schedulers):
+        given = list(tensors)
+        unknown = [("model.unknown" if name == LAST_NORM else name, tensor) for name, tensor in given]
+        for all_of_them, others in zip(pack(given, 2), pack(unknown, 2), strict=True):
+            yield weights.PackedBucket([all_of_them.payloads[0], others.payloads[1]], all_of_them.is_last)
+
+    async def skip() -> list[str]:
+        found = []
+        for change in (0, -1, -2):  # from the second on only the last norm moves
+            if change == -2:
+                monkeypatch.setattr(weights, "pack", pack_for_the_first)
+            await rig.load(change)
+            await rig.engine.checksum()
+            found.append(rig.engine.does_not_follow)
+        monkeypatch.undo()
+        await rig.load(0)
+        await rig.engine.checksum()
+        return [*found, rig.engine.does_not_follow]
+
+    whole, moved, skipped, repaired = rig.run(skip())
+    assert skipped.endswith(f": {LAST_NORM}") and (whole, moved, repaired) == ("", "", "")
 
 
 def test_both_halves_change_between_the_same_two_tokens(rig: Rig) -> None:

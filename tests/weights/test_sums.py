@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncgrpo.weights import sums
-from asyncgrpo.weights.sums import tiles, word_sum
 from asyncgrpo.weights.sums import _on_device as on_device
+from asyncgrpo.weights.sums import tiles, word_sum
 
 MASK = 2**64 - 1
 WORDS = st.integers(0, MASK)
