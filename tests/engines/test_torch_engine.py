@@ -231,6 +231,16 @@ def test_the_checksum_is_that_of_the_tensors_in_any_order(rig: Rig) -> None:
     assert rig.run(rig.engine.checksum()) == weights_digest(reversed(rig.weights(1).items()))
 
 
+def test_a_tensor_that_is_not_the_one_that_was_loaded_fails_the_checksum(rig: Rig) -> None:
+    rig.run(rig.load(1))
+    place = rig.engine._places["model.norm.weight"]
+    place.view(torch.int32)[3] += 1
+    with pytest.raises(EngineError, match=r"^1 tensors are not those of weights .*model\.norm\.weight$"):
+        rig.run(rig.engine.checksum())
+    rig.run(rig.load(1))
+    rig.run(rig.engine.checksum())
+
+
 # --- start and close
 
 

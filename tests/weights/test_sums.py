@@ -77,7 +77,7 @@ def test_every_change_within_a_word(before, after):
 @pytest.mark.parametrize("word", [0, 0x3F803F803F803F80, 0x3F8000003F800000, 0x123456789ABCDEF0])
 def test_every_flip_of_one_bit_in_each_of_two_equal_words(word):
     same = word_sum(of_words([word, word]))
-    flips = [1 << bit for bit in range(64)]
+    flips = [2**place for place in range(64)]
     changed = [word_sum(of_words([word ^ one, word ^ other])) for one, other in itertools.product(flips, flips)]
     assert same not in changed
 

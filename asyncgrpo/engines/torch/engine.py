@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import xxhash
@@ -61,6 +61,8 @@ class TorchEngine(EngineBase[Request]):
         self._work = asyncio.Event()
         self._decoder: Decoder | None = None
         self._places: dict[str, Tensor] = {}
+        self._sent: dict[str, str] = {}
+        """Digests of the tensors that were loaded last, where they are held in the dtype in which they came."""
         self._stepping: asyncio.Task[None] | None = None
         self._steps, self._step_s = 0, 0.0
 
@@ -78,8 +80,12 @@ class TorchEngine(EngineBase[Request]):
         self._stepping = asyncio.create_task(self._run(decoder), name="torch-engine")
 
     async def checksum(self) -> str:
+        """Raises EngineError: a tensor is not the one that was loaded last."""
         self._require_running()
-        return weights_digest(disk_tensors(self._model).items())
+        held = {name: tensor_digest(tensor) for name, tensor in disk_tensors(self._model).items()}
+        if wrong := [name for name, sent in self._sent.items() if held.get(name, sent) != sent]:
+            raise EngineError(f"{len(wrong)} tensors are not those of weights {self._version}, the first is {wrong[0]}")
+        return _joined(held)
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         self._require_running()
@@ -155,10 +161,19 @@ class TorchEngine(EngineBase[Request]):
     ) -> None:
         assert self._decoder is not None
         # There is no await in here, so `_run` cannot step on half of the weights.
-        replace_tensors(self._places, tensors, partial=partial)
+        replace_tensors(self._places, self._noted(tensors), partial=partial)
         self._decoder.change_version(version)
         if not keep_kv:
             self._decoder.recompute()
+
+    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, whose digests `checksum` compares."""
+        for name, tensor in tensors:
+            if name in self._places and tensor.dtype == self._places[name].dtype:
+                self._sent[name] = tensor_digest(tensor)
+            else:
+                self._sent.pop(name, None)
+            yield name, tensor
 
     def _fail(self, failure: EngineError) -> None:
         self._waiting.clear()
@@ -247,8 +262,14 @@ def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
     Each tensor is read before the next is asked for, so the caller may use one buffer for all.
     """
-    parts = []
-    for name, tensor in tensors:
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        parts.append(f"{name} {list(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(content)}")
-    return xxhash.xxh3_128_hexdigest("\n".join(sorted(parts)).encode())
+    return _joined({name: tensor_digest(tensor) for name, tensor in tensors})
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Shape, dtype and bytes (xxh3_128) of a tensor."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return f"{list(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(content)}"
+
+
+def _joined(digests: Mapping[str, str]) -> str:
+    return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode())
