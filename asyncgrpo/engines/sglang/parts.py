@@ -1,4 +1,4 @@
-"""Of which published tensors each parameter of an SGLang model is made, and whether it is made of those of this version.
+"""Which published tensors each parameter of an SGLang model is made of, and whether it is made of those of this version.
 
 SGLang fuses tensors, splits them over processes and keeps several copies of some; and it ignores those whose names it does not
 know. So before the first weights of an engine others are written into it. In the first every tensor is filled with a number
@@ -153,7 +153,7 @@ def seen(ranks: Iterable[Mapping[str, str]]) -> dict[str, Seen]:
 
 
 class Parts:
-    """Of which tensors the parameters of one engine are made, and the sums of those that it was sent last."""
+    """What tensors the parameters of one engine are made of, and the sums of those that it was sent last."""
 
     def __init__(self, tags: Tags, passes: Sequence[Mapping[str, Seen]], negative: Mapping[str, Seen]) -> None:
         """

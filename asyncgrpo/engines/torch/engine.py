@@ -167,7 +167,7 @@ class TorchEngine(EngineBase[Request]):
             self._decoder.recompute()
 
     def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, whose digests `checksum` compares."""
+        """Yield all tensors as they are, and note their digests, which `checksum` compares."""
         for name, tensor in tensors:
             if name in self._places and tensor.dtype == self._places[name].dtype:
                 self._sent[name] = tensor_digest(tensor)
