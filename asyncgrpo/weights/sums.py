@@ -26,9 +26,9 @@ from asyncgrpo.weights.digest import WORD
 
 _SHIFT = 31
 _MASK = 2**64 - 1
-_TILE_BYTES = 2**19
+TILE_BYTES = 2**19
 """What is read at once: on a CPU it and as much scratch stay in a core's cache."""
-_TILE_BYTES_ON_DEVICE = 2**25
+TILE_BYTES_ON_DEVICE = 2**25
 
 
 def word_sum(tensor: Tensor) -> int:
@@ -41,7 +41,7 @@ def tiles(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % WORD:
         flat = flat.clone()
-    step = _TILE_BYTES if flat.device.type == "cpu" else _TILE_BYTES_ON_DEVICE
+    step = TILE_BYTES if flat.device.type == "cpu" else TILE_BYTES_ON_DEVICE
     whole = len(flat) // WORD * WORD
     for start in range(0, whole, step):
         yield start, flat[start : min(start + step, whole)]

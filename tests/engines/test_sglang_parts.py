@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asyncgrpo.engines.sglang import parts
 from asyncgrpo.engines.sglang.parts import Parts, Tags, describe, listed, proof, seen
+from asyncgrpo.weights.sums import TILE_BYTES
 
 Weights = dict[str, Tensor]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -146,3 +147,9 @@ def test_integers_and_numbers_of_one_byte_are_written_as_they_are():
 def test_a_long_list_of_names_is_cut():
     assert listed(["a", "b"]) == "a, b"
     assert listed([f"w{i}" for i in range(23)]).endswith("w19 and 3 more")
+
+
+def test_engines_whose_parameter_has_its_tiles_in_another_order_differ():
+    tiles = torch.randn(4, TILE_BYTES // 4)
+    one, other = proof(tiles), proof(tiles[[0, 2, 1, 3]])
+    assert one[16:] == other[16:] and one[:16] != other[:16]

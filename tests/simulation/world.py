@@ -564,7 +564,9 @@ class World:
                 steer = msgspec.structs.replace(steer, checkpoints=steer.checkpoints + 1)
             case "leave" if self._hosts:
                 peer = sorted(self._hosts)[command.number % len(self._hosts)]
-                leaving = tuple(sorted({peer, *(one for one in steer.leaving if one in self._hosts)}))  # who leaves, leaves
+                leaving = tuple(
+                    sorted({peer, *(one for one in steer.leaving if one in self._hosts)})
+                )  # who leaves, leaves
                 steer = msgspec.structs.replace(steer, leaving=leaving, ending=leaving)
         if steer is not self._steer and not self._is_over:
             self._steer = msgspec.structs.replace(steer, revision=steer.revision + 1)

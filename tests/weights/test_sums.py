@@ -39,7 +39,7 @@ def as_defined(tensor: torch.Tensor) -> int:
 @dtypes
 @pytest.mark.parametrize("shape", [(), (3,), (64,), (7, 9), (300, 4)])
 def test_it_is_what_the_page_says(dtype, shape, monkeypatch):
-    monkeypatch.setattr(sums, "_TILE_BYTES", 256)
+    monkeypatch.setattr(sums, "TILE_BYTES", 256)
     assert word_sum(drawn(*shape, dtype=dtype)) == as_defined(drawn(*shape, dtype=dtype))
 
 
