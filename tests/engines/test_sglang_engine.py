@@ -5,7 +5,6 @@ What all engines promise is in `test_engine.py`.
 import asyncio
 import json
 import logging
-import math
 import multiprocessing
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling
 from asyncgrpo.weights.check import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
-from asyncgrpo.weights.files import disk_tensors
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
 
@@ -239,73 +237,6 @@ def test_keys_and_values_of_older_weights_show_in_the_scores(rig: Rig, monkeypat
     assert gap_after_a_change(rig).mean < BOUNDS["float32"][0]
     monkeypatch.setattr(rig.engine, "_prefix_keys", lambda count: ["the same in every version"] * count)
     assert gap_after_a_change(rig).mean > BOUNDS["float32"][1]
-
-
-DROPPED = "model.layers.1.self_attn.k_proj.weight"
-"""SGLang keeps it in one parameter with those of queries and values."""
-FUSED = "model.layers.1.self_attn.qkv_proj.weight"
-
-
-def bfloat16_engine(folder: Path) -> tuple[SGLangEngine, dict[str, torch.Tensor]]:
-    """It and the weights that it starts with."""
-    engine = SGLangEngine(str(folder), dtype=torch.bfloat16, max_context=MAX_CONTEXT, device="cpu", max_completions=4)
-    return engine, disk_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
-
-
-def test_a_tensor_that_the_engine_ignores_is_found_by_its_first_weights(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def load_without() -> None:
-        engine, weights = bfloat16_engine(folder)
-        weights["model.unknown"] = weights.pop(DROPPED)
-        await engine.start(PolicyVersion(0, 0))
-        try:
-            before = await engine.checksum()
-            await engine.load_weights(weights.items(), PolicyVersion(0, 1))
-            assert await engine.checksum() == before, "they were those that it had, and are again"
-            assert engine.does_not_follow.endswith(f"model: {FUSED} did not follow them")
-            assert all(map(math.isnan, await engine.score(CHECK.tokens, CHECK.start)))
-        finally:
-            await engine.close()
-
-    asyncio.run(load_without())
-    assert "in no parameter of SGLang's model: model.unknown" in caplog.text
-
-
-def test_an_update_that_the_engine_skips_later_is_found_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a few elements by one unit in the last place, less than any rounding of the log-probs."""
-    from asyncgrpo.engines.sglang import weights
-
-    pack, skipped = weights.pack, set[str]()
-
-    def pack_as_unknown(tensors, num_schedulers):
-        return pack(
-            (("model.unknown" if name in skipped else name, tensor) for name, tensor in tensors), num_schedulers
-        )
-
-    monkeypatch.setattr(weights, "pack", pack_as_unknown)
-
-    async def skip_the_second() -> None:
-        engine, given = bfloat16_engine(folder)
-        await engine.start(PolicyVersion(0, 0))
-        try:
-            for number, fault in enumerate([(), (DROPPED,), (), (DROPPED,)], 1):
-                bits = given[DROPPED].detach().clone().view(torch.int16)
-                bits[:3, number] += 1
-                given[DROPPED] = bits.view(torch.bfloat16)
-                skipped.clear()
-                skipped.update(fault)
-                await engine.load_weights(given.items(), PolicyVersion(0, number))
-                await engine.checksum()
-                scores = await engine.score(CHECK.tokens, CHECK.start)
-                assert engine.does_not_follow == (
-                    f"1 parameters are not those of weights 0.{number}: {FUSED}" if fault else ""
-                )
-                assert all(map(math.isnan if fault else math.isfinite, scores))
-        finally:
-            await engine.close()
-
-    asyncio.run(skip_the_second())
 
 
 def test_every_parameter_is_proved_under_each_version_and_healthy_ones_are_not_found(rig: Rig) -> None:
