@@ -22,7 +22,7 @@ NIC = 50 * GB
 """400 Gb/s, one for each machine."""
 ETHERNET = 3.125 * GB
 """25 GbE, one for each machine."""
-COPY, DIGEST, ENCODE, APPLY = 12 * GB, 7.3 * GB, 2.1 * GB, 15 * GB
+COPY, DIGEST, ENCODE, APPLY = 12 * GB, 13.7 * GB, 2.1 * GB, 15 * GB
 """Bytes of weights that a core copies, digests, compares and updates in a second, the last two at `SHARE`."""
 SHARE, FEWER = 0.015, 33.7
 """Elements that change in a step of 1e-6, and how much smaller the delta is than the weights: a model of 100M."""
