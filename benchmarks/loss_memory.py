@@ -4,6 +4,7 @@ python -m benchmarks.loss_memory --vocabularies 32768 151936 --tokens 1024 4096 
 
     fused   `learner.head.fused_loss`: logits exist for a tile of tokens at a time, and are made once
     full    all logits, a float32 log-softmax, the same loss, torch's autograd; where it fits `--limit-gb`
+    verl    verl's fused head in PyTorch, which makes the logits twice; with `--verl FOLDER`, an unpacked wheel of verl
 
 Each cell is a fresh process of one thread. The loss is the clipped surrogate, of hidden states [N, 256] and a head [V, 256].
 `value` is how much the peak of resident memory grows beyond these two, after a small warm-up. `gradients_mb` is a part of
@@ -12,12 +13,16 @@ tensor. The rest of `fused` does not grow with tokens x vocabulary; that of `ful
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 from benchmarks.measuring import ROOT, PeakMemory, line, rounded, show
 
@@ -34,49 +39,59 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3, help="fresh processes of each cell")
     parser.add_argument("--limit-gb", type=float, default=6.0, help="cells of `full` beyond it are left out")
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--verl", type=Path, help="folder with verl's package, whose head is measured beside ours")
     parser.add_argument("--cell", nargs=4, metavar=("WAY", "DTYPE", "N", "V"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.cell:
         way, dtype, tokens, vocabulary = arguments.cell
-        print(json.dumps(run_cell(way, dtype, int(tokens), int(vocabulary), arguments.seed)))
+        print(json.dumps(run_cell(way, dtype, int(tokens), int(vocabulary), arguments.seed, arguments.verl)))
         return
-    sizes = itertools.product(arguments.dtypes, arguments.vocabularies, arguments.tokens, ("fused", "full"))
-    for dtype, vocabulary, tokens, way in sizes:
-        if way == "fused" or FULL_BYTES * tokens * vocabulary < arguments.limit_gb * 1e9:
-            show(measure(way, dtype, tokens, vocabulary, runs=arguments.runs, seed=arguments.seed))
+    for dtype, vocabulary, tokens in itertools.product(arguments.dtypes, arguments.vocabularies, arguments.tokens):
+        ways = ["fused", *(["verl"] if arguments.verl else [])]
+        if FULL_BYTES * tokens * vocabulary < arguments.limit_gb * 1e9:
+            ways.append("full")
+        for found in measure(ways, dtype, tokens, vocabulary, arguments.runs, arguments.seed, arguments.verl):
+            show(found)
 
 
-def measure(way: str, dtype: str, tokens: int, vocabulary: int, *, runs: int, seed: int) -> dict:
-    """Measure one cell, in processes of its own."""
-    command = [sys.executable, "-m", "benchmarks.loss_memory", "--seed", str(seed)]
-    command += ["--cell", way, dtype, str(tokens), str(vocabulary)]
+def measure(
+    ways: list[str], dtype: str, tokens: int, vocabulary: int, runs: int, seed: int, verl: Path | None
+) -> list[dict[str, Any]]:
+    """Measure the cells of one size in turns, each in processes of its own."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    found = []
-    for _ in range(runs):
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for _, way in itertools.product(range(runs), ways):
+        command = [sys.executable, "-m", "benchmarks.loss_memory", "--seed", str(seed)]
+        command += ["--cell", way, dtype, str(tokens), str(vocabulary), *(["--verl", str(verl)] if verl else [])]
         result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
         if result.returncode:
             raise SystemExit(f"{' '.join(command)}\n{result.stderr[-2000:]}")
-        found.append(json.loads(result.stdout.splitlines()[-1]))
-    seconds = [one["cpu_s"] for one in found]
+        found[way].append(json.loads(result.stdout.splitlines()[-1]))
     width = {"bfloat16": 2, "float32": 4}[dtype]
     gradients = width * (tokens + vocabulary) * HIDDEN + (4 * vocabulary * HIDDEN if width == 2 else 0)
-    return line(
-        "loss part, peak memory",
-        [one["peak_mb"] for one in found],
-        "MB",
-        seed=seed,
-        way=way,
-        dtype=dtype,
-        tokens=tokens,
-        vocabulary=vocabulary,
-        hidden=HIDDEN,
-        gradients_mb=rounded(gradients / 1e6),
-        cpu_s=rounded(sorted(seconds)[len(seconds) // 2]),
-        cpu_s_spread=[rounded(min(seconds)), rounded(max(seconds))],
-    )
+    sizes = {"dtype": dtype, "tokens": tokens, "vocabulary": vocabulary, "hidden": HIDDEN}
+    return [
+        line("loss part, peak memory", [one["peak_mb"] for one in found[way]], "MB", seed=seed, way=way, **sizes)
+        | {"gradients_mb": rounded(gradients / 1e6)}
+        | _seconds([one["cpu_s"] for one in found["fused"]], [one["cpu_s"] for one in found[way]])
+        for way in ways
+    ]
 
 
-def run_cell(way: str, dtype: str, tokens: int, vocabulary: int, seed: int) -> dict[str, float]:
+def _seconds(ours: list[float], found: list[float]) -> dict[str, Any]:
+    """CPU seconds of a way, and ours over them in each round: medians, the least and the largest."""
+    ratios = [one / other for one, other in zip(ours, found, strict=True)]
+    return {
+        "cpu_s": rounded(statistics.median(found)),
+        "cpu_s_spread": [rounded(min(found)), rounded(max(found))],
+        "fused_to_this": rounded(statistics.median(ratios), 3),
+        "fused_to_this_spread": [rounded(min(ratios), 3), rounded(max(ratios), 3)],
+    }
+
+
+def run_cell(
+    way: str, dtype: str, tokens: int, vocabulary: int, seed: int, folder: Path | None = None
+) -> dict[str, float]:
     """Peak memory and CPU seconds of one forward and backward, in this process."""
     import torch
     from torch import Tensor
@@ -105,7 +120,17 @@ def run_cell(way: str, dtype: str, tokens: int, vocabulary: int, seed: int) -> d
         ratio = torch.exp(logprobs.detach() - behaviour[:count])
         return -(ratio.clip(0.8, 1.2) * advantages[:count] * logprobs).sum() / tokens
 
-    loss = {"fused": fused, "full": full}[way]
+    def verl(count: int) -> Tensor:
+        spec = importlib.util.spec_from_file_location(
+            "of_verl", f"{folder}/verl/utils/experimental/torch_functional.py"
+        )
+        assert spec is not None and spec.loader is not None, folder
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        logprobs, _ = module.FusedLinearForPPOFunction.apply(hidden[:count], weight, targets[:count], 1.0)
+        ratio = torch.exp(logprobs.detach() - behaviour[:count])
+        return -(ratio.clip(0.8, 1.2) * advantages[:count] * logprobs).sum() / tokens
+
+    loss = {"fused": fused, "full": full, "verl": verl}[way]
     loss(32).backward()
     hidden.grad = weight.grad = None
     memory, started = PeakMemory(), time.process_time()
