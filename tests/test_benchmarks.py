@@ -83,9 +83,11 @@ def test_memory_of_the_loss(capsys):
     settings = ["--vocabularies", "4096", "--tokens", "512", "--dtypes", "float32", "--runs", "1"]
     loss_memory.main([*settings, "--limit-gb", "0"])
     (fused,) = lines(capsys.readouterr().out)
-    assert fused["way"] == "fused"
+    assert fused["way"] == "fused" and fused["fused_to_this"] == 1.0
     assert fused["value"] > 0
-    full = loss_memory.measure("full", "float32", 512, 4096, runs=1, seed=0)
+    loss_memory.main(settings)
+    fused, full = lines(capsys.readouterr().out)
+    assert (fused["way"], full["way"]) == ("fused", "full")
     assert full["value"] > 0
 
 
