@@ -357,10 +357,9 @@ def _shard(
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*layers, scorer):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    if mesh.size() > 1:  # alone, the sum is the gradient, and a factor would copy it once more
-        for sharded in _sharded(scorer):
-            sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_gradient_divide_factor(1.0)
+    for sharded in _sharded(scorer):
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
 
 
 def keep_gathered(scorer: TokenScorer, keep: bool) -> None:
