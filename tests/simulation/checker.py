@@ -266,6 +266,14 @@ class Checker:
                 f"step {result.step} is judged by {result.oldest} to {result.newest} in lineage {life.lineage}",
             )
 
+    def ended_in_a_turn(self) -> None:
+        """The disk ended the buffer while it handled an event: what it had filtered or dropped by then is promised no more."""
+        life = self._life
+        for lease_id, group in life.kept.items():
+            gone = lease_id.rpartition(".")[0] not in life.buffer._entries
+            if gone and life.source.is_done(group.prompt_index) and group.prompt_index not in life.trained:
+                self._gave_up(life, lease_id)
+
     def reported(self, shares: Mapping[int, float]) -> None:
         """The learner says of its last step which effective sample shares it had, by lag."""
         if max(shares) <= self._life.bounds[-1]:

@@ -421,6 +421,7 @@ class World:
             service.turn(received, self.now + self._clock_jump_s)
         except Killed:
             self.note("fault", "disk_killed", "buffer")
+            self.checker.ended_in_a_turn()
             self._kill_buffer("disk_death", with_machine=self.rng.random() < 0.5)
         else:
             self.checker.turned(service._unacknowledged)
