@@ -196,12 +196,18 @@ def says(served: Served, name: str, token_s: float, version: int = 0) -> list[tu
     return served.hear(name, Serving(generator_id=name, version=v(version), token_s=token_s, running=8))
 
 
-def test_others_go_on_with_the_leases_of_a_slow_generator_and_it_gets_one_when_it_has_rested():
-    served = Served(per_step=4, max_lag=0)
+def two(window: int, **settings) -> Served:
+    """Two generators, a and b, that have all the leases there are."""
+    served = Served(**settings)
     for name in ("a", "b"):
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=4))
+        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
         says(served, name, 0.1)
     served.hear("learner", Trained(version=v(0)))
+    return served
+
+
+def test_others_go_on_with_the_leases_of_a_slow_generator_and_it_gets_one_when_it_has_rested():
+    served = two(window=4, per_step=4, max_lag=0)
     assert [served.buffer.held_by(name) for name in ("a", "b")] == [2, 2]
     served.now_s += 1.0
     assert says(served, "b", 1.0) == []
@@ -219,11 +225,7 @@ def test_others_go_on_with_the_leases_of_a_slow_generator_and_it_gets_one_when_i
 
 
 def test_a_generator_three_times_slower_is_slow_once_the_learner_waits_for_its_group():
-    served = Served(per_step=1, max_lag=1)
-    for name in ("a", "b"):
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=1))
-        says(served, name, 0.1)
-    served.hear("learner", Trained(version=v(0)))
+    served = two(window=1, per_step=1, max_lag=1)
     slow = served.buffer.oldest_lease().holder
     quick = {"a": "b", "b": "a"}[slow]
 
@@ -249,11 +251,7 @@ def test_who_says_that_a_token_takes_no_time_says_nothing():
 
 
 def test_the_only_generator_works_however_slow_it_is():
-    served = Served(per_step=2, max_lag=0)
-    for name in ("a", "b"):
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=4))
-        says(served, name, 0.1)
-    served.hear("learner", Trained(version=v(0)))
+    served = two(window=4, per_step=2, max_lag=0)
     for _ in range(2):
         served.now_s += 1.0
         says(served, "a", 0.1)
