@@ -1,6 +1,6 @@
 """How weights get from a learner to an engine on one card: each copy of the way, the two groups, and NCCL's errors.
 
-    python -m benchmarks.gpu_weights copies          GB/s of each leg, and of the digest
+    python -m benchmarks.gpu_weights copies          GB/s of each leg, of the digest and of the sums
     python -m benchmarks.gpu_weights shared-memory   a whole publication to another process, which maps the learner's memory
     python -m benchmarks.gpu_weights nccl            `NcclGroup`: alone; a member that never comes; two members on one card
 
@@ -31,6 +31,7 @@ from asyncgrpo.weights.digest import digest
 from asyncgrpo.weights.group import form_group, serve_store, visit_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
+from asyncgrpo.weights.sums import word_sum
 from benchmarks.measuring import ROOT, line, rounded, show
 from tests.weights.publishing import publish
 
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def copies(device: str, size: int) -> None:
-    """GB/s of each leg between the card and the memory of two processes, `size` bytes each, and of the digest."""
+    """GB/s of each leg between the card and the memory of two processes, `size` bytes each, of the digest and of the sums."""
     on_card = random_bytes(size, device)
     pageable = torch.empty(size, dtype=torch.uint8)
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
@@ -90,7 +91,7 @@ def copies(device: str, size: int) -> None:
             show_rate("card to /dev/shm, registered", size, device, lambda: shared.copy_(on_card))
             show_rate("/dev/shm, registered, to card", size, device, lambda: on_card.copy_(shared))
             torch.cuda.cudart().cudaHostUnregister(shared.data_ptr())
-    show_rate(f"digest on the {'card' if device == 'cuda' else 'CPU'}", size, device, lambda: digest(on_card))
+    show_rate(f"sums on the {'card' if device == 'cuda' else 'CPU'}", size, device, lambda: word_sum(on_card))
     few = pageable[: size // 8]
     show_rate("digest on the host", len(few), device, lambda: digest(few))
 

@@ -205,9 +205,9 @@ class SlowGenerators:
         """Note a heartbeat. Returns whether the generator has just become one that is to rest.
 
         Args:
-            is_awaited: the learner waits for a group of this generator, and could go on otherwise.
             token_s: how long a token takes, seconds; None: it is not known, or nothing runs.
             running: completions that are sampled at once.
+            is_awaited: the learner waits for a group of this generator, and could go on otherwise.
         """
         if not token_s or self.rests(generator, now_s):
             return False
