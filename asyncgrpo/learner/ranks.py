@@ -45,7 +45,7 @@ from asyncgrpo.wire.supervision import Drain
 class RankCommand(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do next."""
 
-    what: Literal["step", "snapshot", "check", "save", "export", "set_lr", "end"]
+    what: Literal["step", "snapshot", "check", "save", "export", "set_lr", "wait", "end"]
     version: PolicyVersion | None = None
     folder: str = ""
     lr: float = 0.0
@@ -63,6 +63,7 @@ class Team:
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
+        self._told_s = time.monotonic()
 
     @property
     def leads(self) -> bool:
@@ -72,9 +73,15 @@ class Team:
         """Rank 0: send a command to all other ranks."""
         if self.world == 1:
             return
+        self._told_s = time.monotonic()
         data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0)
         dist.broadcast(data, src=0)
+
+    def tell_to_wait(self) -> None:
+        """Rank 0, while it waits: now and then tell the others that it does, who give up after some minutes of silence."""
+        if time.monotonic() - self._told_s > SAY_EVERY_S:
+            self.tell(RankCommand(what="wait"))
 
     def hear(self) -> RankCommand:
         """Other ranks: the next command; waits as long as rank 0 waits."""

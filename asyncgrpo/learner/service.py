@@ -346,6 +346,7 @@ class LearnerService:
 
     def _tell_waiting(self, what: str, seconds: float) -> None:
         self.progress.tick()
+        self._team.tell_to_wait()
         if seconds - self._stall_told_s >= 30.0:
             self._stall_told_s = seconds
             self._recorder.events.write("stall", what=what, seconds=seconds)
@@ -372,6 +373,8 @@ def follow(learner: Learner, team: Team) -> None:
                 learner.export(command.folder, learner.config.model.path)
             case "set_lr":
                 learner.set_lr(command.lr)
+            case "wait":
+                pass
 
 
 class Stopwatch:

@@ -1,0 +1,50 @@
+"""While rank 0 waits for the buffer, as it does for days where a run is paused, the other ranks wait with it."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from asyncgrpo.learner import ranks
+from asyncgrpo.learner.ranks import Taken, Team
+from asyncgrpo.types import PolicyVersion
+from tests.learner.ranks import run_on_ranks
+from tests.learner.test_service import Inbox, service
+
+GIVES_UP_S = 3
+"""A rank that hears nothing for so long."""
+
+
+class Paused(Inbox):
+    """Nothing comes for twice as long, and then the end."""
+
+    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **named: Any) -> Taken:
+        end_s = time.monotonic() + 2 * GIVES_UP_S
+        while time.monotonic() < end_s:
+            named["while_waiting"]("the end of the pause", 1.0)
+            time.sleep(0.05)
+        return Taken([], None, memoryview(b""), {}, 0.0, "draining")
+
+
+def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
+    dist.destroy_process_group()
+    short = timedelta(seconds=GIVES_UP_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=short)
+    ranks.SAY_EVERY_S = GIVES_UP_S / 3
+    team = Team(rank, world)
+    if rank == 0:
+        running = service(Path(folder) / "run", Paused())
+        running._team = team
+        assert running.run() == "drained"
+        return
+    heard = []
+    while not heard or heard[-1] != "end":
+        heard.append(team.hear().what)
+    Path(folder, "heard").write_text(" ".join(heard))
+
+
+def test_a_rank_is_told_that_rank_0_waits(tmp_path: Path):
+    run_on_ranks(wait_on_a_rank, str(tmp_path), 2)
+    assert (tmp_path / "heard").read_text().split().count("wait") >= 3
