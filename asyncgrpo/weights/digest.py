@@ -17,6 +17,8 @@ from collections.abc import Iterable
 import xxhash
 from torch import Tensor
 
+from asyncgrpo.weights.threads import spread
+
 WORD = 8
 """Lengths and starts are multiples of so many bytes."""
 BLOCK = 2**20
@@ -43,6 +45,15 @@ def digest(flat: Tensor, start: int = 0) -> int:
         if a < b:
             total += xxhash.xxh3_64_intdigest(content[a - start : b - start], a)
     return total & _MASK
+
+
+def digest_pieces(flat: Tensor, pieces: Iterable[tuple[int, int]]) -> str:
+    """The digest of a publication, [num_bytes] uint8, by several threads; 16 hex digits.
+
+    Args:
+        pieces: first and last byte of each. They are taken one by one, and need not be there before.
+    """
+    return add_digests(spread(lambda piece: digest(flat[slice(*piece)], piece[0]), pieces))
 
 
 def add_digests(parts: Iterable[int]) -> str:

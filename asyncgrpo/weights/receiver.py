@@ -10,9 +10,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +23,10 @@ from asyncgrpo.weights.adapters import AdapterMerger, content_digest
 from asyncgrpo.weights.arena import Layout, MappedArenas, Staging, same_machine
 from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.delta import Delta, State, apply
-from asyncgrpo.weights.digest import BLOCK, add_digests, digest
+from asyncgrpo.weights.digest import BLOCK, add_digests, digest, digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.weights.lane import Arriving
+from asyncgrpo.weights.threads import SHARE_BYTES, spread
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.sockets import Client, Keys
@@ -253,7 +255,7 @@ class Receiver:
         for delta in deltas:
             apply(delta, staging.flat, holds)
             holds = delta.after
-        return staging, add_digests(digest(staging.flat[start:end], start) for start, end in layout.slices(BLOCK))
+        return staging, digest_pieces(staging.flat, layout.slices(SHARE_BYTES))
 
     def _free_staging(self, layout: Layout) -> Staging:
         """Memory from which the engine does not load. What waits there for the engine is overtaken.
@@ -270,25 +272,33 @@ class Receiver:
     def _copy(self, layout: Layout, offer: Offer, staging: Staging) -> str:
         if self._arenas is None or self._arenas.file != offer.file:
             self._arenas = MappedArenas(offer.file)
-        memory, digests = self._arenas.read(offer.start, layout.num_bytes), []
-        for start, end in layout.slices(BLOCK):
-            piece = staging.flat[start:end].copy_(memory[start:end])
-            digests.append(digest(piece, start))
-        return add_digests(digests)
+        memory, flat = self._arenas.read(offer.start, layout.num_bytes), staging.flat
+
+        def copy(share: tuple[int, int]) -> int:
+            total, last = 0, share[1]
+            for start in range(share[0], last, BLOCK):  # each is hashed while a core still has it in its cache
+                piece = slice(start, min(start + BLOCK, last))
+                np.copyto(flat[piece].numpy(), memory[piece].numpy())
+                total += digest(flat[piece], start)
+            return total
+
+        return add_digests(spread(copy, layout.slices(SHARE_BYTES)))
 
     def _receive(self, layout: Layout, offer: Offer, staging: Staging) -> str:
         group = self._group
         if group is None or offer.group_number != self._group_number:
             raise WeightsError(f"this generator is not in group {offer.group_number}")
-        digests = []
-        for start, end in layout.slices(offer.piece_bytes):
-            piece = staging.flat[start:end]
-            there = piece if group.device.type == "cpu" else torch.empty_like(piece, device=group.device)
-            group.broadcast(there)
-            if there is not piece:
-                piece.copy_(there)
-            digests.append(digest(piece, start))
-        return add_digests(digests)
+
+        def pieces() -> Iterator[tuple[int, int]]:
+            for start, end in layout.slices(offer.piece_bytes):
+                piece = staging.flat[start:end]
+                there = piece if group.device.type == "cpu" else torch.empty_like(piece, device=group.device)
+                group.broadcast(there)
+                if there is not piece:
+                    piece.copy_(there)
+                yield start, end
+
+        return digest_pieces(staging.flat, pieces())
 
     def _merge(self, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Make whole weights of adapters. A failure ends this generator: it would fail at every publication."""

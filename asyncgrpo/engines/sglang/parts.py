@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.weights.sums import tile_sum, tiles, word_sum
+from asyncgrpo.weights.threads import spread
 
 Given = Sequence[tuple[str, Tensor]]
 """Published tensors by their names on disk."""
@@ -186,8 +187,9 @@ class Parts:
         for made in self.made.values():
             for tensor in made.times:
                 needed.setdefault(tensor, set()).add(made.dtype)
-        sums = {(name, dtype): word_sum(tensor.to(dtype)) for name, tensor in given for dtype in needed.get(name, ())}
-        self._sums = self._sums | sums if partial else sums
+        wanted = ((name, tensor, dtype) for name, tensor in given for dtype in needed.get(name, ()))
+        found = spread(lambda each: ((each[0], each[2]), word_sum(each[1].to(each[2]))), wanted)
+        self._sums = (self._sums if partial else {}) | dict(found)
 
     def differing(self, ranks: Iterable[Mapping[str, str]]) -> list[str]:
         """The parameters that are not made of the tensors that were sent last; `ranks`: the proofs of each process."""
