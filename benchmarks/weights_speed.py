@@ -27,8 +27,7 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights import publisher as sending
-from asyncgrpo.weights import receiver as receiving
+from asyncgrpo.weights import digest as hashing
 from asyncgrpo.weights.group import GlooGroup
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -72,7 +71,7 @@ def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, An
     with (
         receivers(publisher.endpoint, layout, engines, lane) as (processes, pauses),
         broadcasts(engines, num_bytes) as raw,
-        mock.patch.object(sending, "digest", no_digest if lane == "stream" else sending.digest),
+        mock.patch.object(hashing, "digest", no_digest if lane == "stream" else hashing.digest),
     ):
         publisher.wait_for(engines, 120.0, lambda what, seconds: None)
         ours, theirs, seconds, stalls, copies, their_s = [], [], [], [], [], []
@@ -200,7 +199,7 @@ def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list, la
         return weights_digest(places.items())
 
     if lane == "stream":
-        receiving.digest = no_digest
+        hashing.digest = no_digest
     receiver = Receiver(endpoint, generator_id=name, incarnation="0", host=HOST, apply=apply, keys=None)
     receiver.start()
     while True:

@@ -8,7 +8,7 @@ About 1 % of the bytes of the whole model cross the wire, and no base weight is 
 (`weights.base.AdapterMerger`), by the arithmetic with which `PublishedWeights` would have.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,8 +21,11 @@ from asyncgrpo.learner.loading import Pieces, first_row, pieces_of_rows, views_o
 from asyncgrpo.learner.model import TokenScorer
 from asyncgrpo.types import TensorInfo
 from asyncgrpo.weights.adapters import DOWN, INSTEAD, UP, BaseWeights, fingerprint, merge
-from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.files import disk_pieces, saved_tensors
+
+Part = tuple[str, int, Tensor]
+"""Of a tensor that is published: its name, the first element there, and the values, in any dtype."""
 
 # -- whole weights -----------------------------------------------------------------------------------------------------
 
@@ -100,8 +103,8 @@ class PublishedWeights:
                 yield _info(name, piece), piece
 
     @torch.no_grad()
-    def parts(self, rank: int) -> Iterator[tuple[str, int, Tensor]]:
-        """What this rank writes of a publication: name, first element there, and the values, in any dtype.
+    def parts(self, rank: int) -> Iterator[Part]:
+        """What this rank writes of a publication.
 
         All ranks together write every element once. Collective: some tensors are gathered, and rank 0 writes them.
         """
@@ -119,17 +122,17 @@ class PublishedWeights:
                 yield from ((name, 0, view) for name, view in views_of_rows(source.pieces.parts, rows, start))
 
 
-def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, flat: Tensor) -> Callable[[], None] | None:
+def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, flat: Tensor) -> IsWritten | None:
     """Copy weights to their places in a publication's arena, [num_bytes] uint8 on the CPU.
 
     Args:
         weights: in the order of the layout.
     Returns:
-        What returns once all bytes are there, if a GPU is still writing them. The next step may begin meanwhile: it is behind
+        What says whether all bytes are there, if a GPU is still writing them. The next step may begin meanwhile: it is behind
         these copies in the GPU's queue.
     """
 
-    def parts() -> Iterator[tuple[str, int, Tensor]]:
+    def parts() -> Iterator[Part]:
         for info, (given, tensor) in zip(layout.tensors, weights, strict=True):
             assert info == given, f"{info.name} expected, {given.name} given"
             yield info.name, 0, tensor
@@ -137,12 +140,17 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
     return fill_parts(parts(), layout, flat)
 
 
-def fill_parts(parts: Iterator[tuple[str, int, Tensor]], layout: Layout, flat: Tensor) -> Callable[[], None] | None:
-    """Copy one rank's parts (`PublishedWeights.parts`) to their places. As `fill_arena`."""
-    is_cuda = False
+def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten | None:
+    """Copy one rank's parts to their places. As `fill_arena`."""
     places = {info.name: view.view(-1) for info, view in layout.views(flat)}
-    for name, start, tensor in parts:
-        places[name][start : start + tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
+    return copy_parts((places[name][start : start + tensor.numel()], tensor) for name, start, tensor in parts)
+
+
+def copy_parts(pairs: Iterable[tuple[Tensor, Tensor]]) -> IsWritten | None:
+    """Copy each second tensor into the first of its pair, [n], on the CPU. Returns as `fill_arena`."""
+    is_cuda = False
+    for place, tensor in pairs:
+        place.view(tensor.shape).copy_(tensor, non_blocking=True)
         is_cuda = is_cuda or tensor.is_cuda
     return copied() if is_cuda else None
 
@@ -157,11 +165,11 @@ def _own_rows(model: Any, name: str, tensor: Tensor) -> Pieces | None:
         return None
 
 
-def copied() -> Callable[[], None]:
-    """What returns once the GPU has done what was asked of it until now."""
+def copied() -> IsWritten:
+    """What says whether the GPU has done what was asked of it until now."""
     event = torch.cuda.Event()
     event.record()
-    return event.synchronize
+    return event.query
 
 
 def _info(name: str, tensor: Tensor) -> TensorInfo:

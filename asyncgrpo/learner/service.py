@@ -25,7 +25,7 @@ from asyncgrpo.learner.ranks import Inbox, RankCommand, Taken, Team
 from asyncgrpo.learner.record import Recorder
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode
@@ -206,8 +206,8 @@ class LearnerService:
         self._offer_weights()
 
     def _offer_weights(self) -> None:
-        """Offer the newest weights, unless that is done. If all arenas are being read it is tried again later."""
-        if self._offered != self.version:
+        """Offer the newest weights, unless that is done. If both arenas are being read or filled it is tried again later."""
+        if self._offered != self.version and not self._learner.snapshot.is_behind:
             with self._clock("publish"):
                 if self._publisher.offer(self.version, self._fill_arena):
                     self._offered = self.version
@@ -219,8 +219,8 @@ class LearnerService:
             self._team.tell(RankCommand(what="check"))
             self._publisher.expect(self.version, self._learner.check.score())
 
-    def _fill_arena(self, layout: Layout, flat: Tensor) -> Callable[[], None] | None:
-        file = self._publisher.file if self._learner.snapshot.is_together else ""
+    def _fill_arena(self, layout: Layout, flat: Tensor) -> IsWritten | None:
+        file = self._publisher.file if self._learner.snapshot.is_by_rows else ""
         self._team.tell(RankCommand(what="snapshot", file=file, start=int(flat.storage_offset())))
         return self._learner.snapshot.write(flat, file)
 
@@ -315,6 +315,7 @@ class LearnerService:
         if status != "failed":
             self._await_publications()
             self._recorder.end(status, self.step)
+        self._learner.snapshot.close()
         self._recorder.close()
         self._publisher.close()
         self._inbox.finish()
@@ -375,6 +376,7 @@ def follow(learner: Learner, team: Team) -> None:
                 learner.set_lr(command.lr)
             case "wait":
                 pass
+    learner.snapshot.close()
 
 
 class Stopwatch:

@@ -159,7 +159,7 @@ class _Trainer:
 
     def __init__(self, run: "VirtualRun") -> None:
         self.step, self.export = run.step, run.export
-        self.sent = SimpleNamespace(weights=lambda: iter(()))
+        self.snapshot = SimpleNamespace(is_behind=False)
 
 
 class _NoCheckpoints:

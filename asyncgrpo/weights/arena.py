@@ -22,6 +22,8 @@ from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.delta import Span, State
 from asyncgrpo.weights.digest import add_digests, digest
 
+IsWritten = Callable[[], bool]
+"""Whether every byte of an arena is there. Raises WeightsError: it will not be."""
 ALIGNMENT = 64
 """Every tensor starts at a multiple of so many bytes, so that a view of any dtype is aligned."""
 SLOTS = 2
@@ -118,15 +120,12 @@ class Slot:
     start: int
     version: PolicyVersion | None = None
     digest: str = ""
-    is_written: Callable[[], None] | None = None
-    """Returns once every byte is there; None: all are."""
+    """Empty: it may not be read yet."""
+    is_written: IsWritten | None = None
+    """None: every byte is there."""
     readers: set[str] = field(default_factory=set)
     is_ours: bool = False
     """Whether it is being filled or hashed."""
-
-    @property
-    def may_be_read(self) -> bool:
-        return bool(self.digest) and not self.is_ours
 
 
 class MappedArenas:

@@ -23,13 +23,14 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, Layout, Slot, same_machine
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot, same_machine
 from asyncgrpo.weights.check import SyncCheck
 from asyncgrpo.weights.delta import Delta, State
-from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.digest import digest_pieces
 from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import DeltaLane, GroupLane, at_most
 from asyncgrpo.weights.publication import Member, Publication, Round
+from asyncgrpo.weights.threads import SHARE_BYTES
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, Kinds, decode
 from asyncgrpo.wire.sockets import Client, Keys, Server
@@ -61,6 +62,7 @@ READ_BYTES_PER_S = 100e6
 """What a generator that receives weights must manage at least; it says nothing while it does."""
 LOOK_EVERY_S = 0.2
 LOOK_WHILE_SENDING_S = 0.02
+LOOK_WHILE_WRITING_S = 0.001
 NOT_CONNECTED = "it is not connected any more"
 COMPARING = "(deltas)"
 """Reads an arena as generators do, while a delta is made of it."""
@@ -92,7 +94,8 @@ class Publisher:
         self._rounds: dict[PolicyVersion, Round] = {}
         self._lock = threading.Lock()  # over the slots
         self._slots: list[Slot] = []
-        self._newest: Slot | None = None
+        self._newest: Slot | None = None  # of those that may be read
+        self._preparing: Slot | None = None
         self._told: SimpleQueue[tuple[str, str]] = SimpleQueue()  # who was given up
         self._reports: SimpleQueue[Publication] = SimpleQueue()
         self._failure: WeightsError | None = None
@@ -156,12 +159,12 @@ class Publisher:
         if not self._members:
             raise WeightsError(f"no generator asked for weights within {timeout_s:.0f} s; their logs say why")
 
-    def offer(self, version: PolicyVersion, fill: Callable[[Layout, Tensor], Callable[[], None] | None]) -> bool:
+    def offer(self, version: PolicyVersion, fill: Callable[[Layout, Tensor], IsWritten | None]) -> bool:
         """Publish `version` beside whatever the caller does next.
 
         Args:
             fill: writes the weights into the views of the layout's arena, [num_bytes] uint8. It may return a function that
-                returns once all bytes are there.
+                says whether all bytes are there.
         Returns:
             Whether it was taken: not if generators still read both arenas. Then offer it again, or a later version.
         """
@@ -170,6 +173,8 @@ class Publisher:
             if slot is None:
                 return False
             slot.is_ours, slot.version, slot.digest = True, None, ""
+            if slot is self._newest:
+                self._newest = None
         is_filled = False
         try:
             slot.is_written = fill(self._layout, slot.flat)
@@ -178,7 +183,7 @@ class Publisher:
             with self._lock:
                 slot.is_ours = False
                 if is_filled:
-                    slot.version, self._newest = version, slot
+                    slot.version = version
         self._look_again()
         return True
 
@@ -203,10 +208,12 @@ class Publisher:
     @property
     def is_idle(self) -> bool:
         """Whether every generator in touch has what was offered last."""
-        newest = self._newest
-        if newest is None or self._failure is not None:
+        if self._failure is not None:
             return True
-        return all(m.holds == newest.version for m in tuple(self._members.values())) and not self._rounds
+        if self._rounds or self._preparing is not None or self._filled() is not None:
+            return False
+        newest = self._newest
+        return newest is None or all(m.holds == newest.version for m in tuple(self._members.values()))
 
     def give_up(self, generator_id: str, incarnation: str) -> None:
         """Wait for this generator no more: it is gone. May be called from any thread."""
@@ -237,6 +244,12 @@ class Publisher:
         free = [slot for slot in self._slots if not slot.readers and not slot.is_ours]
         return min(free, key=lambda slot: slot is self._newest, default=None)
 
+    def _filled(self) -> Slot | None:
+        """The arena with the newest version, if that may not be read yet and nobody prepares it."""
+        filled = [slot for slot in self._slots if slot.version is not None and not slot.is_ours]
+        newest = max(filled, key=lambda slot: cast(PolicyVersion, slot.version), default=None)
+        return None if newest is None or newest.digest else newest
+
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -244,7 +257,7 @@ class Publisher:
             while not self._stop.is_set():
                 self._read()
                 self._look_at_members()
-                self._hash_newest()
+                self._prepare_newest()
                 self._offer_to_near()
                 self._offer_to_far()
                 self._compare_newest()
@@ -260,6 +273,7 @@ class Publisher:
         """Read what has arrived; wait a little if it is nothing."""
         is_sending = self._lane.state in ("forming", "sending") or self._deltas.is_busy
         timeout_s = LOOK_WHILE_SENDING_S if is_sending else LOOK_EVERY_S
+        timeout_s = LOOK_WHILE_WRITING_S if self._preparing is not None else timeout_s
         received = self._server.receive(timeout_s)
         while received is not None:
             peer, frames = received
@@ -311,17 +325,20 @@ class Publisher:
 
     # -- one version ---------------------------------------------------------------------------------------------------
 
-    def _hash_newest(self) -> None:
-        with self._lock:
-            slot = self._newest
-            if slot is None or slot.version is None or slot.digest or slot.is_ours:
-                return
-            slot.is_ours = True
-        if slot.is_written is not None:
-            slot.is_written()
-        found = add_digests([digest(slot.flat)])
+    def _prepare_newest(self) -> None:
+        """Compute the digest of the newest version once all its bytes are there. Then it may be read."""
+        if self._preparing is None:
+            with self._lock:
+                self._preparing = slot = self._filled()
+                if slot is not None:
+                    slot.is_ours = True
+        slot = self._preparing
+        if slot is None or not (slot.is_written is None or slot.is_written()):
+            return
+        found = digest_pieces(slot.flat, self._layout.slices(SHARE_BYTES))
         with self._lock:
             slot.is_ours, slot.digest = False, found
+            self._newest, self._preparing = slot, None
 
     def _offer_to_near(self) -> None:
         for name, member in list(self._members.items()):
@@ -329,7 +346,7 @@ class Publisher:
                 continue
             with self._lock:
                 slot = self._newest
-                if slot is None or slot.version is None or not slot.may_be_read:
+                if slot is None or slot.version is None:
                     return
                 if member.holds == slot.version:
                     continue
@@ -373,7 +390,7 @@ class Publisher:
             return
         with self._lock:
             slot = self._newest
-            if slot is None or slot.version is None or not slot.may_be_read:
+            if slot is None or slot.version is None:
                 return
             if all(slot.version in (m.holds, m.offered) for m in whole.values()):
                 return
@@ -396,7 +413,7 @@ class Publisher:
             return
         with self._lock:
             slot = self._newest
-            if slot is None or slot.version is None or not slot.may_be_read:
+            if slot is None or slot.version is None:
                 return
             state = State(slot.version, slot.digest)
             if not self._deltas.wants(state):

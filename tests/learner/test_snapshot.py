@@ -1,6 +1,11 @@
-"""Several ranks write each their rows into one arena: the same bytes as one rank that gathers, and nothing is gathered."""
+"""Several ranks write each their rows into one arena: the same bytes as one rank that gathers, and nothing is gathered.
+
+The last rank is on the same machine as the others, or, as far as it knows, on another one.
+"""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner import publishing, snapshot
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
+from asyncgrpo.learner.snapshot import wait_until
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, Layout
 from tests.learner.helpers import config, random_groups
@@ -49,7 +55,9 @@ def learner_of(case: str, folder: str, rank: int, world: int) -> Learner:
     return Learner(settings, rank=rank, world=world, device="cpu")
 
 
-def snapshots_on_a_rank(rank: int, world: int, folder: str) -> None:
+def snapshots_on_a_rank(rank: int, world: int, argument: str) -> None:
+    folder, where = argument.split()
+    is_away = where == "apart" and rank == world - 1
     gathered: list[str] = []
     gather = publishing.gather
 
@@ -58,56 +66,97 @@ def snapshots_on_a_rank(rank: int, world: int, folder: str) -> None:
         return gather(tensor)
 
     publishing.gather = counted
+    snapshot.same_machine = lambda: f"machine {is_away:d}"
     for case in CASES:
         learner = learner_of(case, folder, rank, world)
         layout = Layout(learner.sent.layout())
         arenas = Arenas(layout) if rank == 0 else None
         file = [arenas.file if arenas else ""]
         dist.broadcast_object_list(file)
-        assert learner.snapshot.is_together == (case != "lora, adapters alone")
+        assert learner.snapshot.is_by_rows == (case != "lora, adapters alone")
         for number in range(3):
             learner.step(GROUPS, PolicyVersion(1, number))
             gathered.clear()
-            used = file[0] if learner.snapshot.is_together else ""
+            used = file[0] if learner.snapshot.is_by_rows else ""
             expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
             if arenas is None:
                 learner.snapshot.join(used, number % 2 * arenas_stride(layout))
             else:
                 flat = arenas.slots[number % 2]
                 assert flat.storage_offset() == number % 2 * arenas_stride(layout)
-                is_written = learner.snapshot.write(flat, used)
-                if is_written is not None:
-                    is_written()
+                wait_until(learner.snapshot.write(flat, used))
             assert bool(gathered) == ("lora" in case), f"{case}: {len(gathered)} tensors were gathered"
             fill_arena(learner.sent.weights(), layout, expected)
             if arenas is not None:
                 assert torch.equal(arenas.slots[number % 2], expected), f"{case}, {number}"
+        assert not (is_away and learner.snapshot._arenas), "an arena was mapped that is on another machine"
+        learner.snapshot.close()
         if arenas is not None:
             arenas.close()
     publishing.gather = gather
     if rank == 0:
-        Path(folder, f"done-{world}.json").write_text(json.dumps(list(CASES)))
+        Path(folder, f"done-{world}-{where}.json").write_text(json.dumps(list(CASES)))
 
 
 def arenas_stride(layout: Layout) -> int:
     return -(-layout.num_bytes // 4096) * 4096
 
 
-def test_ranks_write_what_one_would_have_gathered(tmp_path):
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_ranks_write_what_one_would_have_gathered(tmp_path, where: str):
     for name, make in MAKE.items():
         make(tmp_path / name)
-    run_on_ranks(snapshots_on_a_rank, str(tmp_path), 2, 3)
-    assert all((tmp_path / f"done-{world}.json").exists() for world in (2, 3))
+    run_on_ranks(snapshots_on_a_rank, f"{tmp_path} {where}", 2, 3)
+    assert all((tmp_path / f"done-{world}-{where}.json").exists() for world in (2, 3))
+
+
+def snapshots_in_a_row(rank: int, world: int, folder: str) -> None:
+    """Rank 1, elsewhere, makes three snapshots and does not send: nobody waits for it until it does."""
+    snapshot.same_machine = lambda: f"machine {rank}"
+    learner = learner_of("qwen3", folder, rank, world)
+    layout = Layout(learner.sent.layout())
+    stride, may_send = arenas_stride(layout), threading.Event()
+    if rank == 1:
+        assert learner.snapshot._sender is not None
+        learner.snapshot._sender._thread.submit(may_send.wait)
+    arenas, wanted = Arenas(layout), []
+    for number in range(2):
+        learner.step(GROUPS, PolicyVersion(1, number))
+        wanted.append(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+        fill_arena(learner.sent.weights(), layout, wanted[-1])
+        assert not learner.snapshot.is_behind
+        if rank == 1:
+            learner.snapshot.join("there", number * stride)
+        else:
+            is_written = learner.snapshot.write(arenas.slots[number], arenas.file)
+            assert is_written is not None and not is_written()
+    dist.barrier()
+    if rank == 0:
+        assert learner.snapshot.is_behind
+    dist.barrier()
+    may_send.set()
+    learner.snapshot.close()
+    if rank == 0:
+        assert is_written() and not learner.snapshot.is_behind
+        assert all(torch.equal(slot, expected) for slot, expected in zip(arenas.slots, wanted, strict=True))
+    arenas.close()
+
+
+def test_what_comes_from_another_machine_holds_up_no_rank(tmp_path):
+    make_tiny_qwen3(tmp_path / "qwen3")
+    run_on_ranks(snapshots_in_a_row, str(tmp_path), 2)
 
 
 def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypatch):
     learner = learner_of("qwen3", str(make_tiny_qwen3(tmp_path / "qwen3").parent), 0, 1)
     arenas = Arenas(Layout(learner.sent.layout()))
-    monkeypatch.setattr(learner.snapshot, "_world", 2)
+    monkeypatch.setattr(learner.snapshot, "_near", [1])
     monkeypatch.setattr(learner.snapshot, "_timeout_s", 0.1)
     is_written = learner.snapshot.write(arenas.slots[0], arenas.file)
+    assert is_written is not None and not is_written()
+    time.sleep(0.1)
     with pytest.raises(WeightsError, match="not every rank has written its weights within 0 s"):
         is_written()
     snapshot.MappedArenas(arenas.file).flags[1] = 1
-    is_written()
+    assert is_written()
     arenas.close()

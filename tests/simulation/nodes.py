@@ -265,7 +265,7 @@ class Trainer:
     def __init__(self, world: "World", rng: random.Random) -> None:
         self._world = world
         self._rng = rng
-        self.sent = SimpleNamespace(weights=lambda: iter(()))
+        self.snapshot = SimpleNamespace(is_behind=False, close=lambda: None)
 
     def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
         self._world.checker.trained(groups, version)

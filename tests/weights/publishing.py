@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
 
@@ -24,7 +24,7 @@ def publish(publisher: Publisher, version: PolicyVersion, weights: Iterable[tupl
 
 
 def land(
-    publisher: Publisher, version: PolicyVersion, fill: Callable[[Layout, Tensor], Callable[[], None] | None]
+    publisher: Publisher, version: PolicyVersion, fill: Callable[[Layout, Tensor], IsWritten | None]
 ) -> Publication:
     """The same of weights that `fill` writes, as `Publisher.offer` says."""
     assert publisher.offer(version, fill)

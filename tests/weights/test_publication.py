@@ -19,7 +19,6 @@ from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights import publisher as publishing
 from asyncgrpo.weights import receiver as receiving
 from asyncgrpo.weights.arena import Layout, digest_of
-from asyncgrpo.weights.digest import add_digests
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -295,14 +294,60 @@ def test_versions_that_come_faster_than_they_travel_are_skipped(plane):
     assert all(publication.attempts == 1 for publication in plane.publisher.reports())
 
 
+def test_a_version_whose_bytes_come_late_is_awaited_and_no_newer_one_takes_its_place(plane):
+    """As from a rank on another machine, over a slow network, while steps go on."""
+    engine, publisher = Engine(), plane.publisher
+    receiver = plane.add("generator-0", engine)
+    plane.wait_for(1)
+    late: dict[int, torch.Tensor] = {}
+    has_come = threading.Event()
+
+    def offer(step: int) -> bool:
+        def fill(layout: Layout, flat: torch.Tensor) -> Callable[[], bool]:
+            late[step] = flat
+            return has_come.is_set
+
+        return publisher.offer(PolicyVersion(1, step), fill)
+
+    assert offer(0) and offer(1)
+    wait_until(lambda: publisher._preparing is not None, "a look at the bytes")
+    awaited = publisher._preparing.version.number
+    assert offer(2) and awaited not in (2, None) and publisher._preparing.version.number == awaited
+    assert publisher._newest is None and engine.num_swaps == 0
+    time.sleep(1.2 * publishing.SILENT_S)
+    assert publisher.generators == ["generator-0"], "its signs of life were not read meanwhile"
+    for step, flat in late.items():
+        fill_arena(iter(weights(step)), publisher._layout, flat)
+    has_come.set()
+    wait_until(lambda: publisher.is_idle, "the last version")
+    assert engine.version == PolicyVersion(1, 2) and receiver.failure is None
+    assert all(torch.equal(engine.held[info.name], tensor) for info, tensor in weights(2))
+
+
+def test_a_version_whose_bytes_do_not_come_ends_the_publisher_with_the_reason(plane):
+    def fill(layout: Layout, flat: torch.Tensor) -> Callable[[], bool]:
+        def is_written() -> bool:
+            raise WeightsError("not every rank has written its weights within 9 s")
+
+        return is_written
+
+    assert plane.publisher.offer(PolicyVersion(1, 0), fill)
+    wait_until(lambda: plane.publisher._failure, "an end")
+    with pytest.raises(WeightsError, match="not every rank has written"):
+        plane.publisher.reports()
+
+
 def test_an_arena_that_is_being_read_is_not_written(plane):
     publisher = plane.publisher
-    plane.offer(0)
-    wait_until(lambda: publisher._newest.digest, "a digest")
+
+    def offer(step: int) -> None:
+        plane.offer(step)
+        wait_until(lambda: publisher._newest and publisher._newest.version.number == step, "a digest")
+
+    offer(0)
     publisher._newest.readers.add("generator-0")
     for step in (1, 2):
-        plane.offer(step)  # into the other one, again and again: nobody has read it
-        wait_until(lambda: publisher._newest.digest, "a digest")
+        offer(step)  # into the other one, again and again: nobody has read it
     assert [slot.version.number for slot in publisher._slots] in ([0, 2], [2, 0])
     publisher._newest.readers.add("generator-1")
     assert not publisher.offer(PolicyVersion(1, 3), lambda layout, flat: pytest.fail("it is being read"))
@@ -341,7 +386,8 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
 
 def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, monkeypatch):
     came = iter(["0" * 16])
-    monkeypatch.setattr(receiving, "add_digests", lambda parts: next(came, None) or add_digests(parts))
+    for real in (receiving.add_digests, receiving.digest_pieces):
+        monkeypatch.setattr(receiving, real.__name__, lambda *given, real=real: next(came, real(*given)))
     plane.add("generator-0", engine := Engine())
     plane.wait_for(1)
     publication = plane.publish(0)
@@ -363,7 +409,7 @@ def test_without_generators_the_wait_ends_with_a_sentence(plane):
 
 
 def test_a_publisher_that_fails_says_so_and_the_learner_goes_on(plane, monkeypatch):
-    monkeypatch.setattr(plane.publisher, "_hash_newest", lambda: 1 / 0)
+    monkeypatch.setattr(plane.publisher, "_prepare_newest", lambda: 1 / 0)
     assert "ended: ZeroDivisionError" in failure_of(plane)
     assert plane.publisher.offer(PolicyVersion(1, 0), lambda layout, flat: None)
 
