@@ -64,6 +64,7 @@ class Snapshot:
         for other in away:  # all ranks enter this for each
             pair = dist.new_group([0, other], timeout=timedelta(seconds=timeout_s), backend="gloo")
             if rank == 0:
+                log.info("the rows of rank %d come from another machine", other)
                 self._receivers.append(RowReceiver(other, pair))
             elif rank == other:
                 self._sender = RowSender(self._layout, pair, pins=device.type == "cuda")

@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes on one machine: a network namespace each, joined by a bridge. Needs root and `ip`.
 
-Processes of two nodes share neither loopback nor addresses, as on two machines. They share the disk, and the kernel.
+Processes of two nodes share neither loopback nor addresses nor `/dev/shm`, as on two machines. They share the disk, and the
+kernel.
 """
 
 import contextlib
@@ -63,7 +64,7 @@ class Cluster:
         self._folder = folder
         self._environment = dict(environment)
         self._name = f"ag{os.getpid()}"
-        self._there: set[int] = set()
+        self._there: dict[int, subprocess.Popen] = {}  # a process that holds its namespaces
         self._running: list[subprocess.Popen[str]] = []
         ip("netns", "add", self._hub)
         ip("-n", self._hub, "link", "add", "hub", "type", "bridge")
@@ -87,13 +88,20 @@ class Cluster:
     def add(self, number: int) -> None:
         """Make a node: its own loopback, and one interface that the other nodes reach."""
         node, plug = self._node(number), f"p{number}"
-        self._there.add(number)
         ip("netns", "add", node)
         ip("-n", self._hub, "link", "add", plug, "type", "veth", "peer", "name", "net0", "netns", node)
         ip("-n", self._hub, "link", "set", plug, "master", "hub", "up")
         ip("-n", node, "addr", "add", f"{self.address(number)}/24", "dev", "net0")
         ip("-n", node, "link", "set", "net0", "up")
         ip("-n", node, "link", "set", "lo", "up")
+        own = "mount -t tmpfs tmpfs /dev/shm && exec sleep infinity"
+        self._there[number] = holder = subprocess.Popen(["ip", "netns", "exec", node, "unshare", "-m", "sh", "-c", own])
+        self._running.append(holder)
+        memory = Path(f"/proc/{holder.pid}/root/dev/shm")
+        deadline = time.monotonic() + 10.0
+        while memory.stat().st_dev == Path("/dev/shm").stat().st_dev:
+            assert time.monotonic() < deadline and holder.poll() is None, f"{node} has no memory of its own"
+            time.sleep(0.01)
 
     def start_ray(self, number: int, resources: str) -> None:
         """Start Ray on a node, the head on node 1. `resources` is JSON."""
@@ -130,8 +138,8 @@ class Cluster:
     def start(self, number: int, *arguments: str, output: Path, cwd: Path | None = None) -> subprocess.Popen[str]:
         """Start a program on a node and go on."""
         with open(output, "a") as file:
-            where = {"stdout": file, "stderr": file, "cwd": cwd or self._folder, "env": self._all_settings}
-            process = subprocess.Popen(self._inside(number, arguments), text=True, **where)
+            where = {"stdout": file, "stderr": file, "env": self._all_settings}
+            process = subprocess.Popen(self._inside(number, arguments, cwd), text=True, **where)
         self._running.append(process)
         return process
 
@@ -139,11 +147,12 @@ class Cluster:
         self, number: int, *arguments: str, cwd: Path | None = None, **settings: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on a node to its end."""
-        where: dict[str, Any] = {"cwd": cwd or self._folder, "env": self._all_settings | settings}
-        return subprocess.run(self._inside(number, arguments), capture_output=True, text=True, timeout=120, **where)
+        where: dict[str, Any] = {"env": self._all_settings | settings}
+        return subprocess.run(self._inside(number, arguments, cwd), capture_output=True, text=True, timeout=120, **where)
 
-    def _inside(self, number: int, arguments: tuple[str, ...]) -> list[str]:
-        return ["ip", "netns", "exec", self._node(number), *arguments]
+    def _inside(self, number: int, arguments: tuple[str, ...], cwd: Path | None) -> list[str]:
+        enter = ["nsenter", "--net", "--mount", "--target", str(self._there[number].pid)]
+        return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd or self._folder), *arguments]
 
     @property
     def _all_settings(self) -> dict[str, str]:
@@ -160,7 +169,7 @@ class Cluster:
         ip("-n", self._hub, "link", "del", f"p{number}")
         self._kill(number)
         ip("netns", "del", self._node(number))
-        self._there.discard(number)
+        del self._there[number]
 
     def _kill(self, number: int) -> None:
         for pid in self.processes(number):

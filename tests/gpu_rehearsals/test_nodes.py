@@ -44,43 +44,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         made.close()
 
 
-RANK = """
-import sys
-import torch
-import torch.distributed as dist
-from asyncgrpo.cluster.nodes import network_environment, set_environment
-from asyncgrpo.cluster.wiring import joined_ranks
-from asyncgrpo.weights.group import serve_store, visit_store
-
-rank, leader, own, port = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-set_environment(network_environment(own))
-if rank == 0:
-    store = serve_store(leader, 30.0)
-    open(port, "w").write(str(store.port))
-else:
-    store = visit_store(leader, int(open(port).read()), 30.0)
-with joined_ranks(store, rank, 2, "cpu", 20.0):
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    print("sum", ones.item(), flush=True)
-    dist.barrier()
-"""
-
-
-def test_ranks_on_two_nodes_meet_though_the_name_of_each_leads_to_loopback(cluster: Cluster, folder: Path):
-    def start(rank: int) -> None:
-        own, port = cluster.address(rank + 1), str(folder / "port")
-        arguments = ["-c", RANK, str(rank), cluster.address(1), own, port]
-        cluster.start(rank + 1, sys.executable, *arguments, output=folder / f"{rank}.txt")
-
-    start(0)
-    wait_until((folder / "port").exists, "store", 30.0)
-    start(1)
-    said = [folder / "0.txt", folder / "1.txt"]
-    wait_until(lambda: all("sum 2.0" in path.read_text() for path in said), "sum over two nodes", 40.0)
-
-
 DEMO = ["demo", "--engine", "torch", "--max-lag", "1", "--out", "run", "learner.ranks=2", "run.eval_every=100"]
+EACH = ["learner.ray_resources={each: 1}", "generators.ray_resources={second: 1}"]
 APART = ["learner.ray_resources={first: 1}", "generators.ray_resources={second: 1}"]
 SOON = ["run.checkpoint_every=6", "weights.timeout_s=4", "cluster.silent_timeout_s=8"]
 
@@ -90,9 +55,9 @@ def start_ray(cluster: Cluster, folder: Path) -> None:
     token = folder / ".ray" / "auth_token"
     token.parent.mkdir()
     token.write_text(secrets.token_hex(32))
-    cluster.start_ray(1, '{"first": 4}')
+    cluster.start_ray(1, '{"first": 4, "each": 1}')
     cluster.wait_for_ray(1)
-    cluster.start_ray(2, '{"second": 4}')
+    cluster.start_ray(2, '{"second": 4, "each": 1}')
     cluster.wait_for_ray(2)
 
 
@@ -138,6 +103,23 @@ def assert_metrics_ask_for_the_token(cluster: Cluster, work: Path) -> None:
     scraped = cluster.run(1, sys.executable, "-c", SCRAPE, cwd=work)
     expected = {cluster.address(node): [(0, 401), (1, 200)] for node in (1, 2)}
     assert scraped.stdout.strip() == str(expected), scraped.stdout + scraped.stderr
+
+
+def test_ranks_on_two_nodes_train_and_publish_together(cluster: Cluster, folder: Path):
+    """Neither can map the other's memory, and the name of each leads to its own loopback."""
+    start_ray(cluster, folder)
+    settings = [f"cluster.ray_address={cluster.ray_address}", "cluster.bind=0.0.0.0", "model.dtype=bfloat16"]
+    output = folder / "output.txt"
+    process = cluster.start(1, *command(*DEMO, *EACH, "--steps", "8", *settings), output=output, cwd=folder)
+    assert process.wait(timeout=150) == 0, output.read_text()
+    run = folder / "run"
+    assert [event["step"] for event in events(run, "step")] == list(range(1, 9))
+    published = events(run, "sync")
+    assert {(event["checksum"], event["engines"]) for event in published} == {("ok", 2)}
+    assert published[-1]["version"] == "1.8" and not any(event.get("differing") for event in published)
+    assert "the rows of rank 1 come from another machine" in (run / "logs" / "learner-0.log").read_text()
+    audit = cluster.run(1, *command("audit", "run"), cwd=folder)
+    assert audit.returncode == 0, audit.stdout
 
 
 def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluster, folder: Path):
