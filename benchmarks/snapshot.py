@@ -1,8 +1,9 @@
 """What a publication's snapshot costs several learner ranks on one machine: rows into one arena, and a gather, in turns.
 
 `python -m benchmarks.snapshot --model s25m --ranks 2` prints one JSON line. Seconds are of the slowest rank, medians over the
-rounds; a copy is that of a rank's shard, cast, into memory that is there. Gloo on a CPU, where a gather is slow: the ratio to the
-copy carries over to GPUs, that to the gather does not.
+rounds; a copy is that of a rank's shard, cast, into memory that is there. With `--apart` the last rank cannot map the arena, as
+on another machine, and sends its rows (here through loopback): `arrived` is when the last is there, which no rank waits for.
+Gloo on a CPU, where a gather is slow: the ratio to the copy carries over to GPUs, that to the gather does not.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncgrpo.config.schema import Config
+from asyncgrpo.learner import snapshot
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.weights.arena import Arenas, Layout
 from benchmarks.cells import MODELS, make_model
@@ -41,8 +43,10 @@ def slowest(seconds: float) -> float:
 
 
 def rank(number: int, world: int, argument: str) -> None:
-    path, rounds = argument.rsplit(" ", 1)
+    path, rounds, is_apart = argument.rsplit(" ", 2)
     torch.set_num_threads(1)
+    if is_apart == "True":
+        snapshot.same_machine = lambda: f"machine {number == world - 1}"
     settings = msgspec.convert(
         {"model": {"path": path}, "data": {"train": "none"}, "learner": {"device": "cpu"}}, Config
     )
@@ -52,7 +56,7 @@ def rank(number: int, world: int, argument: str) -> None:
     file = [arenas.file if arenas is not None else ""]
     dist.broadcast_object_list(file)
     target = torch.zeros(sum(p.to_local().numel() for p in learner.parameters), dtype=torch.bfloat16)  # type: ignore[attr-defined]
-    spent: dict[str, list[float]] = {"rows": [], "gather": [], "copy": []}
+    spent: dict[str, list[float]] = {"rows": [], "arrived": [], "gather": [], "copy": []}
     for _ in range(int(rounds) + 2):
         for way, used in (("rows", file[0]), ("gather", "")):
             dist.barrier()
@@ -62,8 +66,10 @@ def rank(number: int, world: int, argument: str) -> None:
             else:
                 is_written = learner.snapshot.write(arenas.slots[0], used)
             spent[way].append(slowest(time.perf_counter() - started))
-            if arenas is not None and is_written is not None:
-                is_written()
+            if arenas is not None:
+                snapshot.wait_until(is_written)
+            if used:
+                spent["arrived"].append(slowest(time.perf_counter() - started))
         dist.barrier()
         spent["copy"].append(slowest(copy_of_shard(learner, target)))
     if arenas is not None:
@@ -71,7 +77,8 @@ def rank(number: int, world: int, argument: str) -> None:
         seconds = {way: round(statistics.median(each[2:]), 5) for way, each in spent.items()}
         figures = {"rows_to_copy": round(seconds["rows"] / seconds["copy"], 2)}
         figures["gather_to_rows"] = round(seconds["gather"] / seconds["rows"], 1)
-        about = {"what": "snapshot", "ranks": world, "mb": round(layout.num_bytes / 1e6)}
+        figures["arrived_to_copy"] = round(seconds["arrived"] / seconds["copy"], 2)
+        about = {"what": "snapshot", "ranks": world, "apart": is_apart == "True", "mb": round(layout.num_bytes / 1e6)}
         Path(path, "measured.json").write_text(json.dumps(about | seconds | figures | where()))
 
 
@@ -79,13 +86,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", choices=list(MODELS), default="s25m")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--apart", action="store_true", help="the last rank is on another machine, as far as it knows")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(Path(folder), arguments.model)
         from benchmarks.snapshot import rank as on_a_rank  # by the name under which the ranks find it
 
-        run_on_ranks(on_a_rank, f"{path} {arguments.rounds}", arguments.ranks)
+        run_on_ranks(on_a_rank, f"{path} {arguments.rounds} {arguments.apart}", arguments.ranks)
         show(json.loads((path / "measured.json").read_text()))
 
 

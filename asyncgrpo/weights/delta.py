@@ -23,6 +23,7 @@ from torch import Tensor
 
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.threads import spread
 
 BLOCK = 2**16
 """Elements that a position of 16 bits can name."""
@@ -164,12 +165,13 @@ def compare(new: Tensor, base: Tensor, spans: Iterable[Span]) -> Iterator[Piece]
     """The pieces of `spans` in which `new` differs from `base`, one after the other.
 
     Every learner rank can do so for its shards: the pieces of all ranks, one after the other, are those of the whole.
+    Several threads compare a few pieces ahead; whoever takes a piece may write where it lies.
 
     Args:
         new: [n] uint8, on the CPU or a GPU; the spans lie in it.
         base: [n] uint8 on the same device, laid out like `new`.
     """
-    pieces = (_compare(new, base, part) for span in spans for part in _parts(span))
+    pieces = spread(lambda part: _compare(new, base, part), (part for span in spans for part in _parts(span)))
     return (piece for piece in pieces if piece is not None)
 
 

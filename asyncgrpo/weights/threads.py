@@ -1,11 +1,11 @@
 """Work on the bytes of a publication by several threads, on machines with cores to spare.
 
-Copies, xxHash and NumPy's sums let the interpreter go while they work, so threads share them as processes would.
+Copies, xxHash and NumPy let the interpreter go while they work, so threads share it as processes would.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TypeVar
 
@@ -26,21 +26,27 @@ def num_threads() -> int:
     return max(1, min(MOST, cores() // CORES_EACH))
 
 
-def spread(work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> list[Result]:
-    """Do `work` with every piece. Returns what it returned, in the order of the pieces, or raises what it raised.
+def spread(work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
+    """Do `work` with every piece. Yields what it returns, in the order of the pieces, and raises what it raises.
+
+    Whoever stops to take results waits for the pieces that are under way.
 
     Args:
-        pieces: taken one by one, not far ahead of the work: they may be made on the way.
+        pieces: taken one by one, not far ahead of the results: they may be made on the way.
     """
     if num_threads() == 1:
-        return [work(piece) for piece in pieces]
-    done: list[Result] = []
+        yield from map(work, pieces)
+        return
     under_way: deque[Future[Result]] = deque()
-    for piece in pieces:
-        if len(under_way) > num_threads():
-            done.append(under_way.popleft().result())
-        under_way.append(_pool().submit(work, piece))
-    return done + [one.result() for one in under_way]
+    try:
+        for piece in pieces:
+            if len(under_way) > num_threads():
+                yield under_way.popleft().result()
+            under_way.append(_pool().submit(work, piece))
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        wait(under_way)
 
 
 @cache

@@ -148,7 +148,9 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on a node to its end."""
         where: dict[str, Any] = {"env": self._all_settings | settings}
-        return subprocess.run(self._inside(number, arguments, cwd), capture_output=True, text=True, timeout=120, **where)
+        return subprocess.run(
+            self._inside(number, arguments, cwd), capture_output=True, text=True, timeout=120, **where
+        )
 
     def _inside(self, number: int, arguments: tuple[str, ...], cwd: Path | None) -> list[str]:
         enter = ["nsenter", "--net", "--mount", "--target", str(self._there[number].pid)]

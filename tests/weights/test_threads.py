@@ -1,6 +1,7 @@
 """Threads share the work on bytes, and find what one would have found."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights import delta, threads
 from asyncgrpo.weights import publisher as publishing
 from asyncgrpo.weights import receiver as receiving
-from asyncgrpo.weights import threads
 from asyncgrpo.weights.digest import digest
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -44,13 +45,44 @@ def test_pieces_are_taken_not_far_ahead_and_results_keep_their_order(three):
         done.append(number)
         return -number
 
-    assert spread(work, pieces()) == [-number for number in range(12)]
+    assert list(spread(work, pieces())) == [-number for number in range(12)]
     assert taken == list(range(12)) and sorted(done) == taken
 
 
 def test_what_the_work_raises_is_raised(three):
     with pytest.raises(ZeroDivisionError):
-        spread(lambda number: 1 // number, [2, 1, 0, 3])
+        list(spread(lambda number: 1 // number, [2, 1, 0, 3]))
+
+
+def test_who_stops_waits_for_what_is_under_way(three):
+    begun, done = [], []
+
+    def work(number: int) -> int:
+        begun.append(number)
+        time.sleep(0.05 * (number > 0))
+        done.append(number)
+        return number
+
+    results = spread(work, range(100))
+    assert next(results) == 0
+    results.close()
+    assert sorted(done) == sorted(begun) and len(done) < 10
+
+
+def test_a_delta_by_three_threads_is_that_of_one(three, monkeypatch):
+    monkeypatch.setattr(delta, "PIECE", 4096)
+    random = torch.Generator().manual_seed(0)
+    base = torch.randint(0, 256, (2**18,), generator=random).byte()
+    new = base.clone()
+    new[torch.randint(0, 2**18, (3000,), generator=random)] ^= 1
+    spans = [delta.Span(0, 2**17, 2, 0), delta.Span(2**17, 2**17, 4, 2**17)]
+    by_three = delta.encode(new, base, spans)
+    monkeypatch.setattr(threads, "num_threads", lambda: 1)
+    by_one = delta.encode(new, base, spans)
+    assert [[part.tobytes() for part in piece._body()] for piece in by_three] == [
+        [part.tobytes() for part in piece._body()] for piece in by_one
+    ]
+    assert [piece.place for piece in by_three] == [piece.place for piece in by_one] and len(by_one) > 20
 
 
 @pytest.mark.parametrize("way", ["mapped", "gloo"])
