@@ -3,9 +3,11 @@
     python -m benchmarks.weights_arithmetic
 
 Half of the GPUs learn and half generate; with 8 they share a machine, else machines have 8. A learner keeps 16 bytes for
-each parameter, so small fleets cannot train large models. Rates of a core are those that `weights_delta speed` measures.
+each parameter, so small fleets cannot train large models. Rates of a core are those that `weights_delta speed` measures; rank 0
+digests and compares all weights, and each generator digests all. Cores share the work as if no thread waited for another.
 """
 
+from math import ceil
 from typing import NamedTuple
 
 GB = 1e9
@@ -22,6 +24,8 @@ NIC = 50 * GB
 """400 Gb/s, one for each machine."""
 ETHERNET = 3.125 * GB
 """25 GbE, one for each machine."""
+TCP = 12.5 * GB
+"""What the connections of the ranks of other machines bring to rank 0 together, over a quicker NIC than that."""
 COPY, DIGEST, ENCODE, APPLY = 12 * GB, 13.7 * GB, 2.1 * GB, 15 * GB
 """Bytes of weights that a core copies, digests, compares and updates in a second, the last two at `SHARE`."""
 SHARE, FEWER = 0.015, 33.7
@@ -63,18 +67,25 @@ class Fleet(NamedTuple):
         """An engine's: each of its GPUs copies its slice out of pinned memory."""
         return self.size / self.tensor_parallel / PCIE
 
+    def collect(self, wire: float) -> float:
+        """Rows of ranks on other machines come to rank 0."""
+        machines = ceil(self.learners / GPUS_OF_A_MACHINE)
+        return self.size * (1 - 1 / machines) / min(wire, TCP)
+
+    def digests(self, cores: int) -> float:
+        """Of the learner, and of a generator."""
+        return 2 * self.size / (cores * DIGEST)
+
     def dense(self, cores: int, wire: float) -> float:
-        """Publish to serving. `cores` work for each rank and each generator; every machine receives over one `wire`."""
+        """Publish to serving. `cores` work for rank 0 and for each generator; every machine receives over one `wire`."""
         arrival = self.size / (cores * COPY if self.is_one_machine else wire)
-        digests = self.shard / (cores * DIGEST) + self.size / (cores * DIGEST)
-        return self.stall + arrival + digests + self.pause
+        return self.stall + self.collect(wire) + arrival + self.digests(cores) + self.pause
 
     def delta(self, cores: int, wire: float) -> float:
-        """The same for a delta, which every rank makes of its shard."""
+        """The same for a delta."""
         arrival = self.size / FEWER / (COPY if self.is_one_machine else wire)
-        work = self.shard / (cores * ENCODE) + self.size / (cores * APPLY)
-        digests = self.shard / (cores * DIGEST) + self.size / (cores * DIGEST)
-        return self.stall + arrival + work + digests + self.pause
+        work = self.size / (cores * ENCODE) + self.size / (cores * APPLY)
+        return self.stall + self.collect(wire) + arrival + work + self.digests(cores) + self.pause
 
 
 def main() -> None:
@@ -94,7 +105,7 @@ def main() -> None:
             (f"{part / GB:.2f} GB", seconds(part / NIC), seconds(part / ETHERNET)) for part in (size, size / FEWER)
         ]
         row(name, *cells[0], *cells[1])
-    print("\nA publication, seconds; 1 core and 8 cores for each learner rank and each generator:\n")
+    print("\nA publication, seconds; 1 core and 8 cores for rank 0 and each generator:\n")
     row(
         "model",
         "GPUs",

@@ -254,8 +254,8 @@ def apply(delta: Delta, target: Tensor, holds: State) -> None:
     if len(target) != delta.num_bytes:
         raise WeightsError(f"a delta of {delta.num_bytes} bytes does not fit weights of {len(target)}")
     flat = target.numpy()
-    for piece in delta.pieces:
-        piece.write(flat)
+    for _ in spread(lambda piece: piece.write(flat), delta.pieces):
+        pass
 
 
 class Chain:

@@ -16,10 +16,12 @@ What it finds:
 - not: the same words at other places, which is what it is for. Zeros add nothing.
 """
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncgrpo.weights.digest import WORD
@@ -31,36 +33,55 @@ TILE_BYTES = 2**19
 TILE_BYTES_ON_DEVICE = 2**25
 
 
+class _Scratch(threading.local):
+    """Memory of a thread, made once: threads that allocate for each tile wait for each other."""
+
+    def __init__(self) -> None:
+        self.words = np.empty(TILE_BYTES // WORD, np.uint64)
+
+
+_scratch = _Scratch()
+
+
+Words = NDArray[np.uint64] | Tensor
+"""[n] words: an array on a CPU (each operation of torch would wait for the interpreter), an int64 tensor on a GPU."""
+
+
 def word_sum(tensor: Tensor) -> int:
     """The sum of a tensor of any shape and dtype, on a CPU or a GPU; the last word is filled up with zeros."""
     return sum(tile_sum(tile) for _, tile in tiles(tensor)) & _MASK
 
 
-def tiles(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The bytes of a tensor in order, a tile at a time: where it starts, and [n] uint8, n a multiple of 8 (zeros at the end)."""
+def tiles(tensor: Tensor) -> Iterator[tuple[int, Words]]:
+    """The words of a tensor in order, a tile at a time, and at which byte each begins; the last word is filled up with zeros."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % WORD:
         flat = flat.clone()
-    step = TILE_BYTES if flat.device.type == "cpu" else TILE_BYTES_ON_DEVICE
     whole = len(flat) // WORD * WORD
-    for start in range(0, whole, step):
-        yield start, flat[start : min(start + step, whole)]
+    words = _words(flat[:whole])
+    step = (TILE_BYTES if flat.device.type == "cpu" else TILE_BYTES_ON_DEVICE) // WORD
+    for start in range(0, len(words), step):
+        yield start * WORD, words[start : start + step]
     if rest := len(flat) - whole:
-        yield whole, torch.nn.functional.pad(flat[whole:], (0, WORD - rest))
+        yield whole, _words(torch.nn.functional.pad(flat[whole:], (0, WORD - rest)))
 
 
-def tile_sum(tile: Tensor) -> int:
-    """The sum of [n] uint8, n a multiple of 8; not reduced modulo 2^64."""
-    if tile.device.type != "cpu":
-        return _on_device(tile)
-    words = tile.view(torch.int64).numpy().view(np.uint64)
-    folded = words >> np.uint64(_SHIFT)
+def _words(flat: Tensor) -> Words:
+    words = flat.view(torch.int64)
+    return words.numpy().view(np.uint64) if flat.device.type == "cpu" else words
+
+
+def tile_sum(words: Words) -> int:
+    """The sum of at most a tile; not reduced modulo 2^64."""
+    if isinstance(words, Tensor):
+        return _on_device(words)
+    folded = _scratch.words[: len(words)]
+    np.right_shift(words, np.uint64(_SHIFT), out=folded)
     np.bitwise_xor(folded, words, out=folded)
     return int(np.add.reduce(folded)) + 2 * int(np.dot(folded, folded))
 
 
-def _on_device(tile: Tensor) -> int:
-    words = tile.view(torch.int64)
+def _on_device(words: Tensor) -> int:
     folded = (words >> _SHIFT).bitwise_and_(2 ** (64 - _SHIFT) - 1).bitwise_xor_(words)  # >> repeats the sign
     total = folded.sum()
     return int((total + 2 * folded.mul_(folded).sum()).item())

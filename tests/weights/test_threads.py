@@ -77,6 +77,10 @@ def test_a_delta_by_three_threads_is_that_of_one(three, monkeypatch):
     new[torch.randint(0, 2**18, (3000,), generator=random)] ^= 1
     spans = [delta.Span(0, 2**17, 2, 0), delta.Span(2**17, 2**17, 4, 2**17)]
     by_three = delta.encode(new, base, spans)
+    states = [delta.State(PolicyVersion(1, number), "0" * 16) for number in range(2)]
+    target = base.clone()
+    delta.apply(delta.Delta(*states, len(base), by_three), target, states[0])
+    assert torch.equal(target, new)
     monkeypatch.setattr(threads, "num_threads", lambda: 1)
     by_one = delta.encode(new, base, spans)
     assert [[part.tobytes() for part in piece._body()] for piece in by_three] == [
