@@ -1,6 +1,7 @@
 """What a delta of a publication saves, and what it and the digest cost. One JSON line for each figure.
 
     python -m benchmarks.weights_delta speed --mb 512             digest, encode and apply on one core, beside a memcpy
+    python -m benchmarks.weights_delta threads --threads 2         what several threads do, beside one, in seconds
     python -m benchmarks.weights_delta demo --lr 5e-3 --dtype float32      the demo, in one process
     python -m benchmarks.weights_delta model --model s100m --lr 1e-6       a random model, random rollouts
 
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,9 +25,12 @@ from torch import Tensor
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights import threads as sharing
 from asyncgrpo.weights.arena import Layout, dtype_of, size_bytes
 from asyncgrpo.weights.delta import Delta, Span, State, apply, encode
-from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.digest import add_digests, digest, digest_pieces
+from asyncgrpo.weights.sums import word_sum
+from asyncgrpo.weights.threads import spread
 from benchmarks.cells import MODELS, SEED, make_model
 from benchmarks.measuring import line, show
 
@@ -37,9 +42,10 @@ APART = (1, 2, 4)
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "demo", "model"])
-    parser.add_argument("--mb", type=int, default=512, help="of speed: MiB of weights")
-    parser.add_argument("--rounds", type=int, default=7, help="of speed")
+    parser.add_argument("what", choices=["speed", "threads", "demo", "model"])
+    parser.add_argument("--mb", type=int, default=512, help="of speed and threads: MiB of weights")
+    parser.add_argument("--rounds", type=int, default=7, help="of speed and threads")
+    parser.add_argument("--threads", type=int, default=2, help="of threads")
     parser.add_argument("--model", choices=list(MODELS), default="s100m", help="of model")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of what is published")
@@ -49,6 +55,9 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     if arguments.what == "speed":
         speed(arguments.mb * 2**20, arguments.rounds)
+        return
+    if arguments.what == "threads":
+        by_threads(arguments.mb * 2**20, arguments.rounds, arguments.threads)
         return
     with tempfile.TemporaryDirectory() as folder:
         steps = {"demo": demo_steps, "model": model_steps}[arguments.what](arguments, Path(folder))
@@ -94,6 +103,36 @@ def beside(
         seconds.append((max(middle - started, 1e-9), max(time.process_time() - middle, 1e-9)))
     rates = [size / ours / 1e9 for ours, _ in seconds[1:]]
     show(line(what, rates, "GB per CPU s", seed=SEED, of_a_memcpy=_median([c / o for o, c in seconds[1:]]), **fields))
+
+
+def by_threads(size: int, rounds: int, count: int) -> None:
+    """How many times as fast as one thread several are, in turns, where the machine has as many cores free."""
+    random = np.random.default_rng(SEED)
+    new = torch.from_numpy(random.integers(0, 256, size, dtype=np.uint8))
+    base, copy = new.clone(), torch.empty_like(new)
+    base.view(torch.int16)[torch.from_numpy(random.random(size // 2) < 0.015)] ^= 1
+    spans, before = [Span(0, size, 2, 0)], State(PolicyVersion(1, 0), "0" * 16)
+    delta = Delta(before, State(PolicyVersion(1, 1), "1" * 16), size, encode(new, base, spans))
+    pieces = [slice(start, start + size // 16) for start in range(0, size, size // 16)]
+    kinds: dict[str, Callable[[], object]] = {
+        "copy": lambda: list(spread(lambda at: np.copyto(copy[at].numpy(), new[at].numpy()), pieces)),
+        "digest": lambda: digest_pieces(new, ((at.start, at.stop) for at in pieces)),
+        "compare": lambda: encode(new, base, spans),
+        "apply": lambda: apply(delta, base, before),
+        "sums": lambda: list(spread(lambda at: word_sum(new[at]), pieces)),
+    }
+    for what, work in kinds.items():
+        seconds = [(timed(work, 1), timed(work, count)) for _ in range(rounds + 1)]
+        times = [one / several for one, several in seconds[1:]]
+        show(line(f"{what} by threads", times, "times as fast as one", seed=SEED, threads=count, mb=size // 2**20))
+
+
+def timed(work: Callable[[], object], threads: int) -> float:
+    """Seconds of `work` by so many threads."""
+    with mock.patch.object(sharing, "num_threads", lambda: threads):
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
 
 
 # -- density -----------------------------------------------------------------------------------------------------------

@@ -217,6 +217,12 @@ def test_speed_of_digests_and_deltas(capsys):
     assert list(fewer) == list(weights_delta.SHARES) and fewer[0.01] > 40 > 1 > fewer[1.0] > 0.99
 
 
+def test_work_on_bytes_by_threads(capsys):
+    weights_delta.main(["threads", "--mb", "1", "--rounds", "1", "--threads", "3"])
+    found = [one["what"].partition(" ")[0] for one in lines(capsys.readouterr().out)]
+    assert found == ["copy", "digest", "compare", "apply", "sums"]
+
+
 def test_arithmetic_of_a_publication(capsys):
     weights_arithmetic.main()
     text = capsys.readouterr().out
