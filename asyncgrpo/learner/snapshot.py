@@ -21,6 +21,7 @@ from torch import Tensor
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, PublishedAdapters, PublishedWeights, copy_parts, fill_arena, fill_parts
 from asyncgrpo.weights.arena import ALIGNMENT, IsWritten, Layout, MappedArenas, dtype_of, same_machine
+from asyncgrpo.weights.publisher import READ_BYTES_PER_S
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +48,12 @@ class Snapshot:
 
         Args:
             device: of this rank.
-            timeout_s: how long rank 0 waits for the others to have written.
+            timeout_s: how long rank 0 waits for the others to have written, and more where there are many bytes.
         """
         self._sent, self._rank, self._world, self._device = sent, rank, world, device
-        self._timeout_s = timeout_s
         self._number = 0
         self._layout = Layout(sent.layout())
+        self._timeout_s = timeout_s + self._layout.num_bytes / READ_BYTES_PER_S
         self._arenas: MappedArenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self.is_by_rows = world > 1 and isinstance(sent, PublishedWeights)
@@ -62,7 +63,7 @@ class Snapshot:
         self._sender: RowSender | None = None
         self._receivers: list[RowReceiver] = []
         for other in away:  # all ranks enter this for each
-            pair = dist.new_group([0, other], timeout=timedelta(seconds=timeout_s), backend="gloo")
+            pair = dist.new_group([0, other], timeout=timedelta(seconds=self._timeout_s), backend="gloo")
             if rank == 0:
                 log.info("the rows of rank %d come from another machine", other)
                 self._receivers.append(RowReceiver(other, pair))

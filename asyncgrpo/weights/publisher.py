@@ -59,10 +59,11 @@ SILENT_S = 5.0
 LOST_S = 20.0
 """After so long the others are told, who give its leases away. An engine may hold the interpreter for seconds."""
 READ_BYTES_PER_S = 100e6
-"""What a generator that receives weights must manage at least; it says nothing while it does."""
+"""What a generator that receives weights must manage at least; it says nothing while it does. So must a learner rank that sends
+its own."""
 LOOK_EVERY_S = 0.2
 LOOK_WHILE_SENDING_S = 0.02
-LOOK_WHILE_WRITING_S = 0.001
+LOOK_WHILE_WRITING_S = 0.005
 NOT_CONNECTED = "it is not connected any more"
 COMPARING = "(deltas)"
 """Reads an arena as generators do, while a delta is made of it."""
