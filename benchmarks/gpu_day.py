@@ -25,10 +25,10 @@ Then three calls, each with carry `.whl` and `.gpuday`, timeout 600, and this co
     python3 -m benchmarks.gpu_day install .whl /root/site && export PYTHONPATH=/root/site:$PWD PYTHONUNBUFFERED=1 &&
     python3 -m benchmarks.gpu_day run PARTS --commit COMMIT --seconds 570; cp .gpuday/* $OUT/
 
-    call  PARTS                                                          expected s
-    1     facts tests attention hand-over shared-memory nccl memory      420
-    2     demo demo-0.6b learner-0.6b                                    460
-    3     none: 1.7B, three ways of 8B, and what the others left         410
+    call  PARTS                                                              expected s
+    1     facts tests attention hand-over shared-memory nccl memory threads  435
+    2     demo demo-0.6b learner-0.6b                                        460
+    3     none: 1.7B, three ways of 8B, and what the others left             410
 
 After each call copy what came back into `.gpuday`: then a machine that is lost costs no part that was done. Should a part
 hang, its limit ends it, and the next ones go on. Last, here:
@@ -97,6 +97,7 @@ _TINY = (
     "--parts",
     "steps",
 )
+_THREADS = ("threads", "--rounds", "5")
 _TESTS = ("-m", "gpu", "tests/gpu", "-rs", "-p", "no:cacheprovider")
 
 PARTS = [
@@ -107,6 +108,8 @@ PARTS = [
     _own("shared-memory", "benchmarks.gpu_weights", 40, 150, "shared-memory"),
     _own("nccl", "benchmarks.gpu_weights", 60, 150, "nccl"),
     _own("memory", "benchmarks.gpu_memory", 110, 400),
+    Part("threads", "benchmarks.weights_delta", (*_THREADS, "--mb", "256", "--threads", "8"),
+         (*_THREADS, "--mb", "1", "--threads", "3"), 15, 90),
     _own("demo", "benchmarks.gpu_demo", 120, 300),
     Part("demo-0.6b", "benchmarks.gpu_demo", ("--device", "cuda", "--shape", "0.6b"), None, 120, 300),
     _learner("learner-0.6b", 220, "--shapes", "0.6b", "--budgets", "16384", "32768", "--runs", "2", tiny=_TINY),

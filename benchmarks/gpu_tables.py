@@ -162,6 +162,11 @@ def _demo(lines: list[Line]) -> str:
     return markdown(headers, rows)
 
 
+def _threads(lines: list[Line]) -> str:
+    rows = ([one["what"], one["threads"], one["value"], *one["spread"]] for one in lines)
+    return markdown(["what", "threads", "times as fast as one", "least", "most"], rows)
+
+
 MAKERS: dict[str, Callable[[list[Line]], str]] = {
     "facts": _facts,
     "attention": _attention,
@@ -169,6 +174,7 @@ MAKERS: dict[str, Callable[[list[Line]], str]] = {
     "shared-memory": _rates,
     "nccl": _nccl,
     "memory": _memory,
+    "threads": _threads,
     "demo": _demo,
     "demo-0.6b": _demo,
 }
