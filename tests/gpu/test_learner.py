@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from asyncgrpo.learner import snapshot
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
@@ -103,3 +104,19 @@ def test_what_is_published_from_the_card_has_the_digest_of_the_host(device, mode
         pass
     on_host = ((info, tensor.cpu()) for info, tensor in learner.sent.weights())
     assert add_digests([digest(flat)]) == digest_of(layout, on_host)
+
+
+def test_rows_that_are_sent_from_the_card_are_those_of_the_host(device, model, monkeypatch):
+    """As a rank on another machine sends them, after the copies into page-locked memory, beside which the card goes on."""
+    learner, sent = learner_on(device, model), []
+    layout = Layout(learner.sent.layout())
+    monkeypatch.setattr(snapshot.dist, "send", lambda tensor, to, pair: sent.append(tensor.clone()))
+    sender = snapshot.RowSender(layout, None, pins=torch.device(device).type == "cuda")  # type: ignore[arg-type]
+    sender.send(learner._published.parts(0), 0)
+    sender.close()
+    _, places, *rows = sent
+    flat, expected = (torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(2))
+    for (start, length), row in zip(places.tolist(), rows, strict=True):
+        flat[start : start + length] = row
+    fill_arena(((info, tensor.cpu()) for info, tensor in learner.sent.weights()), layout, expected)
+    assert torch.equal(flat, expected) and len(rows) > 5
