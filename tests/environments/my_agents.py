@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from pathlib import Path
 
 from openai import OpenAI
 
@@ -38,11 +39,12 @@ async def does(base_url, info):
 
 
 async def waits(base_url, info):
+    file = Path(info["file"])
+    file.write_text("waits")
     try:
         await asyncio.sleep(1000)
     finally:
-        with open(info["file"], "w") as file:
-            file.write("cancelled")
+        file.write_text("cancelled")
 
 
 def alone(prompt):

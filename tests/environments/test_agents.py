@@ -77,11 +77,9 @@ async def test_an_agent_that_does_not_return_is_given_up_and_one_that_is_not_wan
     await host.close()
     host, file = hosted("waits"), tmp_path / "file"
     running = asyncio.ensure_future(host.run(task(file=str(file)), ACCESS))
-    while not host._processes or not host._processes[0].episodes:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)
+    await asyncio.to_thread(wait_until, lambda: file.exists() and file.read_text() == "waits", "start of it", 20.0)
     running.cancel()
-    await asyncio.to_thread(wait_until, lambda: file.exists() and file.read_text() == "cancelled", "end of it", 20.0)
+    await asyncio.to_thread(wait_until, lambda: file.read_text() == "cancelled", "end of it", 20.0)
     await host.close()
 
 
