@@ -212,16 +212,18 @@ async def test_a_call_that_does_not_extend_the_conversation_fails_the_completion
 
 
 async def test_two_calls_at_once_fail_the_completion_by_name():
+    engine = Scripted("ab", "cd")
+    engine.gate.clear()
+
     async def agent(task: Task, access: Access) -> Score:
         async with client(access) as model:
-            calls = (model.chat.completions.create(model="m", messages=ROW) for _ in range(2))
+            calls = [asyncio.ensure_future(model.chat.completions.create(model="m", messages=ROW)) for _ in range(2)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            engine.gate.set()  # one is refused by now, and the other is answered
             found = await asyncio.gather(*calls, return_exceptions=True)
             assert sorted(type(one).__name__ for one in found) == ["ChatCompletion", "ConflictError"]
         return Score(value=1.0)
 
-    engine = Scripted("ab", "cd")
-    engine.gate.clear()
-    asyncio.get_running_loop().call_later(0.5, engine.gate.set)
     (one,) = await play(engine, agent)
     assert isinstance(one, Played) and one.score is not None and "a call came before the one before" in one.score.detail
 
@@ -288,12 +290,6 @@ async def calls_nothing(task: Task, access: Access) -> Score:
     return Score(value=1.0)
 
 
-async def returns_early(task: Task, access: Access) -> Score:
-    call = asyncio.ensure_future(client(access).chat.completions.create(model="m", messages=ROW))
-    await asyncio.wait({call}, timeout=0.3)
-    return Score(value=1.0)
-
-
 async def returns_nonsense(task: Task, access: Access) -> Score:
     await client(access).chat.completions.create(model="m", messages=ROW)
     return Score(failure="bad_type", detail="a reward must be a number")
@@ -304,14 +300,27 @@ async def returns_nonsense(task: Task, access: Access) -> Score:
     [
         (raises, "agent.py:3: KeyError: 'x'"),
         (calls_nothing, "the agent returned without a call of the model"),
-        (returns_early, "the agent returned before its call of the model was answered"),
         (returns_nonsense, "bad_type: a reward must be a number"),
     ],
 )
 async def test_an_agent_that_goes_wrong_is_a_failure_by_name_of_its_completion(agent, detail):
-    engine = Scripted("ab")
-    if agent is returns_early:
-        engine.gate.clear()
+    await assert_fails(Scripted("ab"), agent, detail)
+
+
+async def test_so_is_one_that_returns_while_its_call_is_with_the_engine():
+    engine, calls = Scripted("ab"), []
+    engine.gate.clear()
+
+    async def agent(task: Task, access: Access) -> Score:
+        calls.append(asyncio.ensure_future(client(access).chat.completions.create(model="m", messages=ROW)))
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        return Score(value=1.0)
+
+    await assert_fails(engine, agent, "the agent returned before its call of the model was answered")
+
+
+async def assert_fails(engine: Scripted, agent: Agent, detail: str) -> None:
     (one,) = await play(engine, agent)
     assert isinstance(one, Played) and one.score == Score(failure="environment", detail=detail)
     assert one.finish_reason == "abort"
