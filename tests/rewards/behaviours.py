@@ -144,8 +144,11 @@ async def slow_but_sure():
     return 0.75
 
 
-async def half_a_second():
-    await asyncio.sleep(0.5)
+def until(path):
+    with open(path, "w") as file:
+        file.write("begun")
+    while os.path.exists(path):
+        time.sleep(0.01)
     return 0.25
 
 

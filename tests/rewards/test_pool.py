@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -76,18 +77,21 @@ async def test_a_worker_that_dies_between_calls_costs_no_score():
     await reward.close()
 
 
-@pytest.mark.parametrize("began_s", [0, 0.2], ids=["not begun", "begun"])
-async def test_a_cancelled_caller_leaves_the_pool_usable(began_s):
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+@pytest.mark.parametrize("has_begun", [False, True], ids=["not begun", "begun"])
+async def test_a_cancelled_caller_leaves_the_pool_usable(has_begun, tmp_path):
+    reward, held = UserReward(BEHAVIOURS, timeout_s=30, workers=1), tmp_path / "held"
     worker = await pid_of_worker(reward)
-    running = asyncio.create_task(score_one(reward, prompt(), "half_a_second"))
+    running = asyncio.create_task(score_one(reward, prompt(), f"until {held}" if has_begun else "one"))
     waiting = asyncio.create_task(score_one(reward, prompt(), "exits"))
     last = asyncio.create_task(score_one(reward, prompt(), "pid"))
-    await asyncio.sleep(began_s)
+    await asyncio.sleep(0)
+    while has_begun and not held.exists():
+        await asyncio.sleep(0.01)
     running.cancel()
     waiting.cancel()
     results = await asyncio.gather(running, waiting, return_exceptions=True)
     assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+    held.unlink(missing_ok=True)  # a call that has begun runs to its end
     assert (await last).value == worker, "the cancelled calls cost a worker, or the waiting one was run"
     await reward.close()
 
@@ -174,7 +178,9 @@ async def test_a_pool_that_follows_the_load_starts_workers_while_calls_wait_and_
     reward = auto(3, monkeypatch)
     before = value("reward_workers")
     waited = await load(reward, 60)
-    assert max(waited) > 0.1 and waited == sorted(waited)
+    assert max(waited) > 0.1
+    # First come, first served. Two that are served at once had waited equally long but for what the machine took to ask.
+    assert all(later > earlier - 0.05 for earlier, later in pairwise(waited)), waited
     assert len(workers_of()) == 3 and value("reward_workers") == before + 3
     monkeypatch.setattr(pool_module, "IDLE_S", 0.1)
     while len(workers_of()) > 1:
