@@ -57,6 +57,8 @@ def test_a_run_is_steered_and_its_audit_finds_no_difference(tmp_path: Path):
 
     tell(ChangeSettings(settings={"learner.lr": 1e-4, "buffer.max_lag": 3, "generators.groups_in_flight": 40}))
     wait_until(lambda: events(run, "step")[-1]["max_lag"] == 3, "step under the other bound", 60.0)
+    # The buffer may know of it before the learner.
+    wait_until(lambda: bool(events(run, "lr_changed")), "other rate", 60.0)
     (changed,) = events(run, "lr_changed")
     at = int(changed["version"].split(".")[1])
     wait_until(lambda: steps(run) > at + 1, "step at the other rate", 60.0)
