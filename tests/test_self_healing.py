@@ -115,12 +115,16 @@ def test_a_learner_that_cannot_train_a_step_ends_the_run_with_its_reason_and_sta
     run = tmp_path / "run"
     process = start("demo", *QUICK, *SMALL, "--steps", "40", cwd=tmp_path)
     killed: set[int] = set()
-    while process.poll() is None:
+
+    def kill_each_once() -> bool:
         for learner in actors(tmp_path, "LearnerActor"):
             if learner.pid not in killed and steps(run) == 0:
                 killed.add(learner.pid)
                 with contextlib.suppress(psutil.Error):
                     learner.kill()
+        return process.poll() is not None
+
+    wait_until(kill_each_once, "end of the run", 300.0)
     assert process.returncode == 1
     assert len([event for event in events(run, "restart") if event["actor"] == "learner-0"]) == 2
     assert events(run, "end")[-1]["status"] == "failed"
