@@ -1,6 +1,7 @@
 """Weights reach real receiver threads over a real group, whatever happens to some of them on the way."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -115,8 +116,9 @@ def plane(request) -> Iterator[Plane]:
     made.close()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def impatient(monkeypatch):
+    """For tests in which somebody says nothing; in all others a thread may wait for its turn."""
     monkeypatch.setattr(publishing, "SILENT_S", 1.5)
     monkeypatch.setattr(publishing, "LOST_S", 2.0)
 
@@ -179,6 +181,7 @@ def test_one_that_leaves_gets_no_more_weights_and_breaks_no_publication(plane):
     assert plane.publish(2).generators == ("generator-0", "generator-1")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_generator_that_is_gone_is_left_out_and_named(plane):
     told = []
     plane.publisher.on_left_out = lambda *details: told.append(details)
@@ -225,7 +228,7 @@ def test_whoever_does_not_swap_holds_up_nobody_and_comes_back_by_itself(plane):
     wait_until(lambda: told, "the one that is left out")
     name, incarnation, why, missing = told[0]
     assert (name, incarnation, missing) == ("generator-1", "1.4", ("generator-1-1.4",))
-    assert "did not swap to 1.1 within 3 s" in why or "did not swap to 1.3 within 3 s" in why
+    assert re.search(r"did not swap to 1\.[123] within 3 s", why), "a broadcast is offered to it again"
     frozen.let_go.set()
     wait_until(lambda: plane.publisher.missing == () and frozen.version == PolicyVersion(1, 3), "its return")
     assert_holds(frozen, weights(3))
@@ -245,13 +248,16 @@ def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
     plane.wait_for(2)
     plane.publish(0)
     plane.publisher.give_up("generator-1", "1.3")  # the one before it
-    threading.Timer(0.5, plane.publisher.give_up, ("generator-1", "1.4")).start()
-    publication = plane.publish(1)
+    plane.offer(1)
+    wait_until(lambda: plane.publisher._members["generator-1"].offered == PolicyVersion(1, 1), "offer to it")
+    plane.publisher.give_up("generator-1", "1.4")
+    publication = plane.publication(1)
     assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
     assert plane.publisher.missing == () and not told, "who gave it up has told everyone"
     frozen.let_go.set()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_when_all_are_gone_the_next_that_comes_gets_the_version(plane):
     gone = [plane.add("generator-0", Engine()), plane.add("generator-1", Engine())]
     plane.wait_for(2)
@@ -272,7 +278,7 @@ def test_versions_that_come_faster_than_they_travel_are_skipped(plane):
 
     class Slow(Engine):
         def apply(self, tensors, version: PolicyVersion) -> str:
-            time.sleep(0.05)
+            time.sleep(0.15)
             checksum = super().apply(tensors, version)
             assert_holds(self, weights(version.number))
             versions.append(version)
@@ -436,6 +442,7 @@ while receiver.is_alive:
 """
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_process_that_is_stopped_is_left_out_and_comes_back_when_it_goes_on():
     plane = Plane("mapped")
     quick = Engine()
