@@ -142,6 +142,13 @@ class Fleet:
             )
         )
 
+    def may_lose(self, name: str) -> bool:
+        """Whether the run goes on if this generator ends now: its engine serves, or its start may fail once more."""
+        index = int(name.rpartition("-")[2])
+        generator = self._running.get(index)
+        has_served = generator is not None and self._watch.has_begun(name, generator.incarnation)
+        return has_served or self._failed_starts[index] + 1 < FAILED_STARTS
+
     def work_for(self, core: Core, endpoints: EndpointsChanged) -> None:
         """Have all generators work for `core` from now on.
 

@@ -2,7 +2,8 @@
 
 Every fault is real: SIGKILL and SIGSTOP to the processes of the run, an interrupted connection between generators and
 buffer, a file size limit of the kernel. A run has survived a fault once every process is up again and a step was trained
-after it. The time until then is the time to recovery.
+after it. The time until then is the time to recovery. What starts again and again without having worked ends a run: where
+faults come faster than a machine starts processes, drawn ones leave out what would not get another start.
 """
 
 import asyncio
@@ -24,12 +25,15 @@ import msgspec
 from asyncgrpo.cluster.core import Core
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.cluster.run import LOSSES_WITHOUT_A_STEP
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.supervision import EndpointsChanged
 
 log = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
+CORE = ("buffer", "learner", "disk")
+"""Actors whose faults may end buffer and learner."""
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
@@ -89,6 +93,8 @@ class Chaos:
         self._due_s: float | None = None
         self._proxy: Proxy | None = None
         self._reached = 0, 0
+        self._core_faults = 0
+        """Since a step was trained."""
         self._faults = list(plan.faults)
         self._kinds = [
             _Kind("kill", "generator", 3.0, self._kill),
@@ -124,11 +130,14 @@ class Chaos:
         for fault in [f for f in self._open if self._is_survived(f, core)]:
             self._open.remove(fault)
             self._events.write("recovered", fault=fault.kind, actor=fault.actor, seconds=now - fault.at_s)
-        if self._due_s is None and self._reached[1] > core.first_step:  # no fault before the first step
-            self._due_s = now + self._interval_s()
+        if self._reached[1] > core.first_step:
+            self._core_faults = 0
+            if self._due_s is None:  # no fault before the first step
+                self._due_s = now + self._interval_s()
         if may_strike and self._due_s is not None and now >= self._due_s and self._watch.pids("buffer", "learner"):
             kind = self._next_kind()
             self._due_s = now + self._interval_s() if self._faults or not self._plan.faults else math.inf
+            self._core_faults += kind.actor in CORE
             fault = kind.do(kind.actor)
             self._open.append(fault)
             self._events.write("fault", fault=fault.kind, actor=fault.actor)
@@ -150,7 +159,9 @@ class Chaos:
 
     def _next_kind(self) -> _Kind:
         if not self._plan.faults:
-            return self._rng.choices(self._kinds, [k.weight for k in self._kinds])[0]
+            may_lose_core = self._core_faults + 1 < LOSSES_WITHOUT_A_STEP
+            kinds = [kind for kind in self._kinds if may_lose_core or kind.actor not in CORE]
+            return self._rng.choices(kinds, [kind.weight for kind in kinds])[0]
         wanted = self._faults.pop(0)
         return next(kind for kind in self._kinds if f"{kind.name} {kind.actor}" == wanted)
 
@@ -194,6 +205,7 @@ class Chaos:
     def _signal(self, kind: str, actor: str, number: signal.Signals) -> _Fault:
         """Send a signal to one process of a role, or to all of them where `actor` is in the plural."""
         names = sorted(self._watch.names(actor.removesuffix("s")))
+        names = [name for name in names if actor in CORE or self._fleet.may_lose(name)]
         chosen = names if actor.endswith("s") else [self._rng.choice(names)] if names else []
         pids = self._watch.pids(*chosen) if chosen else []
         _send(pids, number)

@@ -1,6 +1,7 @@
 """The fleet without Ray: which generators it ends, tells and starts again."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncgrpo.cluster import fleet as module
+from asyncgrpo.cluster.core import Budget
 from asyncgrpo.cluster.fleet import BACKOFF_S, Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
@@ -203,6 +205,16 @@ def test_one_that_cannot_start_ends_by_its_own_reason(plane, monkeypatch):
     fleet.reconcile()
     assert core.lost == [("generator-1", "1.0")]
     assert written[-1]["reason"] == "model.path: /models/a is not there on the node 10.0.0.7"
+
+
+def test_a_run_may_lose_a_generator_that_serves_or_whose_start_may_fail_once_more(plane):
+    fleet, watch, _, _ = plane
+    watch.loading, fleet._budgets[1] = {"generator-1"}, Budget("generator-1", 9)
+    for start, may_lose in enumerate([True, True, False]):
+        assert fleet.may_lose("generator-0") and fleet.may_lose("generator-1") == may_lose
+        watch.silent_s = {f"generator-1 1.{start}": 500.0}
+        with nullcontext() if may_lose else pytest.raises(AsyncGRPOError, match="before its engine served"):
+            fleet.reconcile()
 
 
 def states(fleet: Fleet) -> dict[str, str]:

@@ -2,29 +2,60 @@
 
 from types import SimpleNamespace
 
-from asyncgrpo.tools.chaos import Plan
+import pytest
+
+from asyncgrpo.cluster.run import LOSSES_WITHOUT_A_STEP
+from asyncgrpo.tools.chaos import CORE, Plan
 
 ORDER = ("kill generator", "reset network", "partition network", "kill generator")
 
 
-def injected(plan: Plan, looks: int) -> list[str]:
-    """The faults of a run that is looked at once a second, has no processes, and makes steps."""
+def injected(plan: Plan, looks: int, *, steps_a_look: int = 1, may_lose: bool = True) -> list[str]:
+    """The faults of a run that is looked at once a second and has no processes. Its first core has made a step.
+
+    Args:
+        steps_a_look: of every core after that.
+        may_lose: whether the run would go on without a generator.
+    """
     now, told = [0.0], []
-    watch = SimpleNamespace(pids=lambda *roles: [1] if roles == ("buffer", "learner") else [], names=lambda role: [])
+    watch = SimpleNamespace(
+        pids=lambda *roles: [1] if roles == ("buffer", "learner") else [],
+        names=lambda role: ["generator-0"] if role == "generator" else [],
+    )
     events = SimpleNamespace(write=lambda event, **fields: told.append((event, fields)))
-    chaos = plan.begin(watch, SimpleNamespace(is_whole=True), events)
+    chaos = plan.begin(watch, SimpleNamespace(is_whole=True, may_lose=lambda name: may_lose), events)
     chaos._clock = lambda: now[0]
     core = SimpleNamespace(setup=SimpleNamespace(lineage=1), first_step=0, steps_done=1)
     for _ in range(looks):
         now[0] += 1.0
         chaos.reconcile(core, may_strike=True)
-        core.steps_done += 1
+        core.first_step, core.steps_done = core.steps_done, core.steps_done + steps_a_look
     return [f"{fields['fault']} {fields['actor']}" for event, fields in told if event == "fault"]
 
 
 def test_faults_are_those_of_the_plan_in_its_order_and_no_others():
-    assert injected(Plan(per_hour=3600.0, seed=1, faults=ORDER), 60) == list(ORDER)
+    found = injected(Plan(per_hour=3600.0, seed=1, faults=ORDER), 60)
+    assert [fault.removesuffix("-0") for fault in found] == list(ORDER)
 
 
 def test_faults_are_drawn_without_an_end():
     assert len(injected(Plan(per_hour=3600.0, seed=1), 200)) > 50
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_core_is_struck_whose_loss_would_end_the_run(seed: int):
+    """Where faults come faster than buffer and learner make a step, as on a busy machine."""
+
+    def of_the_core(steps_a_look: int) -> int:
+        faults = injected(Plan(per_hour=3600.0, seed=seed), 200, steps_a_look=steps_a_look)
+        assert len(faults) > 50
+        return sum(fault.split()[1] in CORE for fault in faults)
+
+    assert of_the_core(steps_a_look=0) == LOSSES_WITHOUT_A_STEP - 1
+    assert of_the_core(steps_a_look=1) > 10
+
+
+@pytest.mark.parametrize("may_lose", [True, False])
+def test_no_generator_is_struck_whose_loss_would_end_the_run(may_lose: bool):
+    faults = injected(Plan(per_hour=3600.0, seed=1), 200, may_lose=may_lose)
+    assert ("kill generator-0" in faults) == may_lose
