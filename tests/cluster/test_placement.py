@@ -80,7 +80,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def placed() -> dict:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "RAY_worker_niceness": "0"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

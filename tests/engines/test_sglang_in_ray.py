@@ -64,6 +64,7 @@ async def sample(engine: SGLangEngine, request_id: str, max_tokens: int) -> list
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as in a run; else whatever else the machine does comes first
     paths = {"PYTHONPATH": str(Path(__file__).parents[2])}
     ray.init(include_dashboard=False, num_cpus=2, log_to_driver=False, runtime_env={"env_vars": paths})
     yield
