@@ -153,7 +153,7 @@ async def test_a_judge_that_is_busy_or_fails_is_asked_again(judge, reply):
 
 async def test_a_judge_that_always_fails_is_a_named_failure_within_the_deadline(judge):
     judge.replies = [(429, "")]
-    score = await judged(judge, timeout_s=0.3)
+    score = await judged(judge, timeout_s=1.0)
     assert score.failure == "judge" and re.search(r"HTTP 429, \d+ times", score.detail)
     assert len(judge.requests) > 2
 

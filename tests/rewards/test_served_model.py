@@ -79,7 +79,7 @@ async def test_what_is_too_long_is_not_sent_and_the_others_have_their_scores(ser
 )
 async def test_a_reply_without_scores_is_a_named_failure_of_the_group(server, tmp_path, told, said):
     server.told = told
-    found = await scores(server, make_reward_model(tmp_path), "1", "2", timeout_s=0.5)
+    found = await scores(server, make_reward_model(tmp_path), "1", "2", timeout_s=1.0)
     assert [score.failure for score in found] == ["model", "model"]
     assert all(said in score.detail for score in found), found
 
