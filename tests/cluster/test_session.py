@@ -25,7 +25,7 @@ from asyncgrpo.errors import ConfigError, ProcessLost
 from tests.runs import assert_nothing_left, environment
 
 PROGRAM = """
-import os, pathlib, stat, time
+import contextlib, os, pathlib, stat, time
 import grpc, psutil, ray
 from asyncgrpo.cluster.ray_session import ray_session
 
@@ -45,13 +45,19 @@ with ray_session(None, True):
             except grpc.RpcError as error:
                 return error.code().name
 
+    def told(ask):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was found
+            return ask()
+        return []
+
     time.sleep(1.0)
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    connections = [c for p in processes for c in told(lambda: p.net_connections("inet"))]
+    listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
     assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
     session = pathlib.Path(ray._private.worker.global_worker.node.get_session_dir_path())
     assert stat.S_IMODE(session.stat().st_mode) == 0o700, oct(session.stat().st_mode)
-    (monitor,) = [p for p in processes if any(word.endswith("log_monitor.py") for word in p.cmdline())]
+    (monitor,) = [p for p in processes if any(word.endswith("log_monitor.py") for word in told(p.cmdline))]
     assert not [file for file in monitor.open_files() if "/worker-" in file.path], monitor.open_files()
     print(ask(), ask(("authorization", "Bearer " + "x" * 64)), ask(("authorization", "Bearer " + token.read_text())))
 """
