@@ -16,7 +16,7 @@ import pytest
 from tests.gpu_rehearsals.cluster import Cluster, needs_namespaces
 from tests.runs import command, events, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_namespaces]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_namespaces]
 
 RAY = {
     "RAY_AUTH_MODE": "token",
@@ -67,7 +67,7 @@ def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str
     arguments = [*DEMO, *APART, "--steps", str(steps), f"cluster.ray_address={cluster.ray_address}", *settings]
     process = cluster.start(1, *command(*arguments, "cluster.bind=0.0.0.0"), output=output, cwd=work)
     half = steps // 2
-    wait_until(lambda: len(events(run, "step")) >= half or process.poll() is not None, f"step {half}", 120.0)
+    wait_until(lambda: len(events(run, "step")) >= half or process.poll() is not None, f"step {half}", 200.0)
     assert process.poll() is None, output.read_text()
     assert_metrics_ask_for_the_token(cluster, work)
     cluster.lose(2)
