@@ -284,7 +284,7 @@ def as_written(event: Event) -> Event:
 class EventLog:
     """Appends events to a file.
 
-    Several processes may append, each with its own EventLog. Only `resume_at` needs that no other process does.
+    Several processes may append, each with its own EventLog. Only one calls `resume_at`, before it writes of a step.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -322,18 +322,21 @@ class EventLog:
     def resume_at(self, step: int) -> int:
         """Drop the `step`, `eval` and `checkpoint` events beyond `step`, and return how many they were.
 
-        The file is replaced atomically: a crash leaves either the old or the new one.
+        The file is replaced atomically: a crash leaves either the old or the new one. What other processes append meanwhile
+        is written again before the next event.
         """
-        events = list(read_events(self.path))
-        kept = [event for event in events if not (event["event"] in _STEP_EVENTS and event.get("step", 0) > step)]
-        if dropped := len(events) - len(kept):
-            temporary = self.path.with_suffix(".tmp")
-            with open(temporary, "wb") as file:
-                file.writelines(_encoder.encode(event) + b"\n" for event in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-            log.info("resumed at step %d: dropped %d events of later steps from %s", step, dropped, self.path)
+        with open(self.path, "rb") as before:
+            events = list(_decode(before, self.path))
+            kept = [event for event in events if not (event["event"] in _STEP_EVENTS and event.get("step", 0) > step)]
+            if dropped := len(events) - len(kept):
+                temporary = self.path.with_suffix(".tmp")
+                with open(temporary, "wb") as file:
+                    file.writelines(_encoder.encode(event) + b"\n" for event in kept)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.path)
+                self._unwritten += before.read()
+                log.info("resumed at step %d: dropped %d events of later steps from %s", step, dropped, self.path)
         return dropped
 
 

@@ -1,6 +1,7 @@
 """metrics.jsonl survives crashes, resumes and impatient readers."""
 
 import json
+import os
 import resource
 
 import numpy as np
@@ -104,6 +105,22 @@ def test_a_resume_at_the_last_step_leaves_the_file_alone(path):
     log.write("step", **step(1))
     before = path.stat().st_ino
     assert log.resume_at(1) == 0 and path.stat().st_ino == before
+
+
+def test_what_others_write_while_a_resume_replaces_the_file_is_not_lost(path, monkeypatch):
+    """The driver goes on writing of faults, restarts and commands while the next learner begins."""
+    learner, driver, replace = EventLog(path), EventLog(path), os.replace
+    for n in (1, 2):
+        learner.write("step", **step(n))
+
+    def late(*names) -> None:
+        driver.write("drain", reason="meanwhile")
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", late)
+    assert learner.resume_at(1) == 1
+    learner.write("step", **step(2, version="2.2"))
+    assert [event.get("reason", event.get("version")) for event in read_events(path)] == ["1.1", "meanwhile", "2.2"]
 
 
 def test_what_a_full_disk_refuses_is_written_once_there_is_room(path):
