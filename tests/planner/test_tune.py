@@ -12,6 +12,7 @@ ENGINE = "{vocab_size: 261, seconds_per_token: 0.02, seconds_per_completion: 0.0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_profile_is_measured_on_the_cluster(tmp_path):
     make_demo_model(tmp_path / "model", seed=0)
     write_demo_task(tmp_path / "train.jsonl", tmp_path / "eval.jsonl", seed=0)
