@@ -62,12 +62,12 @@ def start_ray(cluster: Cluster, folder: Path) -> None:
 
 
 def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str, gap_s: float = 2.0) -> None:
-    """Run the demo, and lose the second node at half of its steps; after `gap_s` a third one joins. It ends well."""
+    """Run the demo, and lose the second node at a third of its steps; after `gap_s` a third one joins. It ends well."""
     run, output = work / "run", work / "output.txt"
     arguments = [*DEMO, *APART, "--steps", str(steps), f"cluster.ray_address={cluster.ray_address}", *settings]
     process = cluster.start(1, *command(*arguments, "cluster.bind=0.0.0.0"), output=output, cwd=work)
-    half = steps // 2
-    wait_until(lambda: len(events(run, "step")) >= half or process.poll() is not None, f"step {half}", 200.0)
+    at = steps // 3  # what is left is for the second generator to be back before the last publication
+    wait_until(lambda: len(events(run, "step")) >= at or process.poll() is not None, f"step {at}", 200.0)
     assert process.poll() is None, output.read_text()
     assert_metrics_ask_for_the_token(cluster, work)
     cluster.lose(2)
