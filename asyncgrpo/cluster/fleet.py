@@ -210,9 +210,15 @@ class Fleet:
         """
         if generator.is_leaving and not self._watch.has_begun(name, generator.incarnation):
             return "it is not wanted any more"
-        for reference in (generator.address, generator.running):  # `run` of one that did not start tells nothing
-            if reference is not None and has_ended(reference):
-                return _reason(reference, name)
+        # `run` of one that did not start tells nothing. One may have started since `_follow_start` looked.
+        if (
+            generator.address is not None
+            and has_ended(generator.address)
+            and (why := _failure(generator.address, name))
+        ):
+            return why
+        if has_ended(generator.running):
+            return _failure(generator.running, name) or "it ended by itself"
         limit_s = self._setup.config.cluster.silent_timeout_s
         unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
         if reason := unhealthy_reason(silent_s=limit_s):
@@ -288,11 +294,11 @@ def process_status(
     )
 
 
-def _reason(reference: Reference, name: str) -> str:
-    """Why a generator's `start` failed, or its `run` ended."""
+def _failure(reference: Reference, name: str) -> str:
+    """Why a generator's `start` or `run`, which has ended, failed; empty: it did not."""
     try:
         result(reference, name)
-        return "it ended by itself"
+        return ""
     except ProcessLost as loss:
         return str(loss).removeprefix(f"{name}: ")
     except AsyncGRPOError as error:

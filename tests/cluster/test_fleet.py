@@ -221,6 +221,21 @@ def states(fleet: Fleet) -> dict[str, str]:
     return {process.name: process.state for process in fleet.processes()}
 
 
+def test_one_whose_start_returns_between_two_looks_has_not_ended(plane, monkeypatch):
+    fleet, _, core, written = plane
+    started, looks = module.ray.started[1], []
+
+    def has_ended(reference: object) -> bool:
+        looks.append(reference)
+        return reference is started and looks.count(started) > 1
+
+    monkeypatch.setattr(module, "has_ended", has_ended)
+    monkeypatch.setattr(module, "result", lambda reference, name: ("127.0.0.1", 1))
+    for _ in range(3):
+        fleet.reconcile()
+    assert looks.count(started) > 1 and core.lost == [] and written == []
+
+
 def test_a_larger_fleet_starts_those_that_are_missing_at_once(plane):
     fleet, _, _, written = plane
     fleet.scale(4)
