@@ -172,20 +172,21 @@ class RowSender:
         """
         self._infos = {info.name: (info, start) for info, start in zip(layout.tensors, layout.offsets, strict=True)}
         self._pair, self._pins = pair, pins
-        self._places: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int]] | None = None  # until the first snapshot
         self._memory: dict[int, Tensor] = {}  # of each arena: one is sent while the next step's rows are written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
     def send(self, parts: Iterator[Part], arena: int) -> None:
         """Copy the parts, and begin to send them."""
         rows = [part for part in parts if part[2].numel()]
-        if not self._places:
+        if self._places is None:
             self._places = [self._place(part) for part in rows]
-            self._thread.submit(self._send, torch.tensor([len(rows)]), torch.tensor(self._places))
+            places = torch.tensor(self._places, dtype=torch.int64)
+            self._thread.submit(self._send, torch.tensor(places.shape[:1]), *([places] if rows else []))
         if arena not in self._memory:
             size = sum(_aligned(length) for _, length in self._places)
             self._memory[arena] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
-        pieces = list(self._pieces(self._memory[arena]))
+        pieces = list(self._pieces(self._memory[arena], self._places))
         dtypes = [dtype_of(self._infos[name][0]) for name, _, _ in rows]
         targets = (piece.view(dtype) for piece, dtype in zip(pieces, dtypes, strict=True))
         written = copy_parts(zip(targets, (tensor for _, _, tensor in rows), strict=True))
@@ -196,9 +197,9 @@ class RowSender:
         (info, offset), (_, first, tensor) = self._infos[part[0]], part
         return offset + first * dtype_of(info).itemsize, tensor.numel() * dtype_of(info).itemsize
 
-    def _pieces(self, memory: Tensor) -> Iterator[Tensor]:
+    def _pieces(self, memory: Tensor, places: list[tuple[int, int]]) -> Iterator[Tensor]:
         start = 0
-        for _, length in self._places:
+        for _, length in places:
             yield memory[start : start + length]
             start += _aligned(length)
 
@@ -220,7 +221,7 @@ class RowReceiver:
 
     def __init__(self, rank: int, pair: dist.ProcessGroup) -> None:
         self._rank, self._pair = rank, pair
-        self._places: list[tuple[int, int]] = []
+        self._places: Tensor | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"snapshot-{rank}")
         self._jobs: list[Future[None]] = []
 
@@ -240,13 +241,13 @@ class RowReceiver:
         self._thread.shutdown()
 
     def _receive(self, flat: Tensor) -> None:
-        if not self._places:
+        if self._places is None:
             count = torch.zeros(1, dtype=torch.int64)
             dist.recv(count, self._rank, self._pair)
-            places = torch.zeros(int(count), 2, dtype=torch.int64)
-            dist.recv(places, self._rank, self._pair)
-            self._places = [(start, length) for start, length in places.tolist()]
-        for start, length in self._places:
+            self._places = torch.zeros(int(count), 2, dtype=torch.int64)
+            if count:
+                dist.recv(self._places, self._rank, self._pair)
+        for start, length in self._places.tolist():
             dist.recv(flat[start : start + length], self._rank, self._pair)
 
 

@@ -147,6 +147,25 @@ def test_what_comes_from_another_machine_holds_up_no_rank(tmp_path):
     run_on_ranks(snapshots_in_a_row, str(tmp_path), 2)
 
 
+def sends_nothing(rank: int, world: int, folder: str) -> None:
+    """As where a model has fewer rows than there are ranks."""
+    pair = dist.new_group([0, 1], backend="gloo")
+    flat = torch.ones(64, dtype=torch.uint8)
+    for _ in range(2):
+        if rank == 1:
+            sender = snapshot.RowSender(Layout([]), pair, pins=False)
+            sender.send(iter([("none", 0, torch.empty(0))]), 0)
+            sender.send(iter([]), 64)
+            sender.close()
+        else:
+            receiver = snapshot.RowReceiver(1, pair)
+            assert [receiver.receive(flat).result() for _ in range(2)] == [None, None] and flat.sum() == 64
+
+
+def test_a_rank_without_rows_sends_none(tmp_path):
+    run_on_ranks(sends_nothing, str(tmp_path), 2)
+
+
 def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypatch):
     learner = learner_of("qwen3", str(make_tiny_qwen3(tmp_path / "qwen3").parent), 0, 1)
     arenas = Arenas(Layout(learner.sent.layout()))
