@@ -26,6 +26,8 @@ from asyncgrpo.wire.supervision import DumpStacks, EndpointsChanged, GeneratorLo
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+LISTENS_WITHIN_S = 2.0
+"""The driver listens five times a second. If once it does not for longer than this, it was not there."""
 SAY_AFTER_S = 30.0
 """A wait that has lasted so long gets a line in the driver's log, and another one each time as much has passed again."""
 
@@ -136,10 +138,18 @@ class Watch:
         self._server = Server(bind, keys, advertise=host)
         self._clock = clock
         self._processes: dict[str, _Process] = {}
+        self._listened_s = clock()
         self.endpoint = self._server.endpoint
 
     def listen(self) -> None:
-        """Read what has arrived, and log what a process has waited for long."""
+        """Read what has arrived, and log what a process has waited for long.
+
+        Time in which nobody listened, as while this process was stopped, is no silence of the others.
+        """
+        now_s, before_s = self._clock(), self._listened_s
+        self._listened_s = now_s
+        for process in self._processes.values():
+            process.heard_s += max(0.0, now_s - before_s - LISTENS_WITHIN_S)
         while (received := self._server.receive(0.0)) is not None:
             peer, frames = received
             try:
@@ -165,8 +175,8 @@ class Watch:
         known = self._of(name, incarnation)
         if known is None:
             return None
-        if (age := self._clock() - known.heard_s) > silent_s:
-            return f"silent for {age:.0f} s"
+        if (silence_s := self._listened_s - known.heard_s) > silent_s:
+            return f"silent for {silence_s:.0f} s"
         if known.heartbeat.loop_age_s is not None and known.heartbeat.loop_age_s > still_s:
             return f"its loop stands still for {known.heartbeat.loop_age_s:.0f} s"
         return None

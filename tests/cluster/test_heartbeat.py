@@ -38,19 +38,42 @@ def listen_until(watch: Watch, condition) -> None:
 
 
 def test_a_process_that_is_silent_or_stands_still_is_found(watch: Watch, clock: Clock, tmp_path: Path):
-    age: list[float | None] = [None]
-    Heart(watch.endpoint, "buffer", "1", None, run_dir=tmp_path, loop_age_s=lambda: age[0])
+    first = Heart(watch.endpoint, "buffer", "1", None, run_dir=tmp_path)
     assert watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) is None, "nothing was heard yet"
     listen_until(watch, lambda: watch.pids("buffer"))
     assert watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) is None
     assert not watch.has_begun("buffer", "1")
-    clock.now_s = 6.0
+    first.stop()
+    watch.listen()
+    for second in range(1, 7):
+        clock.now_s = second
+        watch.listen()
     assert "silent for 6 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
     assert watch.unhealthy_reason("buffer", "2", silent_s=5.0, still_s=5.0) is None, "of another start nothing is known"
-    age[0] = 8.0
+    Heart(watch.endpoint, "buffer", "1", None, run_dir=tmp_path, loop_age_s=lambda: 8.0)
     listen_until(watch, lambda: watch.has_begun("buffer", "1"))
     assert "stands still for 8 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
     assert watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=9.0) is None
+
+
+def test_time_in_which_nobody_listened_is_no_silence(watch: Watch, clock: Clock, tmp_path: Path):
+    """A driver that was stopped, or whose machine was, finds the others as it left them, and hears them a moment later."""
+    heart = Heart(watch.endpoint, "buffer", "1", None, run_dir=tmp_path)
+    listen_until(watch, lambda: watch.pids("buffer"))
+    heart.stop()
+    watch.listen()
+
+    def is_silent() -> bool:
+        return watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) is not None
+
+    clock.now_s = 600.0
+    assert not is_silent(), "nobody has listened since"
+    watch.listen()
+    assert not is_silent()
+    for _ in range(4):  # whatever it does so slowly, what is silent is found in the end
+        clock.now_s += 60.0
+        watch.listen()
+    assert is_silent()
 
 
 def test_the_dead_of_an_earlier_start_are_not_taken_for_the_living(watch: Watch, tmp_path: Path):
