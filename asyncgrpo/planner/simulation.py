@@ -159,7 +159,7 @@ class _Trainer:
 
     def __init__(self, run: "VirtualRun") -> None:
         self.step, self.export = run.step, run.export
-        self.snapshot = SimpleNamespace(is_behind=False)
+        self.snapshot = SimpleNamespace(is_behind=False, close=lambda: None)
 
 
 class _NoCheckpoints:
