@@ -31,6 +31,10 @@ PIECE = 16 * BLOCK
 """Elements compared at once: they and the scratch stay in a core's cache."""
 SPARSE_UP_TO = 0.5
 """A piece is sparse if that takes at most this share of its bytes: single elements cost more to write than a run."""
+LEAST_SAVING = 4
+"""Deltas are sent if they have at least so many times fewer bytes than the weights."""
+SKIPPED, MOST_SKIPPED = 4, 256
+"""Versions that are not compared, at first and at most."""
 
 _UNSIGNED = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -173,6 +177,43 @@ def compare(new: Tensor, base: Tensor, spans: Iterable[Span]) -> Iterator[Piece]
     """
     pieces = spread(lambda part: _compare(new, base, part), (part for span in spans for part in _parts(span)))
     return (piece for piece in pieces if piece is not None)
+
+
+def follow(mirror: Tensor, new: Tensor, spans: Iterable[Span], most: int) -> tuple[Piece, ...] | None:
+    """Make the mirror what `new` is. Returns what changed; None: more than `most` bytes, and the mirror is part old, part new.
+
+    If somebody writes over `new` meanwhile, the mirror still becomes what the pieces say.
+
+    Args:
+        mirror, new: [n] uint8 on the CPU, laid out alike; the place of each span is its start.
+    """
+    pieces, size = [], 0
+    for piece in compare(new, mirror, spans):
+        size += piece.num_bytes
+        if size > most:
+            return None
+        piece.write(mirror.numpy())
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+class Skips:
+    """Which versions are compared: after one that changed too much a few are not, then twice as many, and so on."""
+
+    def __init__(self) -> None:
+        self._left, self._next = 0, SKIPPED
+
+    def is_due(self) -> bool:
+        """Whether the next version is to be compared. Asked once about each."""
+        self._left = max(self._left - 1, 0)
+        return not self._left
+
+    def note(self, *, pays: bool) -> None:
+        """What was compared changed little enough, or too much."""
+        if pays:
+            self._next = SKIPPED
+        else:
+            self._left, self._next = self._next, min(2 * self._next, MOST_SKIPPED)
 
 
 def _parts(span: Span) -> Iterator[Span]:

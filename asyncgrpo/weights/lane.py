@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout
-from asyncgrpo.weights.delta import Chain, Delta, Piece, State, compare
+from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Piece, Skips, State, follow
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer
@@ -149,11 +149,6 @@ def _close(group: WeightGroup | None) -> None:
 
 MAX_DELTAS = 8
 """Kept for those who missed some."""
-LEAST_SAVING = 4
-"""Deltas are sent if they have so many times fewer bytes than the weights, or one time for each generator if these are
-more. The learner sends them to each by itself, and comparing and applying takes a core longer than receiving a broadcast."""
-SKIPPED, MOST_SKIPPED = 4, 256
-"""Versions that are not compared after one that changed too much; then twice as many, and so on."""
 PARTS_AHEAD = 2
 """Parts sent to a generator before it has taken the first of them: the memory that a slow one costs the learner."""
 TAKES_PART_WITHIN_S = 10.0
@@ -180,7 +175,7 @@ class DeltaLane:
         self._mirror: Tensor | None = None
         """Its bytes."""
         self._chain = Chain(MAX_DELTAS, 0)
-        self._skip, self._skip_next = 0, SKIPPED
+        self._skips = Skips()
         self._held: dict[str, State] = {}
         """What generators hold in their memory for certain."""
         self._transfers: dict[str, Transfer] = {}
@@ -197,8 +192,7 @@ class DeltaLane:
         if self.is_busy or state == self._following:
             return False
         self._following = state
-        self._skip = max(self._skip - 1, 0)
-        return not self._skip
+        return self._skips.is_due()
 
     def follow(self, state: State, layout: Layout, flat: Tensor, generators: int) -> None:
         """Begin to compare a publication with the one before it.
@@ -212,7 +206,7 @@ class DeltaLane:
         def work() -> tuple[Tensor, tuple[Piece, ...] | None]:
             if mirror is None:
                 return flat.clone(), ()
-            return mirror, _update(mirror, flat, layout, most)
+            return mirror, follow(mirror, flat, layout.spans, most)
 
         if mirror is None:
             self._chain = Chain(MAX_DELTAS, layout.num_bytes // LEAST_SAVING)
@@ -231,14 +225,14 @@ class DeltaLane:
             log.warning("no delta was made: %r", error)
             pieces = None
         if pieces is None:
-            self._skip, self._skip_next = self._skip_next, min(2 * self._skip_next, MOST_SKIPPED)
+            self._skips.note(pays=False)
             self.clear()
             return True
         assert self._following is not None
         if self._tip is not None:
             delta = Delta(self._tip, self._following, len(mirror), pieces)
             self._chain.add(Delta.from_bytes(delta.to_bytes()))  # kept as it is sent
-            self._skip_next = SKIPPED
+            self._skips.note(pays=True)
         self._tip, self._mirror = self._following, mirror
         return True
 
@@ -312,20 +306,12 @@ class DeltaLane:
 
 
 def at_most(num_bytes: int, generators: int) -> int:
-    """Bytes of deltas that are sent instead of `num_bytes` of weights."""
+    """Bytes of deltas that are sent instead of `num_bytes` of weights.
+
+    Comparing and applying takes a core longer than receiving a broadcast; and the learner sends deltas to each generator by
+    itself, while a broadcast leaves it about once.
+    """
     return num_bytes // max(LEAST_SAVING, generators)
-
-
-def _update(mirror: Tensor, flat: Tensor, layout: Layout, most: int) -> tuple[Piece, ...] | None:
-    """Make the mirror what `flat` is. Returns what changed; None: too much, and the mirror is part old, part new."""
-    pieces, size = [], 0
-    for piece in compare(flat, mirror, layout.spans):
-        size += piece.num_bytes
-        if size > most:
-            return None
-        piece.write(mirror.numpy())
-        pieces.append(piece)
-    return tuple(pieces)
 
 
 class Transfer:

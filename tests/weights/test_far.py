@@ -302,8 +302,8 @@ def test_a_receiver_without_the_base_says_so(fleet):
 
 def test_publications_that_change_everything_are_broadcast_and_soon_not_compared(fleet, monkeypatch):
     compared = []
-    update = lanes._update
-    monkeypatch.setattr(lanes, "_update", lambda *arguments: compared.append(1) or update(*arguments))
+    update = lanes.follow
+    monkeypatch.setattr(lanes, "follow", lambda *arguments: compared.append(1) or update(*arguments))
     engine = fleet.add("generator-0")
     for number in range(20):
         assert fleet.publish(number, 1.0) == WHOLE
@@ -317,14 +317,14 @@ def test_the_learner_may_write_both_arenas_while_a_version_is_compared(fleet, mo
     engine = fleet.add("generator-0")
     fleet.publish(0, 1.0)
     began, goes_on = threading.Event(), threading.Event()
-    update = lanes._update
+    update = lanes.follow
 
     def slow(*arguments):
         began.set()
         goes_on.wait(10.0)
         return update(*arguments)
 
-    monkeypatch.setattr(lanes, "_update", slow)
+    monkeypatch.setattr(lanes, "follow", slow)
     fleet.offer(1, 0.01)
     assert began.wait(10.0)
     fleet.offer(2, 0.01)
