@@ -2,8 +2,9 @@
 
 `python -m benchmarks.snapshot --model s25m --ranks 2` prints one JSON line. Seconds are of the slowest rank, medians over the
 rounds; a copy is that of a rank's shard, cast, into memory that is there. With `--apart` the last rank cannot map the arena, as
-on another machine, and sends its rows (here through loopback): `arrived` is when the last is there, which no rank waits for.
-Gloo on a CPU, where a gather is slow: the ratio to the copy carries over to GPUs, that to the gather does not.
+on another machine, and sends its rows (here through loopback), in turns as a delta and whole: `arrived` is when the last are
+there, which no rank waits for. `--changed` of all elements change before each. Gloo on a CPU, where a gather is slow: the ratio
+to the copy carries over to GPUs, that to the gather does not.
 """
 
 import argparse
@@ -11,6 +12,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -36,6 +39,14 @@ def copy_of_shard(learner: Learner, target: Tensor) -> float:
     return time.perf_counter() - started
 
 
+def change(learner: Learner, share: float) -> None:
+    """As a step would: random elements, by more than bfloat16 rounds away."""
+    with torch.no_grad():
+        for parameter in learner.parameters:
+            rows = parameter.to_local().view(-1)  # type: ignore[attr-defined]
+            rows[torch.randint(0, max(1, rows.numel()), (int(share * rows.numel()),))] *= 1.02
+
+
 def slowest(seconds: float) -> float:
     most = torch.tensor(seconds)
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -43,7 +54,7 @@ def slowest(seconds: float) -> float:
 
 
 def rank(number: int, world: int, argument: str) -> None:
-    path, rounds, is_apart = argument.rsplit(" ", 2)
+    path, rounds, changed, is_apart = argument.rsplit(" ", 3)
     torch.set_num_threads(1)
     if is_apart == "True":
         snapshot.same_machine = lambda: f"machine {number == world - 1}"
@@ -56,9 +67,16 @@ def rank(number: int, world: int, argument: str) -> None:
     file = [arenas.file if arenas is not None else ""]
     dist.broadcast_object_list(file)
     target = torch.zeros(sum(p.to_local().numel() for p in learner.parameters), dtype=torch.bfloat16)  # type: ignore[attr-defined]
-    spent: dict[str, list[float]] = {"rows": [], "arrived": [], "gather": [], "copy": []}
+    ways = {"rows": file[0], "whole rows": file[0], "gather": ""}
+    if is_apart != "True":
+        del ways["whole rows"]
+    spent: dict[str, list[float]] = defaultdict(list)
+    came = count_bytes(learner)
     for _ in range(int(rounds) + 2):
-        for way, used in (("rows", file[0]), ("gather", "")):
+        for way, used in ways.items():
+            change(learner, float(changed) if used else 0.0)
+            if learner.snapshot._sender is not None:
+                learner.snapshot._sender._deltas = way == "rows"
             dist.barrier()
             started = time.perf_counter()
             if arenas is None:
@@ -69,17 +87,31 @@ def rank(number: int, world: int, argument: str) -> None:
             if arenas is not None:
                 snapshot.wait_until(is_written)
             if used:
-                spent["arrived"].append(slowest(time.perf_counter() - started))
+                spent[f"{way} arrived"].append(slowest(time.perf_counter() - started))
         dist.barrier()
         spent["copy"].append(slowest(copy_of_shard(learner, target)))
     if arenas is not None:
         arenas.close()
         seconds = {way: round(statistics.median(each[2:]), 5) for way, each in spent.items()}
-        figures = {"rows_to_copy": round(seconds["rows"] / seconds["copy"], 2)}
-        figures["gather_to_rows"] = round(seconds["gather"] / seconds["rows"], 1)
-        figures["arrived_to_copy"] = round(seconds["arrived"] / seconds["copy"], 2)
-        about = {"what": "snapshot", "ranks": world, "apart": is_apart == "True", "mb": round(layout.num_bytes / 1e6)}
+        figures = {f"{way}, x a copy": round(s / seconds["copy"], 2) for way, s in seconds.items() if way != "copy"}
+        for at, way in enumerate(("rows", "whole rows") if came else ()):
+            figures[f"{way}, MB"] = round(statistics.median(came[at::2]) / 1e6, 2)
+        about = {"what": "snapshot", "ranks": world, "mb": round(layout.num_bytes / 1e6), "changed": float(changed)}
         Path(path, "measured.json").write_text(json.dumps(about | seconds | figures | where()))
+
+
+def count_bytes(learner: Learner) -> list[int]:
+    """What comes from another machine, of each snapshot from now on."""
+    sizes: list[int] = []
+    for receiver in learner.snapshot._receivers:
+        receive = receiver._receive
+
+        def counted(flat: Tensor, receive: Callable[[Tensor], int] = receive) -> int:
+            sizes.append(receive(flat))
+            return sizes[-1]
+
+        receiver._receive = counted  # type: ignore[method-assign]
+    return sizes
 
 
 def main() -> None:
@@ -87,13 +119,14 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="s25m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--apart", action="store_true", help="the last rank is on another machine, as far as it knows")
+    parser.add_argument("--changed", type=float, default=0.015, help="share of the elements in a round (default 0.015)")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(Path(folder), arguments.model)
         from benchmarks.snapshot import rank as on_a_rank  # by the name under which the ranks find it
 
-        run_on_ranks(on_a_rank, f"{path} {arguments.rounds} {arguments.apart}", arguments.ranks)
+        run_on_ranks(on_a_rank, f"{path} {arguments.rounds} {arguments.changed} {arguments.apart}", arguments.ranks)
         show(json.loads((path / "measured.json").read_text()))
 
 

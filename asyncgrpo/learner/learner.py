@@ -86,9 +86,7 @@ class Learner:
         only_adapters = config.model.lora.rank and config.weights.adapters_only
         self.sent = PublishedAdapters(self.model, config.model.path) if only_adapters else self._published
         """What a publication carries."""
-        self.snapshot = Snapshot(
-            self.sent, rank=rank, world=world, device=self.device, timeout_s=config.weights.timeout_s
-        )
+        self.snapshot = Snapshot(self.sent, config.weights, rank=rank, world=world, device=self.device)
         self.check = LearnerCheck(self.model, config.data.max_prompt_tokens + config.sampling.max_tokens, self.device)
 
     def step(self, groups: list[Group], version: PolicyVersion) -> StepReport:

@@ -1,9 +1,8 @@
 """A snapshot of the weights in a publication's arena, after which the next step may begin.
 
 Each rank writes its own rows of every tensor, and waits for the copy of its shard alone: nothing is gathered. Ranks on the
-machine of rank 0 map the arena. One on another machine copies its rows into memory of its own, from where a thread sends them
-into the arena beside the next step. Adapters are always gathered: they are small. So are whole weights where the arena
-cannot be mapped.
+machine of rank 0 map the arena. One on another machine copies its rows into memory of its own, from where they are sent beside
+the next step (`rows.py`). Adapters are always gathered: they are small. So are whole weights where the arena cannot be mapped.
 
 A rank that has written raises its flag behind the arenas; the publisher's thread looks at all flags before it hashes.
 """
@@ -11,25 +10,24 @@ A rank that has written raises its flag behind the arenas; the publisher's threa
 import logging
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
-from asyncgrpo.learner.publishing import Part, PublishedAdapters, PublishedWeights, copy_parts, fill_arena, fill_parts
-from asyncgrpo.weights.arena import ALIGNMENT, IsWritten, Layout, MappedArenas, dtype_of, same_machine
+from asyncgrpo.learner.publishing import Part, PublishedAdapters, PublishedWeights, fill_arena, fill_parts
+from asyncgrpo.learner.rows import RowReceiver, RowSender, wait_until
+from asyncgrpo.weights.arena import IsWritten, Layout, MappedArenas, same_machine
 from asyncgrpo.weights.publisher import READ_BYTES_PER_S
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.001
 MACHINE_BYTES = 128
 """Of a machine's name (`arena.same_machine`), which has about 60."""
-UNDER_WAY = 2
-"""Snapshots whose rows still come from other machines: as many as there are arenas."""
 
 
 class Snapshot:
@@ -38,22 +36,23 @@ class Snapshot:
     def __init__(
         self,
         sent: PublishedWeights | PublishedAdapters,
+        config: WeightsConfig,
         *,
         rank: int,
         world: int,
         device: torch.device,
-        timeout_s: float,
     ) -> None:
         """Find out which ranks share the machine of rank 0. Collective.
 
         Args:
+            config: says how long rank 0 waits for the others to have written (longer where there are many bytes), and whether
+                what comes from other machines may be deltas.
             device: of this rank.
-            timeout_s: how long rank 0 waits for the others to have written, and more where there are many bytes.
         """
         self._sent, self._rank, self._world, self._device = sent, rank, world, device
         self._number = 0
         self._layout = Layout(sent.layout())
-        self._timeout_s = timeout_s + self._layout.num_bytes / READ_BYTES_PER_S
+        self._timeout_s = config.timeout_s + self._layout.num_bytes / READ_BYTES_PER_S
         self._arenas: MappedArenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self.is_by_rows = world > 1 and isinstance(sent, PublishedWeights)
@@ -68,7 +67,7 @@ class Snapshot:
                 log.info("the rows of rank %d come from another machine", other)
                 self._receivers.append(RowReceiver(other, pair))
             elif rank == other:
-                self._sender = RowSender(self._layout, pair, pins=device.type == "cuda")
+                self._sender = RowSender(self._layout, pair, pins=device.type == "cuda", deltas=config.deltas)
 
     @property
     def is_behind(self) -> bool:
@@ -144,112 +143,9 @@ class Snapshot:
         return self._arenas
 
 
-def wait_until(written: IsWritten | None) -> None:
-    """Return once every byte is there."""
-    while written is not None and not written():
-        time.sleep(LOOK_EVERY_S)
-
-
 def _away(world: int) -> list[int]:
     """The ranks that cannot map a file in shared memory of rank 0. Collective."""
     mine = torch.frombuffer(bytearray(same_machine().encode().ljust(MACHINE_BYTES)[:MACHINE_BYTES]), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(everyone, mine)
     return [rank for rank, machine in enumerate(everyone) if not torch.equal(machine, everyone[0])]
-
-
-# -- from other machines -----------------------------------------------------------------------------------------------
-
-
-class RowSender:
-    """Sends the rows of a rank on another machine to rank 0: first their places in a publication, then those of each."""
-
-    def __init__(self, layout: Layout, pair: dist.ProcessGroup, *, pins: bool) -> None:
-        """
-        Args:
-            pair: of this rank and rank 0.
-            pins: a GPU writes into the memory.
-        """
-        self._infos = {info.name: (info, start) for info, start in zip(layout.tensors, layout.offsets, strict=True)}
-        self._pair, self._pins = pair, pins
-        self._places: list[tuple[int, int]] | None = None  # until the first snapshot
-        self._memory: dict[int, Tensor] = {}  # of each arena: one is sent while the next step's rows are written
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-
-    def send(self, parts: Iterator[Part], arena: int) -> None:
-        """Copy the parts, and begin to send them."""
-        rows = [part for part in parts if part[2].numel()]
-        if self._places is None:
-            self._places = [self._place(part) for part in rows]
-            places = torch.tensor(self._places, dtype=torch.int64)
-            self._thread.submit(self._send, torch.tensor(places.shape[:1]), *([places] if rows else []))
-        if arena not in self._memory:
-            size = sum(_aligned(length) for _, length in self._places)
-            self._memory[arena] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
-        pieces = list(self._pieces(self._memory[arena], self._places))
-        dtypes = [dtype_of(self._infos[name][0]) for name, _, _ in rows]
-        targets = (piece.view(dtype) for piece, dtype in zip(pieces, dtypes, strict=True))
-        written = copy_parts(zip(targets, (tensor for _, _, tensor in rows), strict=True))
-        self._thread.submit(self._send, *pieces, written=written)
-
-    def _place(self, part: Part) -> tuple[int, int]:
-        """First byte in a publication, and number of bytes."""
-        (info, offset), (_, first, tensor) = self._infos[part[0]], part
-        return offset + first * dtype_of(info).itemsize, tensor.numel() * dtype_of(info).itemsize
-
-    def _pieces(self, memory: Tensor, places: list[tuple[int, int]]) -> Iterator[Tensor]:
-        start = 0
-        for _, length in places:
-            yield memory[start : start + length]
-            start += _aligned(length)
-
-    def close(self) -> None:
-        """Return once all has been sent."""
-        self._thread.shutdown()
-
-    def _send(self, *tensors: Tensor, written: IsWritten | None = None) -> None:
-        try:
-            wait_until(written)
-            for tensor in tensors:
-                dist.send(tensor, 0, self._pair)
-        except Exception:  # rank 0 gives up when nothing comes
-            log.exception("the weights of this rank could not be sent to rank 0")
-
-
-class RowReceiver:
-    """Rank 0's end: receives the rows of one rank on another machine, straight into the arena."""
-
-    def __init__(self, rank: int, pair: dist.ProcessGroup) -> None:
-        self._rank, self._pair = rank, pair
-        self._places: Tensor | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"snapshot-{rank}")
-        self._jobs: list[Future[None]] = []
-
-    @property
-    def is_behind(self) -> bool:
-        self._jobs = [job for job in self._jobs if not job.done()]
-        return len(self._jobs) >= UNDER_WAY
-
-    def receive(self, flat: Tensor) -> Future[None]:
-        """Begin to receive into an arena, [num_bytes] uint8."""
-        job = self._thread.submit(self._receive, flat)
-        self._jobs.append(job)
-        return job
-
-    def close(self) -> None:
-        """Return once all has come that is under way."""
-        self._thread.shutdown()
-
-    def _receive(self, flat: Tensor) -> None:
-        if self._places is None:
-            count = torch.zeros(1, dtype=torch.int64)
-            dist.recv(count, self._rank, self._pair)
-            self._places = torch.zeros(int(count), 2, dtype=torch.int64)
-            if count:
-                dist.recv(self._places, self._rank, self._pair)
-        for start, length in self._places.tolist():
-            dist.recv(flat[start : start + length], self._rank, self._pair)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

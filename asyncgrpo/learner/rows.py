@@ -1,0 +1,230 @@
+"""The rows of a learner rank on another machine, on their way into the arenas of rank 0.
+
+The rank copies them into memory of its own, and a thread sends them beside the next step, over a TCP connection of this rank
+alone. It keeps a mirror of what rank 0 has: where little has changed, only a delta goes, which rank 0 applies to the rows
+that came before. A digest goes with them each time, and rank 0 compares it with that of what lies in its arena.
+
+    places | [ header | rows, one after the other, or a delta ]*
+"""
+
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from asyncgrpo.errors import WeightsError
+from asyncgrpo.learner.publishing import Part, copy_parts
+from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.arena import ALIGNMENT, IsWritten, Layout, dtype_of
+from asyncgrpo.weights.delta import LEAST_SAVING, Delta, Piece, Skips, Span, State, apply, follow
+from asyncgrpo.weights.digest import add_digests
+from asyncgrpo.weights.threads import spread
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.001
+UNDER_WAY = 2
+"""Snapshots whose rows are still to come: as many as there are arenas."""
+
+
+class RowSender:
+    """The end of the rank on another machine."""
+
+    def __init__(self, layout: Layout, pair: dist.ProcessGroup, *, pins: bool, deltas: bool) -> None:
+        """
+        Args:
+            pair: of this rank and rank 0.
+            pins: a GPU writes into the memory.
+            deltas: compare with what was sent before.
+        """
+        self._infos = {info.name: (info, start) for info, start in zip(layout.tensors, layout.offsets, strict=True)}
+        self._num_bytes = layout.num_bytes
+        self._pair, self._pins, self._deltas = pair, pins, deltas
+        self._spans: list[Span] | None = None  # until the first snapshot
+        self._memory: dict[int, Tensor] = {}  # of each arena: one is sent while the next step's rows are written
+        self._mirror: Tensor | None = None
+        self._sent = State(PolicyVersion(0, 0), f"{0:016x}")
+        """What the mirror holds."""
+        self._skips = Skips()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+
+    def send(self, parts: Iterator[Part], arena: int) -> None:
+        """Copy the parts, and begin to send them."""
+        rows = [part for part in parts if part[2].numel()]
+        if self._spans is None:
+            self._spans = list(self._spans_of(rows))
+            self._thread.submit(self._try, partial(self._send_places, self._spans))
+        if not rows:
+            return
+        if arena not in self._memory:
+            size = _aligned(self._spans[-1].start + self._spans[-1].num_bytes)
+            self._memory[arena] = torch.zeros(size, dtype=torch.uint8, pin_memory=self._pins)
+        memory = self._memory[arena]
+        targets = (
+            memory[span.start :][: span.num_bytes].view(dtype_of(self._infos[name][0]))
+            for span, (name, _, _) in zip(self._spans, rows, strict=True)
+        )
+        written = copy_parts(zip(targets, (tensor for _, _, tensor in rows), strict=True))
+        self._thread.submit(self._try, partial(self._send_rows, self._spans, memory, written))
+
+    def close(self) -> None:
+        """Return once all has been sent."""
+        self._thread.shutdown()
+
+    def _spans_of(self, rows: list[Part]) -> Iterator[Span]:
+        start = 0
+        for name, first, tensor in rows:
+            info, offset = self._infos[name]
+            size = dtype_of(info).itemsize
+            yield Span(start, tensor.numel() * size, size, offset + first * size)
+            start = _aligned(start + tensor.numel() * size)
+
+    # -- its thread ----------------------------------------------------------------------------------------------------
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # rank 0 gives up when nothing comes
+            log.exception("the weights of this rank could not be sent to rank 0")
+
+    def _send_places(self, spans: list[Span]) -> None:
+        self._send(torch.tensor([len(spans)]))
+        if spans:
+            self._send(torch.tensor([(span.place, span.num_bytes) for span in spans]))
+
+    def _send_rows(self, spans: list[Span], memory: Tensor, written: IsWritten | None) -> None:
+        wait_until(written)
+        before, pieces = self._sent, self._follow(spans, memory)
+        assert self._mirror is not None
+        found = digest_of_rows((span.place, self._mirror[span.start :][: span.num_bytes]) for span in spans)
+        self._sent = State(PolicyVersion(0, before.version.number + 1), found)
+        if pieces is None:
+            self._send(_header(self._sent, 0))
+            for span in spans:
+                self._send(self._mirror[span.start :][: span.num_bytes])
+        else:
+            delta = Delta(before, self._sent, self._num_bytes, pieces)
+            self._send(_header(self._sent, delta.packed_bytes))
+            self._send(torch.from_numpy(delta.to_bytes()))
+
+    def _follow(self, spans: list[Span], memory: Tensor) -> tuple[Piece, ...] | None:
+        """Make the mirror what the memory is. Returns what changed, at its place in the publication; None: send all."""
+        pieces = None
+        if self._mirror is None:
+            self._mirror = memory.clone()
+        elif self._deltas and self._skips.is_due():
+            here = [span._replace(place=span.start) for span in spans]
+            pieces = follow(self._mirror, memory, here, len(memory) // LEAST_SAVING)
+            self._skips.note(pays=pieces is not None)
+        if pieces is None:
+            self._mirror.copy_(memory)
+            return None
+        starts = [span.start for span in spans]
+        of = (spans[bisect_right(starts, piece.place) - 1] for piece in pieces)
+        return tuple(replace(p, place=p.place - span.start + span.place) for p, span in zip(pieces, of, strict=True))
+
+    def _send(self, tensor: Tensor) -> None:
+        dist.send(tensor, 0, self._pair)
+
+
+class RowReceiver:
+    """Rank 0's end: brings the rows of one rank on another machine into an arena."""
+
+    def __init__(self, rank: int, pair: dist.ProcessGroup) -> None:
+        self._rank, self._pair = rank, pair
+        self._places: list[tuple[int, int]] | None = None
+        """First byte and number of bytes; until the first snapshot: none is known."""
+        self._newest: Tensor | None = None
+        """The arena into which rows came last. Nobody else writes where they lie."""
+        self._holds: State | None = None
+        """What lies there."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"snapshot-{rank}")
+        self._jobs: list[Future[int]] = []
+
+    @property
+    def is_behind(self) -> bool:
+        self._jobs = [job for job in self._jobs if not job.done()]
+        return len(self._jobs) >= UNDER_WAY
+
+    def receive(self, flat: Tensor) -> Future[int]:
+        """Begin to bring the next rows into an arena, [num_bytes] uint8. The result is how many bytes came."""
+        job = self._thread.submit(self._receive, flat)
+        self._jobs.append(job)
+        return job
+
+    def close(self) -> None:
+        """Return once all has come that is under way."""
+        self._thread.shutdown()
+
+    # -- its thread ----------------------------------------------------------------------------------------------------
+
+    def _receive(self, flat: Tensor) -> int:
+        if self._places is None:
+            self._places = self._receive_places()
+        if not self._places:
+            return 0
+        before, self._holds = self._holds, None
+        rows = [(start, flat[start : start + length]) for start, length in self._places]
+        state, size = _read_header(self._recv(torch.zeros(3, dtype=torch.int64)))
+        if size:
+            delta = Delta.from_bytes(self._recv(torch.zeros(size, dtype=torch.uint8)).numpy())
+            if before is None or self._newest is None or delta.after != state:
+                raise WeightsError("changes came of rows that are not here")
+            if self._newest is not flat:
+                _copy(self._newest, rows)
+            apply(delta, flat, before)
+        else:
+            for _, row in rows:
+                self._recv(row)
+        if (found := digest_of_rows(rows)) != state.digest:
+            raise WeightsError(f"digest mismatch: rank {self._rank} sent {state.digest}, rank 0 received {found}")
+        self._newest, self._holds = flat, state
+        return size or sum(length for _, length in self._places)
+
+    def _receive_places(self) -> list[tuple[int, int]]:
+        count = int(self._recv(torch.zeros(1, dtype=torch.int64)))
+        return self._recv(torch.zeros(count, 2, dtype=torch.int64)).tolist() if count else []
+
+    def _recv(self, tensor: Tensor) -> Tensor:
+        dist.recv(tensor, self._rank, self._pair)
+        return tensor
+
+
+def wait_until(written: IsWritten | None) -> None:
+    """Return once every byte is there."""
+    while written is not None and not written():
+        time.sleep(LOOK_EVERY_S)
+
+
+def digest_of_rows(rows: Iterable[tuple[int, Tensor]]) -> str:
+    """The digest of rows, [n] uint8 each, and of their places, in a publication; 16 hex digits."""
+    return add_digests(spread(lambda row: xxhash.xxh3_64_intdigest(row[1].numpy().data, row[0]), rows))
+
+
+def _copy(source: Tensor, rows: list[tuple[int, Tensor]]) -> None:
+    """Copy rows from where they lie in another arena."""
+    for _ in spread(lambda row: np.copyto(row[1].numpy(), source[row[0] :][: len(row[1])].numpy()), rows):
+        pass
+
+
+def _header(state: State, size: int) -> Tensor:
+    """[3] int64: number and digest of the rows, and bytes of the delta; 0: all rows come."""
+    return torch.from_numpy(np.array([state.version.number, int(state.digest, 16), size], np.uint64).view(np.int64))
+
+
+def _read_header(header: Tensor) -> tuple[State, int]:
+    number, found, size = header.numpy().view(np.uint64).tolist()
+    return State(PolicyVersion(0, number), f"{found:016x}"), size
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
