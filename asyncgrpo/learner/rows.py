@@ -147,6 +147,7 @@ class RowReceiver:
         """The arena into which rows came last. Nobody else writes where they lie."""
         self._holds: State | None = None
         """What lies there."""
+        self._is_delta = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"snapshot-{rank}")
         self._jobs: list[Future[int]] = []
 
@@ -188,7 +189,16 @@ class RowReceiver:
         if (found := digest_of_rows(rows)) != state.digest:
             raise WeightsError(f"digest mismatch: rank {self._rank} sent {state.digest}, rank 0 received {found}")
         self._newest, self._holds = flat, state
-        return size or sum(length for _, length in self._places)
+        return self._told(size, sum(length for _, length in self._places))
+
+    def _told(self, size: int, whole: int) -> int:
+        """How many bytes came. What is other than before is in the log."""
+        if size and not self._is_delta:
+            log.info("rank %d sends what changed: %.1f of %.1f MB", self._rank, size / 1e6, whole / 1e6)
+        elif self._is_delta and not size:
+            log.info("rank %d sends all its rows again: too much of them changed", self._rank)
+        self._is_delta = bool(size)
+        return size or whole
 
     def _receive_places(self) -> list[tuple[int, int]]:
         count = int(self._recv(torch.zeros(1, dtype=torch.int64)))

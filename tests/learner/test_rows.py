@@ -115,6 +115,18 @@ def written_over(rank: int, world: int, folder: str) -> None:
             assert all(job.result() for job in jobs)
             assert torch.equal(arenas[1], expected(values))
         dist.barrier()
+    change(values, 1.0, rng)
+    if sender is None:
+        assert receiver.receive(arenas[0]).result() and torch.equal(arenas[0], expected(values))
+    else:
+        send = sender._send
+
+        def late(tensor: Tensor) -> None:
+            sender._memory[0].zero_()  # as the next step would
+            send(tensor)
+
+        sender._send = late  # type: ignore[method-assign]
+        sender.send(iter(parts(values)), 0)
     (receiver if sender is None else sender).close()
 
 
