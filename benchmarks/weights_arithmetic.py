@@ -4,7 +4,8 @@
 
 Half of the GPUs learn and half generate; with 8 they share a machine, else machines have 8. A learner keeps 16 bytes for
 each parameter, so small fleets cannot train large models. Rates of a core are those that `weights_delta speed` measures; rank 0
-digests and compares all weights, and each generator digests all. Cores share the work as if no thread waited for another.
+digests and compares all weights, and each generator digests all. Cores share the work as if no thread waited for another. Learner
+ranks on other machines than rank 0 send whole rows, or deltas where deltas are sent, and have one core each for that.
 """
 
 from math import ceil
@@ -67,10 +68,20 @@ class Fleet(NamedTuple):
         """An engine's: each of its GPUs copies its slice out of pinned memory."""
         return self.size / self.tensor_parallel / PCIE
 
-    def collect(self, wire: float) -> float:
-        """Rows of ranks on other machines come to rank 0."""
-        machines = ceil(self.learners / GPUS_OF_A_MACHINE)
-        return self.size * (1 - 1 / machines) / min(wire, TCP)
+    @property
+    def away(self) -> float:
+        """Bytes of the rows of ranks on other machines."""
+        return self.size * (1 - 1 / ceil(self.learners / GPUS_OF_A_MACHINE))
+
+    def collect(self, cores: int, wire: float, *, changes: bool) -> float:
+        """These rows come to rank 0, whole or as what has changed: compared, sent, copied, applied."""
+        digests = self.shard / DIGEST + self.away / (cores * DIGEST)
+        if not self.away:
+            return 0.0
+        if not changes:
+            return digests + self.away / min(wire, TCP)
+        work = self.shard / ENCODE + self.away / (cores * COPY) + self.away / (cores * APPLY)
+        return digests + self.away / FEWER / min(wire, TCP) + work
 
     def digests(self, cores: int) -> float:
         """Of the learner, and of a generator."""
@@ -79,13 +90,13 @@ class Fleet(NamedTuple):
     def dense(self, cores: int, wire: float) -> float:
         """Publish to serving. `cores` work for rank 0 and for each generator; every machine receives over one `wire`."""
         arrival = self.size / (cores * COPY if self.is_one_machine else wire)
-        return self.stall + self.collect(wire) + arrival + self.digests(cores) + self.pause
+        return self.stall + self.collect(cores, wire, changes=False) + arrival + self.digests(cores) + self.pause
 
     def delta(self, cores: int, wire: float) -> float:
         """The same for a delta."""
         arrival = self.size / FEWER / (COPY if self.is_one_machine else wire)
         work = self.size / (cores * ENCODE) + self.size / (cores * APPLY)
-        return self.stall + self.collect(wire) + arrival + work + self.digests(cores) + self.pause
+        return self.stall + self.collect(cores, wire, changes=True) + arrival + work + self.digests(cores) + self.pause
 
 
 def main() -> None:

@@ -232,8 +232,12 @@ def test_arithmetic_of_a_publication(capsys):
     assert (fleet.stall, fleet.pause) == (100 / 32 / 50, 100 / 4 / 50)
     slow = weights_arithmetic.ETHERNET
     rows = 0.75 * 100 / 3.125  # those of three of the four machines that learn
-    assert fleet.collect(slow) == rows and weights_arithmetic.Fleet(16, 1e9, 1).collect(slow) == 0
-    assert fleet.dense(8, slow) > rows + 32 > rows + 12 > fleet.delta(8, slow)
+    digests = (100 / 32 + 75 / 8) / 13.7
+    assert fleet.collect(8, slow, changes=False) == pytest.approx(rows + digests)
+    changes = rows / 33.7 + 100 / 32 / 2.1 + 75 / 8 / 12 + 75 / 8 / 15  # compared, copied, applied
+    assert fleet.collect(8, slow, changes=True) == pytest.approx(changes + digests)
+    assert weights_arithmetic.Fleet(16, 1e9, 1).collect(8, slow, changes=True) == 0
+    assert fleet.dense(8, slow) > rows + 32 > rows > fleet.delta(8, slow)
 
 
 @pytest.mark.slow
