@@ -13,7 +13,6 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -71,7 +70,7 @@ def rank(number: int, world: int, argument: str) -> None:
     if is_apart != "True":
         del ways["whole rows"]
     spent: dict[str, list[float]] = defaultdict(list)
-    came = count_bytes(learner)
+    came: dict[str, list[int]] = defaultdict(list)
     for _ in range(int(rounds) + 2):
         for way, used in ways.items():
             change(learner, float(changed) if used else 0.0)
@@ -88,30 +87,17 @@ def rank(number: int, world: int, argument: str) -> None:
                 snapshot.wait_until(is_written)
             if used:
                 spent[f"{way} arrived"].append(slowest(time.perf_counter() - started))
+                for receiver in learner.snapshot._receivers:
+                    came[way].append(receiver.came_bytes)
         dist.barrier()
         spent["copy"].append(slowest(copy_of_shard(learner, target)))
     if arenas is not None:
         arenas.close()
         seconds = {way: round(statistics.median(each[2:]), 5) for way, each in spent.items()}
         figures = {f"{way}, x a copy": round(s / seconds["copy"], 2) for way, s in seconds.items() if way != "copy"}
-        for at, way in enumerate(("rows", "whole rows") if came else ()):
-            figures[f"{way}, MB"] = round(statistics.median(came[at::2]) / 1e6, 2)
+        figures |= {f"{way}, MB": round(statistics.median(sizes) / 1e6, 2) for way, sizes in came.items()}
         about = {"what": "snapshot", "ranks": world, "mb": round(layout.num_bytes / 1e6), "changed": float(changed)}
         Path(path, "measured.json").write_text(json.dumps(about | seconds | figures | where()))
-
-
-def count_bytes(learner: Learner) -> list[int]:
-    """What comes from another machine, of each snapshot from now on."""
-    sizes: list[int] = []
-    for receiver in learner.snapshot._receivers:
-        receive = receiver._receive
-
-        def counted(flat: Tensor, receive: Callable[[Tensor], int] = receive) -> int:
-            sizes.append(receive(flat))
-            return sizes[-1]
-
-        receiver._receive = counted  # type: ignore[method-assign]
-    return sizes
 
 
 def main() -> None:

@@ -75,9 +75,9 @@ class Fleet(NamedTuple):
 
     def collect(self, cores: int, wire: float, *, changes: bool) -> float:
         """These rows come to rank 0, whole or as what has changed: compared, sent, copied, applied."""
-        digests = self.shard / DIGEST + self.away / (cores * DIGEST)
         if not self.away:
             return 0.0
+        digests = self.shard / DIGEST + self.away / (cores * DIGEST)
         if not changes:
             return digests + self.away / min(wire, TCP)
         work = self.shard / ENCODE + self.away / (cores * COPY) + self.away / (cores * APPLY)

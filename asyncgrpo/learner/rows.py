@@ -23,9 +23,9 @@ from torch import Tensor
 
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, copy_parts
-from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import ALIGNMENT, IsWritten, Layout, dtype_of
-from asyncgrpo.weights.delta import LEAST_SAVING, Delta, Piece, Skips, Span, State, apply, follow
+from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights.arena import IsWritten, Layout, dtype_of, size_bytes
+from asyncgrpo.weights.delta import LEAST_SAVING, Delta, Piece, Skips, State, apply, follow
 from asyncgrpo.weights.digest import add_digests
 from asyncgrpo.weights.threads import spread
 
@@ -46,10 +46,13 @@ class RowSender:
             pins: a GPU writes into the memory.
             deltas: compare with what was sent before.
         """
+        self._whole, self._pair = layout, pair
+        self._pins, self._deltas = pins, deltas
         self._infos = {info.name: (info, start) for info, start in zip(layout.tensors, layout.offsets, strict=True)}
-        self._num_bytes = layout.num_bytes
-        self._pair, self._pins, self._deltas = pair, pins, deltas
-        self._spans: list[Span] | None = None  # until the first snapshot
+        self._rows: Layout | None = None
+        """Of the memory; none until the first snapshot."""
+        self._places: list[int] = []
+        """First byte of each row in a publication."""
         self._memory: dict[int, Tensor] = {}  # of each arena: one is sent while the next step's rows are written
         self._mirror: Tensor | None = None
         self._sent = State(PolicyVersion(0, 0), f"{0:016x}")
@@ -59,34 +62,27 @@ class RowSender:
 
     def send(self, parts: Iterator[Part], arena: int) -> None:
         """Copy the parts, and begin to send them."""
-        rows = [part for part in parts if part[2].numel()]
-        if self._spans is None:
-            self._spans = list(self._spans_of(rows))
-            self._thread.submit(self._try, partial(self._send_places, self._spans))
-        if not rows:
+        given = [part for part in parts if part[2].numel()]
+        if self._rows is None:
+            self._rows = self._lay_out(given)
+            self._thread.submit(self._try, partial(self._send_places, self._rows))
+        if not given:
             return
         if arena not in self._memory:
-            size = _aligned(self._spans[-1].start + self._spans[-1].num_bytes)
-            self._memory[arena] = torch.zeros(size, dtype=torch.uint8, pin_memory=self._pins)
+            self._memory[arena] = torch.zeros(self._rows.num_bytes, dtype=torch.uint8, pin_memory=self._pins)
         memory = self._memory[arena]
-        targets = (
-            memory[span.start :][: span.num_bytes].view(dtype_of(self._infos[name][0]))
-            for span, (name, _, _) in zip(self._spans, rows, strict=True)
-        )
-        written = copy_parts(zip(targets, (tensor for _, _, tensor in rows), strict=True))
-        self._thread.submit(self._try, partial(self._send_rows, self._spans, memory, written))
+        written = copy_parts(zip(_views(self._rows, memory), (tensor for _, _, tensor in given), strict=True))
+        self._thread.submit(self._try, partial(self._send_rows, self._rows, memory, written))
 
     def close(self) -> None:
         """Return once all has been sent."""
         self._thread.shutdown()
 
-    def _spans_of(self, rows: list[Part]) -> Iterator[Span]:
-        start = 0
-        for name, first, tensor in rows:
-            info, offset = self._infos[name]
-            size = dtype_of(info).itemsize
-            yield Span(start, tensor.numel() * size, size, offset + first * size)
-            start = _aligned(start + tensor.numel() * size)
+    def _lay_out(self, given: list[Part]) -> Layout:
+        """Find out where the rows lie in memory of this rank, and in a publication."""
+        infos = [(*self._infos[name], first, tensor) for name, first, tensor in given]
+        self._places = [start + first * dtype_of(info).itemsize for info, start, first, _ in infos]
+        return Layout([TensorInfo(info.name, (tensor.numel(),), info.dtype) for info, _, _, tensor in infos])
 
     # -- its thread ----------------------------------------------------------------------------------------------------
 
@@ -96,41 +92,41 @@ class RowSender:
         except Exception:  # rank 0 gives up when nothing comes
             log.exception("the weights of this rank could not be sent to rank 0")
 
-    def _send_places(self, spans: list[Span]) -> None:
-        self._send(torch.tensor([len(spans)]))
-        if spans:
-            self._send(torch.tensor([(span.place, span.num_bytes) for span in spans]))
+    def _send_places(self, rows: Layout) -> None:
+        self._send(torch.tensor([len(self._places)]))
+        if self._places:
+            self._send(torch.tensor(list(zip(self._places, map(size_bytes, rows.tensors), strict=True))))
 
-    def _send_rows(self, spans: list[Span], memory: Tensor, written: IsWritten | None) -> None:
+    def _send_rows(self, rows: Layout, memory: Tensor, written: IsWritten | None) -> None:
         wait_until(written)
-        before, pieces = self._sent, self._follow(spans, memory)
+        before, pieces = self._sent, self._follow(rows, memory)
         assert self._mirror is not None
-        found = digest_of_rows((span.place, self._mirror[span.start :][: span.num_bytes]) for span in spans)
+        sent = [view.view(torch.uint8) for view in _views(rows, self._mirror)]
+        found = digest_of_rows(zip(self._places, sent, strict=True))
         self._sent = State(PolicyVersion(0, before.version.number + 1), found)
         if pieces is None:
             self._send(_header(self._sent, 0))
-            for span in spans:
-                self._send(self._mirror[span.start :][: span.num_bytes])
+            for row in sent:
+                self._send(row)
         else:
-            delta = Delta(before, self._sent, self._num_bytes, pieces)
+            delta = Delta(before, self._sent, self._whole.num_bytes, pieces)
             self._send(_header(self._sent, delta.packed_bytes))
             self._send(torch.from_numpy(delta.to_bytes()))
 
-    def _follow(self, spans: list[Span], memory: Tensor) -> tuple[Piece, ...] | None:
+    def _follow(self, rows: Layout, memory: Tensor) -> tuple[Piece, ...] | None:
         """Make the mirror what the memory is. Returns what changed, at its place in the publication; None: send all."""
         pieces = None
         if self._mirror is None:
             self._mirror = memory.clone()
         elif self._deltas and self._skips.is_due():
-            here = [span._replace(place=span.start) for span in spans]
-            pieces = follow(self._mirror, memory, here, len(memory) // LEAST_SAVING)
+            pieces = follow(self._mirror, memory, rows.spans, rows.num_bytes // LEAST_SAVING)
             self._skips.note(pays=pieces is not None)
         if pieces is None:
             self._mirror.copy_(memory)
             return None
-        starts = [span.start for span in spans]
-        of = (spans[bisect_right(starts, piece.place) - 1] for piece in pieces)
-        return tuple(replace(p, place=p.place - span.start + span.place) for p, span in zip(pieces, of, strict=True))
+        rows_of = (bisect_right(rows.offsets, piece.place) - 1 for piece in pieces)
+        moves = (self._places[row] - rows.offsets[row] for row in rows_of)
+        return tuple(replace(piece, place=piece.place + by) for piece, by in zip(pieces, moves, strict=True))
 
     def _send(self, tensor: Tensor) -> None:
         dist.send(tensor, 0, self._pair)
@@ -149,15 +145,17 @@ class RowReceiver:
         """What lies there."""
         self._is_delta = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"snapshot-{rank}")
-        self._jobs: list[Future[int]] = []
+        self._jobs: list[Future[None]] = []
+        self.came_bytes = 0
+        """Of the rows that came last, as they were sent."""
 
     @property
     def is_behind(self) -> bool:
         self._jobs = [job for job in self._jobs if not job.done()]
         return len(self._jobs) >= UNDER_WAY
 
-    def receive(self, flat: Tensor) -> Future[int]:
-        """Begin to bring the next rows into an arena, [num_bytes] uint8. The result is how many bytes came."""
+    def receive(self, flat: Tensor) -> Future[None]:
+        """Begin to bring the next rows into an arena, [num_bytes] uint8."""
         job = self._thread.submit(self._receive, flat)
         self._jobs.append(job)
         return job
@@ -168,11 +166,11 @@ class RowReceiver:
 
     # -- its thread ----------------------------------------------------------------------------------------------------
 
-    def _receive(self, flat: Tensor) -> int:
+    def _receive(self, flat: Tensor) -> None:
         if self._places is None:
             self._places = self._receive_places()
         if not self._places:
-            return 0
+            return
         before, self._holds = self._holds, None
         rows = [(start, flat[start : start + length]) for start, length in self._places]
         state, size = _read_header(self._recv(torch.zeros(3, dtype=torch.int64)))
@@ -189,16 +187,15 @@ class RowReceiver:
         if (found := digest_of_rows(rows)) != state.digest:
             raise WeightsError(f"digest mismatch: rank {self._rank} sent {state.digest}, rank 0 received {found}")
         self._newest, self._holds = flat, state
-        return self._told(size, sum(length for _, length in self._places))
+        self._note(size, sum(length for _, length in self._places))
 
-    def _told(self, size: int, whole: int) -> int:
-        """How many bytes came. What is other than before is in the log."""
+    def _note(self, size: int, whole: int) -> None:
+        """Note how many bytes came. The log says when changes come instead of rows, and rows instead of changes."""
         if size and not self._is_delta:
             log.info("rank %d sends what changed: %.1f of %.1f MB", self._rank, size / 1e6, whole / 1e6)
         elif self._is_delta and not size:
-            log.info("rank %d sends all its rows again: too much of them changed", self._rank)
-        self._is_delta = bool(size)
-        return size or whole
+            log.info("rank %d sends all its rows again: too many of them changed", self._rank)
+        self._is_delta, self.came_bytes = bool(size), size or whole
 
     def _receive_places(self) -> list[tuple[int, int]]:
         count = int(self._recv(torch.zeros(1, dtype=torch.int64)))
@@ -213,6 +210,10 @@ def wait_until(written: IsWritten | None) -> None:
     """Return once every byte is there."""
     while written is not None and not written():
         time.sleep(LOOK_EVERY_S)
+
+
+def _views(rows: Layout, flat: Tensor) -> Iterator[Tensor]:
+    return (view for _, view in rows.views(flat))
 
 
 def digest_of_rows(rows: Iterable[tuple[int, Tensor]]) -> str:
@@ -234,7 +235,3 @@ def _header(state: State, size: int) -> Tensor:
 def _read_header(header: Tensor) -> tuple[State, int]:
     number, found, size = header.numpy().view(np.uint64).tolist()
     return State(PolicyVersion(0, number), f"{found:016x}"), size
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
