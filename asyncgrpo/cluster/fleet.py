@@ -4,7 +4,6 @@ It also tells them the endpoints of a new core, and grows and shrinks while the 
 it has delivered what it holds.
 """
 
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -44,11 +43,13 @@ class _Generator:
     actor: Actor
     incarnation: str
     address: Reference
-    """Returned by `start`: where it exports its metrics. None once it is known."""
+    """Returned by `start`: where it exports its metrics. None once `start` has ended."""
     running: Reference
     """Returned by `run`, when it ends."""
     asked_s: float
     """When Ray was asked to start it."""
+    failure: str = ""
+    """Why `start` failed; empty: it did not."""
     is_late: bool = False
     """It was said that Ray has not started it."""
     is_leaving: bool = False
@@ -191,13 +192,15 @@ class Fleet:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
     def _follow_start(self, name: str, generator: _Generator) -> None:
-        """Note where it exports its metrics, once it has started. Say so once if Ray finds no place for it."""
+        """Note where it exports its metrics, or why it did not start. Say so once if Ray finds no place for it."""
         if generator.address is None:
             return
         if has_ended(generator.address):
-            with contextlib.suppress(AsyncGRPOError):  # then it is unhealthy
+            try:
                 self._on_address(name, result(generator.address, name))
-                generator.address = None
+            except AsyncGRPOError as error:
+                generator.failure = _in_a_line(error, name)
+            generator.address = None
         elif not generator.is_late and time.monotonic() - generator.asked_s > NO_PLACE_S:
             generator.is_late = True
             log.warning("%s; the others go on", self._placement.waits(name, NO_PLACE_S))
@@ -210,15 +213,14 @@ class Fleet:
         """
         if generator.is_leaving and not self._watch.has_begun(name, generator.incarnation):
             return "it is not wanted any more"
-        # `run` of one that did not start tells nothing. One may have started since `_follow_start` looked.
-        if (
-            generator.address is not None
-            and has_ended(generator.address)
-            and (why := _failure(generator.address, name))
-        ):
-            return why
-        if has_ended(generator.running):
-            return _failure(generator.running, name) or "it ended by itself"
+        if generator.failure:
+            return generator.failure
+        if generator.address is None and has_ended(generator.running):  # `run` of one that did not start tells nothing
+            try:
+                result(generator.running, name)
+            except AsyncGRPOError as error:
+                return _in_a_line(error, name)
+            return "it ended by itself"
         limit_s = self._setup.config.cluster.silent_timeout_s
         unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
         if reason := unhealthy_reason(silent_s=limit_s):
@@ -294,12 +296,8 @@ def process_status(
     )
 
 
-def _failure(reference: Reference, name: str) -> str:
-    """Why a generator's `start` or `run`, which has ended, failed; empty: it did not."""
-    try:
-        result(reference, name)
-        return ""
-    except ProcessLost as loss:
-        return str(loss).removeprefix(f"{name}: ")
-    except AsyncGRPOError as error:
-        return str(error).strip().splitlines()[-1][:300]
+def _in_a_line(error: AsyncGRPOError, name: str) -> str:
+    """What ended a generator."""
+    if isinstance(error, ProcessLost):
+        return str(error).removeprefix(f"{name}: ")
+    return str(error).strip().splitlines()[-1][:300]
