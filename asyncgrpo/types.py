@@ -150,6 +150,12 @@ class GeneratorSeconds(Frozen):
     """The time of every completion that was sampled, added up. Divided by wall time it is how many were at once."""
     scoring: Seconds = 0.0
     """The time of every completion from its last token to its score, waiting for a reward worker included."""
+    cores: Seconds = 0.0
+    """Core-seconds that its machine had (`cores.CoreSeconds`)."""
+    spare: Seconds = 0.0
+    """Core-seconds in which they were idle."""
+    cpu: Seconds = 0.0
+    """Core-seconds that its processes used, engine and reward workers included."""
 
 
 @dataclass(frozen=True)

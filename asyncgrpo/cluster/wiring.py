@@ -30,6 +30,7 @@ from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, s
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
+from asyncgrpo.cores import CoreClock
 from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.kept import prepare
@@ -439,6 +440,7 @@ class GeneratorActor:
             host=host_of(config),
             keys=self._setup.keys,
             redundancy=Redundancy(config.generators.completion_retries, config.generators.extra_completions),
+            cores=CoreClock(),
         )
         asyncio.run(service.run())
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from asyncgrpo import metrics
+from asyncgrpo.cores import CoreClock
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.types import GeneratorSeconds
 
@@ -22,8 +23,12 @@ class Activities:
     seconds of the completions, as a rate, are how many are sampled and scored at once.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, cores: CoreClock | None = None) -> None:
+        """
+        Args:
+            cores: of this machine; None: cores are not counted.
+        """
+        self._clock, self._cores = clock, cores
         self._at_s = clock()
         self._going_on: Counter[str] = Counter()
         self._seconds = dict.fromkeys((*FIRST_COUNTS, "idle"), 0.0)
@@ -55,7 +60,12 @@ class Activities:
         self._show(metrics.generator_seconds_total, self._seconds)
         self._show(metrics.completion_seconds_total, self._of_completions)
         of_completions = self._of_completions
-        return GeneratorSeconds(**self._seconds, sampling=of_completions["generate"], scoring=of_completions["reward"])
+        return GeneratorSeconds(
+            **self._seconds,
+            sampling=of_completions["generate"],
+            scoring=of_completions["reward"],
+            **(self._cores.count()._asdict() if self._cores is not None else {}),
+        )
 
     def _show(self, metric: Any, totals: Mapping[str, float]) -> None:
         for activity, total in totals.items():

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncgrpo import metrics
+from asyncgrpo.cores import CoreClock
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.activities import Activities, TokenTime
@@ -104,6 +105,7 @@ class GeneratorService:
         keys: Keys | None,
         redundancy: Redundancy = NO_REDUNDANCY,
         turns: Sampler | None = None,
+        cores: CoreClock | None = None,
     ) -> None:
         """
         Args:
@@ -111,10 +113,12 @@ class GeneratorService:
             window: training groups to work on at once.
             stuck_after_s: an engine that replies to no probe for so long is given up.
             turns: samples completions in an environment; None: a completion is one turn.
+            cores: of this machine; None: cores are not counted.
         """
         self._id, self._incarnation = generator_id, incarnation
         self._engine, self._reward, self._decode = engine, reward, decode
         self._window, self._redundancy, self._turns = window, redundancy, turns
+        self._cores = cores
         self._keep_kv, self._merger = keep_kv, merger
         self._load_timeout_s, self._stuck_after_s = load_timeout_s, stuck_after_s
         self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
@@ -138,7 +142,7 @@ class GeneratorService:
         try:
             with metrics.waiting("engine"):
                 await self._engine.start(UNPUBLISHED)
-            self._activities = Activities(self._loop.time)
+            self._activities = Activities(self._loop.time, self._cores)
             while not self._is_over:
                 await self._wait_for_buffer()
                 await self._serve()

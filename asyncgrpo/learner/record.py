@@ -19,6 +19,7 @@ import numpy as np
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
+from asyncgrpo.cores import CoreClock, CoreSeconds
 from asyncgrpo.learner.report import StepReport
 from asyncgrpo.learner.watch import TrainingWatch
 from asyncgrpo.recording.events import Event, EventLog, read_events
@@ -108,6 +109,7 @@ class Recorder:
         self._published = 0
         self._in_sync: deque[set[str]] = deque(maxlen=2)  # of the last two publications: a busy generator skips one
         self._ledger = Ledger()
+        self._cores, self._cores_before = CoreClock(), CoreSeconds(0.0, 0.0, 0.0)
         self._told: Counter[str] = Counter()
         """Groups and completions that the events have told of, by the names of the counters."""
         self._left: dict[str, Any] = {}
@@ -139,7 +141,12 @@ class Recorder:
         """One optimizer step: `version` is what it started from."""
         event = step_fields(groups, version, report) | self._count(counters)
         self._left = {}
-        event |= {"step": step, "version": f"{version.lineage}.{step}", "seconds": seconds}
+        event |= {
+            "step": step,
+            "version": f"{version.lineage}.{step}",
+            "seconds": seconds,
+            "cores": self._core_seconds(),
+        }
         metrics.observe_step(event)
         written = self.events.write("step", **event)
         self._loggers.log(step, written)
@@ -147,6 +154,12 @@ class Recorder:
         if step % self._every == 0:
             self.flush()
             self._writing = self._writer.submit(self._write_samples, step, version, groups, report)
+
+    def _core_seconds(self) -> dict[str, float]:
+        """Core-seconds since the step before."""
+        now, before = self._cores.count(), self._cores_before
+        self._cores_before = now
+        return {name: count - old for name, count, old in zip(now._fields, now, before, strict=True)}
 
     def sync(self, publication: Publication) -> None:
         """A publication that landed."""
@@ -260,7 +273,10 @@ class Recorder:
         }
 
 
-_OF_GENERATORS = ("in_touch", "places", "in_flight", "generate", "reward", "weights", "idle", "sampling", "scoring")
+_OF_GENERATORS = (
+    *("in_touch", "places", "in_flight", "generate", "reward", "weights", "idle", "sampling", "scoring"),
+    *CoreSeconds._fields,
+)
 
 
 def figures(counters: Mapping[str, float]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ _START = {
     "sizes": _must(str, "the run in words: a few lines"),
     "steps": _may(int | None, "last step of the run; null: without an end"),
     "prompts": _may(int | None, "prompts of the whole run; null: without an end"),
+    "gpus": _may(int, "GPUs of the cluster, those of other jobs included"),
     "data_schema": _may(str, "for which project the training file was written"),
     "dropped_too_long": _may(int, "prompts left out because they are longer than `data.max_prompt_tokens`"),
     "recovered": _may(_Counts, "groups of earlier starts, by what becomes of them"),
@@ -102,7 +103,10 @@ _STEP = {
     "ready_seconds": _may(float, "mean time that the groups of the batch had waited ready"),
     "generators": _may(_Numbers, "since the batch before: mean number in_touch, of groups that they have places for, and of "
         "groups in_flight; seconds of all of them that went to generate, only to reward, to weights, and idle; seconds of "
-        "all completions in sampling and in scoring"),
+        "all completions in sampling and in scoring; core-seconds of their machines (cores), of these idle (spare) and used by "
+        "generators (cpu)"),
+    "cores": _may(_Numbers, "core-seconds of the learner's machine since the step before: that it had (cores), of these idle "
+        "(spare) and used by rank 0 (cpu); counted once a second"),
     "completions": _may(int, "completions in the trained groups"),
     "zero_signal_groups": _may(int, "trained groups whose advantages are all 0, as where all completions have one reward"),
     "signal_share": _may(float, "how many of the groups that are solved or have a signal have one; the learning rate follows"),
@@ -202,7 +206,7 @@ KINDS: dict[str, Kind] = {
         "seconds": _must(float, "since the fault"),
     }),
     "advice": Kind("What holds the run back has changed; at most once a minute.", {
-        "bottleneck": _must(str, "health, signal, generators, learner, reward, bound, lengths, weights or none"),
+        "bottleneck": _must(str, "health, signal, generators, learner, reward, bound, lengths, weights, cores or none"),
         "sentence": _must(str, "what to do, and what it gains"),
         "evidence": _must(str, "the measured figures behind it"),
         "gain": _must(float, "predicted share by which a step gets shorter, 0 to 1"),
