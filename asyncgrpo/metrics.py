@@ -315,7 +315,7 @@ restarts_spent_ratio = _gauge(
     "driver", of=("core", "generator"))
 advice_gain_ratio = _gauge(
     "advice_gain_ratio", "Share by which a step would be shorter if the advice on this bottleneck were followed, 0 to 1.",
-    "driver", bottleneck=("health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "none"))
+    "driver", bottleneck=("health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "cores", "none"))
 disk_free_bytes = _gauge(
     "disk_free_bytes", "Bytes that this user may still write to the disk of the run folder.", "driver")
 # fmt: on

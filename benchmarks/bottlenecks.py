@@ -207,7 +207,8 @@ def followed(advice: Advice) -> str:
 
 
 def found_in(happened: Sequence[Event], case: Case) -> Found:
-    pace, advice = pace_of(happened), advise(happened, config_of(case))
+    config = config_of(case)
+    pace, advice = pace_of(happened, config), advise(happened, config)
     assert pace is not None and advice, "the run was too short"
     return Found(pace.step_s, 1 - pace.no_signal, advice)
 

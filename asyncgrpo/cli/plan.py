@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from asyncgrpo.cli import options
@@ -13,6 +14,8 @@ from asyncgrpo.errors import ConfigError
 if TYPE_CHECKING:
     from asyncgrpo.planner.plan import Option, Plan
     from asyncgrpo.planner.profile import Profile
+    from asyncgrpo.recording.advice import Option as SplitOfRun
+    from asyncgrpo.recording.pace import Pace
 
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Written by the command tune.", show_default=False)
@@ -90,7 +93,8 @@ def _error(residual: float) -> str:
 
 def plan(
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=2, help="GPUs to share; none: those of the profile.")
+        int | None,
+        typer.Option("--gpus", min=2, help="GPUs to share (without GPUs: processes). Default: those of the profile."),
     ] = None,
     profile: ProfileOption = None,
     from_run: FromOption = None,
@@ -99,22 +103,28 @@ def plan(
     max_lag: Annotated[
         int | None, typer.Option("--max-lag", min=0, help="The bound; none: the smallest that costs no time.")
     ] = None,
-    simulated: Annotated[int, typer.Option("--simulate", min=0, help="Splits to simulate, the best ones.")] = 10,
+    simulated: Annotated[int, typer.Option("--simulate", min=0, help="Best splits to simulate; not with --from.")] = 10,
     save: Annotated[Path | None, typer.Option("--save", help="Write the profile that was used.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Rank the splits of GPUs between both sides.
+    """Rank ways to split GPUs between generators and learner, and print the settings of the best.
 
-    The settings of the best one are printed.
+    From a profile, all splits are predicted in closed form, and the best ones are simulated with the product's own
+    scheduler on a virtual clock.
 
-    All splits are predicted in closed form, and the best ones are simulated with the product's own scheduler on a virtual
-    clock.
+    From a run, its steps under the present conditions are the measurement, and the advice of the run is printed with them:
+    the model is the same. On a machine without GPUs a split needs free cores.
     """
     from asyncgrpo.planner.plan import make_plan
     from asyncgrpo.planner.profile import write_profile
     from asyncgrpo.planner.what_if import what_if as changed_by
 
-    measured = _profile(profile, from_run, preset)
+    _check_one_source(profile, from_run, preset)
+    if from_run is not None:
+        if save is not None:
+            write_profile(_profile(None, from_run, None), save)
+        return _plan_of_run(from_run, gpus, max_lag, what_if or [], as_json)
+    measured = _profile(profile, None, preset)
     if save is not None:
         write_profile(measured, save)
     made = make_plan(measured, gpus, max_lag, simulated=simulated, tell=_progress)
@@ -137,15 +147,19 @@ def _progress(done: int, of: int) -> None:
         typer.echo(f"\rsimulated {done} of {of} splits", err=True, nl=done == of)
 
 
+def _check_one_source(file: Path | None, run: Path | None, preset: str | None) -> None:
+    given = [name for name, value in (("--profile", file), ("--from", run), ("--preset", preset)) if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} name two profiles; give one")
+
+
 def _profile(file: Path | None, run: Path | None, preset: str | None) -> "Profile":
-    """The one profile that was asked for."""
+    """Return the one profile that was asked for."""
     from asyncgrpo.planner.from_run import profile_of_run
     from asyncgrpo.planner.presets import preset_profile
     from asyncgrpo.planner.profile import read_profile
 
-    given = [name for name, value in (("--profile", file), ("--from", run), ("--preset", preset)) if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} name two profiles; give one")
+    _check_one_source(file, run, preset)
     if run is not None:
         return profile_of_run(run)
     if preset is not None:
@@ -155,6 +169,71 @@ def _profile(file: Path | None, run: Path | None, preset: str | None) -> "Profil
             "there is no profile.json here; measure one with `asyncgrpo tune CONFIG`, or name a finished run with --from RUN"
         )
     return read_profile(file or Path("profile.json"))
+
+
+# -- of a run ----------------------------------------------------------------------------------------------------------
+
+
+def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, changes: list[str], as_json: bool) -> None:
+    from asyncgrpo.planner.from_run import pace_of_run, profile_of_run
+    from asyncgrpo.planner.model import Split, predict
+    from asyncgrpo.planner.what_if import what_if
+    from asyncgrpo.recording.advice import splits
+
+    found = pace_of_run(run)
+    pace, config = found.pace, found.config
+    if not config.generators.gpus_each and (gpus or any(change.startswith("gpus=") for change in changes)):
+        raise ConfigError(
+            f"{run} uses no GPU, so there are none to share: its splits are those that its cores have room for"
+        )
+    rows = _rows_of_run(pace, splits(pace, config, gpus or found.gpus, max_lag))
+    other: list[dict[str, Any]] = []
+    if changes:
+        profile = profile_of_run(run)
+        changed, other_gpus = what_if(profile, gpus, changes)
+        in_flight = config.generators.groups_in_flight
+
+        def scaled(row: dict[str, Any]) -> dict[str, Any]:
+            """The row, with its step as much longer as the closed form makes the changed task."""
+            bound = pace.max_lag if max_lag is None else max_lag
+            split = Split(row["generators"], row["ranks"], in_flight, bound, profile.admission, profile.policy)
+            after = predict(changed, split)
+            factor = after.step_s / predict(profile, split).step_s
+            return row | {"step_s": factor * row["step_s"], "limit": after.bottleneck}
+
+        options = _rows_of_run(pace, splits(pace, config, other_gpus or found.gpus, max_lag))
+        other = sorted(map(scaled, options), key=lambda row: row["step_s"])
+    if as_json:
+        advice = [msgspec.to_builtins(piece) for piece in found.advice]
+        window = {"steps": pace.steps, "step_s": pace.step_s, "limit": pace.limit}
+        print_json({"run": str(run), **window, "options": rows, "advice": advice}
+                   | ({"what_if": {"changes": changes, "options": other}} if changes else {}))  # fmt: skip
+        return
+    now = f"{pace.generators} generator{'s' * (pace.generators > 1)}, {pace.ranks} learner rank{'s' * (pace.ranks > 1)}"
+    cores = pace.learner_cores
+    used = f"; {1 - cores.spare:.0%} of {cores.count:.0f} cores used" if cores is not None else ""
+    typer.echo(f"{run}, steps {pace.steps[0]} to {pace.steps[1]}: {_seconds(pace.step_s)} s a step with {now}{used}")
+    typer.echo(columns([_row_of_run(row, pace.step_s) for row in rows[:SHOWN]]))
+    for piece in found.advice:
+        typer.echo(f"advice: {piece.sentence} ({piece.evidence})")
+    if changes:
+        typer.echo(f"\nwhat if {', '.join(changes)}")
+        typer.echo(columns([_row_of_run(row, pace.step_s) for row in other[:SHOWN]]))
+
+
+def _rows_of_run(pace: "Pace", options: "list[SplitOfRun]") -> list[dict[str, Any]]:
+    """The options as plain fields, each with the share by which its step is shorter."""
+    return [msgspec.to_builtins(option) | {"gain": 1 - option.step_s / pace.step_s} for option in options]
+
+
+def _row_of_run(row: dict[str, Any], now_s: float) -> dict[str, str]:
+    change = row["step_s"] / now_s - 1
+    return {
+        "generators:ranks": f"{row['generators']}:{row['ranks']}",
+        "s/step": _seconds(row["step_s"]),
+        "change": f"{change:+.0%}" if abs(change) >= 0.005 else "none",
+        "limited by": row["limit"],
+    }
 
 
 # -- simulate ----------------------------------------------------------------------------------------------------------
@@ -215,7 +294,7 @@ SHOWN = 10
 
 def _print(made: "Plan") -> None:
     profile, best = made.profile, made.options[0]
-    typer.echo(f"{made.gpus} GPUs, {profile.source} ({profile.hardware}); {_task(profile)}")
+    typer.echo(f"{made.gpus} {profile.units}, {profile.source} ({profile.hardware}); {_task(profile)}")
     typer.echo(columns([_row(made, option) for option in made.options[:SHOWN]]))
     typer.echo(f"use: {' '.join(best.flags)}")
     typer.echo(_valid(made))
@@ -250,7 +329,11 @@ def _row(made: "Plan", option: "Option") -> dict[str, str]:
         "s/step": _seconds(best.step_s),
         "formula": _seconds(option.expected.step_s),
         "tokens/s": f"{best.tokens_per_s:,.0f}",
-        "GPU-h/1k": f"{made.gpus * best.step_s / 3.6:,.{1 if best.step_s < 10 else 0}f}",
+        **(
+            {"GPU-h/1k": f"{made.gpus * best.step_s / 3.6:,.{1 if best.step_s < 10 else 0}f}"}
+            if made.profile.gpus_each
+            else {}
+        ),
         "idle l": f"{best.learner_idle:.0%}",
         "idle g": f"{best.generator_idle:.0%}",
         "satur.": f"{best.saturation:.2f}",

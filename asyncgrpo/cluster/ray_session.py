@@ -262,8 +262,13 @@ def decide_device(config: Config) -> Config:
     """
     if config.learner.device != "auto":
         return config
-    device: Literal["cuda", "cpu"] = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if cluster_gpus() else "cpu"
     return replace(config, learner=replace(config.learner, device=device))
+
+
+def cluster_gpus() -> int:
+    """Return the GPUs of the cluster, those of other jobs included."""
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
@@ -305,7 +310,7 @@ class Placement:
         wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
         if not (wanted or config.learner.ray_resources or config.generators.ray_resources):
             return
-        check_gpus(config, int(ray.cluster_resources().get("GPU", 0)), learner_on_gpu=learner_on_gpu)
+        check_gpus(config, cluster_gpus(), learner_on_gpu=learner_on_gpu)
         bundles = [self._learner] * ranks + [self._generator] * count
         if config.cluster.share_gpu:
             bundles = [dict(Counter(self._learner) + Counter(self._generator)) | {"GPU": 1.0}]

@@ -27,7 +27,7 @@ from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import check_bind_reaches, host_of, with_absolute_paths
-from asyncgrpo.cluster.ray_session import POLL_S, Placement, decide_device, ray_session_of
+from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session_of
 from asyncgrpo.cluster.steering import Steering
 from asyncgrpo.cluster.wiring import BufferReady, Setup, uses_cuda
 from asyncgrpo.config.schema import Config
@@ -154,7 +154,9 @@ class Run:
             start_with=config.generators.count,
         )
         fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
-        steering = self._steering = Steering(config, self._given, self._folder, self._events, drain=self._ask_to_stop)
+        steering = self._steering = Steering(
+            config, self._given, self._folder, self._events, drain=self._ask_to_stop, gpus=cluster_gpus()
+        )
         chaos = self._plan.begin(watch, fleet, self._events) if self._plan is not None else None
         cores = Cores(config, placement, watch)
         try:
@@ -258,6 +260,7 @@ class Run:
                 core.drain("asked to stop")
                 self._events.write("drain", reason="asked to stop")
             time.sleep(POLL_S)
+        self._steering.has_trained()
         fleet.shut_down(SHUTDOWN_S)
         core.shut_down(SHUTDOWN_S)
         if status == "failed":
@@ -296,6 +299,7 @@ class Run:
             "sizes": self._sizes,
             "steps": ready.steps,
             "prompts": ready.prompts,
+            "gpus": cluster_gpus(),
             "data_schema": ready.schema,
             "dropped_too_long": ready.dropped_too_long,
             "recovered": ready.recovered,

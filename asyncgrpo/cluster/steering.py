@@ -83,6 +83,7 @@ class Steering:
         events: EventLog,
         *,
         drain: Callable[[], None],
+        gpus: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -90,6 +91,7 @@ class Steering:
             config: as the processes of the run have it.
             given: the same as a person gave it, for the folder: with paths that are not absolute, for example.
             drain: ends the run in order.
+            gpus: of the cluster; None: not known.
         """
         self.config = config
         """With what was changed since the start: for a buffer and a learner that start again."""
@@ -106,7 +108,7 @@ class Steering:
         self._started = time.time()
         self._is_draining = False
         self._step = 0
-        self._adviser = Adviser(events, config)
+        self._adviser = Adviser(events, config, gpus)
         self._autopilot = Autopilot(*bounds(config)) if config.generators.autopilot else None
         self._advice: tuple[Advice, ...] = ()
         self._advised_s = clock()
@@ -136,7 +138,7 @@ class Steering:
             core: that trains; None: buffer and learner are being started.
         """
         if core is not self._core:  # what a learner that is gone was asked for once is not asked of the next one
-            self._core, self._lineage = core, self._folder.lineage
+            self._core, self._lineage, self._advice = core, self._folder.lineage, ()
             self._change(checkpoints=0, evaluations=0)
         while not self._queue.empty():
             self._begin(self._queue.get(), fleet)
@@ -152,7 +154,12 @@ class Steering:
 
     def draining(self) -> None:
         """Note that the run ends in order."""
-        self._is_draining = True
+        self._is_draining, self._advice = True, ()
+
+    def has_trained(self) -> None:
+        """Write the last advice, over the newest steps of the run, for its summary."""
+        self._adviser.config = self.config
+        self._adviser.look(time.time(), is_last=True)
 
     def end(self) -> None:
         """The run is over: whoever still asks gets to know it."""
@@ -196,6 +203,7 @@ class Steering:
             asked.done.set_exception(refusal)
             return
         self._record(asked, asked.said, refused=False)
+        self._advice, self._advised_s = (), self._clock()  # it was about the conditions before
         asked.revision, asked.deadline_s = self._steer.revision, self._clock() + IN_EFFECT_WITHIN_S
         self._pending.append(asked)
 

@@ -4,12 +4,13 @@ A run has one split and one load, so its decode curve is known near that load al
 figures are of the last `STEPS` steps: lengths change while a model learns.
 """
 
+import itertools
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,13 +23,17 @@ from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
+from asyncgrpo.recording.advice import Advice, advise
 from asyncgrpo.recording.events import Event, read_events
+from asyncgrpo.recording.pace import FEWEST, SETTLE, Pace, pace_of
+from asyncgrpo.recording.tail import read_tail
 
 STEPS = 100
 """Newest steps that are looked at."""
-FEWEST = 5
-FIRST = 3
+FIRST = SETTLE
 """Steps of a start that are left out: engines and caches warm up."""
+TAIL_BYTES = 2**22
+"""Of the events of a run, from their end: some hundreds of steps, however long the run."""
 PROMPTS = 256
 """Prompts whose tokens are counted."""
 
@@ -103,6 +108,34 @@ def timed_steps(run: Path) -> list[Event]:
             f"{run} has {len(steps)} steps since its last start, and a profile needs {FIRST + FEWEST}: let it run longer"
         )
     return steps[FIRST:][-STEPS:]
+
+
+class RunPace(NamedTuple):
+    """The pace of a run under its present conditions, and the advice on it: what `status` and the summary show too."""
+
+    pace: Pace
+    config: Config
+    gpus: int | None
+    """Of the cluster; None: the run's events do not say."""
+    advice: tuple[Advice, ...]
+
+
+def pace_of_run(run: Path) -> RunPace:
+    """Read the pace of a run from the end of its events. Raises ConfigError where there are too few steps."""
+    config, events = config_of(run), read_tail(run / "metrics.jsonl", -TAIL_BYTES).events
+    starts = (event for event in itertools.chain(reversed(events), _first_events(run)) if event["event"] == "start")
+    gpus = next(starts, {}).get("gpus")
+    pace = pace_of(events, config)
+    if pace is None:
+        raise ConfigError(
+            f"{run} has fewer than {SETTLE + FEWEST} steps since its last start or change: let it run longer"
+        )
+    return RunPace(pace, config, gpus, advise(events, config, gpus=gpus))
+
+
+def _first_events(run: Path) -> Iterable[Event]:
+    """The first events of the file. A generator: they are read only where they are asked for."""
+    yield from read_tail(run / "metrics.jsonl", 0, limit=10).events
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

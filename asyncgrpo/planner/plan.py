@@ -103,7 +103,9 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
     """All ways to share so many GPUs. Raises ConfigError where one side would get none."""
     each = profile.gpus_of_engine
     if gpus < each + 1:
-        raise ConfigError(f"{gpus} GPUs are too few: an engine takes {each}, and the learner at least one more")
+        raise ConfigError(
+            f"{gpus} {profile.units} are too few: an engine takes {each}, and the learner at least one more"
+        )
     in_flight = groups_in_flight(profile)
     counts = range(1, (gpus - 1) // each + 1)
     found = [Split(count, gpus - count * each, in_flight, 0, profile.admission, profile.policy) for count in counts]

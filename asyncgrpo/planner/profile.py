@@ -204,7 +204,7 @@ class Profile(_Part, frozen=True, kw_only=True):
     """Of the run that was measured."""
     ranks: Count
     gpus_each: Annotated[int, Meta(ge=0)]
-    """GPUs of one engine; 0: it ran on the CPU, and counts as one GPU."""
+    """GPUs of one engine; 0: it ran on the CPU, and counts as one process."""
     max_lag: Annotated[int, Meta(ge=0)] = 4
     admission: str = "fresh"
     policy: str = "wait"
@@ -233,8 +233,13 @@ class Profile(_Part, frozen=True, kw_only=True):
         return max(1, self.gpus_each)
 
     @property
+    def units(self) -> str:
+        """Name of what is split."""
+        return "GPUs" if self.gpus_each else "processes"
+
+    @property
     def gpus(self) -> int:
-        """GPUs of the run that was measured."""
+        """GPUs of the run that was measured; without GPUs its generators and ranks."""
         return self.generators * self.gpus_of_engine + self.ranks
 
     def learner_tokens(self, length: float) -> float:

@@ -1,22 +1,25 @@
 """Advice on a run from its own events: what holds it back, and what would make its steps shorter.
 
 `advise` is a function of the last events and the configuration. It names one bottleneck: a run that is not healthy needs
-no tuning, then groups without signal, then whichever sets the pace (`pace.py` has the formulas). `docs/tuning.md` says what
-each means.
+no tuning, then groups without signal, then what sets the pace (`pace.py` has the model). It names nothing that gains less
+than `WORTH`, and no process for which no core or GPU is free. `docs/tuning.md` says what each means.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
 from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.pace import FEWEST, Pace, is_command, pace_of
+from asyncgrpo.recording.pace import FEWEST, FULL, HALF, UNLIMITED, Cores, Pace, is_command, pace_of, scoring_setting
 from asyncgrpo.recording.progress import Progress, counts_in_words, sync_line
 
-Bottleneck = Literal["health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "none"]
+Bottleneck = Literal[
+    "health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "cores", "none"
+]
 
 
 class Advice(Struct, frozen=True, kw_only=True):
@@ -37,12 +40,8 @@ class Advice(Struct, frozen=True, kw_only=True):
 
 WORTH = 0.1
 """Gains below it are not worth a change."""
-FULL = 0.85
-"""Saturation from which the generators' places count as full, and the most that fewer generators would have."""
-PACKED = 0.95
-"""Saturation from which another bound would not let more groups begin."""
-HALF = 0.5
-"""What takes more than half of something is the cause of it."""
+SAME = 0.02
+"""A setting that gains less than the best one by no more than this is as good."""
 ALMOST_ALL = 0.9
 """Groups without signal from which it is the data: to replace them takes more than ten groups for each that is trained."""
 PUBLISHES = 0.2
@@ -57,38 +56,42 @@ SILENT_S = 60.0
 """A step that takes longer than this and than three others is a stall."""
 
 
-def advise(events: Iterable[Event], config: Config, now: float | None = None) -> tuple[Advice, ...]:
-    """The advice that the last events give, the most urgent first; () while they are too few.
+def advise(
+    events: Iterable[Event], config: Config, now: float | None = None, gpus: int | None = None
+) -> tuple[Advice, ...]:
+    """Return the advice that the last events give, the most urgent first; () while they are too few.
 
     Args:
         events: the last ones of a run, in their order; a few hundred are enough.
-        config: as the run was started.
+        config: as it is in force.
         now: Unix time; None: that of the last event.
+        gpus: of the cluster; None: not known.
     """
     events = list(events)
     if trouble := unhealthy(events, now):
         sentence = f"{trouble}; tuning can wait until this is over"
         return (Advice(bottleneck="health", sentence=sentence, evidence=trouble),)
-    pace = pace_of(events, is_auto=config.buffer.max_lag == "auto")
+    pace = pace_of(events, config)
     if pace is None:
         return ()
-    found = (*_signal(pace, config), *_what_sets_the_pace(pace, config))
+    found = (*_signal(pace, config), *_of_the_pace(pace, config, gpus))
     return found or (_balanced(pace),)
 
 
-def _what_sets_the_pace(pace: Pace, config: Config) -> tuple[Advice, ...]:
-    if pace.lacks_groups:
-        if pace.scoring > HALF and pace.scored_at_once > config.reward.at_once:
-            return (_reward(pace, config),)
-        if pace.loading > PUBLISHES:
-            return (_weights(pace, config, pace.loading),)
-        is_full = pace.saturation >= FULL
-        if (pace.must_wait and pace.saturation < PACKED) or (pace.has_full_slots and not is_full):
-            return (_bound(pace, config),)
-        return (_more_generators(pace, config),) if pace.saturation >= HALF else ()
-    if pace.publish_s > PUBLISHES * pace.step_s:
-        return (_weights(pace, config, pace.publish_s / pace.step_s),)
-    return (*_fewer_generators(pace, config), *_learner(pace, config))
+def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+    publishing = pace.loading if pace.lacks_groups else pace.publish_s / pace.step_s
+    if publishing > PUBLISHES and pace.limit != "reward":
+        return (_weights(pace, config, publishing),)
+    match pace.limit:
+        case "reward":
+            return _reward(pace, config)
+        case "bound" | "lengths":
+            return _bound(pace, config)
+        case "generators":
+            return _more_generators(pace, config, gpus)
+        case "learner":
+            return (*_fewer_generators(pace, config), *_faster_learner(pace, config, gpus))
+    return ()
 
 
 # -- a run that is not healthy -----------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def _signal(pace: Pace, config: Config) -> tuple[Advice, ...]:
     lost = pace.filtered if config.algorithm.filter_zero_signal else pace.no_signal
     if lost < HALF:
         return ()
-    evidence = f"{_percent(lost)} of the groups of {pace.steps} steps have one reward for all their completions"
+    evidence = f"{_percent(lost)} of the groups {_window(pace)} have one reward for all their completions"
     if pace.reward is not None:
         evidence += f"; the mean reward is {pace.reward:.2f}"
     if lost > ALMOST_ALL:
@@ -177,58 +180,163 @@ def _signal(pace: Pace, config: Config) -> tuple[Advice, ...]:
         sentence = f"prompts of other difficulty would make steps up to {_percent(gain)} shorter"
         sentence += f": {_percent(lost)} of the groups are replaced, since they have no signal"
         return (Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain),)
-    per_group = max(pace.saturation, (1 - lost) * (1 - pace.wait))
-    gain = max(0.0, 1 - per_group)
+    gain = pace.gain_of_filter()
     sentence = f"algorithm.filter_zero_signal=true would train no group without signal, now {_percent(lost)}"
     sentence += f", and take {_percent(gain)} less time per group with signal" if gain >= WORTH else ""
     return (Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain),)
 
 
-def _reward(pace: Pace, config: Config) -> Advice:
+def _reward(pace: Pace, config: Config) -> tuple[Advice, ...]:
     """Completions spend most of their time in the reward, and wait for their turn in it.
 
     Where they do not wait, groups that are only scored take no place of their generator, and what sets the pace is elsewhere.
     """
-    workers, key = config.reward.at_once, config.reward.at_once_key
-    needed = pace.step_s / max(pace.learn_s, pace.step_s * (1 - pace.scoring), 0.01 * pace.step_s)
-    factor = next((f for f in (2, 4, 8) if f >= needed), 16)
-    gain = pace.gain(pace.with_reward(1 / factor))
-    return Advice(
+    setting = scoring_setting(config)
+    assert setting is not None, "nothing limits how many are scored at once"
+    workers, key = setting
+    factor, gain = _smallest(pace, {factor: pace.predict(reward=1 / factor)[0] for factor in (2, 4, 8, 16)})
+    if gain < WORTH:
+        return _busy(pace, "reward worker", pace.generator_cores, pace.predict(reward=1 / factor, cores=False)[0])
+    advice = Advice(
         bottleneck="reward",
         sentence=f"the reward sets the pace: {key}={factor * workers} would make steps {_percent(gain)} shorter",
         evidence=f"completions spend {_percent(pace.scoring)} of their time in scoring, "
         f"{pace.scored_at_once:.1f} at once with {key}={workers}; {_waiting(pace)}",
         gain=gain,
     )
+    return (advice,)
 
 
-def _more_generators(pace: Pace, config: Config) -> Advice:
-    there, most = pace.generators, config.generators.max or MOST_GENERATORS
-    best = pace.with_generators(max(MOST_GENERATORS, 4 * there))
-    wanted = next(n for n in range(there + 1, 4 * there + MOST_GENERATORS) if pace.with_generators(n) <= 1.03 * best)
-    one_more, gain = pace.gain(pace.with_generators(there + 1)), pace.gain(pace.with_generators(wanted))
-    sentence = f"a {_ordinal(there + 1)} generator would make steps {_percent(one_more)} shorter"
-    if wanted > there + 1:
-        sentence += f", {wanted} generators {_percent(gain)}"
-    allowed = min(wanted, most)
-    return Advice(
-        bottleneck="generators",
-        sentence=f"{sentence}; a {_ordinal(wanted + 1)} nothing",
-        evidence=_waiting(pace) + (f"; generators.max={most} allows no more" if allowed <= there else ""),
-        gain=pace.gain(pace.with_generators(allowed)),
-        command=f"scale generators {allowed}" if allowed > there else "",
-        generators=allowed if allowed > there else None,
+def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+    there = pace.generators
+    limits = {
+        f"generators.max={config.generators.max} allows": (config.generators.max or MOST_GENERATORS) - there,
+        "the free GPUs allow": free_gpus(config, gpus) // max(1, config.generators.gpus_each),
+        "the free cores allow": pace.more_generators,
+    }
+    why = min(limits, key=lambda reason: limits[reason])
+    steps = {count: pace.predict(generators=count)[0] for count in range(there + 1, 4 * there + MOST_GENERATORS + 1)}
+    wanted, best = _smallest(pace, steps)
+    target = min(wanted, there + max(0, limits[why]))
+    one_more, gain = pace.gain(steps[there + 1]), pace.gain(steps[target]) if target > there else 0.0
+    if gain >= WORTH:
+        sentence = f"a {_ordinal(there + 1)} generator would make steps {_percent(one_more)} shorter"
+        if wanted > there + 1:
+            sentence += f", {wanted} generators {_percent(best)}"
+        advice = Advice(
+            bottleneck="generators",
+            sentence=f"{sentence}; a {_ordinal(wanted + 1)} nothing",
+            evidence=_waiting(pace) + (f"; {why} {target}" if target < wanted else ""),
+            gain=gain,
+            command=f"scale generators {target}",
+            generators=target,
+        )
+        return (advice,)
+    if busy := _busy(pace, "generator", pace.generator_cores, pace.predict(generators=wanted, cores=False)[0]):
+        return busy
+    if best < WORTH:
+        return ()
+    sentence = f"{wanted} generators would make steps {_percent(best)} shorter, but {why} no more"
+    return _other_split(pace, config, gpus) or (
+        Advice(bottleneck="generators", sentence=sentence, evidence=_waiting(pace)),
     )
 
 
-def _bound(pace: Pace, config: Config) -> Advice:
+def _smallest(pace: Pace, steps: Mapping[int, float]) -> tuple[int, float]:
+    """Return the first key that gains as much as any, but for `SAME`, and its gain."""
+    gains = {key: pace.gain(step_s) for key, step_s in steps.items()}
+    return next((key, gain) for key, gain in gains.items() if gain >= max(gains.values()) - SAME)
+
+
+def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> tuple[Advice, ...]:
+    """Return that no core is free, if one more process would help and has none; else ().
+
+    Args:
+        what: the process.
+        cores: of the machine where it would run; None: not known.
+        step_s: that a step would take if there were free cores.
+    """
+    if cores is None or pace.gain(step_s) < WORTH:
+        return ()
+    advice = Advice(
+        bottleneck="cores",
+        sentence=f"no core is free for another {what}: {cores.idle:.1f} of {cores.count:.0f} idle, "
+        f"and it needs {cores.process:.1f}",
+        evidence=_waiting(pace),
+    )
+    return (advice,)
+
+
+# -- splits ------------------------------------------------------------------------------------------------------------
+
+
+class Option(Struct, frozen=True, kw_only=True):
+    """One way to share the GPUs or cores of a run, as the model of `pace.py` predicts it."""
+
+    generators: int
+    ranks: int
+    step_s: float
+    limit: str
+    """What would set the pace."""
+
+
+def free_gpus(config: Config, gpus: int | None) -> int:
+    """Return the GPUs that this run leaves free; `UNLIMITED` if it needs none, or if `gpus` is None: not known."""
+    generators = config.generators
+    if not generators.gpus_each or gpus is None:
+        return UNLIMITED
+    used = generators.count * generators.gpus_each + config.learner.ranks * (not config.cluster.share_gpu)
+    return max(0, gpus - used)
+
+
+def splits(
+    pace: Pace, config: Config, gpus: int | None = None, max_lag: int | None = None, *, cores: bool = True
+) -> list[Option]:
+    """Return the splits for which there is room, the shortest step first, then the fewest processes.
+
+    With GPUs all are used: those of the run, or `gpus`. On CPUs there are at most twice as many of a kind as now.
+
+    Args:
+        max_lag: the bound; None: as it is.
+        cores: a new process needs a free core.
+    """
+    each = config.generators.gpus_each
+    if each:
+        total = gpus or pace.generators * each + pace.ranks
+        pairs = [(count, total - count * each) for count in range(1, (total - 1) // each + 1)]
+    else:
+        both = itertools.product(range(1, 2 * pace.generators + 1), range(1, 2 * pace.ranks + 1))
+        pairs = [(count, ranks) for count, ranks in both if not cores or pace.has_cores(count, ranks)]
+    options = []
+    for count, ranks in pairs:
+        step_s, limit = pace.predict(generators=count, ranks=ranks, max_lag=max_lag)
+        options.append(Option(generators=count, ranks=ranks, step_s=step_s, limit=limit))
+    return sorted(options, key=lambda option: (round(option.step_s, 6), option.generators + option.ranks))
+
+
+def _other_split(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+    """Return the best split of the same GPUs, if it is worth it; else ()."""
+    options = splits(pace, config, gpus) if config.generators.gpus_each and not config.cluster.share_gpu else []
+    if not options or (gain := pace.gain(options[0].step_s)) < WORTH:
+        return ()
+    flags = f"generators.count={options[0].generators} learner.ranks={options[0].ranks}"
+    advice = Advice(
+        bottleneck="generators" if options[0].generators > pace.generators else "learner",
+        sentence=f"no GPU is free, but another split would make steps {_percent(gain)} shorter: {flags}",
+        evidence=_waiting(pace),
+        gain=gain,
+    )
+    return (advice,)
+
+
+def _bound(pace: Pace, config: Config) -> tuple[Advice, ...]:
     """The slots are full, or ready groups wait for others: then only another bound lets more begin."""
-    floor_s = max(pace.learn_s, pace.saturation * pace.step_s, 0.01 * pace.step_s)
-    needed = (pace.max_lag + 1) * pace.step_s / floor_s - 1
-    doubled = [2**power for power in range(12) if 2**power > pace.max_lag]
-    wanted = next((lag for lag in doubled if lag >= needed or lag >= 4 * pace.max_lag), doubled[-1])
-    gain = pace.gain(pace.with_max_lag(wanted))
-    are_long = pace.is_held_up
+    wider = [2**power for power in range(12) if 2**power > pace.max_lag]
+    allowed = [lag for lag in wider if lag <= max(1, 4 * pace.max_lag)] or wider[:1]
+    wanted, gain = _smallest(pace, {lag: pace.predict(max_lag=lag)[0] for lag in allowed})
+    if gain < WORTH:
+        return ()
+    are_long = pace.limit == "lengths"
     why = (
         "a few long completions hold up groups that are ready"
         if are_long
@@ -238,26 +346,22 @@ def _bound(pace: Pace, config: Config) -> Advice:
     is_auto = config.buffer.max_lag == "auto"
     if is_auto:
         change = f"buffer.max_lag=auto holds the bound at {pace.max_lag}, as the importance ratios allow"
-    return Advice(
+    advice = Advice(
         bottleneck="lengths" if are_long else "bound",
         sentence=f"{why}: {change}",
         evidence=f"{pace.ready:.1f} groups ready and {pace.in_flight:.1f} in flight of {pace.slots:.0f} slots; {_waiting(pace)}",
         gain=0.0 if is_auto else gain,
         command="" if is_auto else f"set buffer.max_lag={wanted}",
     )
+    return (advice,)
 
 
 def _fewer_generators(pace: Pace, config: Config) -> tuple[Advice, ...]:
     """At most half are given back at once: how an engine slows down when its batch grows shows only then."""
     there = pace.generators
-    of_rewards = pace.scored_at_once / config.reward.at_once
-    needed = math.ceil(there * max(pace.saturation, of_rewards) / FULL)
+    needed = math.ceil(there * max(pace.saturation, pace.scored_at_once / pace.scorers) / FULL)
     enough = max(math.ceil(there / 2), config.generators.min, needed)
-    if (
-        enough >= there
-        or pace.gain(pace.with_generators(enough)) < 0
-        or pace.with_generators(enough) > 1.02 * pace.step_s
-    ):
+    if enough >= there or pace.predict(generators=enough)[0] > 1.02 * pace.step_s:
         return ()
     freed = (there - enough) * config.generators.gpus_each
     sentence = f"{enough} of {there} generators would do: steps would be no longer"
@@ -272,35 +376,25 @@ def _fewer_generators(pace: Pace, config: Config) -> tuple[Advice, ...]:
     )
 
 
-def _learner(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
     """The learner sets the pace: shorter steps need more of it."""
-    ranks = config.learner.ranks
-    best, gain = ranks, 0.0
-    for more in range(ranks + 1, 2 * ranks + 1):
-        if (found := pace.gain(pace.with_training(ranks / more))) > gain + 0.01:
-            best, gain = more, found
+    ranks = pace.ranks
+    steps = {more: pace.predict(ranks=more)[0] for more in range(ranks + 1, 2 * ranks + 1)}
+    room = min(free_gpus(config, gpus), pace.more_ranks)
     if pace.checkpoint_s > PUBLISHES * pace.step_s:
-        gain = pace.gain(pace.step_s - pace.checkpoint_s / 2)
+        gain = pace.gain(pace.predict(checkpoint=0.5)[0])
         change = f"run.checkpoint_every={2 * config.run.checkpoint_every}"
-    elif gain >= WORTH:
-        change = f"learner.ranks={best}"
     else:
-        return ()
-    passes = pace.tokens / (ranks * config.learner.updates_per_step * config.learner.tokens_per_microbatch)
-    is_small = passes > 4 and config.learner.tokens_per_microbatch < 4096
+        wanted, gain = _smallest(
+            pace, {more: step_s for more, step_s in steps.items() if more <= ranks + room} or {ranks: pace.step_s}
+        )
+        change = f"learner.ranks={wanted}"
+    if gain < WORTH:
+        most_s = pace.predict(ranks=2 * ranks, cores=False)[0]
+        return _busy(pace, "learner rank", pace.learner_cores, most_s) or _other_split(pace, config, gpus)
     sentence = f"the learner sets the pace: {change} would make steps {_percent(gain)} shorter"
-    if is_small:
-        sentence += f"; try learner.tokens_per_microbatch={_larger(config, passes)} first"
     evidence = f"{pace.train_s:.2f} s of training in a step of {pace.step_s:.2f} s; {_waiting(pace)}"
-    if is_small:
-        evidence += f"; {passes:.0f} micro-batches in an update"
     return (Advice(bottleneck="learner", sentence=sentence, evidence=evidence, gain=gain),)
-
-
-def _larger(config: Config, passes: float) -> int:
-    """Tokens of a micro-batch that has a fourth of an update, as a power of two; the default at most."""
-    wanted = config.learner.tokens_per_microbatch * passes / 4
-    return int(min(16384, 2 ** math.ceil(math.log2(wanted))))
 
 
 def _weights(pace: Pace, config: Config, share: float) -> Advice:
@@ -330,7 +424,11 @@ def _balanced(pace: Pace) -> Advice:
 
 def _waiting(pace: Pace) -> str:
     places = f"{_percent(pace.saturation)} of the generators' places"
-    return f"the learner waits {_percent(pace.wait)} of {pace.step_s:.2f} s, groups hold {places} ({pace.steps} steps)"
+    return f"the learner waits {_percent(pace.wait)} of {pace.step_s:.2f} s, groups hold {places} ({_window(pace)})"
+
+
+def _window(pace: Pace) -> str:
+    return f"of steps {pace.steps[0]} to {pace.steps[1]}"
 
 
 def _percent(share: float) -> str:

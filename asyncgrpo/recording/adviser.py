@@ -14,20 +14,25 @@ from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.advice import MOST_GENERATORS, Advice, Bottleneck, advise
 from asyncgrpo.recording.events import Event, EventLog, Follower
+from asyncgrpo.recording.pace import WINDOW
 
 LOOK_S = 20.0
 """How often to look."""
 TELL_S = 60.0
 """An event is written at most so often."""
-_KEPT = 500
-"""Events that are looked at: some 20 steps with all that happens between them."""
+_KEPT = 8 * WINDOW
+"""Events that are looked at: those of a window with all that happens between its steps."""
 
 
 class Adviser:
     """Follows the events of a run, and writes an `advice` event when its advice has changed."""
 
-    def __init__(self, events: EventLog, config: Config) -> None:
-        self._events = events
+    def __init__(self, events: EventLog, config: Config, gpus: int | None = None) -> None:
+        """
+        Args:
+            gpus: of the cluster; None: not known.
+        """
+        self._events, self._gpus = events, gpus
         self.config = config
         """As it is in force: a person may change some of it."""
         self._follower = Follower(events.path)
@@ -35,22 +40,32 @@ class Adviser:
         self._told: tuple[str, str] | None = None
         self._told_at = float("-inf")
 
-    def look(self, now: float) -> tuple[Advice, ...]:
-        """The advice at `now` (Unix seconds), the most urgent first; () while there is too little to tell from."""
+    def look(self, now: float, *, is_last: bool = False) -> tuple[Advice, ...]:
+        """Return the advice at `now` (Unix seconds), the most urgent first; () while there is too little to tell from.
+
+        Args:
+            is_last: the run is over. Then an event is written whatever was written before, for the summary.
+        """
         self._last += (event for event in self._follower.poll() if event["event"] != "advice")
-        advice = advise(self._last, self.config, now)
-        gains = {one.bottleneck: one.gain for one in reversed(advice)}
-        for bottleneck in get_args(Bottleneck):
-            metrics.advice_gain_ratio.labels(bottleneck=bottleneck).set(gains.get(bottleneck, 0.0))
-        if (
-            advice
-            and now - self._told_at >= TELL_S
-            and self._told != (key := (advice[0].bottleneck, advice[0].command))
-        ):
-            self._told, self._told_at = key, now
+        advice = advise(self._last, self.config, now, self._gpus)
+        self._show(advice)
+        if not advice:
+            self._told = None  # conditions have changed, and what was written before is no longer shown
+        elif is_last or self._is_new(advice[0], now):
+            self._told, self._told_at = (advice[0].bottleneck, advice[0].command), now
             fields = msgspec.structs.asdict(advice[0])
             self._events.write("advice", **fields, also=tuple(one.sentence for one in advice[1:]))
         return advice
+
+    def _is_new(self, first: Advice, now: float) -> bool:
+        if self._told is None:
+            return True
+        return now - self._told_at >= TELL_S and self._told != (first.bottleneck, first.command)
+
+    def _show(self, advice: tuple[Advice, ...]) -> None:
+        gains = {one.bottleneck: one.gain for one in reversed(advice)}
+        for bottleneck in get_args(Bottleneck):
+            metrics.advice_gain_ratio.labels(bottleneck=bottleneck).set(gains.get(bottleneck, 0.0))
 
 
 class Autopilot:

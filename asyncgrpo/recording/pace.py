@@ -1,30 +1,38 @@
-"""What sets the pace of a run: figures of its last steps, and how long a step would be with other settings.
+"""The model of a run's pace: what its last steps measured, and how long a step would be with other settings.
 
-    T = max(T_learn, T_generate, T_bound)        seconds of a step: the slowest of the three sets the pace
+`advise` (advice.py), the autopilot, `status`, the summary and `plan --from` use this model and this window, and no other.
+A step takes as long as the slowest of five:
 
-    T_learn(r)     = T - waiting - training + training · ranks / r
-    T_generate(n') = saturation · T · n / n'     saturation: the share of the generators' places that holds a group
-    T_bound(L')    = T · (L + 1) / (L' + 1)      where the slots that `buffer.max_lag` L allows are full, and places are free;
-                     to the power TAIL where a few long groups hold up the others
+    T_learn(r)       = T - waiting - training + training · ranks / r
+    T_generate(n')   = saturation · T · n / n'        saturation: the share of the generators' places that holds a group
+    T_bound(n', L')  = T · max(in flight / room, oldest / (L + 1)) · (L + 1) / (L' + 1)
+                       to the power TAIL where a few long groups hold up the others
+    T_reward(n', s)  = T · (1 - scoring + scoring · s) · n / n'
+    T_cores          = T · (1 - spare)                spare: the share of its machine's core-seconds that was idle
+
+The term that limits the run now counts as T. Work on CPUs is conserved, so T_cores holds for every setting; a process
+that needs a core of its own also needs one that is idle (`more_generators`, `more_ranks`).
 
 Saturation and not idleness says what generators could do: one that works on 1 group of 32 is never idle. T_generate takes
 the time of a group as it is now. An engine whose batch grows takes longer for each token, so that the gain of fewer
-generators is an upper bound; the planner knows the engine's curve.
+generators is an upper bound.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
+from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.events import Event
 
-WINDOW = 20
+WINDOW = 100
 """Steps that are looked at, at most."""
 FEWEST = 5
 """Steps that are needed to say something."""
-SETTLE = 2
-"""Steps left out after something has changed: their groups began before it."""
+SETTLE = 3
+"""Steps left out after something has changed: their groups began before it, and caches and compilers warm up."""
 
 WAITS = 0.1
 """A learner that waits for a smaller share of a step is not held back. A little of it is right: it keeps the lag small."""
@@ -32,16 +40,50 @@ HAND_OVER_S = 0.1
 """A batch that is ready takes up to so long to reach the learner."""
 TAIL = 0.75
 """Among more groups the longest is longer, so that a larger bound gains less. Measured: docs/staleness.md, `wait`, L 1 and 4."""
+FULL = 0.85
+"""Saturation from which the generators' places count as full, and the most that fewer generators would have."""
+PACKED = 0.95
+"""Saturation from which another bound would not let more groups begin."""
+HALF = 0.5
+"""What takes more than half of something is the cause of it."""
+ROUNDING = 0.1
+"""A core that is idle but for this share counts as free."""
+UNLIMITED = 1 << 16
+"""Processes for which there is room where nothing is known of the cores, or nothing limits them."""
+
+Limit = Literal["learner", "generators", "reward", "bound", "lengths", "cores", "none"]
+"""What sets the pace. `lengths`: the bound, through a few long completions. `none`: groups are about to begin."""
 
 _ANEW = frozenset({"rewound", "changed", "start", "restart", "fault"})
 """Events after which nothing said of the steps before is true any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cores:
+    """The cores of a machine, and one process on it. Means over the window."""
+
+    count: float
+    idle: float
+    process: float
+    """Cores that one learner rank or one generator keeps busy, with all its subprocesses."""
+
+    @property
+    def spare(self) -> float:
+        """Idle share, 0 to 1."""
+        return min(1.0, self.idle / self.count)
+
+    @property
+    def room(self) -> int:
+        """Processes like this one for which a core is free."""
+        return int(min(UNLIMITED, (self.idle + ROUNDING) / max(self.process, 1e-3)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pace:
     """Means over the steps of a window. Times are seconds of one step."""
 
-    steps: int
+    steps: tuple[int, int]
+    """The first and the last step of the window."""
     step_s: float
     """T: wall time of a step."""
     wait_s: float
@@ -50,6 +92,7 @@ class Pace:
     publish_s: float
     checkpoint_s: float
     generators: int
+    ranks: int
     places: float
     """Groups that the generators may work on at once."""
     in_flight: float
@@ -66,22 +109,26 @@ class Pace:
     """The share of a completion's time in a generator that went to its reward, 0 to 1."""
     scored_at_once: float
     """Completions of one generator that were scored, or waited for a reward worker, at once."""
+    scorers: float
+    """Completions that a generator can score at once; infinite where no setting limits it."""
     loading: float
     """The share of the generators' time that went to changes of weights, 0 to 1."""
     groups: float
     """Groups that were trained."""
-    tokens: float
-    """Sampled tokens that were trained."""
     reward: float | None
     """The mean reward."""
     no_signal: float
     """The share of the trained groups without signal, 0 to 1."""
     filtered: float
     """The share of the groups that came, which were filtered for that, 0 to 1."""
+    learner_cores: Cores | None
+    """Of rank 0 and its machine; None: not counted."""
+    generator_cores: Cores | None
+    """Of a generator and its machine; None: not counted."""
 
     @property
     def lacks_groups(self) -> bool:
-        """Whether the learner waits for groups, and not for a batch to be handed over."""
+        """True if the learner waits for groups, and not for a batch to be handed over."""
         return self.wait_s > max(WAITS * self.step_s, HAND_OVER_S)
 
     @property
@@ -101,64 +148,143 @@ class Pace:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether more groups are ready than in flight, and wait for a few that take long."""
+        """True if more groups are ready than in flight, and wait for a few that take long."""
         return self.ready > self.in_flight
 
     @property
     def must_wait(self) -> bool:
-        """Whether groups that are ready wait for older ones: more of them than while a batch fills, and some at the bound."""
+        """True if ready groups wait for older ones: more of them than while a batch fills, and some at the bound."""
         return self.ready > 0.6 * self.groups and self.at_bound > 0.25
 
     @property
     def has_full_slots(self) -> bool:
-        """Whether no other group may begin."""
+        """True if no other group may begin."""
         return self.under_way >= 0.9 * self.slots
 
-    def with_generators(self, generators: int) -> float:
-        """T with so many generators and the bound as it is.
+    @property
+    def limit(self) -> Limit:
+        """What sets the pace, by what was measured."""
+        if not self.lacks_groups:
+            return "learner"
+        if self.scoring > HALF and self.scored_at_once > self.scorers:
+            return "reward"
+        if (self.must_wait and self.saturation < PACKED) or (self.has_full_slots and self.saturation < FULL):
+            return "lengths" if self.is_held_up else "bound"
+        return "generators" if self.saturation >= HALF else "none"
 
-        However many they are: the slots of a batch in training are not free, and a group that now takes as long as `oldest`
-        steps may take L + 1 shorter ones.
+    @property
+    def spare(self) -> float:
+        """The idle share of the machine with the busiest cores, 0 to 1; 1 where nothing is known."""
+        return min((cores.spare for cores in (self.learner_cores, self.generator_cores) if cores), default=1.0)
+
+    @property
+    def more_generators(self) -> int:
+        """Generators for which there are free cores, beside those that there are."""
+        return self.generator_cores.room if self.generator_cores else UNLIMITED
+
+    @property
+    def more_ranks(self) -> int:
+        """Learner ranks for which there are free cores, beside those that there are."""
+        return self.learner_cores.room if self.learner_cores else UNLIMITED
+
+    def has_cores(self, generators: int, ranks: int) -> bool:
+        """True if there are free cores for the processes that are more than now. Both kinds are taken to share them."""
+        more = (max(0, generators - self.generators), max(0, ranks - self.ranks))
+        return (
+            sum(n / max(room, 1e-9) for n, room in zip(more, (self.more_generators, self.more_ranks), strict=True)) <= 1
+        )
+
+    def predict(
+        self,
+        *,
+        generators: int | None = None,
+        ranks: int | None = None,
+        max_lag: int | None = None,
+        reward: float = 1.0,
+        checkpoint: float = 1.0,
+        cores: bool = True,
+    ) -> tuple[float, Limit]:
+        """Return T with other settings, and what would set the pace.
+
+        Args:
+            generators, ranks, max_lag: None: as they are.
+            reward, checkpoint: share of the time that they would take.
+            cores: False: as if there were always a free one.
         """
-        generate_s = self.saturation * self.step_s * self.generators / generators
+        count, bound = generators or self.generators, self.max_lag if max_lag is None else max_lag
+        if (count, ranks or self.ranks, bound, reward, checkpoint) == (
+            self.generators, self.ranks, self.max_lag, 1.0, 1.0,
+        ):  # fmt: skip
+            return self.step_s, self.limit
+        is_bound = self.limit in ("bound", "lengths")
+        fewer = self.generators / count
+        scored = 1 - self.scoring * (1 - reward)
+        wider = ((self.max_lag + 1) / (bound + 1)) ** (TAIL if self.is_held_up else 1.0)
+        saved_s = (1 - self.ranks / (ranks or self.ranks)) * self.train_s + (1 - checkpoint) * self.checkpoint_s
+        terms: dict[Limit, float] = {
+            "learner": (self.learn_s if self.lacks_groups else self.step_s) - saved_s,
+            "generators": (1.0 if self.limit == "generators" else self.saturation) * self.step_s * fewer,
+            ("lengths" if self.is_held_up else "bound"): (1.0 if is_bound else self._room_taken)
+            * self.step_s
+            * wider
+            * scored,
+            "cores": cores * (1 - self.spare) * self.step_s,
+        }
+        if self.limit == "reward":
+            terms["reward"] = self.step_s * scored * fewer
+        limit = max(terms, key=lambda term: terms[term])
+        return terms[limit], limit
+
+    @property
+    def _room_taken(self) -> float:
+        """The share of T that the bound leaves, however many generators there are: the slots of a batch in training are
+        not free, and a group that now takes `oldest` steps may take L + 1 shorter ones."""
         room = max(self.groups, self.slots - self.groups)
-        bound_s = self.step_s * min(1.0, max(self.in_flight / room, self.oldest / (self.max_lag + 1)))
-        return max(self.learn_s, generate_s, bound_s)
-
-    def with_max_lag(self, max_lag: int) -> float:
-        """T with another bound, where this one sets the pace."""
-        bound_s = self.step_s * ((self.max_lag + 1) / (max_lag + 1)) ** (TAIL if self.is_held_up else 1.0)
-        return max(self.learn_s, self.saturation * self.step_s, bound_s)
-
-    def with_training(self, share: float) -> float:
-        """T if forward, backward and optimizer took `share` of what they take."""
-        generate_s = self.saturation * self.step_s
-        return max(self.learn_s - (1 - share) * self.train_s, min(generate_s, self.step_s))
-
-    def with_reward(self, share: float) -> float:
-        """T if rewards took `share` of what they take, where they set the pace, until the places of generators do."""
-        scored_s = self.step_s * (1 - self.scoring + self.scoring * share)
-        return max(self.learn_s, scored_s, self.step_s * self.saturation)
+        return min(1.0, max(self.in_flight / room, self.oldest / (self.max_lag + 1)))
 
     def gain(self, step_s: float) -> float:
         """The share by which a step of `step_s` is shorter, 0 to 1."""
         return max(0.0, 1 - step_s / self.step_s)
 
+    def gain_of_filter(self) -> float:
+        """The share by which `algorithm.filter_zero_signal` shortens the time for a group with signal, 0 to 1.
 
-def pace_of(events: Iterable[Event], *, is_auto: bool = False) -> Pace | None:
-    """The pace of the last steps under the present conditions; None: they are fewer than `FEWEST`, or say too little.
+        Generators sample 1 / (1 - no_signal) times as many groups, and need that much more of their cores.
+        """
+        kept = 1 - self.no_signal
+        cores_s = 0.0
+        if (cores := self.generator_cores) is not None:
+            more = (1 / kept - 1) * self.generators * cores.process / cores.count
+            cores_s = (1 - cores.spare + more) * self.step_s
+        return self.gain(kept * max(self.learn_s, self.saturation * self.step_s / kept, cores_s))
+
+
+def scoring_setting(config: Config) -> tuple[int, str] | None:
+    """Return how many completions a generator scores at once, and the key that says so; None: no setting does.
+
+    An environment scores by itself. Only one of your own has processes here that could be more.
+    """
+    environment = config.environment
+    if environment.name is None and environment.agent is None and not environment.tools:
+        return config.reward.at_once, config.reward.at_once_key
+    return (environment.processes, "environment.processes") if environment.files and not environment.agent else None
+
+
+def pace_of(events: Iterable[Event], config: Config) -> Pace | None:
+    """Return the pace of the last steps under the present conditions; None: they are fewer than `FEWEST`, or say too little.
 
     Args:
         events: in their order.
-        is_auto: `buffer.max_lag` is auto, so that another bound is no change of conditions.
+        config: as it is in force.
     """
-    steps = _typical(_recent(events, is_auto))
+    steps = _typical(_recent(events, config.buffer.max_lag == "auto"))
     if len(steps) < FEWEST:
         return None
-    seconds, generators, filtered = Counter[str](), Counter[str](), 0
+    seconds, generators, learner, filtered = Counter[str](), Counter[str](), Counter[str](), 0
     for step in steps:
         seconds.update(step["seconds"])
         generators.update(step["generators"])
+        learner.update(step.get("cores") or {})
         filtered += sum((step.get("filtered") or {}).values())
     count, total_s = len(steps), seconds.total()
     sampling, scoring = generators["sampling"], generators["scoring"]
@@ -169,14 +295,17 @@ def pace_of(events: Iterable[Event], *, is_auto: bool = False) -> Pace | None:
     rewards = [step["reward_mean"] for step in steps if step.get("reward_mean") is not None]
     groups = sum(sum(step["lags"].values()) for step in steps)
     ready_s = sum(sum(step["lags"].values()) * (step.get("ready_seconds") or 0.0) for step in steps)
+    scorers = scoring_setting(config)
+    trains = max(0.01, 1 - seconds["wait_data"] / total_s)
     return Pace(
-        steps=count,
+        steps=(steps[0]["step"], steps[-1]["step"]),
         step_s=total_s / count,
         wait_s=seconds["wait_data"] / count,
         train_s=sum(seconds[name] for name in ("forward_backward", "optimizer", "train")) / count,
         publish_s=seconds["publish"] / count,
         checkpoint_s=seconds["checkpoint"] / count,
         generators=max(1, round(in_touch)),
+        ranks=config.learner.ranks,
         places=generators["places"] / count,
         in_flight=generators["in_flight"] / count,
         slots=sum(step["slots"] for step in steps) / count,
@@ -187,13 +316,30 @@ def pace_of(events: Iterable[Event], *, is_auto: bool = False) -> Pace | None:
         at_bound=fmean(max(lags, default=0) >= step["max_lag"] for lags, step in zip(lags_of, steps, strict=True)),
         scoring=scoring / (sampling + scoring) if sampling + scoring > 0 else 0.0,
         scored_at_once=scoring / total_s / max(1.0, in_touch),
+        scorers=scorers[0] if scorers is not None else float("inf"),
         loading=generators["weights"] / total_s / max(1.0, in_touch),
         groups=groups / count,
-        tokens=sum(step["tokens_trained"] for step in steps) / count,
         reward=fmean(rewards) if rewards else None,
         no_signal=sum(step.get("zero_signal_groups") or 0 for step in steps) / max(1, groups),
         filtered=filtered / max(1, groups + filtered),
+        learner_cores=_cores(learner, total_s, trains),
+        generator_cores=_cores(generators, total_s * max(1.0, in_touch), 1.0),
     )
+
+
+def _cores(told: Counter[str], seconds: float, active: float) -> Cores | None:
+    """Return what the core-seconds of a window say; None: none were counted.
+
+    Args:
+        told: core-seconds.
+        seconds: in which they were counted, of all processes that counted them.
+        active: share of the time in which the process works; while it does, it needs its cores.
+    """
+    if told["cores"] <= 0:
+        return None
+    count = max(1.0, float(round(told["cores"] / seconds)))
+    idle, process = (count * told[name] / told["cores"] for name in ("spare", "cpu"))
+    return Cores(count=count, idle=idle, process=process / active)
 
 
 def _recent(events: Iterable[Event], is_auto: bool) -> list[Event]:
@@ -210,7 +356,7 @@ def _recent(events: Iterable[Event], is_auto: bool) -> list[Event]:
 
 
 def is_command(event: Event) -> bool:
-    """Whether a person or the autopilot changed something."""
+    """True if a person or the autopilot changed something."""
     return event["event"] == "command" and not event["refused"]
 
 

@@ -52,7 +52,7 @@ class Progress:
     paused: dict[str, Event] = field(default_factory=dict)
     """The last `rewards_paused` event of each generator whose rewards are paused, with the time `since` when."""
     advice: Event | None = None
-    """The last `advice` event of the present start."""
+    """The last `advice` event, until something changes that it was about."""
     curriculum: Event | None = None
     """The last `curriculum` event."""
     training_seconds: float = 0.0
@@ -122,8 +122,13 @@ class Progress:
                 self.gaps.popleft()
             self.largest_gap = max(gap, self.largest_gap or 0.0)
 
+    def _on_command(self, event: Event) -> None:
+        if not event["refused"]:
+            self.advice = None
+
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
+        self.advice = None
         self.warnings.append(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
 
     def _on_fault(self, event: Event) -> None:

@@ -1,11 +1,17 @@
 """`plan`, `tune` and `simulate`: what they print, and what they refuse in one sentence."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from asyncgrpo.planner.from_run import pace_of_run
 from asyncgrpo.planner.profile import write_profile
+from asyncgrpo.recording.advice import advise
+from asyncgrpo.recording.events import read_events
 from tests.planner.profiles import long_tail, profile
+from tests.planner.test_from_run import CONFIG, run, step
+from tests.recording.test_advice import step as paced_step
 
 
 @pytest.fixture
@@ -63,3 +69,57 @@ def test_mistakes_are_refused_in_a_sentence(measured, asyncgrpo, arguments, said
 def test_without_a_profile_the_way_to_one_is_said(tmp_path, monkeypatch, asyncgrpo):
     monkeypatch.chdir(tmp_path)
     assert "asyncgrpo tune CONFIG" in asyncgrpo("plan").err
+
+
+def paced(folder: Path, **how: object) -> Path:
+    """A run whose learner waits for half of each step, on a cluster of eight GPUs."""
+    started = {
+        "event": "start",
+        "time": 0.0,
+        "run": "r",
+        "lineage": 1,
+        "version": "1.0",
+        "step": 0,
+        "sizes": "",
+        "gpus": 8,
+    }
+    steps = [
+        paced_step(number, wait=0.5, full=1.0, there=3, tokens={"generated": 80 * number}, **how)
+        for number in range(1, 16)
+    ]
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [started, *steps]))
+    return folder
+
+
+def test_a_plan_of_a_run_is_its_advice(tmp_path, asyncgrpo):
+    """They had two models and two windows, and named two sides as the limit."""
+    run_dir = paced(tmp_path)
+    found = pace_of_run(run_dir)
+    assert found.gpus == 8
+    events = list(read_events(run_dir / "metrics.jsonl"))
+    assert found.advice == advise(events, found.config, gpus=8)
+    assert found.advice[0].command == "scale generators 4"
+    plan = json.loads(asyncgrpo("plan", "--from", str(run_dir), "--json").out)
+    assert plan["limit"] == found.advice[0].bottleneck == "generators"
+    gains = {(one["generators"], one["ranks"]): one["gain"] for one in plan["options"]}
+    assert gains[4, 2] == pytest.approx(found.advice[0].gain) and gains[3, 2] == 0
+    assert [one["sentence"] for one in plan["advice"]] == [one.sentence for one in found.advice]
+    text = asyncgrpo("plan", "--from", str(run_dir)).out
+    assert f"advice: {found.advice[0].sentence}" in text and "GPU" not in text
+
+
+def test_what_would_be_starts_from_the_measured_steps(tmp_path, asyncgrpo):
+    (tmp_path / "run").mkdir()
+    run_dir = run(tmp_path / "run", [step(number) for number in range(1, 16)])
+    paced(run_dir)
+    plan = json.loads(asyncgrpo("plan", "--from", str(run_dir), "--what-if", "length=2x", "--json").out)
+    before = {(one["generators"], one["ranks"]): one["step_s"] for one in plan["options"]}
+    after = {(one["generators"], one["ranks"]): one["step_s"] for one in plan["what_if"]["options"]}
+    assert before.keys() == after.keys() and all(1.2 < after[split] / before[split] < 2.5 for split in before)
+
+
+def test_a_run_without_gpus_has_none_to_share(tmp_path, asyncgrpo):
+    for arguments in (["--gpus", "4"], ["--what-if", "gpus=4"]):
+        refused = asyncgrpo("plan", "--from", str(paced(tmp_path)), *arguments)
+        assert refused.code == 1 and "uses no GPU" in refused.err

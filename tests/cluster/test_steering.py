@@ -24,8 +24,11 @@ from asyncgrpo.control.operator import (
     WriteCheckpoint,
 )
 from asyncgrpo.errors import CommandRefused
+from asyncgrpo.recording.adviser import LOOK_S
 from asyncgrpo.recording.events import EventLog, read_events
+from asyncgrpo.recording.progress import Progress
 from asyncgrpo.wire.supervision import Steer
+from tests.recording.test_advice import step
 
 
 class Watch:
@@ -272,3 +275,51 @@ def test_a_command_is_told_as_it_is_typed():
     assert [in_words(c) for c in (Pause(), Resume(), DrainRun(), WriteCheckpoint(), Evaluate())] == [
         *("pause", "resume", "drain", "checkpoint", "evaluate")
     ]
+
+
+def test_advice_expires_when_something_changes(run: Run):
+    """After `scale generators 1` the status still said that 1 of 2 would do."""
+
+    def train() -> None:
+        for number in range(1, 20):
+            fields = {
+                name: value for name, value in step(number, wait=0.5, full=1.0).items() if name not in ("event", "time")
+            }
+            run.events.write("step", version="1.1", reward_mean=0.0, loss=0.0, **fields)
+
+    def advice() -> list[str]:
+        run.now_s += LOOK_S
+        run.turn()
+        return [one.bottleneck for one in run.steering.status().advice]
+
+    train()
+    assert advice() == ["generators"]
+    run.ask(Scale(generators=3))
+    assert run.steering.status().advice == () and advice() == []
+    train()
+    assert advice() == ["generators"]
+    run.ask(Pause())
+    assert run.steering.status().advice == () and advice() == []
+    run.ask(Resume())
+    assert advice() == []
+    train()
+    assert advice() == ["generators"]
+    run.steering.draining()
+    run.turn()
+    assert run.steering.status().advice == ()
+
+
+def test_the_last_advice_is_over_the_newest_steps(run: Run):
+    """The summary showed advice that was computed 7.7 s into a run of 50 s."""
+    for number in range(1, 60):
+        fields = {
+            name: value for name, value in step(number, wait=0.5, full=1.0).items() if name not in ("event", "time")
+        }
+        run.events.write("step", version="1.1", reward_mean=0.0, loss=0.0, **fields)
+        if number == 20:
+            run.now_s += LOOK_S
+            run.turn()
+    run.steering.has_trained()
+    written = [event for event in read_events(run.folder.path / "metrics.jsonl") if event["event"] == "advice"]
+    assert [event["evidence"].rpartition("(")[2] for event in written] == ["of steps 4 to 20)", "of steps 4 to 59)"]
+    assert Progress.of(read_events(run.folder.path / "metrics.jsonl")).advice == written[-1]

@@ -11,7 +11,7 @@ from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import read_events
 from benchmarks.bottlenecks import CASES, Found, followed, found_in, virtual_events
 
-STEPS = 16
+STEPS = 24
 RUNS = Path(__file__).parent / "recorded"
 
 
@@ -60,7 +60,7 @@ def test_groups_without_signal_are_trained_no_more():
         ("few", "generators.count=5"),
         ("many", "generators.count=2"),
         ("long", "buffer.max_lag=4"),
-        ("reward", "reward.workers=8"),
+        ("reward", "reward.workers=4"),
         ("learner", "learner.ranks=2"),
     ],
 )
