@@ -1,4 +1,4 @@
-"""The shape of the package, printed by `python -m tests.test_structure`. No test fails on a number: they are for people to judge."""
+"""The shape of the package, printed by `python -m tests.test_structure`. No test fails on a number."""
 
 import ast
 import re
