@@ -1,0 +1,229 @@
+"""Follow the advice of real runs: predicted against measured, and whether all that show it agree.
+
+python -m benchmarks.advice                      eight settings, one JSON line for each piece of advice
+python -m benchmarks.advice --only torch sglang  some of them
+
+`torch`, `sglang`, `trivial` and `environment` are bound by the cores of this machine: run them when nothing else runs. In the
+others the `fake` engine, the learner, the reward function or the judge sleep, so that cores are free, as on larger nodes.
+The learning rate is next to nothing, so that the task stays as it is. In `scaled` and `paused` commands are given at the
+tenth step; the advice is of the steps after them.
+
+Each piece that names a setting is followed in a run of its own. Compared are mean seconds of a step in the same window
+(`recording/pace.py`); for `algorithm.filter_zero_signal`, the time for a group with signal. `agree`: the last `advice` event,
+`plan --from`, the summary, and `status` in the last seconds of the run.
+"""
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from asyncgrpo.config.load import load_config
+from asyncgrpo.recording.advice import Advice
+from asyncgrpo.recording.pace import Pace, pace_of
+from benchmarks.bottlenecks import SHARED, Case, followed, reward_of, slept
+from benchmarks.measuring import rounded, show, where
+from benchmarks.trials import Fence, events
+
+STILL = ("learner.lr=1e-12", "run.eval_every=100000", "run.checkpoint_every=100000", "run.epochs=null")
+SLEEPS = (*SHARED[:3], "generators.extra={vocab_size: 261, seconds_per_token: 0.04, median_tokens: 25, sigma: 0.3}")
+TRIVIAL = """def compute_score(solution_str):
+    return float(len(solution_str) % 2)
+"""
+GAME = '''class Environment:
+    """Asks for a letter three times."""
+
+    def reset(self, ground_truth):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "ok", float(len(text) % 2), self.turns == 3
+'''
+JUDGE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run."""
+
+    engine: str
+    settings: tuple[str, ...] = ()
+    train_s: float = 0.0
+    """The learner sleeps for so long before a step."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """Given at the tenth step."""
+    steps: int = 40
+
+
+SETTINGS = {
+    "torch": Setting("torch"),
+    "sglang": Setting("sglang"),
+    "trivial": Setting("torch", ("reward.function={root}/trivial.py",)),
+    "environment": Setting("torch", ("environment.name={root}/game.py", "sampling.max_tokens=8")),
+    "judge": Setting(
+        "fake",
+        (
+            *SLEEPS,
+            "reward.function=judge",
+            "reward.judge.url={url}",
+            "reward.judge.max_concurrent=2",
+            "generators.count=1",
+        ),
+        train_s=0.5,
+    ),
+    "few": Setting(
+        "fake",
+        (*SLEEPS, "reward.function={root}/reward.py", "generators.count=1", "generators.groups_in_flight=4"),
+        train_s=0.5,
+    ),
+    "scaled": Setting(
+        "fake",
+        (*SLEEPS, "reward.function={root}/reward.py", "generators.count=1", "generators.groups_in_flight=4"),
+        train_s=0.5,
+        commands=(("scale", "generators", "2", "run"),),
+    ),
+    "paused": Setting(
+        "fake",
+        (*SLEEPS, "reward.function={root}/reward.py", "generators.count=1"),
+        train_s=2.5,
+        commands=(("pause", "run"), ("resume", "run")),
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    arguments = parser.parse_args(argv)
+    for name in arguments.only:
+        setting = SETTINGS[name]
+        before = run(setting)
+        show({"setting": name, "step_s": rounded(before.pace.step_s, 3), "agree": before.agree} | where())
+        for piece in before.advice:
+            if piece.command or "=" in piece.sentence:
+                show({"setting": name} | follow(setting, before, piece))
+            else:
+                show({"setting": name, "advice": piece.sentence})
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run showed."""
+
+    pace: Pace
+    advice: tuple[Advice, ...]
+    agree: dict[str, bool]
+
+
+def follow(setting: Setting, before: Ran, piece: Advice) -> dict[str, Any]:
+    """Run again with what the advice names, and compare."""
+    change = followed(piece)
+    after = run(setting, change)
+    share = 1.0
+    if piece.bottleneck == "signal":
+        share = (1 - before.pace.no_signal) / (1 - after.pace.no_signal)
+    return {
+        "advice": piece.sentence,
+        "followed": change,
+        "step_s": [rounded(one.pace.step_s, 3) for one in (before, after)],
+        "shorter": rounded(1 - share * after.pace.step_s / before.pace.step_s, 2),
+        "predicted": rounded(piece.gain, 2),
+        "then": after.advice[0].sentence if after.advice else "",
+    }
+
+
+def run(setting: Setting, *more: str) -> Ran:
+    """Make a run in a fence of its own."""
+    with Fence() as fence, slept(fence.root, setting.train_s), judging() as url:
+        case = Case((), reward_s=0.0)
+        for file, text in (("trivial.py", TRIVIAL), ("game.py", GAME), ("reward.py", reward_of(case))):
+            (fence.root / file).write_text(text)
+        settings = [
+            text.replace("{root}", str(fence.root)).replace("{url}", url) for text in (*setting.settings, *more)
+        ]
+        count = [text for text in more if text.startswith("generators.count=")]
+        commands = setting.commands if not count else tuple(c for c in setting.commands if c[0] != "scale")
+        command = ["demo", "--engine", setting.engine, "--out", "run", "--steps", str(setting.steps), *STILL, *settings]
+        process, status = fence.start(*command), ()
+        folder, config = fence.work / "run", None
+        while process.poll() is None:
+            time.sleep(1.0)
+            if commands and _steps(folder) >= 10:
+                for words in commands:
+                    assert fence.run(*words).exit == 0
+                commands = ()
+            elif _steps(folder) >= setting.steps - 8:
+                told = fence.run("status", "run", "--json")
+                status = _advice_in(told.out) or status
+        said = fence.said()
+        assert process.returncode == 0, said[-3000:]
+        config, happened = load_config(str(folder / "config.yaml"), []), events(folder)
+        plan = json.loads(fence.run("plan", "--from", "run", "--json").out)
+        pace = pace_of(happened, config)
+        assert pace is not None, "too few steps"
+        advice = tuple(Advice(**one) for one in plan["advice"])
+        last = [event for event in happened if event["event"] == "advice"][-1]
+        agree = {
+            "event": [last["sentence"], *last["also"]] == [one.sentence for one in advice],
+            "summary": f"advice        {advice[0].sentence}" in said,
+            "status": [piece["bottleneck"] for piece in status] == [one.bottleneck for one in advice],
+            "limit": plan["limit"] == pace.limit,
+        }
+        return Ran(pace, advice, agree)
+
+
+def _steps(folder: Path) -> int:
+    return sum(event["event"] == "step" for event in events(folder))
+
+
+def _advice_in(text: str) -> tuple[dict[str, Any], ...]:
+    try:
+        told = json.loads(text)
+    except json.JSONDecodeError:
+        return ()
+    return tuple((told[0] if isinstance(told, list) else told)["status"]["advice"])
+
+
+@contextmanager
+def judging() -> Iterator[str]:
+    """Serve a judge that takes `JUDGE_S`, and yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(JUDGE_S)
+            reply = json.dumps({"choices": [{"message": {"content": f"Score: {sum(text) % 2}"}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+if __name__ == "__main__":
+    main()
