@@ -80,6 +80,12 @@ MUTANTS: dict[str, Mutant] = {
         "policy",
         "learner/test_objective.py::test_updates_of_one_step_share_its_anchor",
     ),
+    "the sample share is that of the anchor": Mutant(
+        "learner.objective:MicrobatchObjective.report",
+        "log_age = at_start - tokens.behaviour",
+        "log_age = terms.log_rho",
+        "learner/test_minibatches.py::test_sample_shares_compare_the_weights_at_the_start_with_those_that_sampled",
+    ),
     "the bound of stale tokens is itself too old": Mutant(
         "learner.objective:_is_stale",
         "tokens.versions < (",

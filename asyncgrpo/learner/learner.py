@@ -112,13 +112,13 @@ class Learner:
             batch, precomputed = ahead[number]
             with clock("forward_backward"):
                 sums = self._accumulate(batch, precomputed, version)
-            if updates and not self._precomputes:  # these weights sampled nothing, and those that did are gone
-                sums |= {name: torch.zeros_like(sums[name]) for name in ("gap", "gap_tokens", "gap_max")}
             with clock("report"):
-                totals.append(self._reduce(sums))
+                sums = self._reduce(sums)
             with clock("optimizer"):
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
-                updates.append(self._update(lr, totals[-1]))
+                updates.append(self._update(lr, sums))
+            has_start = len(updates) == 1 or self._precomputes
+            totals.append({name: s for name, s in sums.items() if has_start or not name.startswith(objective.OF_START)})
         self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,

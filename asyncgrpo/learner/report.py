@@ -47,13 +47,14 @@ class StepReport:
     clip_ratio: float
     """Share of tokens whose gradient the surrogate's clip took away."""
     importance_mean: float
-    """Mean of proximal / behaviour policy before any correction."""
+    """Mean of proximal / behaviour policy before any correction, whatever the anchor. Of several updates only the first
+    has such ratios, unless the weights at the start of the step were scored beforehand."""
     importance_capped: float
     """Share of tokens above the upper bound of the first importance correction."""
     effective_sample_share: float
     """(Σρ)² / (n Σρ²) of those ratios: 1 when all are equal."""
     shares_within: dict[int, float]
-    """By lag: that share of all completions of at most this lag; the largest lag is that of the oldest token."""
+    """By lag: that share of the completions of at most this lag; the largest lag is that of the oldest token."""
     kl_reference: float | None
     """Mean estimate of the KL to the reference; None without a reference."""
     kl_coef: float

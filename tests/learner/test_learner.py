@@ -194,9 +194,11 @@ def test_completions_from_the_wire_cannot_be_written_and_need_not_be(path, algor
 # --- the learning rate and the weight of the KL
 
 
-def test_the_learning_rate_falls_with_the_effective_sample_share(path):
-    settings = {"lr": 1e-3, "warmup_steps": 1}
-    plain, scaled = learner(path, learner=settings), learner(path, learner=settings | {"ess_lr": True})
+@pytest.mark.parametrize("anchor", ["proximal", "interpolated"])
+def test_the_learning_rate_falls_with_the_effective_sample_share(path, anchor):
+    settings, algorithm = {"lr": 1e-3, "warmup_steps": 1}, {"anchor": anchor}
+    plain = learner(path, learner=settings, algorithm=algorithm)
+    scaled = learner(path, learner=settings | {"ess_lr": True}, algorithm=algorithm)
     off_policy = [plain.step(GROUPS, VERSION), scaled.step(GROUPS, VERSION)]
     share = off_policy[1].diagnostics["ess_sequence"]
     assert share < 0.9 and off_policy[0].lr == pytest.approx(5e-4)
