@@ -131,9 +131,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a group is solved whatever its reward": Mutant(
         "algorithms.advantages:signal_of",
-        "~has_signal & is_good &",
-        "~has_signal &",
+        "~has_signal & (groups.min(scores) >= success)",
+        "~has_signal",
         "algorithms/test_groups.py",
+    ),
+    "a completion that is right and too long is wrong": Mutant(
+        "learner.packing:pack",
+        "signal_of(rollouts.scores,",
+        "signal_of(rollouts.rewards,",
+        "learner/test_signal.py",
     ),
     # -- the bound of staleness ----------------------------------------------------------------------------------------
     "one group more may remain than can be trained in time": Mutant(

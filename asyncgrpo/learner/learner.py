@@ -191,6 +191,7 @@ class Learner:
                 algorithm.overlong_buffer,
                 algorithm.overlong_factor,
             ),
+            success=self.config.reward.success,
             share_prompts=learner.share_prompts,
             pair_cost=1 / (6 * self.model.head.in_features),
             skip_zero_advantage=has_only_policy_gradient(self.config),

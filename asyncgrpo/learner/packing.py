@@ -65,6 +65,8 @@ class ScoredRollouts(NamedTuple):
     """group_id, and the index of the completion in its group."""
     groups: Tensor
     """[A] int64, number of the group, from 0."""
+    scores: Tensor
+    """[A] float64, rewards as they were given."""
     rewards: Tensor
     """[A] float64, shaped."""
     baseline_rewards: Tensor
@@ -106,7 +108,7 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
     usable = [entry for entry in sampled if not np.isnan(entry[3])]
     completions = tuple(rollout.completion for _, _, rollout, _ in usable)
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
-    rewards = torch.tensor([reward for *_, reward in usable], dtype=torch.float64)
+    rewards = scores = torch.tensor([reward for *_, reward in usable], dtype=torch.float64)
     if shaping.overlong_buffer:
         rewards = rewards + overlong_penalty(
             lengths, max_length=shaping.longest, buffer=shaping.overlong_buffer, factor=shaping.overlong_factor
@@ -117,6 +119,7 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         completions=completions,
         keys=tuple((group_id, rollout.completion.index) for _, group_id, rollout, _ in usable),
         groups=torch.tensor([number for number, *_ in usable], dtype=torch.int64),
+        scores=scores,
         rewards=rewards,
         baseline_rewards=torch.tensor([greedy.get(number, np.nan) for number, *_ in usable], dtype=torch.float64),
         lengths=lengths,
@@ -384,6 +387,7 @@ def pack(
     advantage: str = "grpo",
     group_size: int | None = None,
     shaping: Shaping = UNSHAPED,
+    success: float = 1.0,
     share_prompts: bool = True,
     pair_cost: float = 0.0,
     skip_zero_advantage: bool = False,
@@ -398,6 +402,7 @@ def pack(
         advantage: a name in `algorithms.advantages.ESTIMATORS`, or `gae`, which leaves 0 for the critic to replace.
         group_size: completions from this index on are greedy baselines; none: there are none.
         shaping: of the rewards.
+        success: reward, before shaping, from which a completion is right.
         share_prompts: compute a prompt once for the completions to it in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to deal micro-batches of like cost to the ranks.
         skip_zero_advantage: completions with advantage 0 have no gradient: leave them out of the micro-batches.
@@ -413,7 +418,7 @@ def pack(
     dealt = rows.deal(has_tokens & ~is_skipped, world, tokens_per_microbatch, pair_cost)
     with_signal = groups_with_signal(rollouts.rewards, rollouts.groups)
     teaches = (advantages != 0) & rollouts.is_trained & has_tokens
-    signal = signal_of(rollouts.rewards, rollouts.groups, teaches)
+    signal = signal_of(rollouts.scores, rollouts.groups, teaches, success=success)
     return StepBatch(
         trained=tuple(rows.build(row) for row in dealt[rank]) or (rows.build([]),),
         not_run=rows.sampled((has_tokens & is_skipped).nonzero().squeeze(-1)),
