@@ -55,6 +55,12 @@ MUTANTS: dict[str, Mutant] = {
         "rollouts.lengths)",
         "learner/test_batching.py::test_completions_that_were_cut_can_be_compared_with_and_not_trained",
     ),
+    "what an environment said is no part of a completion's length": Mutant(
+        "learner.packing:read_rollouts",
+        "lengths + torch.tensor(read, dtype=torch.int64)",
+        "lengths",
+        "learner/test_batching.py::test_what_was_read_between_turns_counts_towards_the_length_at_which_a_completion_is_cut",
+    ),
     "an aborted completion is trained": Mutant(
         "learner.packing:_reward",
         'completion.finish_reason == "abort"',

@@ -190,6 +190,7 @@ class Learner:
                 self.config.sampling.max_tokens,
                 algorithm.overlong_buffer,
                 algorithm.overlong_factor,
+                is_agent=self.config.environment.agent is not None,
             ),
             success=self.config.reward.success,
             share_prompts=learner.share_prompts,

@@ -47,11 +47,13 @@ class Shaping(NamedTuple):
     truncated: TruncationRule = "keep"
     """What becomes of a completion cut at the longest length: `keep`, `mask` or `zero`."""
     longest: int = 0
-    """Tokens at which a completion is cut."""
+    """Tokens at which a completion is cut, what it read between its turns included."""
     overlong_buffer: int = 0
     """Tokens before that in which a penalty grows; 0: no penalty."""
     overlong_factor: float = 1.0
     """The penalty at `longest`."""
+    is_agent: bool = False
+    """True if what a completion reads before its first token is the rest of its prompt, which `longest` leaves out."""
 
 
 UNSHAPED = Shaping()
@@ -110,8 +112,12 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     rewards = scores = torch.tensor([reward for *_, reward in usable], dtype=torch.float64)
     if shaping.overlong_buffer:
+        read = [sum(len(o.token_ids) for o in c.observations if o.at or not shaping.is_agent) for c in completions]
         rewards = rewards + overlong_penalty(
-            lengths, max_length=shaping.longest, buffer=shaping.overlong_buffer, factor=shaping.overlong_factor
+            lengths + torch.tensor(read, dtype=torch.int64),
+            max_length=shaping.longest,
+            buffer=shaping.overlong_buffer,
+            factor=shaping.overlong_factor,
         )
     is_cut = torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool)
     rewards, is_trained = apply_truncation(rewards, is_cut, rule=shaping.truncated)
