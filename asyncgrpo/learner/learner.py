@@ -117,8 +117,8 @@ class Learner:
             with clock("optimizer"):
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
                 updates.append(self._update(lr, sums))
-            has_start = len(updates) == 1 or self._precomputes
-            totals.append({name: s for name, s in sums.items() if has_start or not name.startswith(objective.OF_START)})
+            gone = self._not_of_start(len(updates), len(ahead))
+            totals.append({name: total for name, total in sums.items() if not name.startswith(gone)})
         self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,
@@ -174,6 +174,17 @@ class Learner:
         drawn = random.Random(f"{self.config.run.seed} {version.number}")
         further = [drawn.sample(range(count), count) for _ in range(self.config.learner.ppo_epochs - 1)]
         return [number for one_pass in (range(count), *further) for number in one_pass]
+
+    def _not_of_start(self, update: int, minibatches: int) -> tuple[str, ...]:
+        """Return how the sums of an update, counted from 1, begin that say nothing of the weights at the start of the step.
+
+        Unless those were scored beforehand, the present weights stand in for them. In the first update they are the same.
+        Later ones of the first pass have moved, which the gap between kernels must not contain. Ratios of all tokens under
+        them are still nearer to the truth than those of the first update alone (docs/staleness.md).
+        """
+        if self._precomputes or update == 1:
+            return ()
+        return ("gap",) if update <= minibatches else ("gap", "rho_", "share_")
 
     def _pack(self, groups: list[Group], version: PolicyVersion) -> StepBatch:
         algorithm, learner = self.config.algorithm, self.config.learner

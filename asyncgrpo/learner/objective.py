@@ -86,11 +86,6 @@ class _Terms(NamedTuple):
     """[n] estimate of the KL to the reference."""
 
 
-OF_START = ("gap", "rho_", "share_")
-"""How the sums begin that compare the weights at the start of the step with those that sampled. Where the former were
-not scored beforehand, only the first update of a step has them: in the others the present weights stand in."""
-
-
 class MicrobatchObjective:
     """The loss of one micro-batch; what `head.Objective` asks for."""
 

@@ -47,8 +47,8 @@ class StepReport:
     clip_ratio: float
     """Share of tokens whose gradient the surrogate's clip took away."""
     importance_mean: float
-    """Mean of proximal / behaviour policy before any correction, whatever the anchor. Of several updates only the first
-    has such ratios, unless the weights at the start of the step were scored beforehand."""
+    """Mean of proximal / behaviour policy before any correction, whatever the anchor. Of several updates, unless the
+    weights at the start of the step were scored beforehand, those of each update of the first pass stand in for them."""
     importance_capped: float
     """Share of tokens above the upper bound of the first importance correction."""
     effective_sample_share: float
