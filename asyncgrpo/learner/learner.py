@@ -37,7 +37,7 @@ from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_ele
 from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload, learning_rate, make_optimizer
 from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.publishing import PublishedAdapters, PublishedWeights
-from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report
+from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
 from asyncgrpo.types import Group, PolicyVersion
 
@@ -117,8 +117,7 @@ class Learner:
             with clock("optimizer"):
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
                 updates.append(self._update(lr, sums))
-            gone = self._not_of_start(len(updates), len(ahead))
-            totals.append({name: total for name, total in sums.items() if not name.startswith(gone)})
+            totals.append(sums if self._precomputes else of_start(sums, len(updates), len(ahead)))
         self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,
@@ -175,17 +174,6 @@ class Learner:
         further = [drawn.sample(range(count), count) for _ in range(self.config.learner.ppo_epochs - 1)]
         return [number for one_pass in (range(count), *further) for number in one_pass]
 
-    def _not_of_start(self, update: int, minibatches: int) -> tuple[str, ...]:
-        """Return how the sums of an update, counted from 1, begin that say nothing of the weights at the start of the step.
-
-        Unless those were scored beforehand, the present weights stand in for them. In the first update they are the same.
-        Later ones of the first pass have moved, which the gap between kernels must not contain. Ratios of all tokens under
-        them are still nearer to the truth than those of the first update alone (docs/staleness.md).
-        """
-        if self._precomputes or update == 1:
-            return ()
-        return ("gap",) if update <= minibatches else ("gap", "rho_", "share_")
-
     def _pack(self, groups: list[Group], version: PolicyVersion) -> StepBatch:
         algorithm, learner = self.config.algorithm, self.config.learner
         return pack(
@@ -196,13 +184,7 @@ class Learner:
             tokens_per_microbatch=learner.tokens_per_microbatch,
             advantage=algorithm.advantage,
             group_size=algorithm.group_size,
-            shaping=Shaping(
-                algorithm.truncated,
-                self.config.sampling.max_tokens,
-                algorithm.overlong_buffer,
-                algorithm.overlong_factor,
-                is_agent=self.config.environment.agent is not None,
-            ),
+            shaping=Shaping.of(self.config),
             success=self.config.reward.success,
             share_prompts=learner.share_prompts,
             pair_cost=1 / (6 * self.model.head.in_features),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncgrpo.algorithms.advantages import ESTIMATORS, groups_with_signal, signal_of
 from asyncgrpo.algorithms.shaping import TruncationRule, apply_truncation, overlong_penalty
-from asyncgrpo.config.schema import CRITIC
+from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
@@ -54,6 +54,12 @@ class Shaping(NamedTuple):
     """The penalty at `longest`."""
     is_agent: bool = False
     """True if what a completion reads before its first token is the rest of its prompt, which `longest` leaves out."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Shaping":
+        """Return what a configuration says of it."""
+        a, is_agent = config.algorithm, config.environment.agent is not None
+        return cls(a.truncated, config.sampling.max_tokens, a.overlong_buffer, a.overlong_factor, is_agent)
 
 
 UNSHAPED = Shaping()

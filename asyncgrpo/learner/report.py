@@ -86,6 +86,21 @@ class StepReport:
     """By phase: `pack`, `forward_backward`, `optimizer`, `report`."""
 
 
+def of_start(sums: Sums, update: int, minibatches: int) -> Sums:
+    """Return the sums of an update without those that say nothing of the weights at the start of the step.
+
+    Where those weights were not scored beforehand, the present ones stand in for them. In the first update they are the
+    same. In the rest of the first pass they have moved: the gap between kernels must not contain that, while ratios of all
+    tokens are still nearer to the truth than those of the first update alone (docs/staleness.md).
+
+    Args:
+        update: number of the update in the step, from 1.
+        minibatches: updates of one pass.
+    """
+    gone = () if update == 1 else ("gap",) if update <= minibatches else ("gap", "rho_", "share_")
+    return {name: total for name, total in sums.items() if not name.startswith(gone)}
+
+
 def build_report(
     totals: Sequence[Sums],
     batches: Sequence[StepBatch],
