@@ -116,6 +116,18 @@ MUTANTS: dict[str, Mutant] = {
         "gradients.logprobs",
         "learner/test_head.py::test_values_and_gradients_are_those_of_the_plain_formula",
     ),
+    "a gradient of zero is stepped on by momentum": Mutant(
+        "learner.learner:Learner._update",
+        "skipped is None and norm.item() > 0:",
+        "skipped is None:",
+        "learner/test_learner.py::test_a_gradient_of_zero_moves_nothing_and_counts_for_the_schedule",
+    ),
+    "a resume takes updates of no gradient for those of AdamW": Mutant(
+        "learner.saving:load",
+        'state.get("made", steps)',
+        "steps",
+        "learner/test_checkpoint.py::test_a_resume_after_steps_without_a_gradient_goes_on_bit_for_bit",
+    ),
     # -- advantages ----------------------------------------------------------------------------------------------------
     "the standard deviation of a group has n in its denominator": Mutant(
         "algorithms.advantages:_group_std",

@@ -23,7 +23,7 @@ class Update(NamedTuple):
     lr: float
     """Learning rate of this update (of the one that would have been, if skipped)."""
     skipped: str | None
-    """Why the weights were left as they were; None: they were changed."""
+    """Why an update with a gradient was not made; None: it was, or the gradient was exactly 0."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class StepReport:
     """
 
     skipped: str | None
-    """Why the last update that was skipped was; None: all were made."""
+    """Why the last update that was skipped was; None: none was."""
+    zero_gradients: int
+    """Updates that were not made because their gradient was exactly 0."""
     loss: float
     """Value of the objective that was minimised: surrogate, penalties and entropy; mean over the updates."""
     grad_norm: float
@@ -123,6 +125,7 @@ def build_report(
     diagnostics = report(totals)
     return StepReport(
         skipped=next((u.skipped for u in reversed(updates) if u.skipped is not None), None),
+        zero_gradients=sum(u.grad_norm == 0 for u in updates),
         loss=sums["loss"] / len(updates),
         grad_norm=max(u.grad_norm for u in updates),
         lr=updates[-1].lr,

@@ -232,6 +232,18 @@ def test_a_step_of_solved_groups_moves_nothing_though_it_has_an_entropy_bonus(pa
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours).items())
 
 
+def test_a_gradient_of_zero_moves_nothing_and_counts_for_the_schedule(path):
+    """AdamW alone would go on by its momentum, and shrink the weights by their decay."""
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 3, "max_skips": 1, "minibatches": 2}
+    ours, hopeless = learner(path, learner=settings), [all_with(0.0, group) for group in GROUPS]
+    assert ours.step(GROUPS, VERSION).zero_gradients == 0
+    before = weights(ours)
+    report = ours.step(hopeless, VERSION)
+    assert (report.grad_norm, report.zero_gradients, report.skipped) == (0.0, 2, None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours).items())
+    assert ours.steps == 4 and ours.step(GROUPS, VERSION).lr == pytest.approx(1e-2)
+
+
 def all_with(reward: float, group: Group) -> Group:
     """The same completions, all with one reward."""
     score = Score(value=reward)
