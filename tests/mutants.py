@@ -86,6 +86,19 @@ MUTANTS: dict[str, Mutant] = {
         "policy",
         "learner/test_objective.py::test_updates_of_one_step_share_its_anchor",
     ),
+    "the KL to the behaviour policy is taken to the anchor": Mutant(
+        "learner.objective:MicrobatchObjective._terms",
+        'kl_penalty(policy, tokens.behaviour, kind="k2")',
+        'kl_penalty(policy, anchor, kind="k2")',
+        "learner/test_objective.py::test_loss_and_gradient_are_those_of_one_answer_at_a_time"
+        "[kl to the behaviour policy, anchor proximal]",
+    ),
+    "every update has the learning rate of the first one's signal": Mutant(
+        "learner.learner:Learner.step",
+        "signal_share=batch.signal_share",
+        "signal_share=batches[0].signal_share",
+        "learner/test_learner.py::test_the_learning_rate_of_each_update_follows_the_signal_of_its_own_groups",
+    ),
     "the sample share is that of the anchor": Mutant(
         "learner.objective:MicrobatchObjective.report",
         "log_age = at_start - tokens.behaviour",

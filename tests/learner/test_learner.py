@@ -225,6 +225,15 @@ def test_the_learning_rate_falls_as_groups_are_solved(path):
         assert learner(path, learner=settings).step(groups, VERSION).lr == pytest.approx(5e-4)
 
 
+def test_the_learning_rate_of_each_update_follows_the_signal_of_its_own_groups(path):
+    solved = [all_with(1.0, group) for group in GROUPS]
+    ours, seen = learner(path, learner={"lr": 1e-3, "minibatches": 3}), []
+    ours.optimizer.step = lambda: seen.append(ours.optimizer.param_groups[0]["lr"])
+    report = ours.step([*GROUPS[:2], GROUPS[2], solved[3], solved[4], GROUPS[5]], VERSION)
+    assert seen == pytest.approx([1e-3, 1e-3 * math.sqrt(1 / 2), 1e-3 * math.sqrt(1 / 2)])
+    assert report.signal_share == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
+
+
 def test_a_step_of_solved_groups_moves_nothing_though_it_has_an_entropy_bonus(path):
     ours, before = learner(path, algorithm={"entropy_coef": 0.1}, learner={"lr": 1e-2}), load(path).state_dict()
     report = ours.step([all_with(1.0, group) for group in GROUPS], VERSION)
