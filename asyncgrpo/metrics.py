@@ -245,7 +245,7 @@ source_reward_mean = _named_gauge(
     "source_reward_mean", "Mean reward of the completions of each data_source in the last step that had it; at most 16.",
     "learner", labels=("source",))
 source_success_ratio = _named_gauge(
-    "source_success_ratio", "Share of the completions of each data_source with a reward of 1 or more, in the same step.",
+    "source_success_ratio", "Share of the completions of each data_source with at least reward.success, in the same step.",
     "learner", labels=("source",))
 source_zero_signal_ratio = _named_gauge(
     "source_zero_signal_ratio", "Share of the trained groups of each data_source whose completions all had one reward.",

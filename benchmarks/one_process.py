@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from asyncgrpo.buffer.groups import group_seed
 from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.schema import Config
@@ -21,6 +23,8 @@ from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from asyncgrpo.engines.build import build_engine
 from asyncgrpo.generators.rollout import GroupInFlight
 from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.model import reshard
+from asyncgrpo.learner.packing import pack
 from asyncgrpo.learner.report import StepReport
 from asyncgrpo.rewards import build_reward
 from asyncgrpo.types import Group, Lease, PolicyVersion, Prompt, Sampling
@@ -39,6 +43,8 @@ class Step(NamedTuple):
     report: StepReport
     learner: Learner
     """Has the weights after the step, until the next one."""
+    sample_share: float | None
+    """Effective sample share of the weights before the step over those that sampled, by `sample_share`; None: not asked for."""
 
 
 def mean_reward(groups: Sequence[Group]) -> float:
@@ -46,12 +52,26 @@ def mean_reward(groups: Sequence[Group]) -> float:
     return statistics.fmean(r.score.value for g in groups for r in g.rollouts if r.score.value is not None)
 
 
-async def train(config: Config, *, eval_every: int | None = None, adam_eps: float | None = None) -> AsyncIterator[Step]:
+@torch.no_grad()
+def sample_share(learner: Learner, groups: Sequence[Group]) -> float:
+    """(Σρ)² / (n Σρ²) over all sampled tokens, ρ = present weights / behaviour, from a forward pass of its own."""
+    rows = pack(
+        groups, None, rank=0, world=1, tokens_per_microbatch=learner.config.learner.tokens_per_microbatch
+    ).trained
+    rho = torch.cat([learner.model(row).scores.logprobs - row.behaviour_logprobs for row in rows]).double().exp()
+    reshard(learner.model)
+    return (rho.sum() ** 2 / (rho.numel() * rho.square().sum())).item()
+
+
+async def train(
+    config: Config, *, eval_every: int | None = None, adam_eps: float | None = None, with_share: bool = False
+) -> AsyncIterator[Step]:
     """Train, and yield each of the `run.steps` steps. At most `generators.groups_in_flight` groups are sampled at once.
 
     Args:
         eval_every: steps between evaluations of `data.eval`; None: never.
         adam_eps: replaces AdamW's epsilon.
+        with_share: measure `Step.sample_share`.
     Raises:
         TrainingError: where `Learner.step` raises it.
     """
@@ -110,10 +130,11 @@ async def train(config: Config, *, eval_every: int | None = None, adam_eps: floa
             for _ in range(config.buffer.max_lag + 1 if step == 0 else 1):
                 waiting.append(await sample_step())
             groups = waiting.popleft()
+            share = sample_share(learner, groups) if with_share else None
             report = learner.step(groups, version)
             for group in groups:
                 source.done(group.prompt_index, [r.score.value for r in group.rollouts if r.score.value is not None])
-            yield Step(step, evaluation, mean_reward(groups), groups, report, learner)
+            yield Step(step, evaluation, mean_reward(groups), groups, report, learner, share)
     finally:
         await engine.close()
         await reward.close()

@@ -1,7 +1,10 @@
 """Which algorithms learn the demo's task, and at which lag: steps to a mean reward of 0.9. One JSON line a run.
 
 python -m benchmarks.presets --algorithms grpo gspo --lags 0 4 8 --seeds 0
+python -m benchmarks.presets --algorithms tis --lags 1 2 4 8 16 algorithm.entropy_coef=0.02 algorithm.anchor=interpolated
 
+`share_seen` is the effective sample share by which `buffer.max_lag=auto` would decide, `share_true` that of a forward pass of
+its own before the step; both are means over the steps whose groups have the whole lag, `share_error` is the largest difference.
 The same model and task as `asyncgrpo demo --algorithm`, in one process (`one_process.py`).
 """
 
@@ -65,7 +68,8 @@ def measure(algorithm: str, lag: int, seed: int, steps: int, overrides: list[str
             algorithm=algorithm,
         )
         started = time.process_time()
-        rewards, ended = asyncio.run(train(config))
+        rewards, shares, ended = asyncio.run(train(config))
+    seen, true = zip(*shares[lag:], strict=True) if len(shares) > lag else ((), ())
     means = [statistics.fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
     return {
         "what": "steps to reward 0.9",
@@ -75,6 +79,9 @@ def measure(algorithm: str, lag: int, seed: int, steps: int, overrides: list[str
         "steps_to_goal": next((i + WINDOW for i, mean in enumerate(means) if mean >= GOAL), None),
         "reward_best5": round(max(means, default=0.0), 3),
         "reward_last5": round(means[-1], 3) if means else None,
+        "share_seen": round(statistics.fmean(seen), 4) if seen else None,
+        "share_true": round(statistics.fmean(true), 4) if seen else None,
+        "share_error": max((round(abs(a - b), 7) for a, b in zip(seen, true, strict=True)), default=None),
         "steps": len(rewards),
         "ended": ended,
         "overrides": overrides,
@@ -83,18 +90,22 @@ def measure(algorithm: str, lag: int, seed: int, steps: int, overrides: list[str
     }
 
 
-async def train(config: Config) -> tuple[list[float], str]:
-    """The mean reward of each step, and how training ended. It ends once the goal is held."""
+async def train(config: Config) -> tuple[list[float], list[tuple[float, float]], str]:
+    """The mean reward and both sample shares of each step, and how training ended. It ends once the goal is held."""
     rewards: list[float] = []
+    shares: list[tuple[float, float]] = []
     try:
-        async with aclosing(one_process.train(config)) as steps:
+        async with aclosing(one_process.train(config, with_share=True)) as steps:
             async for step in steps:
                 rewards.append(step.reward_mean)
+                assert step.sample_share is not None
+                within = step.report.shares_within
+                shares.append((within[max(within)] if within else 1.0, step.sample_share))
                 if len(rewards) >= WINDOW and statistics.fmean(rewards[-WINDOW:]) >= GOAL:
-                    return rewards, "goal"
+                    return rewards, shares, "goal"
     except TrainingError as error:
-        return rewards, str(error)
-    return rewards, "steps"
+        return rewards, shares, str(error)
+    return rewards, shares, "steps"
 
 
 if __name__ == "__main__":

@@ -55,6 +55,12 @@ MUTANTS: dict[str, Mutant] = {
         "rollouts.lengths)",
         "learner/test_batching.py::test_completions_that_were_cut_can_be_compared_with_and_not_trained",
     ),
+    "what an environment said is no part of a completion's length": Mutant(
+        "learner.packing:read_rollouts",
+        "lengths + torch.tensor(read, dtype=torch.int64)",
+        "lengths",
+        "learner/test_batching.py::test_what_was_read_between_turns_counts_towards_the_length_at_which_a_completion_is_cut",
+    ),
     "an aborted completion is trained": Mutant(
         "learner.packing:_reward",
         'completion.finish_reason == "abort"',
@@ -80,6 +86,25 @@ MUTANTS: dict[str, Mutant] = {
         "policy",
         "learner/test_objective.py::test_updates_of_one_step_share_its_anchor",
     ),
+    "the KL to the behaviour policy is taken to the anchor": Mutant(
+        "learner.objective:MicrobatchObjective._terms",
+        'kl_penalty(policy, tokens.behaviour, kind="k2")',
+        'kl_penalty(policy, anchor, kind="k2")',
+        "learner/test_objective.py::test_loss_and_gradient_are_those_of_one_answer_at_a_time"
+        "[kl to the behaviour policy, anchor proximal]",
+    ),
+    "every update has the learning rate of the first one's signal": Mutant(
+        "learner.learner:Learner.step",
+        "signal_share=batch.signal_share",
+        "signal_share=batches[0].signal_share",
+        "learner/test_learner.py::test_the_learning_rate_of_each_update_follows_the_signal_of_its_own_groups",
+    ),
+    "the sample share is that of the anchor": Mutant(
+        "learner.objective:MicrobatchObjective.report",
+        "log_age = at_start - tokens.behaviour",
+        "log_age = terms.log_rho",
+        "learner/test_minibatches.py::test_sample_shares_compare_the_weights_at_the_start_with_those_that_sampled",
+    ),
     "the bound of stale tokens is itself too old": Mutant(
         "learner.objective:_is_stale",
         "tokens.versions < (",
@@ -104,6 +129,18 @@ MUTANTS: dict[str, Mutant] = {
         "gradients.logprobs",
         "learner/test_head.py::test_values_and_gradients_are_those_of_the_plain_formula",
     ),
+    "a gradient of zero is stepped on by momentum": Mutant(
+        "learner.learner:Learner._update",
+        "skipped is None and norm.item() > 0:",
+        "skipped is None:",
+        "learner/test_learner.py::test_a_gradient_of_zero_moves_nothing_and_counts_for_the_schedule",
+    ),
+    "a resume takes updates of no gradient for those of AdamW": Mutant(
+        "learner.saving:load",
+        'state.get("made", steps)',
+        "steps",
+        "learner/test_checkpoint.py::test_a_resume_after_steps_without_a_gradient_goes_on_bit_for_bit",
+    ),
     # -- advantages ----------------------------------------------------------------------------------------------------
     "the standard deviation of a group has n in its denominator": Mutant(
         "algorithms.advantages:_group_std",
@@ -125,9 +162,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a group is solved whatever its reward": Mutant(
         "algorithms.advantages:signal_of",
-        "~has_signal & is_good &",
-        "~has_signal &",
+        "~has_signal & (groups.min(scores) >= success)",
+        "~has_signal",
         "algorithms/test_groups.py",
+    ),
+    "a completion that is right and too long is wrong": Mutant(
+        "learner.packing:pack",
+        "signal_of(rollouts.scores,",
+        "signal_of(rollouts.rewards,",
+        "learner/test_signal.py",
     ),
     # -- the bound of staleness ----------------------------------------------------------------------------------------
     "one group more may remain than can be trained in time": Mutant(

@@ -264,8 +264,9 @@ def test_cost_of_the_journal(capsys, tmp_path):
 
 
 def test_presets():
-    one = json.loads(json.dumps(presets.measure("grpo", 1, 0, 1, [])))
-    assert (one["algorithm"], one["lag"], one["steps"], one["ended"]) == ("grpo", 1, 1, "steps")
+    one = json.loads(json.dumps(presets.measure("a3po", 1, 0, 2, ["algorithm.entropy_coef=0.02"])))
+    assert (one["algorithm"], one["lag"], one["steps"], one["ended"]) == ("a3po", 1, 2, "steps")
+    assert 0.1 < one["share_true"] < 0.999 and one["share_error"] < 1e-5
 
 
 @pytest.mark.slow

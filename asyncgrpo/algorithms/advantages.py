@@ -63,7 +63,7 @@ def has_signal(rewards: Tensor, groups: Groups) -> Tensor:
 
 
 class Signal(NamedTuple):
-    """Numbers of groups by what they have to say. The others are hopeless: equally bad in all their completions."""
+    """Numbers of groups by what they have to say. The others are hopeless: they teach nothing, and are not all right."""
 
     groups: int
     with_signal: int
@@ -81,24 +81,18 @@ class Signal(NamedTuple):
         return (self.with_signal + self.solved) / self.groups if self.groups else 1.0
 
 
-def signal_of(rewards: Tensor, group_ids: Tensor, teaches: Tensor) -> Signal:
-    """Count the groups of a minibatch.
-
-    A group is solved if all its rewards are equal and nearer to the best reward of the batch than to the worst; where the
-    whole batch has one reward, if that is above 0.
+def signal_of(scores: Tensor, group_ids: Tensor, teaches: Tensor, *, success: float) -> Signal:
+    """Count the groups of a minibatch. A group is solved if none of its completions teaches and all of them are right.
 
     Args:
-        rewards: [S] float64, finite.
+        scores: [S] float64, finite: rewards before any shaping.
         group_ids: [S] integers; completions of one prompt have the same.
         teaches: [S] bool, the completion is trained and its advantage is not 0.
+        success: score from which a completion is right.
     """
-    if not rewards.numel():
-        return Signal(0, 0, 0)
     groups = Groups(group_ids)
-    best, worst = rewards.max(), rewards.min()
-    is_good = groups.min(rewards) > ((best + worst) / 2 if best > worst else 0.0)
     has_signal = groups.max(teaches.double()) > 0
-    is_solved = ~has_signal & is_good & (groups.min(rewards) == groups.max(rewards))
+    is_solved = ~has_signal & (groups.min(scores) >= success)
     with_signal, solved = (groups.number[which].unique().numel() for which in (has_signal, is_solved))
     return Signal(groups.number.unique().numel(), with_signal, solved)
 

@@ -342,7 +342,7 @@ def share_report(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares_within(sums: Mapping[str, float]) -> dict[int, float]:
-    """By lag: the effective sample share of all completions of at most that lag, from merged `share_sums` and `lag_sums`.
+    """By lag: the effective sample share of the completions of at most that lag, from merged `share_sums` and `lag_sums`.
 
     The largest lag is that of the oldest token, so its share is that of the step. Empty of nothing.
     """

@@ -24,7 +24,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
         0 up to max_length - buffer tokens, then linear to -factor at max_length, and -factor beyond
 
     Args:
-        lengths: [S] tokens of each completion.
+        lengths: [S] tokens of each completion, with those that it read between its turns.
         max_length: tokens at which the penalty is full.
         buffer: tokens over which it grows, 1 to max_length.
         factor: the full penalty, in units of reward.

@@ -1,8 +1,8 @@
 """`buffer.max_lag: auto`: the bound on staleness, from what staleness does. No clock, no sockets.
 
 A larger bound lets the learner wait less, and trains older tokens. What old tokens cost is measured in every step: the
-weights w = proximal / behaviour policy have the effective sample share (Σw)² / (n Σw²), which is 1 when the policies
-agree, and falls before training collapses (VCPO, arXiv:2602.17616). So the bound is
+weights w = proximal / behaviour policy, whatever `algorithm.anchor` is, have the effective sample share (Σw)² / (n Σw²),
+which is 1 when the policies agree, and falls before training collapses (VCPO, arXiv:2602.17616). So the bound is
 
     lowered   when the share of a step is below the floor: to the largest lag within which it was not; where every
               completion of the step is too old, to three quarters of the youngest one's lag
@@ -48,8 +48,9 @@ class AutoLag:
 
         Args:
             version: optimizer steps done.
-            shares: of the step, by lag: the effective sample share of all tokens of completions of at most that lag; the
-                largest lag is that of the oldest completion.
+            shares: of the step, by lag: the effective sample share of the tokens that were run, of completions of at most
+                that lag (`algorithms.diagnostics.shares_within`); the largest lag is that of the oldest completion.
+                Completions of advantage 0 are not run where they have no gradient.
             waited: share of the step that the learner waited for the bound.
         """
         floor, largest = self._config.sample_share, max(shares, default=0)

@@ -594,11 +594,6 @@ def _updates(config: Config) -> Iterator[str]:
                 f"learner.{key} is {getattr(learner, key)}, but algorithm.loss=pairwise compares completions under the "
                 "weights at the start of the step, which only the first of several updates would have; use 1"
             )
-    if learner.ess_lr and a.anchor == "interpolated":
-        yield (
-            "learner.ess_lr measures the effective sample share of anchor / behaviour, which "
-            "algorithm.anchor=interpolated makes 1 for tokens of lag 0 and 1; use anchor: proximal or behaviour"
-        )
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -282,7 +282,11 @@ class RewardConfig(Section, frozen=True):
         ),
     ] = 1
     success: Annotated[
-        float, Meta(description="reward from which a completion is right, for pass@k, maj@k and data.curriculum")
+        float,
+        Meta(
+            description="reward from which a completion is right, for pass@k, maj@k, data.curriculum and the groups that "
+            "count as solved (learner.full_lr_signal, algorithm.entropy_coef)"
+        ),
     ] = 1.0
     code: CodeRewardConfig = CodeRewardConfig()
     judge: JudgeConfig = JudgeConfig()

@@ -37,7 +37,7 @@ from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_ele
 from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload, learning_rate, make_optimizer
 from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.publishing import PublishedAdapters, PublishedWeights
-from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report
+from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
 from asyncgrpo.types import Group, PolicyVersion
 
@@ -61,7 +61,7 @@ class Learner:
         check_algorithm(config)
         self.config, self.rank, self.world, self.device = config, rank, world, torch.device(device)
         self.steps = 0
-        """Optimizer updates made."""
+        """Updates for warm-up and schedule: those made, and those not made because their gradient was 0."""
         self.kl_coef = config.algorithm.kl_coef
         """The present one: it moves where `algorithm.kl_target` is set."""
         self._keeps_gathered = world == 1 and not config.model.lora.rank and not config.cluster.share_gpu
@@ -92,7 +92,8 @@ class Learner:
     def step(self, groups: list[Group], version: PolicyVersion) -> StepReport:
         """Train on `groups`, `learner.ppo_epochs` times; `version` names the weights before it. Collective.
 
-        An update whose gradient is not finite, or a spike, is not made, and is reported in `skipped`.
+        An update whose gradient is not finite, or a spike, is not made, and is reported in `skipped`; nor is one whose
+        gradient is exactly 0, which is counted in `zero_gradients`.
 
         Raises:
             TrainingError: too many updates in a row were not made.
@@ -112,13 +113,12 @@ class Learner:
             batch, precomputed = ahead[number]
             with clock("forward_backward"):
                 sums = self._accumulate(batch, precomputed, version)
-            if updates and not self._precomputes:  # these weights sampled nothing, and those that did are gone
-                sums |= {name: torch.zeros_like(sums[name]) for name in ("gap", "gap_tokens", "gap_max")}
             with clock("report"):
-                totals.append(self._reduce(sums))
+                sums = self._reduce(sums)
             with clock("optimizer"):
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
-                updates.append(self._update(lr, totals[-1]))
+                updates.append(self._update(lr, sums))
+            totals.append(sums if self._precomputes else of_start(sums, len(updates), len(ahead)))
         self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,
@@ -185,12 +185,8 @@ class Learner:
             tokens_per_microbatch=learner.tokens_per_microbatch,
             advantage=algorithm.advantage,
             group_size=algorithm.group_size,
-            shaping=Shaping(
-                algorithm.truncated,
-                self.config.sampling.max_tokens,
-                algorithm.overlong_buffer,
-                algorithm.overlong_factor,
-            ),
+            shaping=Shaping.of(self.config),
+            success=self.config.reward.success,
             share_prompts=learner.share_prompts,
             pair_cost=1 / (6 * self.model.head.in_features),
             skip_zero_advantage=has_only_policy_gradient(self.config),
@@ -277,7 +273,7 @@ class Learner:
         return scored
 
     def _update(self, lr: float, totals: Sums) -> Update:
-        """Clip the gradient and step; or, if the gradient is no good, drop it."""
+        """Clip the gradient and step; or, if the gradient is no good or exactly 0, leave the weights as they are."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -286,12 +282,12 @@ class Learner:
             lr *= effective_sample_share(*(totals[name].item() for name in of_sequences)) ** 0.5
         try:
             skipped = self._guard.judge(norm.item())
-            if skipped is None:
+            if skipped is None and norm.item() > 0:  # of no gradient AdamW would make a step by its momentum and decay
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.learner.grad_clip, norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
                 self._offload.step()
-                self.steps += 1
+            self.steps += skipped is None
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)

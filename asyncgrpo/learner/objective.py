@@ -221,7 +221,6 @@ class MicrobatchObjective:
         sums = diagnostics.mean_sums(
             tokens.mask, entropy=scores.entropy, clipped=terms.surrogate.clipped, **({} if kl is None else {"kl": kl})
         )
-        sums |= diagnostics.ratio_sums(terms.log_rho, tokens.mask, batch.cu_seqlens)
         sums |= diagnostics.update_sums(
             terms.log_ratio,
             tokens.advantages,
@@ -243,8 +242,11 @@ class MicrobatchObjective:
                 high_ratio=bounded.high_ratio,
             )
         sums |= diagnostics.lag_sums(tokens.versions, self.version, tokens.mask, batch.cu_seqlens)
-        sums |= diagnostics.share_sums(terms.log_rho, tokens.versions, self.version, tokens.mask, batch.cu_seqlens)
+        # Whatever the anchor is: between an interpolated one and the behaviour policy there is next to no distance.
         at_start = scores.logprobs if tokens.precomputed.proximal is None else tokens.precomputed.proximal
+        log_age = at_start - tokens.behaviour
+        sums |= diagnostics.ratio_sums(log_age, tokens.mask, batch.cu_seqlens)
+        sums |= diagnostics.share_sums(log_age, tokens.versions, self.version, tokens.mask, batch.cu_seqlens)
         sums |= diagnostics.gap_sums(at_start, tokens.behaviour, batch.is_current)
         return sums | {"loss": weighted_sum(value, tokens.weights).double()}
 

@@ -96,16 +96,17 @@ class GradientGuard:
         """Updates skipped in a row."""
 
     def judge(self, norm: float) -> str | None:
-        """Why the update of this norm is to be skipped; none: it is to be made.
+        """Why the update of this norm is to be skipped; none: nothing is against it. A norm of 0 changes nothing here.
 
         Raises:
             TrainingError: it was one too many.
         """
+        if norm == 0:  # says nothing of the others
+            return None
         reason = self._objection(norm)
         if reason is None:
             self.skips = 0
-            if norm > 0:  # a step without signal says nothing of the others
-                self._norms.append(norm)
+            self._norms.append(norm)
             return None
         self.skips += 1
         if self.skips >= self._max_skips:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncgrpo.algorithms.advantages import ESTIMATORS, groups_with_signal, signal_of
 from asyncgrpo.algorithms.shaping import TruncationRule, apply_truncation, overlong_penalty
-from asyncgrpo.config.schema import CRITIC
+from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
@@ -47,11 +47,19 @@ class Shaping(NamedTuple):
     truncated: TruncationRule = "keep"
     """What becomes of a completion cut at the longest length: `keep`, `mask` or `zero`."""
     longest: int = 0
-    """Tokens at which a completion is cut."""
+    """Tokens at which a completion is cut, what it read between its turns included."""
     overlong_buffer: int = 0
     """Tokens before that in which a penalty grows; 0: no penalty."""
     overlong_factor: float = 1.0
     """The penalty at `longest`."""
+    is_agent: bool = False
+    """True if what a completion reads before its first token is the rest of its prompt, which `longest` leaves out."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Shaping":
+        """Return what a configuration says of it."""
+        a, is_agent = config.algorithm, config.environment.agent is not None
+        return cls(a.truncated, config.sampling.max_tokens, a.overlong_buffer, a.overlong_factor, is_agent)
 
 
 UNSHAPED = Shaping()
@@ -65,6 +73,8 @@ class ScoredRollouts(NamedTuple):
     """group_id, and the index of the completion in its group."""
     groups: Tensor
     """[A] int64, number of the group, from 0."""
+    scores: Tensor
+    """[A] float64, rewards as they were given."""
     rewards: Tensor
     """[A] float64, shaped."""
     baseline_rewards: Tensor
@@ -106,10 +116,14 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
     usable = [entry for entry in sampled if not np.isnan(entry[3])]
     completions = tuple(rollout.completion for _, _, rollout, _ in usable)
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
-    rewards = torch.tensor([reward for *_, reward in usable], dtype=torch.float64)
+    rewards = scores = torch.tensor([reward for *_, reward in usable], dtype=torch.float64)
     if shaping.overlong_buffer:
+        read = [sum(len(o.token_ids) for o in c.observations if o.at or not shaping.is_agent) for c in completions]
         rewards = rewards + overlong_penalty(
-            lengths, max_length=shaping.longest, buffer=shaping.overlong_buffer, factor=shaping.overlong_factor
+            lengths + torch.tensor(read, dtype=torch.int64),
+            max_length=shaping.longest,
+            buffer=shaping.overlong_buffer,
+            factor=shaping.overlong_factor,
         )
     is_cut = torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool)
     rewards, is_trained = apply_truncation(rewards, is_cut, rule=shaping.truncated)
@@ -117,6 +131,7 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         completions=completions,
         keys=tuple((group_id, rollout.completion.index) for _, group_id, rollout, _ in usable),
         groups=torch.tensor([number for number, *_ in usable], dtype=torch.int64),
+        scores=scores,
         rewards=rewards,
         baseline_rewards=torch.tensor([greedy.get(number, np.nan) for number, *_ in usable], dtype=torch.float64),
         lengths=lengths,
@@ -384,6 +399,7 @@ def pack(
     advantage: str = "grpo",
     group_size: int | None = None,
     shaping: Shaping = UNSHAPED,
+    success: float = 1.0,
     share_prompts: bool = True,
     pair_cost: float = 0.0,
     skip_zero_advantage: bool = False,
@@ -398,6 +414,7 @@ def pack(
         advantage: a name in `algorithms.advantages.ESTIMATORS`, or `gae`, which leaves 0 for the critic to replace.
         group_size: completions from this index on are greedy baselines; none: there are none.
         shaping: of the rewards.
+        success: reward, before shaping, from which a completion is right.
         share_prompts: compute a prompt once for the completions to it in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to deal micro-batches of like cost to the ranks.
         skip_zero_advantage: completions with advantage 0 have no gradient: leave them out of the micro-batches.
@@ -413,7 +430,7 @@ def pack(
     dealt = rows.deal(has_tokens & ~is_skipped, world, tokens_per_microbatch, pair_cost)
     with_signal = groups_with_signal(rollouts.rewards, rollouts.groups)
     teaches = (advantages != 0) & rollouts.is_trained & has_tokens
-    signal = signal_of(rollouts.rewards, rollouts.groups, teaches)
+    signal = signal_of(rollouts.scores, rollouts.groups, teaches, success=success)
     return StepBatch(
         trained=tuple(rows.build(row) for row in dealt[rank]) or (rows.build([]),),
         not_run=rows.sampled((has_tokens & is_skipped).nonzero().squeeze(-1)),

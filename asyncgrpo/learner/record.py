@@ -98,6 +98,7 @@ class Recorder:
             settings: the resolved configuration, for outside loggers.
         """
         self._every = config.run.samples_every
+        self._success = config.reward.success
         self._decode = decode
         self.events = EventLog(run_dir / "metrics.jsonl")
         self._samples = SampleWriter(run_dir / "samples", config.run)
@@ -139,7 +140,7 @@ class Recorder:
         seconds: dict[str, float],
     ) -> None:
         """One optimizer step: `version` is what it started from."""
-        event = step_fields(groups, version, report) | self._count(counters)
+        event = step_fields(groups, version, report, self._success) | self._count(counters)
         self._left = {}
         event |= {
             "step": step,
@@ -312,8 +313,12 @@ def _generated(event: Event) -> int:
     return int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0)
 
 
-def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport) -> dict[str, Any]:
-    """What a `step` event says of a batch and of its step (`recording/event_kinds.py` lists the fields)."""
+def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport, success: float) -> dict[str, Any]:
+    """What a `step` event says of a batch and of its step (`recording/events.py` lists the fields).
+
+    Args:
+        success: reward from which a completion is right.
+    """
     rollouts = [r for g in groups for r in g.rollouts if r.completion.index < report.group_size]
     rewards = np.array([r.score.value for r in rollouts if r.score.value is not None], dtype=np.float64)
     lengths = [len(r.completion.token_ids) for r in rollouts]
@@ -341,6 +346,7 @@ def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport)
         "value_loss": report.value_loss,
         "diagnostics": report.diagnostics,
         "skipped": report.skipped,
+        "zero_gradients": report.zero_gradients,
         "completion_length_mean": float(np.mean(lengths)),
         **turn_fields(rollouts),
         "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
@@ -348,11 +354,11 @@ def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport)
         "reward_parts": {name: float(np.mean(values)) for name, values in parts.items()},
         "reward_parts_std": {name: float(np.std(values)) for name, values in parts.items()},
         "failures": dict(Counter(r.score.failure for r in rollouts if r.score.failure is not None)),
-        "sources": by_source(groups, report.group_size),
+        "sources": by_source(groups, report.group_size, success),
     }
 
 
-def by_source(groups: list[Group], group_size: int) -> dict[str, dict[str, float | None]]:
+def by_source(groups: list[Group], group_size: int, success: float) -> dict[str, dict[str, float | None]]:
     """What the groups of each `data_source` did. Of more sources than there is room for, the rarest are one."""
     found: dict[str, list[list[Rollout]]] = defaultdict(list)
     for group in groups:
@@ -361,17 +367,17 @@ def by_source(groups: list[Group], group_size: int) -> dict[str, dict[str, float
     names = sorted(found, key=lambda name: (-len(found[name]), name))
     if rest := names[metrics.MAX_SOURCES - 1 :] if len(names) > metrics.MAX_SOURCES else []:
         found["(others)"] = [rollouts for name in rest for rollouts in found.pop(name)]
-    return {name: _of_source(found[name]) for name in sorted(found)}
+    return {name: _of_source(found[name], success) for name in sorted(found)}
 
 
-def _of_source(groups: list[list[Rollout]]) -> dict[str, float | None]:
+def _of_source(groups: list[list[Rollout]], success: float) -> dict[str, float | None]:
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [[r.score.value for r in group if r.score.value is not None] for group in groups]
     values = [value for of_group in rewards for value in of_group]
     return {
         "groups": len(groups),
         "reward_mean": float(np.mean(values)) if values else None,
-        "success_share": sum(value >= 1 for value in values) / len(values) if values else None,
+        "success_share": sum(value >= success for value in values) / len(values) if values else None,
         "zero_signal_share": sum(len(set(of_group)) <= 1 for of_group in rewards) / len(groups),
         "completion_length_mean": float(np.mean([len(r.completion.token_ids) for r in rollouts])) if rollouts else None,
         "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / max(1, len(rollouts)),

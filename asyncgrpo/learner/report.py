@@ -23,7 +23,7 @@ class Update(NamedTuple):
     lr: float
     """Learning rate of this update (of the one that would have been, if skipped)."""
     skipped: str | None
-    """Why the weights were left as they were; None: they were changed."""
+    """Why an update with a gradient was not made; None: it was, or the gradient was exactly 0."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class StepReport:
     """
 
     skipped: str | None
-    """Why the last update that was skipped was; None: all were made."""
+    """Why the last update that was skipped was; None: none was."""
+    zero_gradients: int
+    """Updates that were not made because their gradient was exactly 0."""
     loss: float
     """Value of the objective that was minimised: surrogate, penalties and entropy; mean over the updates."""
     grad_norm: float
@@ -47,13 +49,14 @@ class StepReport:
     clip_ratio: float
     """Share of tokens whose gradient the surrogate's clip took away."""
     importance_mean: float
-    """Mean of proximal / behaviour policy before any correction."""
+    """Mean of proximal / behaviour policy before any correction, whatever the anchor. Of several updates, unless the
+    weights at the start of the step were scored beforehand, those of each update of the first pass stand in for them."""
     importance_capped: float
     """Share of tokens above the upper bound of the first importance correction."""
     effective_sample_share: float
     """(Σρ)² / (n Σρ²) of those ratios: 1 when all are equal."""
     shares_within: dict[int, float]
-    """By lag: that share of all completions of at most this lag; the largest lag is that of the oldest token."""
+    """By lag: that share of the completions of at most this lag; the largest lag is that of the oldest token."""
     kl_reference: float | None
     """Mean estimate of the KL to the reference; None without a reference."""
     kl_coef: float
@@ -85,6 +88,21 @@ class StepReport:
     """By phase: `pack`, `forward_backward`, `optimizer`, `report`."""
 
 
+def of_start(sums: Sums, update: int, minibatches: int) -> Sums:
+    """Return the sums of an update without those that say nothing of the weights at the start of the step.
+
+    Where those weights were not scored beforehand, the present ones stand in for them. In the first update they are the
+    same. In the rest of the first pass they have moved: the gap between kernels must not contain that, while ratios of all
+    tokens are still nearer to the truth than those of the first update alone (docs/staleness.md).
+
+    Args:
+        update: number of the update in the step, from 1.
+        minibatches: updates of one pass.
+    """
+    gone = () if update == 1 else ("gap",) if update <= minibatches else ("gap", "rho_", "share_")
+    return {name: total for name, total in sums.items() if not name.startswith(gone)}
+
+
 def build_report(
     totals: Sequence[Sums],
     batches: Sequence[StepBatch],
@@ -107,6 +125,7 @@ def build_report(
     diagnostics = report(totals)
     return StepReport(
         skipped=next((u.skipped for u in reversed(updates) if u.skipped is not None), None),
+        zero_gradients=sum(u.grad_norm == 0 for u in updates),
         loss=sums["loss"] / len(updates),
         grad_norm=max(u.grad_norm for u in updates),
         lr=updates[-1].lr,

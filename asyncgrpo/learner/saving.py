@@ -1,9 +1,9 @@
 """What a checkpoint holds: sharded state from which training goes on bitwise identically, and a Hugging Face folder.
 
-A checkpoint holds the trained parameters, both AdamW moments of each, the number of updates, the coefficient of the KL
-and what the gradient guard remembers, in torch's distributed format: every rank writes its shard, and any number of ranks
-can read it. It is complete when it has a `.metadata` file, which is written last. Frozen weights (LoRA's base) are not in
-it; they come from `model.path` again.
+A checkpoint holds the trained parameters, both AdamW moments of each, how many updates AdamW has made and how many the
+schedule has counted, the coefficient of the KL and what the gradient guard remembers, in torch's distributed format:
+every rank writes its shard, and any number of ranks can read it. It is complete when it has a `.metadata` file, which is
+written last. Frozen weights (LoRA's base) are not in it; they come from `model.path` again.
 
 Tensors are gathered one by one and written file by file, so at most one file's worth is in memory. Adapters are
 merged: the folder loads with plain transformers, SGLang or vLLM.
@@ -41,7 +41,8 @@ def save(folder: str, model: nn.Module, optimizer: AdamW, steps: int, kl_coef: f
 def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tuple[int, float, Tensor]:
     """Read a checkpoint into model and optimizer, and give its updates, its KL coefficient and the guard's memory.
 
-    Collective. A checkpoint of version 0.1 has no such memory; then `guard` is given back as it is.
+    Collective. A checkpoint of version 0.1 has no such memory; then `guard` is given back as it is. In one without `made`
+    AdamW has made every update of the schedule.
 
     Raises CheckpointError; where the checkpoint is of another model, weights may then be part old, part new.
     """
@@ -49,19 +50,20 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tupl
         raise CheckpointError(f"checkpoint {folder} is not complete: it has no .metadata file")
     state = _state(model, optimizer, 0, 0.0, guard)
     try:
-        if "guard" not in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata:
-            del state["guard"]
+        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for name in {"guard", "made"} - known.keys():
+            del state[name]
         dcp.load(state, checkpoint_id=folder)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"checkpoint {folder} does not fit model and configuration: {_cause(error)}") from error
     steps = int(state["steps"])
     for moments in optimizer.state.values():
-        moments["step"].fill_(steps)
+        moments["step"].fill_(state.get("made", steps))
     return steps, float(state["kl_coef"]), state.get("guard", guard)
 
 
 def _state(model: nn.Module, optimizer: AdamW, steps: int, kl_coef: float, guard: Tensor) -> dict[str, Tensor]:
-    """Name to tensor. All but the first three is the memory of model and optimizer, so loading in place is enough."""
+    """Name to tensor. All but the scalars is the memory of model and optimizer, so loading in place is enough."""
     state = {"steps": torch.tensor(steps), "kl_coef": torch.tensor(kl_coef, dtype=torch.float64), "guard": guard}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -74,6 +76,7 @@ def _state(model: nn.Module, optimizer: AdamW, steps: int, kl_coef: float, guard
         state[f"model.{name}"] = parameter.detach()
         state[f"exp_avg.{name}"] = moments["exp_avg"]
         state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        state["made"] = moments["step"].cpu()  # of all parameters the same
     return state
 
 

@@ -78,11 +78,12 @@ _STEP = {
     "reward_parts": _may(_Numbers, "mean of each named part of the rewards, over the completions that have it"),
     "reward_parts_std": _may(_Numbers, "standard deviation of each of them"),
     "sources": _may(dict[str, dict[str, float | None]], "by `data_source`: trained groups, reward_mean, success_share (of the "
-        "completions, with a reward of 1 or more), zero_signal_share (of the groups, with one reward), "
+        "completions, with a reward of at least `reward.success`), zero_signal_share (of the groups, with one reward), "
         "completion_length_mean, truncated_share; of more than 16 the rest together"),
     "loss": _must(float | None, "mean of the step's updates"),
     "grad_norm": _may(float | None, "before clipping; of several updates the largest"),
-    "skipped": _may(str | None, "why an update was not made; null: all were"),
+    "skipped": _may(str | None, "why an update was not made though it has a gradient; null: all were"),
+    "zero_gradients": _may(int, "updates that were not made because their gradient was exactly 0"),
     "lr": _may(float, "learning rate"),
     "entropy": _may(float | None, "mean over the trained tokens, nats; a token that is not run "
         "([advantage 0](algorithms.md#diagnostics)) counts with the engine's -log-prob"),

@@ -353,7 +353,7 @@ class Replay:
         version = f"{planned.version.lineage}.{planned.number}"
         recorded = self._steps.get(version)
         fields = {name: recorded[name] for name in COUNTED if name in recorded} if recorded is not None else {}
-        fields |= step_fields(groups, planned.version, report)
+        fields |= step_fields(groups, planned.version, report, learner.config.reward.success)
         fields |= {"step": planned.number, "version": version, "seconds": clock.lap(report.seconds)}
         return Pair(planned.number, recorded, as_written(self._events.write("step", **fields)))
 

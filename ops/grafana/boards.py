@@ -749,7 +749,7 @@ REWARDS = Board(
             ),
             Panel(
                 "Success by source",
-                "Share of the completions of each data_source with a reward of 1 or more.",
+                "Share of the completions of each data_source with a reward of at least reward.success.",
                 "It stays at 0 while the reward rises: the reward pays for something else than right answers.",
                 "percentunit",
                 {"{{source}}": "max by (source) (asyncgrpo_source_success_ratio)"},

@@ -231,10 +231,6 @@ def test_a_ratio_is_never_counted_twice(loss):
             ["learner.lr_schedule=linear", "run.steps=5", "learner.minibatches=2", "learner.warmup_steps=10"],
             "learner.warmup_steps (10) leaves learner.lr_schedule=linear none of the 10 updates of the run (run.steps=5)",
         ),
-        (
-            ["algorithm.anchor=interpolated", "learner.ess_lr=true"],
-            "learner.ess_lr measures the effective sample share of anchor / behaviour",
-        ),
         (["learner.minibatches=65"], "learner.minibatches (65) is more than buffer.prompts_per_step (64)"),
         (
             ["learner.minibatches=2", "algorithm.loss=pairwise", "algorithm.loss_args.beta=1"],
@@ -255,6 +251,7 @@ def test_settings_that_do_not_fit_each_other_are_refused(overrides, sentence):
         ["algorithm.advantage=gae", "algorithm.critic.lam=1", "algorithm.critic.value_clip=null"],
         ["learner.minibatches=64", "algorithm.loss=gspo"],
         ["learner.ess_lr=true", "algorithm.anchor=behaviour", "algorithm.loss=reinforce"],
+        ["learner.ess_lr=true", "algorithm.anchor=interpolated"],
     ],
 )
 def test_settings_that_fit_are_accepted(overrides):

@@ -76,6 +76,7 @@ CASES: dict[str, dict] = {
     "entropy": {"entropy_coef": 0.2},
     "entropy and kl": KL | {"entropy_coef": 0.2, "truncated": "mask"},
     "kl to the behaviour policy": ON_RATIOS | {"behaviour_kl_coef": 0.5, "loss": "dppo_tv"},
+    "kl to the behaviour policy, anchor proximal": {"behaviour_kl_coef": 0.5},
     # advantages
     **{f"advantage {name}": {"advantage": name} for name in ("dr_grpo", "lite", "opo", "reinforce_plus_plus_baseline")},
     # what looks at the whole step

@@ -10,7 +10,7 @@ import torch
 
 from asyncgrpo.algorithms.advantages import ESTIMATORS
 from asyncgrpo.learner.packing import Shaping, pack
-from asyncgrpo.types import PolicyVersion, VersionSpan
+from asyncgrpo.types import Observation, PolicyVersion, VersionSpan
 from tests.algorithms import oracle_advantages
 from tests.learner.helpers import OLDER, VERSION, make_group, random_groups
 
@@ -239,6 +239,23 @@ def test_long_completions_lose_reward_over_the_overlong_buffer():
     expected = oracle_advantages.estimate("grpo", [1.0, 0.9, 0.7, 0.5], [0] * 4, [4, 6, 8, 11], [math.nan] * 4)
     assert step.advantages.tolist() == pytest.approx(expected)
     assert packed([group]).zero_signal_groups == 1
+
+
+def test_what_was_read_between_turns_counts_towards_the_length_at_which_a_completion_is_cut():
+    """Cut at 100 tokens: 40 sampled and 60 said, behind the first turn or before it."""
+    group = make_group(0, [1.0, 1.0, 1.0, 1.0], [[1] * n for n in (40, 40, 30, 40)])
+    group = changed(group, 0, observations=(said(10, 25), said(20, 35)), finish_reason="length")
+    group = changed(group, 1, observations=(said(0, 60),), finish_reason="length")
+    group = changed(group, 2, observations=(said(30, 60),))
+    shaping = Shaping(longest=100, overlong_buffer=20, overlong_factor=0.5)
+    assert packed([group], shaping=shaping).rollouts.rewards.tolist() == pytest.approx([0.5, 0.5, 0.75, 1.0])
+    # An agent's first call may begin unlike that of the others: then the rest of its prompt is read before any token.
+    of_agents = packed([group], shaping=shaping._replace(is_agent=True)).rollouts
+    assert of_agents.rewards.tolist() == pytest.approx([0.5, 1.0, 0.75, 1.0])
+
+
+def said(at: int, length: int) -> Observation:
+    return Observation(at, np.full(length, 2, np.int32))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf, 0.1, 9.9, -3.4e38])

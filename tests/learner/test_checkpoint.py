@@ -8,7 +8,16 @@ import torch.distributed.checkpoint as dcp
 
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner import optimizer, saving
-from tests.learner.helpers import VERSION, learner, load, plain_logprobs, random_groups, weights, with_true_logprobs
+from tests.learner.helpers import (
+    VERSION,
+    learner,
+    load,
+    make_group,
+    plain_logprobs,
+    random_groups,
+    weights,
+    with_true_logprobs,
+)
 from tests.models import make_tiny_llama, make_tiny_qwen3
 
 GROUPS, MORE = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
@@ -31,6 +40,20 @@ def test_a_resumed_learner_takes_the_same_next_step_bit_for_bit(path, tmp_path):
     for groups in (MORE, GROUPS):
         ours, theirs = resumed.step(groups, VERSION), first.step(groups, VERSION)
         assert (ours.loss, ours.grad_norm, ours.lr) == (theirs.loss, theirs.grad_norm, theirs.lr)
+    expected = weights(first)
+    assert all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
+
+
+def test_a_resume_after_steps_without_a_gradient_goes_on_bit_for_bit(path, tmp_path):
+    """They count for the schedule, and not for the bias correction of AdamW, which has not seen them."""
+    hopeless = [make_group(0, [0.0, 0.0], [[1], [2]])]
+    first, resumed = learner(path), learner(path)
+    for groups in (hopeless, GROUPS, hopeless):
+        first.step(groups, VERSION)
+    first.save(str(tmp_path / "checkpoint"))
+    resumed.load(str(tmp_path / "checkpoint"))
+    ours, theirs = resumed.step(MORE, VERSION), first.step(MORE, VERSION)
+    assert resumed.steps == 4 and (ours.loss, ours.lr) == (theirs.loss, theirs.lr)
     expected = weights(first)
     assert all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
 
@@ -59,7 +82,7 @@ def test_a_checkpoint_of_an_earlier_release_knows_of_no_gradients_and_is_read(pa
 
 
 def without_guard(state: dict) -> dict:
-    return {name: value for name, value in state.items() if name != "guard"}
+    return {name: value for name, value in state.items() if name not in ("guard", "made")}
 
 
 def test_a_checkpoint_before_the_first_step_is_the_beginning(path, tmp_path):

@@ -94,6 +94,14 @@ def test_a_norm_that_is_not_finite_is_never_made(norm, factor):
     assert one.judge(1.0) is None
 
 
+def test_a_gradient_of_zero_neither_counts_as_skipped_nor_ends_a_row_of_skips():
+    one = GradientGuard(None, 3, 1e-3)
+    assert [one.judge(0.0) for _ in range(9)] == [None] * 9 and one.skips == 0
+    assert one.judge(math.nan) and one.judge(0.0) is None and one.judge(math.nan) and one.skips == 2
+    with pytest.raises(TrainingError, match="3 updates in a row"):
+        one.judge(math.nan)
+
+
 def test_what_was_skipped_does_not_move_the_median():
     one = used_to(1.0, max_skips=1000)
     assert all(one.judge(100.0) and one.judge(1.0) is None for _ in range(2 * WINDOW))

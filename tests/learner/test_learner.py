@@ -194,9 +194,11 @@ def test_completions_from_the_wire_cannot_be_written_and_need_not_be(path, algor
 # --- the learning rate and the weight of the KL
 
 
-def test_the_learning_rate_falls_with_the_effective_sample_share(path):
-    settings = {"lr": 1e-3, "warmup_steps": 1}
-    plain, scaled = learner(path, learner=settings), learner(path, learner=settings | {"ess_lr": True})
+@pytest.mark.parametrize("anchor", ["proximal", "interpolated"])
+def test_the_learning_rate_falls_with_the_effective_sample_share(path, anchor):
+    settings, algorithm = {"lr": 1e-3, "warmup_steps": 1}, {"anchor": anchor}
+    plain = learner(path, learner=settings, algorithm=algorithm)
+    scaled = learner(path, learner=settings | {"ess_lr": True}, algorithm=algorithm)
     off_policy = [plain.step(GROUPS, VERSION), scaled.step(GROUPS, VERSION)]
     share = off_policy[1].diagnostics["ess_sequence"]
     assert share < 0.9 and off_policy[0].lr == pytest.approx(5e-4)
@@ -223,11 +225,32 @@ def test_the_learning_rate_falls_as_groups_are_solved(path):
         assert learner(path, learner=settings).step(groups, VERSION).lr == pytest.approx(5e-4)
 
 
+def test_the_learning_rate_of_each_update_follows_the_signal_of_its_own_groups(path):
+    solved = [all_with(1.0, group) for group in GROUPS]
+    ours, seen = learner(path, learner={"lr": 1e-3, "minibatches": 3}), []
+    ours.optimizer.step = lambda: seen.append(ours.optimizer.param_groups[0]["lr"])
+    report = ours.step([*GROUPS[:2], GROUPS[2], solved[3], solved[4], GROUPS[5]], VERSION)
+    assert seen == pytest.approx([1e-3, 1e-3 * math.sqrt(1 / 2), 1e-3 * math.sqrt(1 / 2)])
+    assert report.signal_share == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
+
+
 def test_a_step_of_solved_groups_moves_nothing_though_it_has_an_entropy_bonus(path):
     ours, before = learner(path, algorithm={"entropy_coef": 0.1}, learner={"lr": 1e-2}), load(path).state_dict()
     report = ours.step([all_with(1.0, group) for group in GROUPS], VERSION)
     assert report.grad_norm > 0 and report.lr == 0.0 and report.skipped is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours).items())
+
+
+def test_a_gradient_of_zero_moves_nothing_and_counts_for_the_schedule(path):
+    """AdamW alone would go on by its momentum, and shrink the weights by their decay."""
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 3, "max_skips": 1, "minibatches": 2}
+    ours, hopeless = learner(path, learner=settings), [all_with(0.0, group) for group in GROUPS]
+    assert ours.step(GROUPS, VERSION).zero_gradients == 0
+    before = weights(ours)
+    report = ours.step(hopeless, VERSION)
+    assert (report.grad_norm, report.zero_gradients, report.skipped) == (0.0, 2, None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours).items())
+    assert ours.steps == 4 and ours.step(GROUPS, VERSION).lr == pytest.approx(1e-2)
 
 
 def all_with(reward: float, group: Group) -> Group:

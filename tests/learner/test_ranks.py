@@ -34,6 +34,7 @@ SCENARIOS = {
     "small microbatches": ({"learner": {"tokens_per_microbatch": 40}}, GROUPS),
     "less work than ranks": ({}, FEW),
     "less work than ranks, with a pass before": ({"algorithm": {"advantage": "gae", "kl_coef": 0.1}}, FEW),
+    "no gradient": ({}, GROUPS[-1:]),
     "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
     "tied": ({}, GROUPS),
     "minibatches": ({"learner": {"minibatches": 3, "ppo_epochs": 2, "tokens_per_microbatch": 60}}, GROUPS),
@@ -62,6 +63,7 @@ FIELDS = (
     "tokens_trained",
     "rollouts",
     "zero_signal_groups",
+    "zero_gradients",
     "value_loss",
     "kl_reference",
 )

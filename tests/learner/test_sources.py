@@ -21,7 +21,9 @@ def group(
 
 
 def test_each_source_has_its_own_numbers():
-    found = by_source([group("a", 1.0, 0.0), group("b", 0.5, 0.5, tokens=8, finish="length"), group("a", 1.0, 1.0)], 2)
+    found = by_source(
+        [group("a", 1.0, 0.0), group("b", 0.5, 0.5, tokens=8, finish="length"), group("a", 1.0, 1.0)], 2, 1.0
+    )
     assert found["a"] == {
         "groups": 2, "reward_mean": 0.75, "success_share": 0.75, "zero_signal_share": 0.5,
         "completion_length_mean": 4.0, "truncated_share": 0.0,
@@ -32,14 +34,19 @@ def test_each_source_has_its_own_numbers():
     }  # fmt: skip
 
 
+def test_what_is_right_is_a_setting():
+    groups = [group("a", 0.0, 0.5, 1.0, 2.0)]
+    assert [by_source(groups, 4, success)["a"]["success_share"] for success in (0.5, 1.5)] == [0.75, 0.25]
+
+
 def test_failures_and_the_greedy_completion_do_not_count():
-    found = by_source([group("a", None, 1.0, greedy=0.0), group("", None, None)], 2)
+    found = by_source([group("a", None, 1.0, greedy=0.0), group("", None, None)], 2, 1.0)
     assert found["a"]["reward_mean"] == 1.0 and found["a"]["completion_length_mean"] == 4.0
     assert (found["(none)"]["reward_mean"], found["(none)"]["success_share"]) == (None, None)
 
 
 def test_of_too_many_sources_the_rarest_are_one():
     groups = [group("often", 1.0)] * 3 + [group(f"of {i:02}", 0.0) for i in range(30)]
-    found = by_source(groups, 1)
+    found = by_source(groups, 1, 1.0)
     assert len(found) == 16 and found["often"]["groups"] == 3
     assert found["(others)"]["groups"] == 30 - 14 and sum(numbers["groups"] for numbers in found.values()) == 33
