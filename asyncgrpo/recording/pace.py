@@ -8,7 +8,7 @@ A step takes as long as the slowest of five:
     T_bound(n', L')  = T · max(in flight / room, oldest / (L + 1)) · (L + 1) / (L' + 1)
                        to the power TAIL where a few long groups hold up the others
     T_reward(n', s)  = T · (1 - scoring + scoring · s) · n / n'
-    T_cores          = T · (1 - spare)                spare: the share of its machine's core-seconds that was idle
+    T_cores          = T · work                       work: the share of their machine's core-seconds that our processes used
 
 The term that limits the run now counts as T. Work on CPUs is conserved, so T_cores holds for every setting; a process
 that needs a core of its own also needs one that is idle (`more_generators`, `more_ranks`).
@@ -173,9 +173,17 @@ class Pace:
         return "generators" if self.saturation >= HALF else "none"
 
     @property
-    def spare(self) -> float:
-        """The idle share of the machine with the busiest cores, 0 to 1; 1 where nothing is known."""
-        return min((cores.spare for cores in (self.learner_cores, self.generator_cores) if cores), default=1.0)
+    def work(self) -> float:
+        """The share of a machine's core-seconds that the run's own processes used, 0 to 1; 0 where nothing is known.
+
+        Learner and generators are taken to be on one machine, but not to work more than it did. What others did there is
+        not in it.
+        """
+        learner, generator = self.learner_cores, self.generator_cores
+        if learner is None or generator is None:
+            return 0.0
+        used = self.ranks * learner.process * (1 - self.wait) + self.generators * generator.process
+        return min(used / learner.count, 1 - min(learner.spare, generator.spare))
 
     @property
     def more_generators(self) -> int:
@@ -228,7 +236,7 @@ class Pace:
             * self.step_s
             * wider
             * scored,
-            "cores": cores * (1 - self.spare) * self.step_s,
+            "cores": cores * self.work * self.step_s,
         }
         if self.limit == "reward":
             terms["reward"] = self.step_s * scored * fewer
@@ -255,7 +263,7 @@ class Pace:
         cores_s = 0.0
         if (cores := self.generator_cores) is not None:
             more = (1 / kept - 1) * self.generators * cores.process / cores.count
-            cores_s = (1 - cores.spare + more) * self.step_s
+            cores_s = (self.work + more) * self.step_s
         return self.gain(kept * max(self.learn_s, self.saturation * self.step_s / kept, cores_s))
 
 

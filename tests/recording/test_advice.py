@@ -340,10 +340,16 @@ def test_no_more_generators_than_there_are_cores_for():
 
 def test_a_step_is_no_shorter_than_the_work_of_the_cores():
     slow = {"sampling": 100.0, "scoring": 900.0, "generate": 20.0, "reward": 0.0}
-    starved = run(wait=0.8, full=0.2, generators=slow | {"cores": 40.0, "spare": 2.0, "cpu": 10.0})
-    assert first(starved).sentence.startswith("no core is free for another reward worker")
-    half = run(wait=0.8, full=0.2, generators=slow | {"cores": 40.0, "spare": 20.0, "cpu": 10.0})
-    assert first(half).sentence == "the reward sets the pace: reward.workers=4 would make steps 50 % shorter"
+
+    def of_cores(used: float, idle: float) -> list[Event]:
+        seconds = {"cores": 20.0, "spare": 10.0 * idle}
+        told = slow | {name: 2 * value for name, value in seconds.items()} | {"cpu": 10.0 * used}
+        return run(wait=0.8, full=0.2, generators=told, cores=seconds | {"cpu": 0.0})
+
+    assert first(of_cores(1.9, 0.1)).sentence.startswith("no core is free for another reward worker")
+    half = "the reward sets the pace: reward.workers=4 would make steps 50 % shorter"
+    assert first(of_cores(1.0, 1.0)).sentence == half
+    assert first(of_cores(1.0, 0.1)).sentence == half, "others keep the cores busy, and may have less of them"
 
 
 def test_a_gpu_that_is_not_free_is_not_advised():
