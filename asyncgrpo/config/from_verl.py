@@ -32,7 +32,11 @@ _KEY = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\+{0,2}([A-Za-z_]\w*)=(.*)", re.DOTALL)
 """A key of no section, such as `model_engine`."""
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
-_OWN_FILES = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
+_OWN_FILES = frozenset(
+    recipe + trainer
+    for recipe in ("", "fully_async_", "one_step_off_")
+    for trainer in ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer")
+)
 """verl's own configurations, whose values are its defaults."""
 
 

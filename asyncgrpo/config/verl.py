@@ -47,14 +47,16 @@ def split_gpus(
 
 # -- translations that a table cannot say ------------------------------------------------------------------------------
 
-_ACTOR, _ROLLOUT, _CORRECTION = (
+_ACTOR, _ROLLOUT, _CORRECTION, _ASYNC = (
     "actor_rollout_ref.actor.",
     "actor_rollout_ref.rollout.",
     "algorithm.rollout_correction.",
+    "async_training.",
 )
 
 # verl's defaults, where a rule needs a key that was not given.
-_MINI_BATCH, _KL_COEF, _THRESHOLD, _LENGTH = 256, 0.001, 2.0, 512
+_MINI_BATCH, _KL_COEF, _THRESHOLD, _LENGTH, _EPOCHS = 256, 0.001, 2.0, 512, 30
+_STALENESS, _SYNC_EVERY = 0.1, 4
 
 _CLIPPED = {"geo_mean": "clip_{}_nats", "dppo_tv": "{}_prob", "dppo_kl": "{}_nats"} | dict.fromkeys(
     ("vanilla", "ppo_clip", "gspo", "cispo"), "clip_{}"
@@ -66,22 +68,71 @@ _ADVANTAGES = {
 } | {"grpo_passk": "pass_at_k", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 
 
+def _is_fully_async(given: Given) -> bool:
+    """True for the fully asynchronous recipe, which fetches prompts one by one and has no `data.train_batch_size`."""
+    return any(key.startswith(_ASYNC) for key in given)
+
+
+def _fetch(given: Given) -> tuple[int, int] | None:
+    """Prompts and updates of one fetch of the fully asynchronous recipe, which is a step here; None if they are odd."""
+    mini, asked = given.get(f"{_ACTOR}ppo_mini_batch_size", _MINI_BATCH), given.get(f"{_ASYNC}require_batches", 1)
+    return (mini * asked, asked) if is_count(mini) and is_count(asked) else None
+
+
 def _prompts_per_step(value: Any, given: Given, ours: str) -> Translated:
-    """0 in the fully asynchronous recipe: a step is as many mini-batches as are asked for at once."""
-    if value:
+    if value and not _is_fully_async(given):
         return {ours: value}
-    mini, asked = given.get(f"{_ACTOR}ppo_mini_batch_size", _MINI_BATCH), given.get("async_training.require_batches", 1)
-    if not is_count(mini) or not is_count(asked):
-        return "the prompts of a step, ppo_mini_batch_size x async_training.require_batches"
-    return {ours: mini * asked}
+    fetch = _fetch(given)
+    return (
+        "the prompts of a step, ppo_mini_batch_size x async_training.require_batches" if not fetch else {ours: fetch[0]}
+    )
 
 
-def _minibatches(value: Any, given: Given, ours: str) -> Translated:
-    batch = given.get("data.train_batch_size")
-    if not is_count(value) or not isinstance(batch, int):
+def _minibatches(_: Any, given: Given, ours: str) -> Translated:
+    mini, batch, fetch = given.get(f"{_ACTOR}ppo_mini_batch_size"), given.get("data.train_batch_size"), _fetch(given)
+    if _is_fully_async(given) and fetch:
+        return {ours: fetch[1], "buffer.prompts_per_step": fetch[0]}
+    if not is_count(mini) or not isinstance(batch, int):
         return "the number of updates of a step, data.train_batch_size / ppo_mini_batch_size"
-    updates = max(1, round(batch / value)) if batch else given.get("async_training.require_batches", 1)
-    return {ours: updates}
+    return {ours: max(1, round(batch / mini)) if batch else 1}
+
+
+def _max_lag(_: Any, given: Given, ours: str) -> Translated:
+    """The steps by which a group is behind at most: so many prompts begin between two synchronizations, and no more."""
+    if not _is_fully_async(given):
+        return {ours: 1}
+    stale, every = given.get(f"{_ASYNC}staleness_threshold", _STALENESS), _sync_every(given)
+    fetch = _fetch(given)
+    if isinstance(stale, bool) or not isinstance(stale, int | float) or stale < 0 or not is_count(every) or not fetch:
+        return "buffer.max_lag bounds it, in optimizer steps"
+    prompts = fetch[0]
+    return {ours: -(-int(prompts * (1 + stale) * every) // prompts) - 1}
+
+
+def _sync_every(given: Given) -> Any:
+    return given.get(f"{_ASYNC}trigger_parameter_sync_step", _SYNC_EVERY)
+
+
+def _every(value: Any, given: Given, ours: str) -> Translated:
+    """Steps; the fully asynchronous recipe counts synchronizations, which are several steps apart."""
+    if not _is_fully_async(given):
+        return {ours: value}
+    if not is_count(value) or not is_count(_sync_every(given)):
+        return f"{ours} counts steps"
+    return {ours: value * _sync_every(given)}
+
+
+def _steps(value: Any, given: Given, ours: str) -> Translated:
+    """verl ends after its epochs, if they come first."""
+    is_told = "trainer.total_epochs" in given or "rollout.total_epochs" in given
+    return {ours: value} if is_told else {ours: value, "run.epochs": _EPOCHS}
+
+
+def _prompts_in_all(value: Any, given: Given, ours: str) -> Translated:
+    fetch = _fetch(given)
+    if not is_count(value) or not fetch:
+        return "run.steps counts steps of ppo_mini_batch_size x async_training.require_batches prompts"
+    return _steps(max(1, value // fetch[0]), given, ours)
 
 
 def _tokens(value: Any, given: Given, ours: str) -> Translated:
@@ -100,7 +151,7 @@ def _tokens(value: Any, given: Given, ours: str) -> Translated:
 
 def _warmup_steps(value: Any, given: Given, ours: str) -> Translated:
     """verl's rate moves once a step, ours at every update."""
-    found = _minibatches(given.get(f"{_ACTOR}ppo_mini_batch_size"), given, ours)
+    found = _minibatches(None, given, ours)
     epochs, minibatches = given.get(f"{_ACTOR}ppo_epochs", 1), found[ours] if isinstance(found, dict) else 1
     if (
         isinstance(value, bool)
@@ -147,11 +198,25 @@ def _gpus(_: Any, given: Given, __: str) -> Translated:
         return "generators.count x generators.gpus_each + learner.ranks are the GPUs, nnodes x n_gpus_per_node"
     if of_rollout is not None:
         return {"generators.count": max(1, of_rollout // each), "learner.ranks": gpus}
-    try:
-        count, ranks = split_gpus(gpus, each)
-    except ConfigError:
-        return f"{gpus} GPUs cannot be shared by engines of {each} and a learner"
+    if gpus == 1:
+        return {"cluster.share_gpu": True}
+    count, ranks = split_gpus(gpus, _leaving_a_learner(each, gpus))
     return {"generators.count": count, "learner.ranks": ranks}
+
+
+def _gpus_each(value: Any, given: Given, ours: str) -> Translated:
+    gpus, of_rollout = _nodes_times_gpus("trainer", given), _nodes_times_gpus("rollout", given)
+    if not is_count(value) or gpus is None or of_rollout is not None or value == _leaving_a_learner(value, gpus):
+        return {ours: value}
+    why = f"the learner has GPUs of its own, and {gpus} in all leave an engine no {value}"
+    return {ours: _leaving_a_learner(value, gpus)}, why
+
+
+def _leaving_a_learner(each: int, gpus: int) -> int:
+    """The GPUs of an engine, halved until they leave one of `gpus`."""
+    while each >= gpus and each > 1:
+        each //= 2
+    return each
 
 
 def _nodes_times_gpus(section: str, given: Given) -> int | None:
@@ -221,23 +286,48 @@ def _truncation_cap(value: Any, _: Given, ours: str) -> Translated:
     return {ours: [{"high_ratio": value}] if value > 0 else []}
 
 
-def _anchor(value: Any, given: Given, ours: str) -> Translated:
-    if not value:
-        return {ours: "proximal"}
-    corrections = _corrections(value, given, "algorithm.corrections")
-    return {ours: "behaviour"} | (corrections if isinstance(corrections, dict) else {})
+def _bypasses(given: Given) -> bool:
+    """True if verl's ratio is policy / behaviour: it takes the log-probs of the rollout, and computes none anew."""
+    if given.get(f"{_ASYNC}compute_prox_log_prob") is True:
+        return False
+    for key in (f"{_CORRECTION}bypass_mode", f"{_ASYNC}use_rollout_log_probs", f"{_ACTOR}use_rollout_log_probs"):
+        if key in given:
+            return given[key] is True
+    return given.get("actor_rollout_ref.hybrid_engine") is False or _is_fully_async(given)
+
+
+def _anchor(_: Any, given: Given, ours: str) -> Translated:
+    corrections = _corrections(None, given, "algorithm.corrections")
+    anchor = {ours: "behaviour" if _bypasses(given) else "proximal"}
+    return anchor | corrections if isinstance(corrections, dict) else anchor
+
+
+def _engines(_: Any, given: Given, ours: str) -> Translated:
+    """`hybrid_engine=False`: the recipes with GPUs of their own for generation, fully asynchronous or one step off."""
+    lag, anchor = _max_lag(None, given, ours), _anchor(None, given, "algorithm.anchor")
+    return lag | anchor if isinstance(lag, dict) and isinstance(anchor, dict) else lag
+
+
+def _has_ratio(given: Given) -> bool:
+    """True if the loss has the ratio policy / behaviour itself."""
+    return _bypasses(given) and given.get(f"{_CORRECTION}loss_type", "ppo_clip") != "reinforce"
+
+
+def _weight(value: Any, given: Given, ours: str) -> Translated:
+    if value is not None and _has_ratio(given):
+        return "verl does not apply it: the loss of its bypass mode has that ratio already"
+    return _corrections(value, given, ours)
 
 
 def _corrections(_: Any, given: Given, ours: str) -> Translated:
-    """The weight (`rollout_is`), then the rejection (`rollout_rs`). A bypass whose loss has the ratio takes no weight."""
+    """The weight (`rollout_is`), then the rejections (`rollout_rs`)."""
     level = given.get(f"{_CORRECTION}rollout_is")
-    bypass = given.get(f"{_CORRECTION}bypass_mode") or given.get("async_training.use_rollout_log_probs")
-    has_ratio = bypass and given.get(f"{_CORRECTION}loss_type", "ppo_clip") != "reinforce"
     found: list[dict[str, Any]] = []
-    if level is not None and not has_ratio:
+    if level is not None and not _has_ratio(given):
         found.append({"level": level} | _weight_bounds(given.get(f"{_CORRECTION}rollout_is_threshold", _THRESHOLD)))
-    for kind in _names(given.get(f"{_CORRECTION}rollout_rs")):
-        rejection = _rejection(kind, given.get(f"{_CORRECTION}rollout_rs_threshold"))
+    kinds, thresholds = (_names(given.get(f"{_CORRECTION}{name}")) for name in ("rollout_rs", "rollout_rs_threshold"))
+    for number, kind in enumerate(kinds):
+        rejection = _rejection(kind, thresholds[min(number, len(thresholds) - 1)] if thresholds else None)
         if isinstance(rejection, str):
             return rejection
         found.append(rejection)
@@ -284,6 +374,11 @@ RULES: dict[str, Rule] = {
     "files": files,
     "prompts_per_step": _prompts_per_step,
     "minibatches": _minibatches,
+    "max_lag": _max_lag,
+    "engines": _engines,
+    "every": _every,
+    "steps": _steps,
+    "prompts_in_all": _prompts_in_all,
     "tokens": _tokens,
     "warmup_steps": _warmup_steps,
     "warmup_share": _warmup_share,
@@ -292,6 +387,7 @@ RULES: dict[str, Rule] = {
     "reward_function": _reward_function,
     "reward_model": _reward_model,
     "gpus": _gpus,
+    "gpus_each": _gpus_each,
     "advantage": _advantage,
     "clip": _clip,
     "clip_side": _clip_side,
@@ -300,7 +396,8 @@ RULES: dict[str, Rule] = {
     "kl_in_reward": _kl_in_reward,
     "truncation_cap": _truncation_cap,
     "anchor": _anchor,
+    "weight": _weight,
     "corrections": _corrections,
 }
 
-VERL = KeyMap("verl", "verl_keys.yaml", RULES, reads_null={"corrections"})
+VERL = KeyMap("verl", "verl_keys.yaml", RULES, reads_null={"weight", "corrections"})

@@ -145,7 +145,19 @@ class TestTranslation:
         ("given", "expected"),
         [
             ({"+trainer.nnodes": 1, "++trainer.n_gpus_per_node": 2}, {"generators.count": 1, "learner.ranks": 1}),
-            ({"trainer.n_gpus_per_node": 1}, {}),
+            ({"trainer.n_gpus_per_node": 1}, {"cluster.share_gpu": True}),
+            (  # engines and the learner of verl share their GPUs; here an engine leaves half of them
+                {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 2},
+                {"generators.count": 1, "learner.ranks": 1, "generators.gpus_each": 1},
+            ),
+            (
+                {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 8},
+                {"generators.count": 1, "learner.ranks": 4, "generators.gpus_each": 4},
+            ),
+            (
+                {"trainer.n_gpus_per_node": 1, f"{ROLLOUT}.tensor_model_parallel_size": 2},
+                {"cluster.share_gpu": True, "generators.gpus_each": 1},
+            ),
             ({"trainer.nnodes": 1}, {}),
             ({"trainer.n_gpus_per_node": "many"}, {}),
             (
@@ -223,7 +235,11 @@ class TestTranslation:
             ({f"{ACTOR}.optim.total_training_steps": 100}, {}),
             (
                 {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 200},
-                {"learner.warmup_steps": 20, "run.steps": 200},
+                {"learner.warmup_steps": 20, "run.steps": 200, "run.epochs": 30},
+            ),
+            (
+                {"trainer.total_training_steps": 200, "trainer.total_epochs": 2},
+                {"run.steps": 200, "run.epochs": 2},
             ),
             ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}, {}),
             (
@@ -324,6 +340,24 @@ class TestTranslation:
                 {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
                 {"algorithm.anchor": "behaviour", "algorithm.corrections": []},
             ),
+            (  # the loss of a bypass has the ratio, so verl gives no weight either
+                {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.bypass_mode": True},
+                {"algorithm.anchor": "behaviour", "algorithm.corrections": []},
+            ),
+            (
+                {f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.01"},
+                {
+                    "algorithm.corrections": [
+                        {"level": "token", "action": "reject", "low_ratio": 0.5, "high_ratio": 2.0},
+                        {"kind": "divergence", "level": "sequence", "estimator": "k3", "max_nats": 0.01},
+                    ]
+                },
+            ),
+            ({"actor_rollout_ref.hybrid_engine": True}, {}),
+            (  # one step off
+                {"actor_rollout_ref.hybrid_engine": False},
+                {"buffer.max_lag": 1, "algorithm.anchor": "behaviour", "algorithm.corrections": []},
+            ),
             ({"critic.model.path": "m", "trainer.unheard_of": 1, "learner.lr": 1}, {}),
         ],
     )  # fmt: skip
@@ -344,6 +378,72 @@ class TestTranslation:
         unasked = VERL.unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
         assert unasked["algorithm.corrections"] == []
         assert "run.epochs" not in unasked and "algorithm.loss_args.clip_low" not in unasked
+
+
+ASYNC = """
+python3 -m verl.experimental.fully_async_policy.fully_async_main --config-name='fully_async_ppo_trainer.yaml' \\
+    data.train_files=t.parquet data.train_batch_size=0 data.gen_batch_size=1 \\
+    data.max_prompt_length=1024 data.max_response_length=3072 \\
+    actor_rollout_ref.model.path=m actor_rollout_ref.hybrid_engine=False \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=8 trainer.save_freq=10 \\
+    rollout.n_gpus_per_node=8 rollout.nnodes=8 rollout.total_rollout_steps=$((512*400)) rollout.test_freq=20 \\
+    async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 \\
+    async_training.require_batches=4 async_training.partial_rollout=True \\
+    algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=2.0 \\
+"""
+
+
+class TestFullyAsynchronous:
+    """verl's recipe with generators of its own: a step is a fetch of prompts, and a version several steps."""
+
+    def test_its_sizes_count_prompts_and_versions_and_ours_count_steps(self):
+        given, left_out = read_script(ASYNC, {})
+        assert left_out == []
+        found = ours(given)
+        assert found["buffer.prompts_per_step"] == 128 and found["learner.minibatches"] == 4
+        assert (found["run.steps"], found["run.epochs"]) == (1600, 30)
+        assert (found["run.eval_every"], found["run.checkpoint_every"]) == (80, 40)
+        assert (found["generators.count"], found["learner.ranks"]) == (64, 64)
+
+    @pytest.mark.parametrize(
+        ("threshold", "every", "lag"), [(0, 1, 0), (0, 4, 3), (1, 1, 1), (0.5, 4, 5), (0.1, 4, 4), (0.3, 1, 1)]
+    )
+    def test_its_freshness_becomes_the_steps_by_which_a_group_is_behind(self, threshold, every, lag):
+        keys = {"staleness_threshold": threshold, "trigger_parameter_sync_step": every, "require_batches": 4}
+        given = {f"async_training.{key}": value for key, value in keys.items()} | {f"{ACTOR}.ppo_mini_batch_size": 32}
+        assert ours(given)["buffer.max_lag"] == lag
+
+    @pytest.mark.parametrize(
+        ("keys", "anchor"),
+        [
+            ({}, "behaviour"),
+            ({f"{CORRECTION}.bypass_mode": False}, "proximal"),
+            ({f"{CORRECTION}.bypass_mode": True}, "behaviour"),
+            (
+                {"async_training.use_rollout_log_probs": True, "async_training.compute_prox_log_prob": False},
+                "behaviour",
+            ),
+            ({"async_training.use_rollout_log_probs": True, "async_training.compute_prox_log_prob": True}, "proximal"),
+            ({"async_training.use_rollout_log_probs": False}, "proximal"),
+        ],
+    )
+    def test_the_anchor_is_where_verl_centres_its_clip(self, keys, anchor):
+        given = read_script(ASYNC, {})[0] | keys
+        found = ours(given)
+        assert found["algorithm.anchor"] == anchor
+        weight = [{"level": "token", "action": "truncate", "high_ratio": 2.0}]
+        assert found["algorithm.corrections"] == (weight if anchor == "proximal" else [])
+        said = {row.key: row.words for row in VERL.translate(given) if not row.ours}
+        for key in (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"):
+            assert (key in said) == (anchor == "behaviour")
+
+    def test_a_synchronous_script_is_told_that_its_lag_is_0(self):
+        found = read(["data.seed=1"])
+        assert found.unwritten["buffer.max_lag"] == 0
+        assert "buffer.max_lag=0 (4)" in report(found, [], as_yaml=False)
+        assert "buffer.max_lag" not in read(["-"], ASYNC).unwritten
+        assert read(["-"], ASYNC).ours["buffer.max_lag"] == 5
 
 
 SCRIPT = """
