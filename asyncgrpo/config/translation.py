@@ -9,6 +9,9 @@ from asyncgrpo.config.explain import near, value_in_words
 from asyncgrpo.config.keymap import KeyMap, TranslatedKey, merged
 from asyncgrpo.config.unknown_keys import assignments, command, default_in_words
 
+_LONG = 60
+"""Characters of `key=value` that are not written twice."""
+
 
 class Translation(NamedTuple):
     """A configuration of another system in our keys."""
@@ -74,14 +77,23 @@ def _default(key: str) -> str:
 
 
 def _translated(rows: Sequence[TranslatedKey]) -> list[str]:
-    """Lines `key=value: ours=value`, with what else to know, and with the later key where two disagree."""
+    """Lines `key=value: ours=value`, with what else to know, and with the later key where two disagree.
+
+    A long value that several keys make together is written once.
+    """
     decides = {key: row for row in rows for key in row.ours}
-    found = []
+    found, before = list[str](), set[str]()
     for row in rows:
+        ours = assignments(row.ours)
+        short = [
+            f"{key}=..." if text in before and len(text) > _LONG else text
+            for key, text in zip(row.ours, ours, strict=True)
+        ]
+        before |= set(ours)
         others = [decides[key] for key, value in row.ours.items() if decides[key].ours[key] != value]
         later = f", but {_written(others[0])} comes later" if others else ""
         note = f" ({row.words})" if row.words else ""
-        found.append(f"{_written(row)}: {' '.join(assignments(row.ours))}{later}{note}")
+        found.append(f"{_written(row)}: {' '.join(short)}{later}{note}")
     return found
 
 

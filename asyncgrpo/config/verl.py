@@ -238,6 +238,8 @@ def _advantage(_: Any, given: Given, ours: str) -> Translated:
 
 
 def _loss(given: Given) -> str:
+    if given.get(f"{_CORRECTION}bypass_mode") is True and f"{_CORRECTION}loss_type" in given:
+        return str(given[f"{_CORRECTION}loss_type"])
     return str(given.get(f"{_ACTOR}policy_loss.loss_mode", given.get(f"{_ACTOR}loss_mode", "vanilla")))
 
 
@@ -297,15 +299,14 @@ def _bypasses(given: Given) -> bool:
 
 
 def _anchor(_: Any, given: Given, ours: str) -> Translated:
-    corrections = _corrections(None, given, "algorithm.corrections")
-    anchor = {ours: "behaviour" if _bypasses(given) else "proximal"}
-    return anchor | corrections if isinstance(corrections, dict) else anchor
+    return {ours: "behaviour" if _bypasses(given) else "proximal", "algorithm.corrections": _corrections(given)[0]}
 
 
 def _engines(_: Any, given: Given, ours: str) -> Translated:
     """`hybrid_engine=False`: the recipes with GPUs of their own for generation, fully asynchronous or one step off."""
     lag, anchor = _max_lag(None, given, ours), _anchor(None, given, "algorithm.anchor")
-    return lag | anchor if isinstance(lag, dict) and isinstance(anchor, dict) else lag
+    assert isinstance(anchor, dict)
+    return lag | anchor if isinstance(lag, dict) else lag
 
 
 def _has_ratio(given: Given) -> bool:
@@ -316,22 +317,31 @@ def _has_ratio(given: Given) -> bool:
 def _weight(value: Any, given: Given, ours: str) -> Translated:
     if value is not None and _has_ratio(given):
         return "verl does not apply it: the loss of its bypass mode has that ratio already"
-    return _corrections(value, given, ours)
+    return {ours: _corrections(given)[0]}
 
 
-def _corrections(_: Any, given: Given, ours: str) -> Translated:
-    """The weight (`rollout_is`), then the rejections (`rollout_rs`)."""
+def _rejections(_: Any, given: Given, ours: str) -> Translated:
+    found, absent = _corrections(given)
+    if not absent:
+        return {ours: found}
+    return ({ours: found}, absent) if any(one.get("action") != "truncate" for one in found) else absent
+
+
+def _corrections(given: Given) -> tuple[list[dict[str, Any]], str]:
+    """The weight (`rollout_is`) and the rejections (`rollout_rs`), and words on rejections that are not here."""
     level = given.get(f"{_CORRECTION}rollout_is")
     found: list[dict[str, Any]] = []
+    absent = list[str]()
     if level is not None and not _has_ratio(given):
         found.append({"level": level} | _weight_bounds(given.get(f"{_CORRECTION}rollout_is_threshold", _THRESHOLD)))
     kinds, thresholds = (_names(given.get(f"{_CORRECTION}{name}")) for name in ("rollout_rs", "rollout_rs_threshold"))
     for number, kind in enumerate(kinds):
         rejection = _rejection(kind, thresholds[min(number, len(thresholds) - 1)] if thresholds else None)
         if isinstance(rejection, str):
-            return rejection
-        found.append(rejection)
-    return {ours: found}
+            absent.append(rejection)
+        else:
+            found.append(rejection)
+    return found, "; ".join(absent)
 
 
 def _weight_bounds(threshold: Any) -> dict[str, Any]:
@@ -397,7 +407,7 @@ RULES: dict[str, Rule] = {
     "truncation_cap": _truncation_cap,
     "anchor": _anchor,
     "weight": _weight,
-    "corrections": _corrections,
+    "rejections": _rejections,
 }
 
-VERL = KeyMap("verl", "verl_keys.yaml", RULES, reads_null={"weight", "corrections"})
+VERL = KeyMap("verl", "verl_keys.yaml", RULES, reads_null={"weight", "rejections"})

@@ -353,6 +353,14 @@ class TestTranslation:
                     ]
                 },
             ),
+            (  # of several rejections those are kept that are here
+                {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,2.5"},
+                {"algorithm.corrections": [{"level": "token", "action": "reject", "low_ratio": 0.5, "high_ratio": 2.0}]},
+            ),
+            (
+                {f"{CORRECTION}.rollout_rs": "seq_max_k2", f"{CORRECTION}.bypass_mode": False},
+                {"algorithm.anchor": "proximal", "algorithm.corrections": []},
+            ),
             ({"actor_rollout_ref.hybrid_engine": True}, {}),
             (  # one step off
                 {"actor_rollout_ref.hybrid_engine": False},
@@ -458,6 +466,20 @@ class TestNothingIsLost:
     def test_what_else_to_know_of_a_translated_key_is_printed(self):
         printed = report(read([f"{ROLLOUT}.name=vllm", "data.seed=1"]), [], as_yaml=False)
         assert "rollout.name=vllm: generators.engine=sglang (SGLang generates; vLLM and TensorRT-LLM" in printed
+
+    def test_a_long_value_of_several_keys_is_written_once(self):
+        rejection = [f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"]
+        printed = report(read(rejection), [], as_yaml=False).partition("# Translated")[2]
+        assert printed.count("geometric") == 1
+        assert f"{CORRECTION}.rollout_rs_threshold=0.5_2.0: algorithm.corrections=..." in printed
+
+    def test_what_is_left_of_several_rejections_is_told(self):
+        given = [f"{CORRECTION}.rollout_rs=token_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,2.5"]
+        assert "(there is no rejection by seq_max_k2)" in report(read(given), [], as_yaml=False)
+
+    def test_a_loss_without_a_clip_has_none_of_verls_defaults_for_it(self):
+        given = [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce"]
+        assert [key for key in read(given).unwritten if key.startswith("algorithm.loss_args")] == []
 
     def test_keys_of_one_entry_are_all_named(self):
         printed = report(read([f"{ACTOR}.megatron.a=1", f"{ACTOR}.megatron.b=2"]), [], as_yaml=False)
