@@ -99,6 +99,7 @@ class TranslatedKey(NamedTuple):
     pattern: str
     """Entry of the map that it came from: the key, or the start of it and `*`."""
     by_hand: bool = False
+    """True if you do the work: nothing takes the value, or it is not known what the value of our key is."""
 
 
 class KeyMap:
@@ -176,7 +177,8 @@ class KeyMap:
         assert pattern is not None
         entry = self.keys[pattern]
         ours, words = self._applied(entry, key, pattern, value, given)
-        return TranslatedKey(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand))
+        is_to_do = bool(entry.rule and not ours and words.startswith(entry.ours.partition(" ")[0]))
+        return TranslatedKey(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand) or is_to_do)
 
     def _applied(self, entry: Entry, key: str, pattern: str, value: Any, given: Given) -> tuple[dict[str, Any], str]:
         """Our keys, and words."""
