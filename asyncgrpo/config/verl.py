@@ -4,6 +4,7 @@ A key of verl's is renamed, translated (by a table, under a condition, or by a r
 to do by hand, or has no counterpart, with the reason. Hydra's `+key` and `++key` are the same key.
 """
 
+import math
 from typing import Any
 
 from asyncgrpo.config.keymap import Given, KeyMap, Rule, Translated, files, is_count, loggers, lora_targets
@@ -58,6 +59,8 @@ _ACTOR, _ROLLOUT, _CORRECTION, _ASYNC = (
 _MINI_BATCH, _KL_COEF, _THRESHOLD, _LENGTH, _EPOCHS = 256, 0.001, 2.0, 512, 30
 _STALENESS, _SYNC_EVERY = 0.1, 4
 
+_V1_MODE = "trainer.v1.trainer_mode"
+
 _CLIPPED = {"geo_mean": "clip_{}_nats", "dppo_tv": "{}_prob", "dppo_kl": "{}_nats"} | dict.fromkeys(
     ("vanilla", "ppo_clip", "gspo", "cispo"), "clip_{}"
 )
@@ -107,6 +110,15 @@ def _max_lag(_: Any, given: Given, ours: str) -> Translated:
         return "buffer.max_lag bounds it, in optimizer steps"
     prompts = fetch[0]
     return {ours: -(-int(prompts * (1 + stale) * every) // prompts) - 1}
+
+
+def _batches_ahead(_: Any, given: Given, ours: str) -> Translated:
+    """verl's trainer of version 1: asynchronous, it generates so many batches before the first step, and stays ahead."""
+    mode = given.get(_V1_MODE, "sync")
+    ahead = 0 if mode == "sync" else given.get(f"trainer.v1.{mode}.num_warmup_batches", 1)
+    if isinstance(ahead, bool) or not isinstance(ahead, int | float) or ahead < 0:
+        return "buffer.max_lag bounds it, in optimizer steps"
+    return {ours: math.ceil(ahead)}
 
 
 def _sync_every(given: Given) -> Any:
@@ -193,7 +205,7 @@ def _reward_model(value: Any, given: Given, ours: str) -> Translated:
 def _gpus(_: Any, given: Given, __: str) -> Translated:
     """verl's GPUs do both jobs in turn, or each its own where the rollout has some of its own (fully asynchronous)."""
     each = given.get(f"{_ROLLOUT}tensor_model_parallel_size", 1)
-    gpus, of_rollout = _nodes_times_gpus("trainer", given), _nodes_times_gpus("rollout", given)
+    gpus, of_rollout = _nodes_times_gpus("trainer", given), _gpus_of_rollout(given)
     if gpus is None or not is_count(each):
         return "generators.count x generators.gpus_each + learner.ranks are the GPUs, nnodes x n_gpus_per_node"
     if of_rollout is not None:
@@ -205,7 +217,7 @@ def _gpus(_: Any, given: Given, __: str) -> Translated:
 
 
 def _gpus_each(value: Any, given: Given, ours: str) -> Translated:
-    gpus, of_rollout = _nodes_times_gpus("trainer", given), _nodes_times_gpus("rollout", given)
+    gpus, of_rollout = _nodes_times_gpus("trainer", given), _gpus_of_rollout(given)
     if not is_count(value) or gpus is None or of_rollout is not None or value == _leaving_a_learner(value, gpus):
         return {ours: value}
     why = f"the learner has GPUs of its own, and {gpus} in all leave an engine no {value}"
@@ -217,6 +229,14 @@ def _leaving_a_learner(each: int, gpus: int) -> int:
     while each >= gpus and each > 1:
         each //= 2
     return each
+
+
+def _gpus_of_rollout(given: Given) -> int | None:
+    """GPUs that only generate; None where there are none."""
+    if given.get(_V1_MODE) == "separate_async" and is_count(given.get(f"{_ROLLOUT}nnodes")):
+        each = given.get(f"{_ROLLOUT}n_gpus_per_node", given.get("trainer.n_gpus_per_node"))
+        return _nodes_times_gpus("", {".nnodes": given[f"{_ROLLOUT}nnodes"], ".n_gpus_per_node": each})
+    return _nodes_times_gpus("rollout", given)
 
 
 def _nodes_times_gpus(section: str, given: Given) -> int | None:
@@ -295,7 +315,7 @@ def _bypasses(given: Given) -> bool:
     for key in (f"{_CORRECTION}bypass_mode", f"{_ASYNC}use_rollout_log_probs", f"{_ACTOR}use_rollout_log_probs"):
         if key in given:
             return given[key] is True
-    return given.get("actor_rollout_ref.hybrid_engine") is False or _is_fully_async(given)
+    return _is_fully_async(given) or (given.get("actor_rollout_ref.hybrid_engine") is False and _V1_MODE not in given)
 
 
 def _anchor(_: Any, given: Given, ours: str) -> Translated:
@@ -304,6 +324,8 @@ def _anchor(_: Any, given: Given, ours: str) -> Translated:
 
 def _engines(_: Any, given: Given, ours: str) -> Translated:
     """`hybrid_engine=False`: the recipes with GPUs of their own for generation, fully asynchronous or one step off."""
+    if _V1_MODE in given:
+        return _batches_ahead(None, given, ours)
     lag, anchor = _max_lag(None, given, ours), _anchor(None, given, "algorithm.anchor")
     assert isinstance(anchor, dict)
     return lag | anchor if isinstance(lag, dict) else lag
@@ -386,6 +408,7 @@ RULES: dict[str, Rule] = {
     "minibatches": _minibatches,
     "max_lag": _max_lag,
     "engines": _engines,
+    "batches_ahead": _batches_ahead,
     "every": _every,
     "steps": _steps,
     "prompts_in_all": _prompts_in_all,

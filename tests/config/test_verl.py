@@ -446,6 +446,25 @@ class TestFullyAsynchronous:
         for key in (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"):
             assert (key in said) == (anchor == "behaviour")
 
+    def test_verls_first_version_of_its_trainer_counts_batches_ahead_and_has_gpus_of_each_kind(self):
+        given = {
+            "trainer.v1.trainer_mode": "separate_async",
+            "trainer.v1.separate_async.num_warmup_batches": 1.5,
+            "actor_rollout_ref.hybrid_engine": False,
+            "trainer.n_gpus_per_node": 4,
+            "trainer.nnodes": 2,
+            f"{ROLLOUT}.nnodes": 1,
+            f"{ROLLOUT}.tensor_model_parallel_size": 4,
+        }
+        sizes = {"generators.count": 1, "learner.ranks": 8, "generators.gpus_each": 4, "buffer.max_lag": 2}
+        assert ours(given) == sizes
+        assert ours({"trainer.v1.trainer_mode": "sync"}) == {"buffer.max_lag": 0}
+        assert ours({"trainer.v1.trainer_mode": "colocate_async"}) == {"buffer.max_lag": 1}
+        assert ours({"trainer.n_gpus_per_node": 4, f"{ROLLOUT}.nnodes": 1}) == {
+            "generators.count": 2,
+            "learner.ranks": 2,
+        }
+
     def test_a_synchronous_script_is_told_that_its_lag_is_0(self):
         found = read(["data.seed=1"])
         assert found.unwritten["buffer.max_lag"] == 0
