@@ -45,7 +45,7 @@ _OWN_FILES = frozenset(
 def read(words: Sequence[str], stdin: str = "") -> Translation:
     """The translation of files and `key=value`, which are those of `read_words`. Raises ConfigError."""
     given, unread = read_words(words, stdin)
-    if not given:
+    if not given and not unread:
         raise ConfigError(f"{' '.join(words)}: it has no key of verl's")
     return translation(given, unread, VERL)
 
@@ -62,7 +62,7 @@ def read_words(words: Sequence[str], stdin: str = "") -> tuple[dict[str, Any], l
     problems: list[str] = []
     for word in words:
         if word.endswith((".yaml", ".yml")) and "=" not in word:
-            given |= flat(load_values(Path(word)))
+            given |= {key: value for key, value in flat(load_values(Path(word))).items() if value != {}}
         elif word == "-" or Path(word).is_file():
             found, unread = read_script(stdin if word == "-" else text_of(Path(word)), os.environ)
             given |= found
@@ -95,7 +95,8 @@ def read_script(text: str, environment: Mapping[str, str]) -> tuple[dict[str, An
                 problems.append(f"{key}: {_why_unknown(value, in_branches - assigned)}")
             else:
                 given[key] = parse(value)
-    return given, problems + _not_reached(text, {*given, *(problem.partition(":")[0] for problem in problems)})
+    problems += _not_reached(text, {*given, *(problem.partition(":")[0] for problem in problems)})
+    return given, list(dict.fromkeys(problems))
 
 
 def _not_reached(text: str, seen: Collection[str]) -> list[str]:

@@ -186,6 +186,13 @@ def _warmup_share(value: Any, given: Given, ours: str) -> Translated:
     return _warmup_steps(value * steps if value else 0, given, ours)
 
 
+def _lora_targets(value: Any, given: Given, ours: str) -> Translated:
+    ranks = [given.get(f"actor_rollout_ref.model.{name}") for name in ("lora_rank", "lora.rank")]
+    if value != "all-linear" and not any(ranks):
+        return "the rank is 0, so it does nothing"
+    return lora_targets(value, given, ours)
+
+
 def _reward_function(_: Any, given: Given, ours: str) -> Translated:
     for section in ("custom_reward_function", "reward.custom_reward_function"):
         path, name = given.get(f"{section}.path"), given.get(f"{section}.name")
@@ -415,7 +422,7 @@ RULES: dict[str, Rule] = {
     "tokens": _tokens,
     "warmup_steps": _warmup_steps,
     "warmup_share": _warmup_share,
-    "lora_targets": lora_targets,
+    "lora_targets": _lora_targets,
     "loggers": loggers,
     "reward_function": _reward_function,
     "reward_model": _reward_model,

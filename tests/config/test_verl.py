@@ -293,6 +293,10 @@ class TestTranslation:
             ),
             ({f"{ROLLOUT}.engine_kwargs.sglang.attention_backend": "fa3"}, {"generators.extra.attention_backend": "fa3"}),
             ({"actor_rollout_ref.model.target_modules": "all-linear"}, {"model.lora.targets": []}),
+            (
+                {"actor_rollout_ref.model.lora.target_modules": ["linear_qkv"], "actor_rollout_ref.model.lora.rank": 0},
+                {"model.lora.rank": 0},
+            ),
             ({"custom_reward_function.path": "r.py", "custom_reward_function.name": "f"}, {"reward.function": "r.py:f"}),
             ({"reward.custom_reward_function.path": "r.py"}, {"reward.function": "r.py"}),
             (
@@ -514,6 +518,13 @@ class TestNothingIsLost:
         assert given == {"data.seed": 1}
         assert left_out == ["trainer.device: in a part of the script that does not run, or is not read"]
 
+    def test_a_script_of_which_no_key_is_known_is_no_script_without_a_key(self):
+        assert read(["-"], "run data.seed=$N").unread == ["data.seed: `$N` is not set in the script"]
+
+    def test_what_is_left_out_is_named_once(self):
+        branches = "N=1\nif x; then\n  N=2\nelif y; then\n  N=3\nfi\nrun data.seed=1"
+        assert read_script(branches, {})[1] == ["N: in an `if`, a `case` or a loop of the script"]
+
 
 SCRIPT = """
 #!/bin/bash
@@ -647,6 +658,12 @@ class TestSources:
         assert given["data.custom_cls.path"] is None
         assert given["data.seed"] == 3
         assert given[f"{ROLLOUT}.name"] is None
+
+    def test_a_section_of_a_file_without_a_key_says_nothing(self, tmp_path):
+        (tmp_path / "v.yaml").write_text(
+            "data: {seed: 1, apply_chat_template_kwargs: {}}\nalgorithm: {_target_: verl.A}\n"
+        )
+        assert read([str(tmp_path / "v.yaml")]).unread == []
 
     @pytest.mark.parametrize("word", ["nowhere.sh", "nowhere.yaml", "--flag"])
     def test_what_is_no_source_is_refused(self, word):
