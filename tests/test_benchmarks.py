@@ -48,6 +48,7 @@ from benchmarks.shapes import SHAPES, Work, train_flops
 from benchmarks.soak import Seen, balance, stops_of, tenths, times_of_trouble
 from benchmarks.step_changes import steps_until_settled
 from benchmarks.trials import Ended, Fence
+from benchmarks.verl_scripts import judge, misfit, says_why
 from tests.journal.journals import group, journal
 
 SMALLEST = {
@@ -77,6 +78,29 @@ def lines(text: str) -> list[dict]:
         assert 0 <= low <= one["value"] <= high
         assert {"what", "unit", "runs", "seed", "machine", "commit", "versions"} <= set(one)
     return found
+
+
+class TestVerlScripts:
+    def test_a_key_that_is_not_in_the_output_is_lost(self):
+        script = "A=(\n  +data.seed=1\n  'data.seeds=2' # data.comment=3\n)\necho data.printed=4\nrun ${A[@]} x.y-z=5"
+        output = "asyncgrpo train run.seed=1\n\n# Translated:\n#   data.seed=1: run.seed=1\n\n# Absent:\n#   x.y-z=5: no\n"
+        assert judge(script, output) == {"data.seed": "right", "data.seeds": "lost", "x.y-z": "said"}
+
+    def test_a_command_that_does_not_load_is_told(self):
+        assert misfit("asyncgrpo train model.path=m \\\n    data.train=t\n\n# a comment") == ""
+        assert "data.train is missing" in misfit("asyncgrpo train model.path=m")
+        assert says_why("# It does not run yet:\n#   why") == "" and says_why("asyncgrpo train")
+
+    def test_it_fails_where_a_key_is_lost(self, tmp_path):
+        (tmp_path / "run.sh").write_text("run data.train_files=t actor_rollout_ref.model.path=m\n")
+        ended = subprocess.run(
+            [sys.executable, "-m", "benchmarks.verl_scripts", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert ended.stdout.splitlines()[-1] == "run.sh: 2 keys, 2 right, 0 said, 0 lost, exit code 0"
 
 
 def test_memory_of_the_loss(capsys):

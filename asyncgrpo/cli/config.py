@@ -128,8 +128,9 @@ def from_verl(
 ) -> None:
     """Translate a verl configuration to the keys of asyncgrpo.
 
-    Prints a command, or with --yaml a file. Keys without a counterpart follow as comments, so that the output can be used
-    as it is. A script is read and not run; keys in its branches and loops are left out and named.
+    Prints a command, or with --yaml a file. Comments name every key that was given and its counterpart, or why there is
+    none. A script is read and not run; keys in its branches and loops are left out and named. Exits with 1 if what it
+    prints does not run yet, and says all that is missing.
     """
     from asyncgrpo.config.from_verl import read
 
@@ -149,9 +150,9 @@ def from_trl(
 ) -> None:
     """Translate a TRL configuration to the keys of asyncgrpo.
 
-    Prints a command, or with --yaml a file. Fields without a counterpart follow as comments, so that the output can be used
-    as it is. A script is read and not run: literals and flags count, the rest is named. num_processes=N says how many
-    processes accelerate started, one if it is not given.
+    Prints a command, or with --yaml a file. Comments name every field that was given and its counterpart, or why there is
+    none. A script is read and not run: literals and flags count, the rest is named. num_processes=N says how many
+    processes accelerate started, one if it is not given. Exits with 1 if what it prints does not run yet.
     """
     from asyncgrpo.config.from_trl import read
 
@@ -165,21 +166,23 @@ def _stdin(sources: list[str]) -> str:
 def _print(found: "Translation", *, as_yaml: bool, as_json: bool) -> None:
     from asyncgrpo.config.translation import report, to_json
 
-    problem = _problem(found.ours)
+    problems = _problems(found.ours)
     if as_json:
-        print_json(to_json(found, problem))
+        print_json(to_json(found, problems))
     else:
-        typer.echo(report(found, problem, as_yaml=as_yaml))
+        typer.echo(report(found, problems, as_yaml=as_yaml))
+    if problems:
+        raise typer.Exit(1)
 
 
-def _problem(ours: dict[str, Any]) -> str:
-    """Why a run with only these keys would be refused; empty if it would not."""
-    from asyncgrpo.config.load import load_config
+def _problems(ours: dict[str, Any]) -> list[str]:
+    """Every reason why a run with only these keys would be refused."""
+    from asyncgrpo.config.load import load_config, problems
     from asyncgrpo.config.rules import check_algorithm
     from asyncgrpo.config.unknown_keys import assignments
 
     try:
         check_algorithm(load_config(None, assignments(ours)))
     except ConfigError as error:
-        return str(error).removeprefix("command line: ")
-    return ""
+        return problems(assignments(ours)) or [str(error).removeprefix("command line: ")]
+    return []

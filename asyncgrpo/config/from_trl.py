@@ -15,7 +15,7 @@ from typing import Any
 from asyncgrpo.config.files import load_values, parse, text_of
 from asyncgrpo.config.shell import read_lines
 from asyncgrpo.config.translation import Translation, translation
-from asyncgrpo.config.trl import TRL
+from asyncgrpo.config.trl import TRL, hub_source
 from asyncgrpo.errors import ConfigError
 
 Found = tuple[dict[str, Any], list[str]]
@@ -176,7 +176,7 @@ class _Script:
             self._take_rewards(listed.elts if isinstance(listed, ast.List) else [listed])
 
     def _take_source(self, field: str, node: ast.expr) -> None:
-        """A model or a dataset. `load_dataset` of one file is that file, any other is named as it is written."""
+        """A model or a dataset. `load_dataset` of one file is that file, and with literals alone `hf:ID`."""
         value = self._resolved(node)
         files = [k.value for k in value.keywords if k.arg == "data_files"] if isinstance(value, ast.Call) else []
         if field == "train_dataset" and files:
@@ -184,7 +184,29 @@ class _Script:
         elif field == "model_name_or_path":
             self._keep(field, node, field)
         else:
-            self.given[field] = ast.unparse(value)
+            self.given[field] = self._hub_source(value) or ast.unparse(value)
+
+    def _hub_source(self, value: ast.expr) -> str | None:
+        """`hf:ID` for `load_dataset(ID, ...)` and `load_dataset(ID)[SPLIT]`; None where it takes more than literals."""
+        of_split = [("split", value.slice)] if isinstance(value, ast.Subscript) else []
+        call = self._resolved(value.value) if isinstance(value, ast.Subscript) else value
+        if not isinstance(call, ast.Call) or _name(call.func) != "load_dataset" or len(call.args) > 2:
+            return None
+        arguments = [
+            *zip(("path", "name"), call.args, strict=False),
+            *((k.arg, k.value) for k in call.keywords),
+            *of_split,
+        ]
+        nodes = {str(name): self._resolved(node) for name, node in arguments}
+        literals = {
+            name: node.value
+            for name, node in nodes.items()
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        known = nodes.keys() <= {"path", "name", "split", "revision"} and len(literals) == len(arguments)
+        if not known or "path" not in literals:
+            return None
+        return hub_source(**literals)
 
     def _take_rewards(self, functions: Sequence[ast.expr]) -> None:
         names = [ast.unparse(node).strip("'\"") for node in functions]

@@ -5,7 +5,7 @@ A script is read, not run. Keys in a loop, and in an `if` or a `case` that nothi
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,21 @@ FLAGS: dict[str, dict[str, Any]] = {
 _KEY = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\+{0,2}([A-Za-z_]\w*)=(.*)", re.DOTALL)
 """A key of no section, such as `model_engine`."""
+_WRITTEN = re.compile(r"""(?:^|[\s"'(=])\+{0,2}([a-z_]\w*(?:\.[\w-]+)+)=""", re.MULTILINE)
+_NO_COMMAND = re.compile(r"(?:^|\s)(?:#|echo\b|printf\b).*", re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
-_OWN_FILES = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
+_OWN_FILES = frozenset(
+    recipe + trainer
+    for recipe in ("", "fully_async_", "one_step_off_")
+    for trainer in ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer")
+)
 """verl's own configurations, whose values are its defaults."""
 
 
 def read(words: Sequence[str], stdin: str = "") -> Translation:
     """The translation of files and `key=value`, which are those of `read_words`. Raises ConfigError."""
     given, unread = read_words(words, stdin)
-    if not given:
+    if not given and not unread:
         raise ConfigError(f"{' '.join(words)}: it has no key of verl's")
     return translation(given, unread, VERL)
 
@@ -56,7 +62,7 @@ def read_words(words: Sequence[str], stdin: str = "") -> tuple[dict[str, Any], l
     problems: list[str] = []
     for word in words:
         if word.endswith((".yaml", ".yml")) and "=" not in word:
-            given |= flat(load_values(Path(word)))
+            given |= {key: value for key, value in flat(load_values(Path(word))).items() if value != {}}
         elif word == "-" or Path(word).is_file():
             found, unread = read_script(stdin if word == "-" else text_of(Path(word)), os.environ)
             given |= found
@@ -89,7 +95,14 @@ def read_script(text: str, environment: Mapping[str, str]) -> tuple[dict[str, An
                 problems.append(f"{key}: {_why_unknown(value, in_branches - assigned)}")
             else:
                 given[key] = parse(value)
-    return given, problems
+    problems += _not_reached(text, {*given, *(problem.partition(":")[0] for problem in problems)})
+    return given, list(dict.fromkeys(problems))
+
+
+def _not_reached(text: str, seen: Collection[str]) -> list[str]:
+    """A sentence for each key in the text that no command gets which runs or may run."""
+    written = dict.fromkeys(_WRITTEN.findall(_NO_COMMAND.sub("", text)))
+    return [f"{key}: in a part of the script that does not run, or is not read" for key in written if key not in seen]
 
 
 def _keys(line: Line) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Maps from the keys of another system to ours. A map is data, such as `verl_keys.yaml`; here it is looked up and applied.
 
 A rule takes the value, all of their keys that were given, and the key of ours that the map names. It returns our keys
-with their values, or words saying why there are none.
+with their values, words saying why there are none, or both: keys, and what else to know of them.
 """
 
 import difflib
@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
 Given = dict[str, Any]
-Translated = dict[str, Any] | str
+Translated = dict[str, Any] | str | tuple[dict[str, Any], str]
 Rule = Callable[[Any, Given, str], Translated]
 
 # -- rules that several maps share -------------------------------------------------------------------------------------
@@ -43,8 +43,8 @@ def loggers(value: Any, _: Given, ours: str) -> Translated:
     return {ours: [name for name in named if name in _LOGGERS]}
 
 
-def is_count(value: Any) -> bool:
-    """Whether `value` is a whole number above 0."""
+def is_count(value: Any) -> TypeGuard[int]:
+    """True if `value` is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -99,6 +99,7 @@ class TranslatedKey(NamedTuple):
     pattern: str
     """Entry of the map that it came from: the key, or the start of it and `*`."""
     by_hand: bool = False
+    """True if you do the work: nothing takes the value, or it is not known what the value of our key is."""
 
 
 class KeyMap:
@@ -176,7 +177,8 @@ class KeyMap:
         assert pattern is not None
         entry = self.keys[pattern]
         ours, words = self._applied(entry, key, pattern, value, given)
-        return TranslatedKey(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand))
+        is_to_do = bool(entry.rule and not ours and words.startswith(entry.ours.partition(" ")[0]))
+        return TranslatedKey(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand) or is_to_do)
 
     def _applied(self, entry: Entry, key: str, pattern: str, value: Any, given: Given) -> tuple[dict[str, Any], str]:
         """Our keys, and words."""
@@ -192,16 +194,18 @@ class KeyMap:
             return {}, entry.without[said]
         if value is None and entry.rule not in self._reads_null and said not in (entry.values or {}) | entry.special:
             return {}, "null leaves the default"
+        if said in entry.special:
+            return {entry.ours: entry.special[said]}, entry.note
         if entry.rule:
             found = self.rules[entry.rule](value, given, entry.ours)
+            if isinstance(found, tuple):
+                return found
             return ({}, found) if isinstance(found, str) else (found, entry.note)
         if entry.values is not None:
             if said not in entry.values:
                 return {}, entry.note or f"{said} is not here"
             ours = entry.values[said]
             return {entry.ours: ours}, "" if as_text(ours) == said else entry.note
-        if said in entry.special:
-            return {entry.ours: entry.special[said]}, entry.note
         if pattern.endswith("*"):
             return {entry.ours[:-1] + key.removeprefix(pattern[:-1]): value}, entry.note
         return {entry.ours: value}, entry.note

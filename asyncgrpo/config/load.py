@@ -9,6 +9,7 @@ extended files, the file, the algorithm of `--algorithm`, the command line. msgs
 sentence that names where the mistake was written, the key, the value and what to change.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from asyncgrpo.config import rules
 from asyncgrpo.config.explain import bounds_in_words, choices, knobs, near, sections, type_in_words, value_in_words
 from asyncgrpo.config.files import Layer, algorithm_file, find, flat, look_up, read, yaml_value
-from asyncgrpo.config.rules import check
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.config.unknown_keys import Unknown, refusal
 from asyncgrpo.errors import ConfigError
@@ -70,7 +71,7 @@ def load_config(
     layers, where = _under_presets(given), str(path) if path is not None else COMMAND_LINE
     config = _convert(_merge(layers, where), layers, where)
     try:
-        check(config)
+        rules.check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if tell is not None and algorithm is not None and path is not None:
@@ -83,6 +84,26 @@ def load_config(
                 f"--algorithm {algorithm} replaces what {where} sets: {said}; a key=value on the command line keeps one"
             )
     return config
+
+
+def problems(overrides: Sequence[str]) -> list[str]:
+    """Return every sentence with which `load_config` and `check_algorithm` refuse these settings; they raise the first.
+
+    A value that does not fit its key gives way to the default, so that the checks after it run too.
+    """
+    layers = [Layer(COMMAND_LINE, _parse(overrides))]
+    values, found = _merge(layers, COMMAND_LINE), list[str]()
+    while True:
+        try:
+            return found + rules.problems(msgspec.convert(values, Config, strict=False))
+        except msgspec.ValidationError as error:
+            found.append(str(_explained(str(error), values, layers, COMMAND_LINE)).removeprefix(f"{COMMAND_LINE}: "))
+            key = _key_of(str(error))
+            *above, name = key.split(".")
+            section = functools.reduce(lambda node, step: node[step], above, values)
+            section.pop(name, None)
+            if knobs()[key].required:
+                section[name] = "?"
 
 
 def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
@@ -286,12 +307,19 @@ def _unwritable(value: Any) -> str | None:
     return None
 
 
+def _key_of(message: str) -> str:
+    """The key that msgspec's message is about, without a place in it: of `data.columns[...]` and `run.loggers[0]`."""
+    problem, _, path = message.partition(" - at `$.")
+    key = re.sub(r"\[.*", "", path.rstrip("`"))
+    missing = re.search(r"missing required field `(\w+)`", problem)
+    return f"{key}.{missing[1]}" if missing else key
+
+
 def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:
     """msgspec's message, which has a path but neither value nor origin, as a sentence that has all three."""
     problem, _, path = message.partition(" - at `$.")
-    key = re.sub(r"\[.*", "", path.rstrip("`"))  # `data.columns[...]`, `run.loggers[0]`
-    if missing := re.search(r"missing required field `(\w+)`", problem):
-        key = f"{key}.{missing[1]}"
+    key = _key_of(message)
+    if "missing required field" in problem:
         what = knobs()[key].description
         return ConfigError(f"{where}: {key} is missing ({what}); write it in the file or {key}=... on the command line")
     knob, value = knobs()[key], look_up(values, key)

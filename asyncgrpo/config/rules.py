@@ -32,9 +32,18 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first two fields that do not fit each other."""
-    problem = next(filter(None, (rule(config) for rule in _RULES)), None)
+    problem = next(_misfits(config), None)
     if problem is not None:
         raise ConfigError(problem)
+
+
+def problems(config: Config) -> list[str]:
+    """All sentences of `check` and `check_algorithm`, which raise the first."""
+    return [*_misfits(config), *(problem for rule in _ALGORITHM_RULES for problem in rule(config))]
+
+
+def _misfits(config: Config) -> Iterator[str]:
+    return filter(None, (rule(config) for rule in _RULES))
 
 
 def _microbatch_holds_one(config: Config) -> str | None:

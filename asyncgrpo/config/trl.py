@@ -176,6 +176,35 @@ def _corrections(_: Any, given: Given, ours: str) -> Translated:
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
+def hub_source(path: str, **parameters: str | None) -> str:
+    """`hf:PATH?KEY=VALUE&KEY=VALUE`, without the parameters that are None."""
+    given = "&".join(f"{key}={value}" for key, value in parameters.items() if value is not None)
+    return f"hf:{path}" + (f"?{given}" if given else "")
+
+
+def _dataset(_: Any, given: Given, ours: str) -> Translated:
+    return _split("dataset_train_split", given, ours)
+
+
+def _eval_split(_: Any, given: Given, ours: str) -> Translated:
+    if given.get("eval_strategy") not in ("steps", "epoch"):
+        return "eval_strategy is neither steps nor epoch, so it does nothing"
+    return _split("dataset_test_split", given, ours)
+
+
+def _split(field: str, given: Given, ours: str) -> Translated:
+    name, config, split = (given.get(key) for key in ("dataset_name", "dataset_config", field))
+    if not isinstance(name, str):
+        return _source(None, given, ours)
+    return {ours: hub_source(name, name=config, split=split)}
+
+
+def _source(value: Any, _: Given, ours: str) -> Translated:
+    if isinstance(value, str) and value.startswith("hf:"):
+        return {ours: value}
+    return f"{ours} takes a file, Parquet, JSONL or JSON, or hf:ID?name=CONFIG&split=SPLIT"
+
+
 def _train_file(value: Any, given: Given, ours: str) -> Translated:
     """`data_files` of load_dataset: a file, a list, or files by split."""
     return files(value.get("train", []) if isinstance(value, dict) else value, given, ours)
@@ -233,6 +262,9 @@ RULES: dict[str, Rule] = {
     "lora_targets": lora_targets,
     "floor": _floor,
     "loggers": _loggers,
+    "dataset": _dataset,
+    "eval_split": _eval_split,
+    "source": _source,
     "train_file": _train_file,
     "rewards": _rewards,
 }

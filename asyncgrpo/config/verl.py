@@ -4,6 +4,7 @@ A key of verl's is renamed, translated (by a table, under a condition, or by a r
 to do by hand, or has no counterpart, with the reason. Hydra's `+key` and `++key` are the same key.
 """
 
+import math
 from typing import Any
 
 from asyncgrpo.config.keymap import Given, KeyMap, Rule, Translated, files, is_count, loggers, lora_targets
@@ -47,14 +48,18 @@ def split_gpus(
 
 # -- translations that a table cannot say ------------------------------------------------------------------------------
 
-_ACTOR, _ROLLOUT, _CORRECTION = (
+_ACTOR, _ROLLOUT, _CORRECTION, _ASYNC = (
     "actor_rollout_ref.actor.",
     "actor_rollout_ref.rollout.",
     "algorithm.rollout_correction.",
+    "async_training.",
 )
 
 # verl's defaults, where a rule needs a key that was not given.
-_MINI_BATCH, _KL_COEF, _THRESHOLD, _LENGTH = 256, 0.001, 2.0, 512
+_MINI_BATCH, _KL_COEF, _THRESHOLD, _LENGTH, _EPOCHS = 256, 0.001, 2.0, 512, 30
+_STALENESS, _SYNC_EVERY = 0.1, 4
+
+_V1_MODE = "trainer.v1.trainer_mode"
 
 _CLIPPED = {"geo_mean": "clip_{}_nats", "dppo_tv": "{}_prob", "dppo_kl": "{}_nats"} | dict.fromkeys(
     ("vanilla", "ppo_clip", "gspo", "cispo"), "clip_{}"
@@ -66,22 +71,80 @@ _ADVANTAGES = {
 } | {"grpo_passk": "pass_at_k", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 
 
+def _is_fully_async(given: Given) -> bool:
+    """True for the fully asynchronous recipe, which fetches prompts one by one and has no `data.train_batch_size`."""
+    return any(key.startswith(_ASYNC) for key in given)
+
+
+def _fetch(given: Given) -> tuple[int, int] | None:
+    """Prompts and updates of one fetch of the fully asynchronous recipe, which is a step here; None if they are odd."""
+    mini, asked = given.get(f"{_ACTOR}ppo_mini_batch_size", _MINI_BATCH), given.get(f"{_ASYNC}require_batches", 1)
+    return (mini * asked, asked) if is_count(mini) and is_count(asked) else None
+
+
 def _prompts_per_step(value: Any, given: Given, ours: str) -> Translated:
-    """0 in the fully asynchronous recipe: a step is as many mini-batches as are asked for at once."""
-    if value:
+    if value and not _is_fully_async(given):
         return {ours: value}
-    mini, asked = given.get(f"{_ACTOR}ppo_mini_batch_size", _MINI_BATCH), given.get("async_training.require_batches", 1)
-    if not is_count(mini) or not is_count(asked):
-        return "the prompts of a step, ppo_mini_batch_size x async_training.require_batches"
-    return {ours: mini * asked}
+    fetch = _fetch(given)
+    return (
+        "the prompts of a step, ppo_mini_batch_size x async_training.require_batches" if not fetch else {ours: fetch[0]}
+    )
 
 
-def _minibatches(value: Any, given: Given, ours: str) -> Translated:
-    batch = given.get("data.train_batch_size")
-    if not is_count(value) or not isinstance(batch, int):
+def _minibatches(_: Any, given: Given, ours: str) -> Translated:
+    mini, batch, fetch = given.get(f"{_ACTOR}ppo_mini_batch_size"), given.get("data.train_batch_size"), _fetch(given)
+    if _is_fully_async(given) and fetch:
+        return {ours: fetch[1], "buffer.prompts_per_step": fetch[0]}
+    if not is_count(mini) or not isinstance(batch, int):
         return "the number of updates of a step, data.train_batch_size / ppo_mini_batch_size"
-    updates = max(1, round(batch / value)) if batch else given.get("async_training.require_batches", 1)
-    return {ours: updates}
+    return {ours: max(1, round(batch / mini)) if batch else 1}
+
+
+def _max_lag(_: Any, given: Given, ours: str) -> Translated:
+    """The steps by which a group is behind at most: so many prompts begin between two synchronizations, and no more."""
+    if not _is_fully_async(given):
+        return {ours: 1}
+    stale, every = given.get(f"{_ASYNC}staleness_threshold", _STALENESS), _sync_every(given)
+    fetch = _fetch(given)
+    if isinstance(stale, bool) or not isinstance(stale, int | float) or stale < 0 or not is_count(every) or not fetch:
+        return "buffer.max_lag bounds it, in optimizer steps"
+    prompts = fetch[0]
+    return {ours: -(-int(prompts * (1 + stale) * every) // prompts) - 1}
+
+
+def _batches_ahead(_: Any, given: Given, ours: str) -> Translated:
+    """verl's trainer of version 1: asynchronous, it generates so many batches before the first step, and stays ahead."""
+    mode = given.get(_V1_MODE, "sync")
+    ahead = 0 if mode == "sync" else given.get(f"trainer.v1.{mode}.num_warmup_batches", 1)
+    if isinstance(ahead, bool) or not isinstance(ahead, int | float) or ahead < 0:
+        return "buffer.max_lag bounds it, in optimizer steps"
+    return {ours: math.ceil(ahead)}
+
+
+def _sync_every(given: Given) -> Any:
+    return given.get(f"{_ASYNC}trigger_parameter_sync_step", _SYNC_EVERY)
+
+
+def _every(value: Any, given: Given, ours: str) -> Translated:
+    """Steps; the fully asynchronous recipe counts synchronizations, which are several steps apart."""
+    if not _is_fully_async(given):
+        return {ours: value}
+    if not is_count(value) or not is_count(_sync_every(given)):
+        return f"{ours} counts steps"
+    return {ours: value * _sync_every(given)}
+
+
+def _steps(value: Any, given: Given, ours: str) -> Translated:
+    """verl ends after its epochs, if they come first."""
+    is_told = "trainer.total_epochs" in given or "rollout.total_epochs" in given
+    return {ours: value} if is_told else {ours: value, "run.epochs": _EPOCHS}
+
+
+def _prompts_in_all(value: Any, given: Given, ours: str) -> Translated:
+    fetch = _fetch(given)
+    if not is_count(value) or not fetch:
+        return "run.steps counts steps of ppo_mini_batch_size x async_training.require_batches prompts"
+    return _steps(max(1, value // fetch[0]), given, ours)
 
 
 def _tokens(value: Any, given: Given, ours: str) -> Translated:
@@ -100,7 +163,7 @@ def _tokens(value: Any, given: Given, ours: str) -> Translated:
 
 def _warmup_steps(value: Any, given: Given, ours: str) -> Translated:
     """verl's rate moves once a step, ours at every update."""
-    found = _minibatches(given.get(f"{_ACTOR}ppo_mini_batch_size"), given, ours)
+    found = _minibatches(None, given, ours)
     epochs, minibatches = given.get(f"{_ACTOR}ppo_epochs", 1), found[ours] if isinstance(found, dict) else 1
     if (
         isinstance(value, bool)
@@ -123,6 +186,13 @@ def _warmup_share(value: Any, given: Given, ours: str) -> Translated:
     return _warmup_steps(value * steps if value else 0, given, ours)
 
 
+def _lora_targets(value: Any, given: Given, ours: str) -> Translated:
+    ranks = [given.get(f"actor_rollout_ref.model.{name}") for name in ("lora_rank", "lora.rank")]
+    if value != "all-linear" and not any(ranks):
+        return "the rank is 0, so it does nothing"
+    return lora_targets(value, given, ours)
+
+
 def _reward_function(_: Any, given: Given, ours: str) -> Translated:
     for section in ("custom_reward_function", "reward.custom_reward_function"):
         path, name = given.get(f"{section}.path"), given.get(f"{section}.name")
@@ -142,16 +212,38 @@ def _reward_model(value: Any, given: Given, ours: str) -> Translated:
 def _gpus(_: Any, given: Given, __: str) -> Translated:
     """verl's GPUs do both jobs in turn, or each its own where the rollout has some of its own (fully asynchronous)."""
     each = given.get(f"{_ROLLOUT}tensor_model_parallel_size", 1)
-    gpus, of_rollout = _nodes_times_gpus("trainer", given), _nodes_times_gpus("rollout", given)
+    gpus, of_rollout = _nodes_times_gpus("trainer", given), _gpus_of_rollout(given)
     if gpus is None or not is_count(each):
         return "generators.count x generators.gpus_each + learner.ranks are the GPUs, nnodes x n_gpus_per_node"
     if of_rollout is not None:
         return {"generators.count": max(1, of_rollout // each), "learner.ranks": gpus}
-    try:
-        count, ranks = split_gpus(gpus, each)
-    except ConfigError:
-        return f"{gpus} GPUs cannot be shared by engines of {each} and a learner"
+    if gpus == 1:
+        return {"cluster.share_gpu": True}
+    count, ranks = split_gpus(gpus, _leaving_a_learner(each, gpus))
     return {"generators.count": count, "learner.ranks": ranks}
+
+
+def _gpus_each(value: Any, given: Given, ours: str) -> Translated:
+    gpus, of_rollout = _nodes_times_gpus("trainer", given), _gpus_of_rollout(given)
+    if not is_count(value) or gpus is None or of_rollout is not None or value == _leaving_a_learner(value, gpus):
+        return {ours: value}
+    why = f"the learner has GPUs of its own, and {gpus} in all leave an engine no {value}"
+    return {ours: _leaving_a_learner(value, gpus)}, why
+
+
+def _leaving_a_learner(each: int, gpus: int) -> int:
+    """The GPUs of an engine, halved until they leave one of `gpus`."""
+    while each >= gpus and each > 1:
+        each //= 2
+    return each
+
+
+def _gpus_of_rollout(given: Given) -> int | None:
+    """GPUs that only generate; None where there are none."""
+    if given.get(_V1_MODE) == "separate_async" and is_count(given.get(f"{_ROLLOUT}nnodes")):
+        each = given.get(f"{_ROLLOUT}n_gpus_per_node", given.get("trainer.n_gpus_per_node"))
+        return _nodes_times_gpus("", {".nnodes": given[f"{_ROLLOUT}nnodes"], ".n_gpus_per_node": each})
+    return _nodes_times_gpus("rollout", given)
 
 
 def _nodes_times_gpus(section: str, given: Given) -> int | None:
@@ -173,6 +265,8 @@ def _advantage(_: Any, given: Given, ours: str) -> Translated:
 
 
 def _loss(given: Given) -> str:
+    if given.get(f"{_CORRECTION}bypass_mode") is True and f"{_CORRECTION}loss_type" in given:
+        return str(given[f"{_CORRECTION}loss_type"])
     return str(given.get(f"{_ACTOR}policy_loss.loss_mode", given.get(f"{_ACTOR}loss_mode", "vanilla")))
 
 
@@ -221,27 +315,62 @@ def _truncation_cap(value: Any, _: Given, ours: str) -> Translated:
     return {ours: [{"high_ratio": value}] if value > 0 else []}
 
 
-def _anchor(value: Any, given: Given, ours: str) -> Translated:
-    if not value:
-        return {ours: "proximal"}
-    corrections = _corrections(value, given, "algorithm.corrections")
-    return {ours: "behaviour"} | (corrections if isinstance(corrections, dict) else {})
+def _bypasses(given: Given) -> bool:
+    """True if verl's ratio is policy / behaviour: it takes the log-probs of the rollout, and computes none anew."""
+    if given.get(f"{_ASYNC}compute_prox_log_prob") is True:
+        return False
+    for key in (f"{_CORRECTION}bypass_mode", f"{_ASYNC}use_rollout_log_probs", f"{_ACTOR}use_rollout_log_probs"):
+        if key in given:
+            return given[key] is True
+    return _is_fully_async(given) or (given.get("actor_rollout_ref.hybrid_engine") is False and _V1_MODE not in given)
 
 
-def _corrections(_: Any, given: Given, ours: str) -> Translated:
-    """The weight (`rollout_is`), then the rejection (`rollout_rs`). A bypass whose loss has the ratio takes no weight."""
+def _anchor(_: Any, given: Given, ours: str) -> Translated:
+    return {ours: "behaviour" if _bypasses(given) else "proximal", "algorithm.corrections": _corrections(given)[0]}
+
+
+def _engines(_: Any, given: Given, ours: str) -> Translated:
+    """`hybrid_engine=False`: the recipes with GPUs of their own for generation, fully asynchronous or one step off."""
+    if _V1_MODE in given:
+        return _batches_ahead(None, given, ours)
+    lag, anchor = _max_lag(None, given, ours), _anchor(None, given, "algorithm.anchor")
+    assert isinstance(anchor, dict)
+    return lag | anchor if isinstance(lag, dict) else lag
+
+
+def _has_ratio(given: Given) -> bool:
+    """True if the loss has the ratio policy / behaviour itself."""
+    return _bypasses(given) and given.get(f"{_CORRECTION}loss_type", "ppo_clip") != "reinforce"
+
+
+def _weight(value: Any, given: Given, ours: str) -> Translated:
+    if value is not None and _has_ratio(given):
+        return "verl does not apply it: the loss of its bypass mode has that ratio already"
+    return {ours: _corrections(given)[0]}
+
+
+def _rejections(_: Any, given: Given, ours: str) -> Translated:
+    found, absent = _corrections(given)
+    if not absent:
+        return {ours: found}
+    return ({ours: found}, absent) if any(one.get("action") != "truncate" for one in found) else absent
+
+
+def _corrections(given: Given) -> tuple[list[dict[str, Any]], str]:
+    """The weight (`rollout_is`) and the rejections (`rollout_rs`), and words on rejections that are not here."""
     level = given.get(f"{_CORRECTION}rollout_is")
-    bypass = given.get(f"{_CORRECTION}bypass_mode") or given.get("async_training.use_rollout_log_probs")
-    has_ratio = bypass and given.get(f"{_CORRECTION}loss_type", "ppo_clip") != "reinforce"
     found: list[dict[str, Any]] = []
-    if level is not None and not has_ratio:
+    absent = list[str]()
+    if level is not None and not _has_ratio(given):
         found.append({"level": level} | _weight_bounds(given.get(f"{_CORRECTION}rollout_is_threshold", _THRESHOLD)))
-    for kind in _names(given.get(f"{_CORRECTION}rollout_rs")):
-        rejection = _rejection(kind, given.get(f"{_CORRECTION}rollout_rs_threshold"))
+    kinds, thresholds = (_names(given.get(f"{_CORRECTION}{name}")) for name in ("rollout_rs", "rollout_rs_threshold"))
+    for number, kind in enumerate(kinds):
+        rejection = _rejection(kind, thresholds[min(number, len(thresholds) - 1)] if thresholds else None)
         if isinstance(rejection, str):
-            return rejection
-        found.append(rejection)
-    return {ours: found}
+            absent.append(rejection)
+        else:
+            found.append(rejection)
+    return found, "; ".join(absent)
 
 
 def _weight_bounds(threshold: Any) -> dict[str, Any]:
@@ -284,14 +413,21 @@ RULES: dict[str, Rule] = {
     "files": files,
     "prompts_per_step": _prompts_per_step,
     "minibatches": _minibatches,
+    "max_lag": _max_lag,
+    "engines": _engines,
+    "batches_ahead": _batches_ahead,
+    "every": _every,
+    "steps": _steps,
+    "prompts_in_all": _prompts_in_all,
     "tokens": _tokens,
     "warmup_steps": _warmup_steps,
     "warmup_share": _warmup_share,
-    "lora_targets": lora_targets,
+    "lora_targets": _lora_targets,
     "loggers": loggers,
     "reward_function": _reward_function,
     "reward_model": _reward_model,
     "gpus": _gpus,
+    "gpus_each": _gpus_each,
     "advantage": _advantage,
     "clip": _clip,
     "clip_side": _clip_side,
@@ -300,7 +436,8 @@ RULES: dict[str, Rule] = {
     "kl_in_reward": _kl_in_reward,
     "truncation_cap": _truncation_cap,
     "anchor": _anchor,
-    "corrections": _corrections,
+    "weight": _weight,
+    "rejections": _rejections,
 }
 
-VERL = KeyMap("verl", "verl_keys.yaml", RULES, reads_null={"corrections"})
+VERL = KeyMap("verl", "verl_keys.yaml", RULES, reads_null={"weight", "rejections"})

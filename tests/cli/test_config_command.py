@@ -122,12 +122,26 @@ def test_from_verl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypat
     assert found["ours"] == {"run.seed": 3}
     assert [left["key"] for left in found["without_counterpart"]] == ["data.truncation"]
     assert found["not_understood"] == ["no.such_key: this is no key of verl's that asyncgrpo knows"]
-    assert "model.path is missing" in found["problem"]
+    assert [problem.split()[0] for problem in found["problems"]] == ["model.path", "data.train"]
+
+
+def test_from_verl_says_everything_that_is_missing_or_wrong_at_once_and_fails(asyncgrpo):
+    keys = ["data.max_prompt_length=0", "data.max_response_length=2048", "actor_rollout_ref.rollout.n=1"]
+    longest = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024"
+    ended = asyncgrpo("config", "from-verl", *keys, longest, "actor_rollout_ref.rollout.top_p=nowhere")
+    said = ended.out.partition("# It does not run yet:\n")[2].splitlines()
+    for number, key in enumerate(["data.max_prompt_tokens", "sampling.top_p", "algorithm.group_size"]):
+        assert sum(f"{key} must be" in line for line in said) == 1, (number, key)
+    for key in ("model.path is missing", "data.train is missing", "learner.tokens_per_microbatch (1024) is smaller"):
+        assert sum(key in line for line in said) == 1, key
+    assert len(said) == 6 and ended.code == 1
+    assert asyncgrpo("config", "from-trl", "seed=1").code == 1
 
 
 def test_from_verl_says_what_a_run_would_refuse(asyncgrpo):
     ended = asyncgrpo("config", "from-verl", *VERL, "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full")
     assert "# It does not run yet:\n#   algorithm.kl_kind=full has no value for one sampled token" in ended.out
+    assert ended.code == 1
 
 
 def test_from_verl_without_a_key_is_refused(asyncgrpo, tmp_path):
@@ -145,7 +159,7 @@ def test_from_trl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypatc
         "num_generation: this is no key of TRL's that asyncgrpo knows; did you mean `num_generations`?"
     ]
     assert found["trl_defaults"]["buffer.max_lag"] == 0
-    assert "model.path is missing" in found["problem"]
+    assert [problem.split()[0] for problem in found["problems"]] == ["model.path", "data.train"]
 
 
 def test_from_trl_without_a_field_is_refused(asyncgrpo, tmp_path):

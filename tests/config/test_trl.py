@@ -15,6 +15,7 @@ from asyncgrpo.config.from_trl import read, read_python, read_shell
 from asyncgrpo.config.keymap import merged
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.rules import check_algorithm
+from asyncgrpo.config.translation import report
 from asyncgrpo.config.trl import RULES, TRL
 from asyncgrpo.config.unknown_keys import assignments
 from asyncgrpo.errors import ConfigError
@@ -121,6 +122,18 @@ class TestTranslation:
             ({"warmup_ratio": 0.1, "max_steps": 50}, {"learner.warmup_steps": 5, "run.steps": 50, "run.epochs": None}),
             ({"warmup_ratio": 0.1}, {}),
             ({"warmup_steps": 20}, {"learner.warmup_steps": 20}),
+            ({"dataset_name": "trl-lib/tldr"}, {"data.train": "hf:trl-lib/tldr"}),
+            (
+                {"dataset_name": "openai/gsm8k", "dataset_config": "main", "dataset_train_split": "train[:9]"},
+                {"data.train": "hf:openai/gsm8k?name=main&split=train[:9]"},
+            ),
+            ({"dataset_train_split": "train"}, {}),
+            ({"dataset_name": "a/b", "dataset_test_split": "test"}, {"data.train": "hf:a/b"}),
+            (
+                {"dataset_name": "a/b", "dataset_test_split": "dev", "eval_strategy": "steps"},
+                {"data.train": "hf:a/b", "data.eval": "hf:a/b?split=dev"},
+            ),
+            ({"train_dataset": "make()", "eval_dataset": "hf:a/b?split=test"}, {"data.eval": "hf:a/b?split=test"}),
             ({"beta": 0.0}, {"algorithm.kl_coef": 0.0}),
             ({"beta": 0.04}, {"algorithm.kl_coef": 0.04, "algorithm.kl_kind": "k3_reweighted"}),
             (
@@ -282,6 +295,31 @@ class TestSources:
             "max_steps: `steps` is no literal",
             "GRPOConfig(**extra): its fields are not literals",
         ]
+
+    @pytest.mark.parametrize(
+        ("call", "source"),
+        [
+            ('load_dataset("openai/gsm8k", "main", split="train")', "hf:openai/gsm8k?name=main&split=train"),
+            ('datasets.load_dataset(path="a/b", name="c")', "hf:a/b?name=c"),
+            ('load_dataset("a/b", split=f"train[:{n}]")', None),
+            ('load_dataset("a/b", revision="x", streaming=True)', None),
+            ('load_dataset("a/b")["dev"]', "hf:a/b?split=dev"),
+            ('load_dataset("a/b", split="train")["dev"]', None),
+            ('load_dataset("a/b").map(f)', None),
+            ("load_dataset(name)", None),
+        ],
+    )
+    def test_a_call_of_load_dataset_with_literals_is_a_source(self, call, source):
+        given, unread = read_python(f"GRPOTrainer(train_dataset={call}, eval_dataset={call})", "grpo.py")
+        found = merged(TRL.translate(given))
+        assert unread == []
+        assert found == ({} if source is None else {"data.train": source, "data.eval": source})
+        assert source is not None or given["train_dataset"] == ast.unparse(ast.parse(call))
+
+    def test_a_share_of_the_run_is_to_be_worked_out_by_hand_and_has_a_counterpart(self):
+        printed = report(read(["warmup_ratio=0.1", "seed=1"]), [], as_yaml=False)
+        head, by_hand = printed.split("# To be done by hand:\n")
+        assert "#   warmup_ratio=0.1: learner.warmup_steps counts updates" in by_hand and "warmup_ratio" not in head
 
     def test_a_reward_of_a_script_that_trains_when_it_is_imported_is_not_named(self):
         text = "def correct(completions):\n    return []\n\nGRPOTrainer(reward_funcs=correct).train()\n"

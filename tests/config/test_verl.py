@@ -145,7 +145,19 @@ class TestTranslation:
         ("given", "expected"),
         [
             ({"+trainer.nnodes": 1, "++trainer.n_gpus_per_node": 2}, {"generators.count": 1, "learner.ranks": 1}),
-            ({"trainer.n_gpus_per_node": 1}, {}),
+            ({"trainer.n_gpus_per_node": 1}, {"cluster.share_gpu": True}),
+            (  # engines and the learner of verl share their GPUs; here an engine leaves half of them
+                {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 2},
+                {"generators.count": 1, "learner.ranks": 1, "generators.gpus_each": 1},
+            ),
+            (
+                {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 8},
+                {"generators.count": 1, "learner.ranks": 4, "generators.gpus_each": 4},
+            ),
+            (
+                {"trainer.n_gpus_per_node": 1, f"{ROLLOUT}.tensor_model_parallel_size": 2},
+                {"cluster.share_gpu": True, "generators.gpus_each": 1},
+            ),
             ({"trainer.nnodes": 1}, {}),
             ({"trainer.n_gpus_per_node": "many"}, {}),
             (
@@ -223,7 +235,11 @@ class TestTranslation:
             ({f"{ACTOR}.optim.total_training_steps": 100}, {}),
             (
                 {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 200},
-                {"learner.warmup_steps": 20, "run.steps": 200},
+                {"learner.warmup_steps": 20, "run.steps": 200, "run.epochs": 30},
+            ),
+            (
+                {"trainer.total_training_steps": 200, "trainer.total_epochs": 2},
+                {"run.steps": 200, "run.epochs": 2},
             ),
             ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}, {}),
             (
@@ -277,6 +293,10 @@ class TestTranslation:
             ),
             ({f"{ROLLOUT}.engine_kwargs.sglang.attention_backend": "fa3"}, {"generators.extra.attention_backend": "fa3"}),
             ({"actor_rollout_ref.model.target_modules": "all-linear"}, {"model.lora.targets": []}),
+            (
+                {"actor_rollout_ref.model.lora.target_modules": ["linear_qkv"], "actor_rollout_ref.model.lora.rank": 0},
+                {"model.lora.rank": 0},
+            ),
             ({"custom_reward_function.path": "r.py", "custom_reward_function.name": "f"}, {"reward.function": "r.py:f"}),
             ({"reward.custom_reward_function.path": "r.py"}, {"reward.function": "r.py"}),
             (
@@ -324,6 +344,32 @@ class TestTranslation:
                 {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
                 {"algorithm.anchor": "behaviour", "algorithm.corrections": []},
             ),
+            (  # the loss of a bypass has the ratio, so verl gives no weight either
+                {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.bypass_mode": True},
+                {"algorithm.anchor": "behaviour", "algorithm.corrections": []},
+            ),
+            (
+                {f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.01"},
+                {
+                    "algorithm.corrections": [
+                        {"level": "token", "action": "reject", "low_ratio": 0.5, "high_ratio": 2.0},
+                        {"kind": "divergence", "level": "sequence", "estimator": "k3", "max_nats": 0.01},
+                    ]
+                },
+            ),
+            (  # of several rejections those are kept that are here
+                {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,2.5"},
+                {"algorithm.corrections": [{"level": "token", "action": "reject", "low_ratio": 0.5, "high_ratio": 2.0}]},
+            ),
+            (
+                {f"{CORRECTION}.rollout_rs": "seq_max_k2", f"{CORRECTION}.bypass_mode": False},
+                {"algorithm.anchor": "proximal", "algorithm.corrections": []},
+            ),
+            ({"actor_rollout_ref.hybrid_engine": True}, {}),
+            (  # one step off
+                {"actor_rollout_ref.hybrid_engine": False},
+                {"buffer.max_lag": 1, "algorithm.anchor": "behaviour", "algorithm.corrections": []},
+            ),
             ({"critic.model.path": "m", "trainer.unheard_of": 1, "learner.lr": 1}, {}),
         ],
     )  # fmt: skip
@@ -344,6 +390,140 @@ class TestTranslation:
         unasked = VERL.unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
         assert unasked["algorithm.corrections"] == []
         assert "run.epochs" not in unasked and "algorithm.loss_args.clip_low" not in unasked
+
+
+ASYNC = """
+python3 -m verl.experimental.fully_async_policy.fully_async_main --config-name='fully_async_ppo_trainer.yaml' \\
+    data.train_files=t.parquet data.train_batch_size=0 data.gen_batch_size=1 \\
+    data.max_prompt_length=1024 data.max_response_length=3072 \\
+    actor_rollout_ref.model.path=m actor_rollout_ref.hybrid_engine=False \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=8 trainer.save_freq=10 \\
+    rollout.n_gpus_per_node=8 rollout.nnodes=8 rollout.total_rollout_steps=$((512*400)) rollout.test_freq=20 \\
+    async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 \\
+    async_training.require_batches=4 async_training.partial_rollout=True \\
+    algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=2.0 \\
+"""
+
+
+class TestFullyAsynchronous:
+    """verl's recipe with generators of its own: a step is a fetch of prompts, and a version several steps."""
+
+    def test_its_sizes_count_prompts_and_versions_and_ours_count_steps(self):
+        given, left_out = read_script(ASYNC, {})
+        assert left_out == []
+        found = ours(given)
+        assert found["buffer.prompts_per_step"] == 128 and found["learner.minibatches"] == 4
+        assert (found["run.steps"], found["run.epochs"]) == (1600, 30)
+        assert (found["run.eval_every"], found["run.checkpoint_every"]) == (80, 40)
+        assert (found["generators.count"], found["learner.ranks"]) == (64, 64)
+
+    @pytest.mark.parametrize(
+        ("threshold", "every", "lag"), [(0, 1, 0), (0, 4, 3), (1, 1, 1), (0.5, 4, 5), (0.1, 4, 4), (0.3, 1, 1)]
+    )
+    def test_its_freshness_becomes_the_steps_by_which_a_group_is_behind(self, threshold, every, lag):
+        keys = {"staleness_threshold": threshold, "trigger_parameter_sync_step": every, "require_batches": 4}
+        given = {f"async_training.{key}": value for key, value in keys.items()} | {f"{ACTOR}.ppo_mini_batch_size": 32}
+        assert ours(given)["buffer.max_lag"] == lag
+
+    @pytest.mark.parametrize(
+        ("keys", "anchor"),
+        [
+            ({}, "behaviour"),
+            ({f"{CORRECTION}.bypass_mode": False}, "proximal"),
+            ({f"{CORRECTION}.bypass_mode": True}, "behaviour"),
+            (
+                {"async_training.use_rollout_log_probs": True, "async_training.compute_prox_log_prob": False},
+                "behaviour",
+            ),
+            ({"async_training.use_rollout_log_probs": True, "async_training.compute_prox_log_prob": True}, "proximal"),
+            ({"async_training.use_rollout_log_probs": False}, "proximal"),
+        ],
+    )
+    def test_the_anchor_is_where_verl_centres_its_clip(self, keys, anchor):
+        given = read_script(ASYNC, {})[0] | keys
+        found = ours(given)
+        assert found["algorithm.anchor"] == anchor
+        weight = [{"level": "token", "action": "truncate", "high_ratio": 2.0}]
+        assert found["algorithm.corrections"] == (weight if anchor == "proximal" else [])
+        said = {row.key: row.words for row in VERL.translate(given) if not row.ours}
+        for key in (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"):
+            assert (key in said) == (anchor == "behaviour")
+
+    def test_verls_first_version_of_its_trainer_counts_batches_ahead_and_has_gpus_of_each_kind(self):
+        given = {
+            "trainer.v1.trainer_mode": "separate_async",
+            "trainer.v1.separate_async.num_warmup_batches": 1.5,
+            "actor_rollout_ref.hybrid_engine": False,
+            "trainer.n_gpus_per_node": 4,
+            "trainer.nnodes": 2,
+            f"{ROLLOUT}.nnodes": 1,
+            f"{ROLLOUT}.tensor_model_parallel_size": 4,
+        }
+        sizes = {"generators.count": 1, "learner.ranks": 8, "generators.gpus_each": 4, "buffer.max_lag": 2}
+        assert ours(given) == sizes
+        assert ours({"trainer.v1.trainer_mode": "sync"}) == {"buffer.max_lag": 0}
+        assert ours({"trainer.v1.trainer_mode": "colocate_async"}) == {"buffer.max_lag": 1}
+        assert ours({"trainer.n_gpus_per_node": 4, f"{ROLLOUT}.nnodes": 1}) == {
+            "generators.count": 2,
+            "learner.ranks": 2,
+        }
+
+    def test_a_synchronous_script_is_told_that_its_lag_is_0(self):
+        found = read(["data.seed=1"])
+        assert found.unwritten["buffer.max_lag"] == 0
+        assert "buffer.max_lag=0 (4)" in report(found, [], as_yaml=False)
+        assert "buffer.max_lag" not in read(["-"], ASYNC).unwritten
+        assert read(["-"], ASYNC).ours["buffer.max_lag"] == 5
+
+
+class TestNothingIsLost:
+    """Each key of a script is in what is printed: translated, said to have no counterpart, or named as not read."""
+
+    def test_every_key_is_in_the_report(self):
+        given, _ = read_script(ASYNC, {})
+        printed = report(read(["-"], ASYNC), [], as_yaml=False)
+        assert [key for key in given if key not in printed] == []
+        assert "actor_rollout_ref.actor.ppo_mini_batch_size=32: learner.minibatches=4" in printed
+
+    def test_what_else_to_know_of_a_translated_key_is_printed(self):
+        printed = report(read([f"{ROLLOUT}.name=vllm", "data.seed=1"]), [], as_yaml=False)
+        assert "rollout.name=vllm: generators.engine=sglang (SGLang generates; vLLM and TensorRT-LLM" in printed
+
+    def test_a_long_value_of_several_keys_is_written_once(self):
+        rejection = [f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"]
+        printed = report(read(rejection), [], as_yaml=False).partition("# Translated")[2]
+        assert printed.count("geometric") == 1
+        assert f"{CORRECTION}.rollout_rs_threshold=0.5_2.0: algorithm.corrections=..." in printed
+
+    def test_what_is_left_of_several_rejections_is_told(self):
+        given = [f"{CORRECTION}.rollout_rs=token_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,2.5"]
+        assert "(there is no rejection by seq_max_k2)" in report(read(given), [], as_yaml=False)
+
+    def test_a_loss_without_a_clip_has_none_of_verls_defaults_for_it(self):
+        given = [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce"]
+        assert [key for key in read(given).unwritten if key.startswith("algorithm.loss_args")] == []
+
+    def test_keys_of_one_entry_are_all_named(self):
+        printed = report(read([f"{ACTOR}.megatron.a=1", f"{ACTOR}.megatron.b=2"]), [], as_yaml=False)
+        assert f"{ACTOR}.megatron.a=1, {ACTOR}.megatron.b=2: the learner is FSDP2" in printed
+
+    def test_a_key_that_another_one_overrules_is_told(self):
+        printed = report(read(["rollout.total_epochs=3", "trainer.total_epochs=2"]), [], as_yaml=False)
+        assert "rollout.total_epochs=3: run.epochs=3, but trainer.total_epochs=2 comes later" in printed
+
+    def test_a_key_that_no_command_gets_is_named(self):
+        text = "if [ a = b ]; then\n  X=(\n    trainer.device=npu\n  )\nfi\nrun data.seed=1 # data.shuffle=False\n"
+        given, left_out = read_script(text, {})
+        assert given == {"data.seed": 1}
+        assert left_out == ["trainer.device: in a part of the script that does not run, or is not read"]
+
+    def test_a_script_of_which_no_key_is_known_is_no_script_without_a_key(self):
+        assert read(["-"], "run data.seed=$N").unread == ["data.seed: `$N` is not set in the script"]
+
+    def test_what_is_left_out_is_named_once(self):
+        branches = "N=1\nif x; then\n  N=2\nelif y; then\n  N=3\nfi\nrun data.seed=1"
+        assert read_script(branches, {})[1] == ["N: in an `if`, a `case` or a loop of the script"]
 
 
 SCRIPT = """
@@ -444,7 +624,7 @@ class TestSources:
 
     def test_keys_of_one_entry_share_a_line_wherever_they_stand(self):
         found = read(["critic.a=1", "data.seed=1", "critic.b=2"])
-        assert report(found, "", as_yaml=True).count("critic.*") == 1
+        assert "critic.a=1, critic.b=2: the critic is a value head" in report(found, [], as_yaml=True)
 
     def test_a_script_is_read_with_its_variables_and_sums(self):
         given, left_out = read_script(SCRIPT, {"GPUS": ""})
@@ -478,6 +658,12 @@ class TestSources:
         assert given["data.custom_cls.path"] is None
         assert given["data.seed"] == 3
         assert given[f"{ROLLOUT}.name"] is None
+
+    def test_a_section_of_a_file_without_a_key_says_nothing(self, tmp_path):
+        (tmp_path / "v.yaml").write_text(
+            "data: {seed: 1, apply_chat_template_kwargs: {}}\nalgorithm: {_target_: verl.A}\n"
+        )
+        assert read([str(tmp_path / "v.yaml")]).unread == []
 
     @pytest.mark.parametrize("word", ["nowhere.sh", "nowhere.yaml", "--flag"])
     def test_what_is_no_source_is_refused(self, word):
