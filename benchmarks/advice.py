@@ -46,7 +46,7 @@ GAME = '''class Environment:
         self.turns += 1
         return "ok", float(len(text) % 2), self.turns == 3
 '''
-JUDGE_S = 0.5
+JUDGE_S = 0.2
 
 
 @dataclass(frozen=True)

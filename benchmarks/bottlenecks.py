@@ -201,7 +201,7 @@ def followed(advice: Advice) -> str:
     """The setting that the advice asks for: of its command, or else the first of its sentence."""
     if found := re.fullmatch(r"scale generators (\d+)", advice.command):
         return f"generators.count={found[1]}"
-    found = re.search(r"\b\w+\.\w+=\w+", advice.command or advice.sentence)
+    found = re.search(r"\b\w+(?:\.\w+)+=\w+", advice.command or advice.sentence)
     assert found, f"nothing to follow: {advice}"
     return found[0]
 
