@@ -77,15 +77,17 @@ def check_inputs(config: Config) -> str:
     Raises:
         ConfigError, DataError, RewardError: one sentence each.
     """
-    from asyncgrpo.config.rules import check_model, local_model
+    from asyncgrpo.config.reach import find_model
+    from asyncgrpo.config.rules import check_model
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
     from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.weights.files import check_weight_files
 
+    folder = find_model(config.model.path)
     check_model(config)
-    if (folder := local_model(config.model.path)) is not None:
+    if folder is not None:
         check_weight_files(folder, is_complete=Path(config.model.path).expanduser().is_dir())
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")

@@ -71,7 +71,7 @@ def load_prompts(
                 builder.add(token_ids, record.prompt, record.answer, record.source, record.info)
             row += len(some)
         if not builder.prompts_of_source:
-            raise _all_too_long(source, row, builder.longest_of_source, config)
+            raise all_too_long(source, row, builder.longest_of_source, config)
     return builder.table(stop_token_ids)
 
 
@@ -115,7 +115,7 @@ def check_prompts(
         longest = max(longest, len(token_ids))
         fits = fits or len(token_ids) <= config.max_prompt_tokens
     if not fits:
-        raise _all_too_long(source, index + 1, longest, config)
+        raise all_too_long(source, index + 1, longest, config)
     return sources
 
 
@@ -135,7 +135,8 @@ def _token_ids(
     return render(tokenizer, record.messages, config.system_prompt, where=where, longest=longest).token_ids
 
 
-def _all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
+def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
+    """The error for a source with `count` prompts, of which none fits."""
     return DataError(
         f"{source}: all {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
         f"the longest has at least {longest}"

@@ -48,7 +48,7 @@ class ConfiguredReward(Reward, Protocol):
         """What it calls, for a person."""
 
     def check_sources(self, sources: set[str]) -> None:
-        """Raise RewardError if it cannot score rows of one of these sources."""
+        """Raise RewardError or ConfigError if it cannot score rows of one of these sources, or reach what it needs."""
 
 
 async def score_one(reward: Reward, prompt: Prompt, completion_text: str) -> Score:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -140,6 +141,31 @@ CASES = {
         ["--reward-func", "reward.py", "reward.timeout_s=0.2"],
         ["reward.py", "0.5 s", "reward.timeout_s"],
     ),
+    "a judge that is not there": (
+        None,
+        ["reward.function=judge", "reward.judge.url=http://127.0.0.1:1", "reward.judge.model=m"],
+        ["reward.judge.url", "http://127.0.0.1:1/v1/chat/completions", "Connection refused"],
+    ),
+    "a sandbox that is not there": (
+        row(data_source="code", ground_truth={"inputs": ["1"], "outputs": ["1"]}),
+        ["reward.code.url=http://127.0.0.1:1"],
+        ["reward.code.url", "http://127.0.0.1:1", "Connection refused"],
+    ),
+    "a reward model that is not there": (
+        None,
+        ["reward.function=model", "reward.model.path=./modle"],
+        ["reward.model.path", "./modle", "did you mean model"],
+    ),
+    "a server of a reward model that is not there": (
+        None,
+        ["reward.function=model", "reward.model.path=model", "reward.model.url=http://127.0.0.1:1"],
+        ["reward.model.url", "http://127.0.0.1:1/classify", "Connection refused"],
+    ),
+    "an environment that is not there": (
+        None,
+        ["environment.name=openenv:http://127.0.0.1:1"],
+        ["environment.name", "http://127.0.0.1:1", "Connection refused"],
+    ),
     "one GPU": (None, ["--n-gpus", "1"], ["needs 1 GPU ", "shared", "has 0", "--n-gpus 0"]),
     "one GPU for two ranks": (
         None,
@@ -216,9 +242,10 @@ def test_code_that_nothing_here_isolates(folder: Path, train, monkeypatch):
     code, said = train(*GOOD)
     assert code == 1
     assert len(said) == 1 and "the package bubblewrap" in said[0] and "--unsafe-rewards" in said[0]
-    for way_out in ("--unsafe-rewards", "reward.code.url=http://sandbox:8080"):
-        with pytest.raises(Started):
-            train(*GOOD, way_out)
+    with socket.create_server(("127.0.0.1", 0)) as sandbox:
+        for way_out in ("--unsafe-rewards", f"reward.code.url=http://127.0.0.1:{sandbox.getsockname()[1]}"):
+            with pytest.raises(Started):
+                train(*GOOD, way_out)
 
 
 def test_what_is_all_right_is_started(folder: Path, train):
