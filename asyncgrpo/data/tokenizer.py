@@ -62,7 +62,7 @@ def stop_token_ids(
         model_path: folder of the model. Chat models often name a second end token in its generation_config.json.
         extra_stops: strings (`sampling.stop`), each of which must be one token.
     Raises:
-        ConfigError: an extra stop is not a single token, or generation_config.json is broken.
+        ConfigError: an extra stop is not a single token, generation_config.json is broken, or nothing ends a completion.
     """
     stops = set(_generation_config_stops(Path(model_path)))
     if tokenizer.eos_token_id is not None:
@@ -74,6 +74,11 @@ def stop_token_ids(
                 f"sampling.stop: {text!r} is {len(ids)} tokens of this tokenizer; a stop must be one token"
             )
         stops.add(ids[0])
+    if not stops:
+        raise ConfigError(
+            f"model.path {model_path!r}: neither its tokenizer (eos_token) nor its generation_config.json names an end "
+            "token, so no completion could end; set sampling.stop"
+        )
     return tuple(sorted(stops))
 
 
