@@ -6,6 +6,7 @@ Commands import heavy packages when they run, so that `asyncgrpo --help` is quic
 """
 
 import errno
+import logging
 import os
 import sys
 from typing import Annotated
@@ -74,6 +75,8 @@ _OF_THE_PATH = frozenset(
 
 def main() -> None:
     """Entry point of the `asyncgrpo` script. The exit code is 0 only for success, and 130 after Ctrl-C."""
+    if logging.lastResort is not None:  # prints warnings until a run sets its logging up
+        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     try:
         app(prog_name="asyncgrpo")
     except AsyncGRPOError as error:

@@ -221,7 +221,12 @@ def _one_environment(config: Config) -> str | None:
     )
 
 
+def _out_is_named(config: Config) -> str | None:
+    return None if config.run.out.strip() else "run.out is empty; name a folder"
+
+
 _RULES = (
+    _out_is_named,
     _microbatch_holds_one,
     _min_completions,
     _auto_lag,
