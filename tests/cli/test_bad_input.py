@@ -304,7 +304,7 @@ def test_rows_without_an_answer_among_others_are_named_in_a_warning(folder: Path
     ("arguments", "said"),
     [
         (
-            ["buffer.prompts_per_step=5"],
+            ["buffer.prompts_per_step=5", "run.epochs=2"],
             "(5) is more than the rows of data.train (4): a step takes a prompt more than once",
         ),
         (["buffer.prompts_per_step=5", "--epochs", "1"], "data.train (4): the run is one smaller step"),
