@@ -1,7 +1,9 @@
 """A reward worker: the messages between it and the pool, and its process.
 
 Messages are msgpack in frames that begin with their length. The pool sends a `Call` and the worker replies with a list
-of `Score`, one for each completion of the call. A worker's first frame is a `WorkerReady`.
+of `Score`, one for each completion of the call. A worker's first frame is a `WorkerReady`. It begins a call once it has
+taken the ticket with its number out of a second pipe, which the pool reads too: a call whose ticket the pool has taken back
+is skipped.
 """
 
 import asyncio
@@ -13,11 +15,12 @@ import inspect
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, BinaryIO
 
 import msgspec
@@ -30,6 +33,8 @@ from asyncgrpo.types import Score
 
 
 LENGTH = struct.Struct("!I")
+TICKET = struct.Struct("!Q")
+"""The number of a call, from 0 in each worker."""
 MAX_REPLY = 1 << 20
 """Most bytes of a reply. A longer one means that something else wrote into the pipe."""
 
@@ -99,12 +104,16 @@ BOOT = (
 _PR_SET_PDEATHSIG = 1
 
 
-def command(target: str, argument: str, what: str) -> list[str]:
+def command(target: str, argument: str, what: str, tickets: int) -> list[str]:
     """The command line of a worker that scores with `factory(argument)`, where `target` is `module:factory`.
 
     It finds the modules that this process finds. The factory returns a `Scorer`, and `what` is its name for a person.
+
+    Args:
+        tickets: the descriptor from which it reads tickets; not blocking.
     """
     boot = {"path": sys.path, "parent": os.getpid(), "target": target, "argument": argument, "what": what}
+    boot["tickets"] = tickets
     return [sys.executable, "-u", "-c", BOOT, json.dumps(boot)]
 
 
@@ -113,6 +122,7 @@ def main(boot: dict[str, Any]) -> None:
     die_with(boot["parent"])
     be_expendable()
     calls, scores = take_pipes()
+    os.set_inheritable(boot["tickets"], False)
     # A crash leaves its Python stack on stderr; the pool asks for the stack of a call that is late with SIGUSR1.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=scores, all_threads=False)
@@ -130,11 +140,32 @@ def main(boot: dict[str, Any]) -> None:
     decoder = msgspec.msgpack.Decoder(Call)
     own_pid = os.getpid()
     with asyncio.Runner() as runner:
-        while (body := read_frame(calls)) is not None:
+        for body in _calls(calls, boot["tickets"]):
             reply = _score(scorer, decoder.decode(body), runner)
             if os.getpid() != own_pid:  # the reward forked, and this is the child that came back
                 os._exit(0)
             send(scores, reply)
+
+
+def _calls(file: BinaryIO, tickets: int) -> Iterator[bytes]:
+    """The calls that have a ticket, until the pool closes a pipe."""
+    read = 0
+    while True:
+        select.select([tickets], [], [])
+        try:
+            ticket = os.read(tickets, TICKET.size)
+        except BlockingIOError:  # the pool was quicker
+            continue
+        if not ticket:
+            return
+        (number,) = TICKET.unpack(ticket)
+        body: bytes | None = None
+        while read <= number:
+            if (body := read_frame(file)) is None:
+                return
+            read += 1
+        assert body is not None
+        yield body
 
 
 def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:
