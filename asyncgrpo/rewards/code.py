@@ -364,6 +364,10 @@ class CodeReward:
             return await score_each(self._pool, prompt, completions)
         return await asyncio.gather(*(self._score_there(self._service, prompt, one) for one in completions))
 
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        self._pool.withdraw()
+
     async def close(self) -> None:
         """End every worker process, and close the connections."""
         await self._pool.close()

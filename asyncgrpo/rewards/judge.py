@@ -90,6 +90,9 @@ class JudgeReward:
         """Score completions. See `rewards.base.Reward`."""
         return await asyncio.gather(*(self._score_one(prompt, one.text) for one in completions))
 
+    def withdraw(self) -> None:
+        """No call waits for a worker."""
+
     async def close(self) -> None:
         """Close the connections."""
         await self._service.close()

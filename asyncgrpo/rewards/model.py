@@ -59,6 +59,10 @@ class ModelReward:
         """Score completions. See `rewards.base.Reward`."""
         return await self._pool.call(call_of(prompt, completions, is_group=True))
 
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        self._pool.withdraw()
+
     async def close(self) -> None:
         """End the process of the model."""
         await self._pool.close()

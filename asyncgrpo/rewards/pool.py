@@ -26,7 +26,7 @@ import msgspec
 
 from asyncgrpo.cores import cores, idle_cores
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import failed, place_of
+from asyncgrpo.rewards.base import WITHDRAWN, failed, place_of
 from asyncgrpo.rewards.worker import LENGTH, MAX_REPLY, TICKET, Call, WorkerReady, command, frame
 from asyncgrpo.types import Score
 
@@ -384,7 +384,7 @@ class Pool:
         except (TypeError, ValueError, OverflowError) as error:
             return [failed("exception", f"the row cannot be sent to a reward worker: {error}")] * count
         if self._closed:
-            return [failed("aborted", "the reward was closed")] * count
+            return [_CLOSED] * count
         if self._follows_load and self._following is None:
             self._following = asyncio.create_task(self._follow_load(), name="reward-pool")
         self._queue.append(request)
@@ -398,6 +398,12 @@ class Pool:
         took_s = sum(score.seconds for score in scores)
         self._call_s = took_s if self._call_s is None else _MEMORY * self._call_s + (1 - _MEMORY) * took_s
         return scores
+
+    def withdraw(self) -> None:
+        """End the calls whose turn has not come with the failure `withdrawn`."""
+        for slot in self._all:
+            slot.recall()
+        _end_all(self._queue, failed(WITHDRAWN, "not called: rewards are paused"))
 
     def _dispatch_soon(self) -> None:
         """Send calls once every task that is ready now has made its own."""
@@ -436,7 +442,7 @@ class Pool:
             await slot.serve(batch, self._timeout_s, self._again)
         finally:
             if self._closed:
-                _abort(batch)
+                _end_all(batch, _CLOSED)
             self._give_back(slot)
 
     def _again(self, requests: Sequence[_Request]) -> None:
@@ -478,15 +484,18 @@ class Pool:
             await _cancel(self._following)
         for running in list(self._running):
             await _cancel(running)
-        _abort(self._queue)
+        _end_all(self._queue, _CLOSED)
         for slot in self._all:
             await slot.clear()
 
 
-def _abort(requests: deque[_Request]) -> None:
+_CLOSED = failed("aborted", "the reward was closed")
+
+
+def _end_all(requests: deque[_Request], score: Score) -> None:
     while requests:
         request = requests.popleft()
-        request.end([failed("aborted", "the reward was closed")] * request.count)
+        request.end([score] * request.count)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -73,6 +73,9 @@ class ServedModelReward:
         scores = [next(scored) if len(ids) <= self._longest else too_long(ids, self._longest) for ids in sequences]
         return [msgspec.structs.replace(score, seconds=seconds) for score in scores]
 
+    def withdraw(self) -> None:
+        """No call waits for a worker."""
+
     async def close(self) -> None:
         """Close the connections."""
         await self._service.close()

@@ -58,6 +58,10 @@ class UserReward:
             return await self._pool.call(call_of(prompt, completions, is_group=True))
         return await score_each(self._pool, prompt, completions)
 
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        self._pool.withdraw()
+
     async def close(self) -> None:
         """End every worker process."""
         await self._pool.close()

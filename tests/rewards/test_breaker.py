@@ -21,6 +21,8 @@ from asyncgrpo.rewards.breaker import (
     RewardsPaused,
     Tally,
 )
+from asyncgrpo.rewards.pool import MOST_AT_ONCE
+from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.types import Prompt, Score
 from tests.rewards.stubs import OneByOne
 
@@ -238,3 +240,34 @@ def test_a_tally_tells_of_powers_of_ten_and_keeps_few_kinds():
     told = [tally.add(f"kind {n}") for n in range(1000)]
     assert len(tally._counts) == MAX_KINDS + 1 and REST in tally._counts
     assert sum(count is not None for count in told) < MAX_KINDS + 3
+
+
+async def test_calls_that_wait_for_a_worker_are_not_made_while_the_circuit_is_open(reward_file, tmp_path):
+    down, called = tmp_path / "down", tmp_path / "called"
+    reward = UserReward(
+        reward_file(f"""
+import os, time
+def compute_score(solution_str, **_):
+    with open({str(called)!r}, "a") as file:
+        file.write("x")
+    if os.path.exists({str(down)!r}):
+        time.sleep(0.05)
+        raise OSError("no judge")
+    return 1.0
+"""),
+        timeout_s=30,
+        workers=1,
+    )
+    breaker = Breaker(reward, at_once=MOST_AT_ONCE, withdraw=reward.withdraw)
+    await asyncio.gather(*(score_one(breaker, prompt(n), "") for n in range(50)))
+    down.touch()
+    called.unlink()
+    asked = [asyncio.create_task(score_one(breaker, prompt(n), "")) for n in range(60)]
+    while not breaker.is_paused:
+        await asyncio.sleep(0.01)
+    down.unlink()
+    scores = await asyncio.gather(*asked)
+    failures = [score.failure for score in scores if score.failure]
+    assert set(failures) == {"exception"} and STREAK <= len(failures) <= STREAK + 1
+    assert all(score.value == 1.0 for score in scores if not score.failure)
+    await breaker.close()
