@@ -243,7 +243,8 @@ def _print(report: CheckReport, reward: str) -> None:
     if report.score is not None:
         value = f"{report.score.value:g}" if report.score.value is not None else f"no score{_why(report.score)}"
         why = f": {report.scored_as}" if report.scored_as else ""
-        facts["row 0, reward"] = f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion{why}"
+        note = f"; {report.score.detail}" if report.score.value is not None and report.score.detail else ""
+        facts["row 0, reward"] = f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion{why}{note}"
     for name, value in facts.items():
         first, *rest = visible(value).splitlines() or [""]
         typer.echo("\n".join([f"{name:16} {first}", *(f"{'':16} {line}" for line in rest)]))

@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import importlib
 import inspect
+import io
 import json
 import os
 import resource
@@ -26,7 +27,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.rewards.base import describe, score_of_call, scores_of_call
+from asyncgrpo.rewards.base import PRINTED, describe, score_of_call, scores_of_call
 from asyncgrpo.types import Score
 
 # -- between the pool and its workers ----------------------------------------------------------------------------------
@@ -35,6 +36,8 @@ from asyncgrpo.types import Score
 LENGTH = struct.Struct("!I")
 TICKET = struct.Struct("!Q")
 """The number of a call, from 0 in each worker."""
+MOST_PRINTED = 1 << 14
+"""Bytes that a worker may print in its life: enough to find a mistake, and too few to fill a disk."""
 MAX_REPLY = 1 << 20
 """Most bytes of a reply. A longer one means that something else wrote into the pipe."""
 
@@ -122,6 +125,7 @@ def main(boot: dict[str, Any]) -> None:
     die_with(boot["parent"])
     be_expendable()
     calls, scores = take_pipes()
+    printed = bound_output()
     os.set_inheritable(boot["tickets"], False)
     # A crash leaves its Python stack on stderr; the pool asks for the stack of a call that is late with SIGUSR1.
     faulthandler.enable()
@@ -144,7 +148,45 @@ def main(boot: dict[str, Any]) -> None:
             reply = _score(scorer, decoder.decode(body), runner)
             if os.getpid() != own_pid:  # the reward forked, and this is the child that came back
                 os._exit(0)
-            send(scores, reply)
+            send(scores, printed.noted(reply))
+
+
+def bound_output() -> "Printed":
+    """Let Python's stdout and stderr be one `Printed`."""
+    printed = Printed()
+    sys.stdout = sys.stderr = io.TextIOWrapper(printed, encoding="utf-8", errors="replace", write_through=True)
+    return printed
+
+
+class Printed(io.RawIOBase):
+    """What a worker prints: its first `MOST_PRINTED` bytes go to stderr, the rest is dropped."""
+
+    _left = MOST_PRINTED
+    _is_noted = False
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def fileno(self) -> int:
+        """That of stderr."""
+        return 2
+
+    def write(self, data: Any) -> int:
+        """Write as much as is left, and take the rest for written."""
+        text = bytes(data)
+        with contextlib.suppress(OSError):  # a full disk
+            os.write(2, text[: max(self._left, 0)])
+        self._left -= len(text)
+        return len(text)
+
+    def noted(self, scores: list[Score]) -> list[Score]:
+        """The scores; the first has a note, once, where more than that was printed and it has nothing else to say."""
+        if self._left >= 0 or self._is_noted or scores[0].detail:
+            return scores
+        self._is_noted = True
+        note = f"{PRINTED} {MOST_PRINTED:,} bytes, and the rest of what its worker prints is dropped"
+        return [msgspec.structs.replace(scores[0], detail=note), *scores[1:]]
 
 
 def _calls(file: BinaryIO, tickets: int) -> Iterator[bytes]:
