@@ -52,6 +52,9 @@ def check_run(config: Config) -> str:
     Raises:
         ConfigError, DataError, RewardError: one sentence each.
     """
+    from asyncgrpo.config.reach import find_model
+
+    find_model(config.model.path)  # before the imports of seconds
     from asyncgrpo.cluster.wiring import uses_cuda
 
     check_settings(config)

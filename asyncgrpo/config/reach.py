@@ -18,7 +18,7 @@ from asyncgrpo.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-WITHIN_S = 5.0
+WITHIN_S = 4.0
 """Deadline of the question, name resolution included."""
 
 

@@ -18,7 +18,7 @@ from asyncgrpo.config.reach import check_service
 from asyncgrpo.environments.base import Environment, EnvironmentFailed, Episode, Reply, Task, reply_of_step
 from asyncgrpo.errors import ConfigError
 
-CHECK_S = 5.0
+CHECK_S = 4.0
 """How long a server may take to say what its actions are."""
 AGAIN_S = 0.2
 """Before a server that had no free session is asked for one again."""
