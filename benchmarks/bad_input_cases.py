@@ -10,10 +10,12 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROWS = [{"prompt": f"{n:03d}", "ground_truth": f"{n:03d}"[::-1], "data_source": "digits"} for n in range(40)]
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
@@ -47,14 +49,18 @@ class Case:
     """Whether finding the mistake is the purpose of the command, so that its message is on stdout."""
     may_work: bool = False
     """Whether the command may also accept the input."""
+    warns: str = ""
+    """What a command that works says of it."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Further variables."""
 
 
-def train(name: str, *arguments: str, make: Make = lambda folder: None, **more: bool) -> Case:
+def train(name: str, *arguments: str, make: Make = lambda folder: None, **more: Any) -> Case:
     """A case of `train` with all that it needs and these arguments. Later flags win over earlier ones."""
     return Case(f"train: {name}", ("train", *GOOD, *arguments), make, **more)
 
 
-def other(name: str, text: str, make: Make = lambda folder: None, **more: bool) -> Case:
+def other(name: str, text: str, make: Make = lambda folder: None, **more: Any) -> Case:
     """A case of another command, as it is typed."""
     return Case(f"{text.split()[0] if text else 'asyncgrpo'}: {name}", tuple(text.split()), make, **more)
 
@@ -117,6 +123,11 @@ def copy(source: str, target: str) -> Make:
     return lambda folder: shutil.copytree(folder / source, folder / target)
 
 
+SILENT_PORT = 29_471
+ONLINE = (("HF_HUB_OFFLINE", "0"),)
+NO_HUB = (*ONLINE, ("HF_ENDPOINT", "http://127.0.0.1:1"))
+SILENT_HUB = (*ONLINE, ("HF_ENDPOINT", f"http://127.0.0.1:{SILENT_PORT}"))
+"""A machine without a network, one where nothing listens, and one whose packets are lost."""
 _held: list[int] = []
 
 
@@ -128,9 +139,15 @@ def live_run(folder: Path) -> None:
 
 
 def let_go() -> None:
-    """Release the locks of all live runs."""
+    """Release the locks of all live runs, and close silent servers."""
     while _held:
         os.close(_held.pop())
+
+
+def silent(folder: Path) -> None:
+    """Listen at port `SILENT_PORT` and never reply."""
+    server = socket.create_server(("127.0.0.1", SILENT_PORT))
+    _held.append(server.detach())
 
 
 def missing_shard(folder: Path) -> None:
@@ -152,6 +169,13 @@ def without_template(folder: Path) -> None:
     kept = json.loads(settings.read_text())
     kept.pop("chat_template", None)
     settings.write_text(json.dumps(kept))
+
+
+def without_end_token(folder: Path) -> None:
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        if (path := folder / "model" / name).exists():
+            kept = {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith("eos_")}
+            path.write_text(json.dumps(kept))
 
 
 def damage_line(folder: Path) -> None:
@@ -220,6 +244,11 @@ CONFIGURATION = [
     train("an unknown logger", "run.loggers=[printf]"),
     train("a file where the folder should be", "--out", "train.json"),
     train("a folder that cannot be made", "--out", "/proc/new"),
+    train("a folder of 300 letters", "--out", "a" * 300),
+    train("a folder without a name", "--out", ""),
+    train("a folder without a name, as a setting", "run.out=''"),
+    train("500 generators", "generators.count=500", "--dry-run", warns="500 generators and 1 learner ranks on the CPU"),
+    train("64 ranks", "learner.ranks=64", "--dry-run", warns="64 learner ranks on the CPU share"),
     train("the folder of a run that lives", make=live_run),
     train("a file of settings that is not there", "--config", "nothing.yaml"),
     train("a broken file of settings", "--config", "c.yaml", make=write("c.yaml", "learner: {lr: 1e-6\nrun: x")),
@@ -259,12 +288,22 @@ DATA = [
     train("a third row that is other", make=rows(ROWS[0], ROWS[1], {"query": "x"})),
     train("a prompt of null", make=rows(ROWS[0], ROWS[1] | {"prompt": None})),
     train("a prompt that is a number", make=rows(ROWS[0], ROWS[1] | {"prompt": 5})),
-    train("an empty prompt", make=rows(ROWS[0] | {"prompt": ""}), may_work=True),
+    train("an empty prompt", make=rows(ROWS[0] | {"prompt": ""})),
+    train("turns without text", make=rows(ROWS[0] | {"prompt": [{"role": "user", "content": " "}]})),
+    train("NaN for an answer", make=rows(ROWS[0], ROWS[1] | {"ground_truth": float("nan")})),
+    train("a key twice", make=write("train.json", '[{"prompt": "a", "ground_truth": "1", "prompt": "b"}]')),
+    train(
+        "rows without an answer", "--dry-run", make=rows(ROWS[0] | {"ground_truth": None}), warns="have no answer: 0\n"
+    ),
     train("a turn that is a picture", make=rows({"prompt": [{"role": "user", "content": [{"image": "a"}]}]})),
     train("prompts that are all too long", "data.max_prompt_tokens=1"),
     train("a prompt of 10 MB", make=rows(ROWS[0] | {"prompt": "x" * 10_000_000}), may_work=True),
     train("the same row again and again", make=write("train.json", json.dumps(ROWS[:1] * 40)), may_work=True),
-    train("fewer rows than a step takes", "buffer.prompts_per_step=64", "run.steps=null", "run.epochs=1"),
+    train(
+        "fewer rows than a step takes",
+        *("buffer.prompts_per_step=64", "run.steps=null", "run.epochs=1", "--dry-run"),
+        warns="warning: buffer.prompts_per_step (64) is more than the rows of data.train (40)",
+    ),
     train("no held-out file", "--eval-data", "missing.json"),
     train("a broken held-out file", "--eval-data", "e.json", make=write("e.json", "[{]")),
     train(
@@ -275,6 +314,8 @@ DATA = [
     train("a source without a rule", "reward.function=null"),
 ]
 
+JUDGE = "reward.judge.url=http://127.0.0.1:1"
+SERVED = ("reward.function=model", "reward.model.path=./model", "reward.model.url=http://127.0.0.1:1")
 REWARDS = [
     train("no reward file", "--reward-func", "rewrad.py"),
     train("a reward with a syntax error", make=write("reward.py", "def compute_score(:\n")),
@@ -294,6 +335,18 @@ REWARDS = [
     train("a reward that is always text", make=reward("return 'good'")),
     train("a reward that is always NaN", make=reward("return float('nan')")),
     train("a reward of 1e308", make=reward("return 1e308")),
+    train("a reward with a relative import", make=write("reward.py", "from .helper import f\n")),
+    train("a reward that always ends Python", make=reward("import sys; sys.exit(1)")),
+    train("a judge that is not there", "reward.function=judge", "reward.judge.model=m", JUDGE),
+    train(
+        "a judge without a name", "reward.function=judge", "reward.judge.model=m", "reward.judge.url=http://no.invalid"
+    ),
+    train("a reward model that is not there", "reward.function=model", "reward.model.path=./modle"),
+    train("a reward model of no hub", "reward.function=model", "reward.model.path=a/b", environment=NO_HUB),
+    train("a reward server that is not there", *SERVED),
+    train("a sandbox that is not there", "reward.function=code", "reward.code.url=http://127.0.0.1:1"),
+    train("an environment that is not there", "environment.name=openenv:http://127.0.0.1:1"),
+    train("an environment that never replies", f"environment.name=openenv:http://127.0.0.1:{SILENT_PORT}", make=silent),
     train("a reward without a score", make=reward("return {'correct': 1.0}")),
 ]
 
@@ -301,6 +354,12 @@ MODELS = [
     train("no model folder", "--model", "./modle"),
     train("an empty model folder", "--model", "./empty", make=folder_for("empty")),
     train("a hub id without a network", "--model", "nobody/nothing-of-the-kind"),
+    train("a hub id, and no name is resolved", "--model", "Qwen/Qwen3-8B", environment=ONLINE),
+    train("a hub id, and no hub listens", "--model", "Qwen/Qwen3-8B", environment=NO_HUB),
+    train("a hub id, and the hub never replies", "--model", "Qwen/Qwen3-8B", make=silent, environment=SILENT_HUB),
+    train("a hub id for GPUs, and no hub listens", "--model", "a/b", "--n-gpus", "2", environment=NO_HUB),
+    train("a data set of the hub, and no hub listens", "--data", "hf:openai/gsm8k", environment=NO_HUB),
+    train("a model without an end token", make=without_end_token),
     train("a model without tokenizer", make=remove("model/tokenizer*")),
     train("a broken tokenizer", make=cut("model/tokenizer.json", 0.5)),
     train("a model without chat template", make=without_template),
@@ -356,6 +415,7 @@ RUNS = [
     ),
 ]
 
+LONG = ("audit", "status", "replay", "samples", "demo --engine torch --out", "data check")
 OTHERS = [
     other("an unknown command", "trian"),
     other("no command", ""),
@@ -372,6 +432,33 @@ OTHERS = [
     other("faults of NaN", "demo --engine torch --chaos nan --out new"),
     other("a file for a folder", "demo --engine torch --out train.json"),
     other("no file", "data check nothing.json"),
+    other(
+        "a judge that is not there",
+        f"data check train.json reward.function=judge reward.judge.model=m {JUDGE}",
+        is_report=True,
+    ),
+    other("a hub id, and no hub listens", "data check train.json --model a/b", environment=NO_HUB),
+    other(
+        "prompts that are all too long",
+        "data check train.json --model ./model --reward-func reward.py data.max_prompt_tokens=1",
+        is_report=True,
+    ),
+    other(
+        "parts that are no numbers",
+        "data check train.json --reward-func reward.py",
+        reward("return {'score': 1.0, 'style': float('nan'), 'why': 'good'}"),
+        warns="parts left out",
+    ),
+    other(
+        "a reward that prints 100 kB",
+        "data check train.json --reward-func reward.py",
+        reward("print('x' * 100_000); return 1.0"),
+        warns="printed more than",
+    ),
+    other(
+        "rows without an answer", "data check train.json", rows({"prompt": "a", "ground_truth": None}), is_report=True
+    ),
+    *(other(f"a name of 300 letters, {command}", f"{command} {'a' * 300}") for command in LONG),
     other("a lone surrogate", "data check train.json --model ./model", rows(ROWS[0] | {"prompt": "\ud800"})),
     other("a model that is not there", "data check train.json --model ./modle"),
     other(

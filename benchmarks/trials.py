@@ -100,12 +100,22 @@ class Fence:
         """What the command that was started last has printed."""
         return (self.root / "said").read_text(encoding="utf-8", errors="replace")
 
-    def run(self, *arguments: str, cwd: Path | None = None, limit_s: float = 600.0) -> Ended:
-        """Run a command to its end, or to its deadline."""
+    def run(
+        self,
+        *arguments: str,
+        cwd: Path | None = None,
+        limit_s: float = 600.0,
+        extra: Mapping[str, str] = MappingProxyType({}),
+    ) -> Ended:
+        """Run a command to its end, or to its deadline.
+
+        Args:
+            extra: further variables of its environment.
+        """
         out, err = self.root / "run.out", self.root / "run.err"
         before, began = os.times(), time.monotonic()
         with open(out, "wb") as to_out, open(err, "wb") as to_err:
-            process = self._popen(arguments, cwd, to_out, to_err)
+            process = self._popen(arguments, cwd, to_out, to_err, extra)
             try:
                 exit_: int | None = process.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:
@@ -118,10 +128,17 @@ class Fence:
         return Ended(exit_, seconds, cpu_s, *texts)
 
     def _popen(
-        self, arguments: Iterable[str], cwd: Path | None, out: IO[bytes], err: IO[bytes] | int
+        self,
+        arguments: Iterable[str],
+        cwd: Path | None,
+        out: IO[bytes],
+        err: IO[bytes] | int,
+        extra: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "asyncgrpo", *arguments]
-        return subprocess.Popen(command, cwd=cwd or self.work, env=self.environment(), stdout=out, stderr=err)
+        return subprocess.Popen(
+            command, cwd=cwd or self.work, env=self.environment() | dict(extra), stdout=out, stderr=err
+        )
 
     def processes(self) -> list[psutil.Process]:
         """The living processes of commands in this fence."""

@@ -1,9 +1,13 @@
 """The command line: one module for each family of commands, each with a function `register(app)`.
 
-An `AsyncGRPOError` ends the command with `error: <one sentence>` and exit code 1; any other exception keeps its traceback.
+An `AsyncGRPOError` ends the command with `error: <one sentence>` and exit code 1, and so does a path that the operating
+system refuses. Any other exception keeps its traceback.
 Commands import heavy packages when they run, so that `asyncgrpo --help` is quick.
 """
 
+import errno
+import logging
+import os
 import sys
 from typing import Annotated
 
@@ -11,6 +15,7 @@ import typer
 
 from asyncgrpo import __version__
 from asyncgrpo.cli import audit, checkpoints, config, control, data, demo, doctor, plan, replay, samples, train
+from asyncgrpo.cli.output import shorten
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
 
@@ -62,10 +67,25 @@ def _keep_examples_whole(group: typer.Typer) -> None:
 _keep_examples_whole(app)
 
 
+_OF_THE_PATH = frozenset(
+    {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+)
+"""Errors of the operating system whose cause is a path of the user's, or the disk below it."""
+
+
 def main() -> None:
     """Entry point of the `asyncgrpo` script. The exit code is 0 only for success, and 130 after Ctrl-C."""
+    if logging.lastResort is not None:  # prints warnings until a run sets its logging up
+        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     try:
         app(prog_name="asyncgrpo")
     except AsyncGRPOError as error:
-        typer.echo(f"error: {visible(str(error))}", err=True)
-        sys.exit(1)
+        problem = str(error)
+    except OSError as error:
+        if error.filename is None or error.errno not in _OF_THE_PATH:
+            raise
+        problem = f"{shorten(os.fsdecode(error.filename), 200)}: {error.strerror}"
+    else:
+        return
+    typer.echo(f"error: {visible(problem)}", err=True)
+    sys.exit(1)

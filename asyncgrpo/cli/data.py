@@ -16,6 +16,7 @@ import typer
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption, one_or_all
 from asyncgrpo.cli.output import JsonOption, print_json, shorten
 from asyncgrpo.config.schema import Config, DataConfig
+from asyncgrpo.data.prompts import all_too_long
 from asyncgrpo.data.rows import Record, recognise
 from asyncgrpo.data.sources import read_source
 from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render
@@ -52,6 +53,8 @@ class CheckReport(Frozen):
     """Rows of each `data_source`, most frequent first."""
     answers_missing: int
     """Rows whose ground truth is null or an empty text."""
+    first_missing: tuple[int, ...]
+    """Up to `SHOWN_ROWS` of them, from 0."""
     prompt_text: str
     """Row 0 as the model would see it (without a tokenizer: its turns' contents)."""
     prompt_tokens: int | None
@@ -64,6 +67,12 @@ class CheckReport(Frozen):
     """What that text is; empty where it is the ground truth."""
     score: Score | None
     """Its score."""
+    problem: str
+    """Why a run would refuse the file, or the reward could not score row 0; empty where neither is so."""
+
+
+SHOWN_ROWS = 10
+"""Row numbers in a report."""
 
 
 def check_file(
@@ -71,6 +80,7 @@ def check_file(
     model_path: str | None,
     config: DataConfig,
     score: Callable[[Prompt, str], Score] | None = None,
+    check_sources: Callable[[set[str]], object] = set,
 ) -> CheckReport:
     """Read a whole file as a run would.
 
@@ -78,6 +88,7 @@ def check_file(
         model_path: model whose tokenizer and chat template are used. None: lengths are in characters.
         config: `columns`, `max_prompt_tokens` and `system_prompt` are used.
         score: a reward to try on row 0, with the ground truth as the completion; of code, with the row's solution.
+        check_sources: of the reward; where it raises, the reward is not tried.
     Raises:
         DataError: the file or one of its rows cannot be used.
         ConfigError: the model's tokenizer cannot be loaded.
@@ -87,18 +98,23 @@ def check_file(
     records = [schema.to_record(row, index) for index, row in enumerate(rows)]
     rendered = _rendered(path, records, model_path, config)
     lengths = [len(text) if model_path is None else len(token_ids) for text, token_ids in rendered]
-    first, answer = records[0], "" if records[0].answer is None else str(records[0].answer)
-    prompt = Prompt(
-        prompt_id="check/0",
-        token_ids=rendered[0].token_ids,
-        text=first.prompt if isinstance(first.prompt, str) else "",
-        turns=() if isinstance(first.prompt, str) else tuple(first.prompt),
-        answer=first.answer,
-        source=first.source,
-        info=first.info,
-    )
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="higher")
-    reference, scored_as = reference_of(prompt)
+    over_long = None if model_path is None else sum(length > config.max_prompt_tokens for length in lengths)
+    sources = Counter(record.source for record in records)
+    missing = [index for index, record in enumerate(records) if record.answer in (None, "")]
+    first = _prompt_of(records[0], rendered[0])
+    reference, scored_as = reference_of(first)
+    problem, scored = "", None
+    try:
+        if over_long == len(rows):
+            raise all_too_long(path, len(rows), max(lengths), config)
+        check_sources(set(sources))
+    except AsyncGRPOError as error:
+        problem = str(error)
+    else:
+        scored = None if score is None else score(first, reference)
+    if scored is not None and scored.failure is not None:
+        problem = f"{path}: the ground truth of row 0, as a completion, could not be scored{_why(scored)}"
     return CheckReport(
         file=str(path),
         rows=len(rows),
@@ -106,15 +122,29 @@ def check_file(
         unit="characters" if model_path is None else "tokens",
         lengths=Lengths(p50=int(p50), p90=int(p90), p99=int(p99), max=max(lengths)),
         max_prompt_tokens=config.max_prompt_tokens,
-        over_long=None if model_path is None else sum(length > config.max_prompt_tokens for length in lengths),
-        sources=dict(Counter(record.source for record in records).most_common()),
-        answers_missing=sum(record.answer in (None, "") for record in records),
+        over_long=over_long,
+        sources=dict(sources.most_common()),
+        answers_missing=len(missing),
+        first_missing=tuple(missing[:SHOWN_ROWS]),
         prompt_text=rendered[0].text,
         prompt_tokens=None if model_path is None else lengths[0],
-        answer=answer,
-        scored_answer=None if score is None else reference,
-        scored_as="" if score is None else scored_as,
-        score=None if score is None else score(prompt, reference),
+        answer="" if first.answer is None else str(first.answer),
+        scored_answer=None if scored is None else reference,
+        scored_as="" if scored is None else scored_as,
+        score=scored,
+        problem=problem,
+    )
+
+
+def _prompt_of(record: Record, rendered: Rendered) -> Prompt:
+    return Prompt(
+        prompt_id="check/0",
+        token_ids=rendered.token_ids,
+        text=record.prompt if isinstance(record.prompt, str) else "",
+        turns=() if isinstance(record.prompt, str) else tuple(record.prompt),
+        answer=record.answer,
+        source=record.source,
+        info=record.info,
     )
 
 
@@ -161,8 +191,8 @@ def check(
     """Check that a file can be read and scored, and show a prompt of it.
 
     It shows the schema, one prompt as the model will see it, the lengths of prompts, and the score of the ground truth as
-    a completion; of code, that of the row's solution. Without a model, lengths are in characters. Exits with 1 when rows
-    have no schema or the reward cannot score.
+    a completion; of code, that of the row's solution. Without a model, lengths are in characters. Exits with 1 when a
+    run would refuse the file, or the reward cannot score.
     """
     from asyncgrpo.config.load import load_config
 
@@ -172,10 +202,8 @@ def check(
         print_json(msgspec.to_builtins(report) | {"reward": reward})
     else:
         _print(report, reward)
-    if report.score is not None and report.score.failure is not None:
-        raise AsyncGRPOError(
-            f"{file}: the ground truth of row 0, as a completion, could not be scored{_why(report.score)}"
-        )
+    if report.problem:
+        raise AsyncGRPOError(report.problem)
 
 
 def _check(file: str, model: str | None, config: Config) -> tuple[CheckReport, str]:
@@ -191,7 +219,7 @@ def _check(file: str, model: str | None, config: Config) -> tuple[CheckReport, s
             return runner.run(score_one(reward, prompt, answer))
 
         try:
-            return check_file(file, model, config.data, score=score), reward.about
+            return check_file(file, model, config.data, score, reward.check_sources), reward.about
         finally:
             runner.run(reward.close())
 
@@ -207,7 +235,7 @@ def _print(report: CheckReport, reward: str) -> None:
         "data_source": sources,
         "prompt lengths": f"{report.unit}: half up to {lengths.p50:,}, 90 % up to {lengths.p90:,}, "
         f"99 % up to {lengths.p99:,}, longest {lengths.max:,}{dropped}",
-        "without answer": f"{report.answers_missing:,} rows",
+        "without answer": f"{report.answers_missing:,} rows{_listed(report)}",
         "reward": reward,
         "row 0, prompt": shorten(report.prompt_text, 2000),
         "row 0, answer": shorten(report.answer, 600),
@@ -215,10 +243,16 @@ def _print(report: CheckReport, reward: str) -> None:
     if report.score is not None:
         value = f"{report.score.value:g}" if report.score.value is not None else f"no score{_why(report.score)}"
         why = f": {report.scored_as}" if report.scored_as else ""
-        facts["row 0, reward"] = f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion{why}"
+        note = f"; {report.score.detail}" if report.score.value is not None and report.score.detail else ""
+        facts["row 0, reward"] = f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion{why}{note}"
     for name, value in facts.items():
         first, *rest = visible(value).splitlines() or [""]
         typer.echo("\n".join([f"{name:16} {first}", *(f"{'':16} {line}" for line in rest)]))
+
+
+def _listed(report: CheckReport) -> str:
+    rows = ", ".join(map(str, report.first_missing))
+    return f": {rows}{', ...' if report.answers_missing > SHOWN_ROWS else ''}" if rows else ""
 
 
 def _why(score: Score) -> str:

@@ -4,6 +4,7 @@ The checks read the same files as the run and call the same functions, so that a
 the engines of many GPUs have started.
 """
 
+import logging
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from rich.console import Console
 from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
+from asyncgrpo.cores import cores
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.importing import importing
 
@@ -28,10 +30,16 @@ if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.rewards import ConfiguredReward
     from asyncgrpo.tools.chaos import Plan
 
+log = logging.getLogger(__name__)
+
 # -- the checks before a run is started --------------------------------------------------------------------------------
 
 REWARD_IMPORT_S = 10.0
 """How long the import of a user's reward file may take, while nothing else runs here."""
+_PROCESS_BYTES = 2**27
+"""Memory that each generator or rank on the CPU needs at least: torch alone takes it."""
+_PROCESSES_PER_CORE = 4
+"""More on the CPU are a warning."""
 _OTHER_FILES_BYTES = 2**26
 """Space in a run folder for everything but checkpoints."""
 
@@ -44,10 +52,14 @@ def check_run(config: Config) -> str:
     Raises:
         ConfigError, DataError, RewardError: one sentence each.
     """
+    from asyncgrpo.config.reach import find_model
+
+    find_model(config.model.path)  # before the imports of seconds
     from asyncgrpo.cluster.wiring import uses_cuda
 
     check_settings(config)
     _check_gpus(config, learner_on_gpu=uses_cuda(config))
+    _check_cpus(config, learner_on_gpu=uses_cuda(config))
     reward = check_inputs(config)
     check_fit(config)
     _check_training(config, learner_on_gpu=uses_cuda(config))
@@ -77,15 +89,17 @@ def check_inputs(config: Config) -> str:
     Raises:
         ConfigError, DataError, RewardError: one sentence each.
     """
-    from asyncgrpo.config.rules import check_model, local_model
+    from asyncgrpo.config.reach import find_model
+    from asyncgrpo.config.rules import check_model
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
     from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.weights.files import check_weight_files
 
+    folder = find_model(config.model.path)
     check_model(config)
-    if (folder := local_model(config.model.path)) is not None:
+    if folder is not None:
         check_weight_files(folder, is_complete=Path(config.model.path).expanduser().is_dir())
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
@@ -104,7 +118,7 @@ def check_inputs(config: Config) -> str:
 
 def _check_prompts(config: Config, reward: "ConfiguredReward | None") -> None:
     from asyncgrpo.data.kept import look
-    from asyncgrpo.data.prompts import check_prompts
+    from asyncgrpo.data.prompts import Checked, check_prompts
     from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
 
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
@@ -115,12 +129,23 @@ def _check_prompts(config: Config, reward: "ConfiguredReward | None") -> None:
     for split, sources in splits.items():
         limit = None if split == "train" else config.data.eval_rows
         if split in kept:  # they passed this check before they were kept
-            found = set(kept[split].about.sources)
+            about = kept[split].about
+            read = [Checked(about.num_rows, set(about.sources))]
         else:
             read = [check_prompts(s, tokenizer, config.data, vocabulary=vocabulary, limit=limit) for s in sources]
-            found = set().union(*read)
         if reward is not None:
-            reward.check_sources(found)
+            reward.check_sources(set().union(*(one.sources for one in read)))
+        if split == "train":
+            _check_step(config, sum(one.rows for one in read))
+
+
+def _check_step(config: Config, rows: int) -> None:
+    """Warn about steps that take more prompts than there are."""
+    wanted, epochs = config.buffer.prompts_per_step, config.run.epochs
+    if wanted > rows:
+        is_one = epochs is not None and epochs * rows <= wanted
+        then = "the run is one smaller step" if is_one else "a step takes a prompt more than once"
+        log.warning("buffer.prompts_per_step (%d) is more than the rows of data.train (%d): %s", wanted, rows, then)
 
 
 def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
@@ -132,6 +157,24 @@ def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
     from asyncgrpo.cluster.ray_session import check_gpus
 
     check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
+
+
+def _check_cpus(config: Config, *, learner_on_gpu: bool) -> None:
+    """Refuse more processes on the CPU than this machine's memory holds, and warn about far more than it has cores."""
+    if config.cluster.ray_address is not None:
+        return
+    import psutil
+
+    generators = 0 if config.generators.gpus_each else config.generators.count
+    ranks = 0 if learner_on_gpu else config.learner.ranks
+    what, memory = f"{generators} generators and {ranks} learner ranks on the CPU", psutil.virtual_memory().total
+    if (wanted := (generators + ranks) * _PROCESS_BYTES) > memory:
+        raise ConfigError(
+            f"{what} take more than {size_in_words(wanted)} of memory, and this machine has {size_in_words(memory)}; "
+            "lower generators.count or learner.ranks"
+        )
+    if generators + ranks > _PROCESSES_PER_CORE * cores():
+        log.warning("%s share %d cores; lower generators.count or learner.ranks", what, cores())
 
 
 def card_of(config: Config) -> "Card":
@@ -284,10 +327,12 @@ def _gpus(config: Config) -> str:
 
 
 def choose_folder(default: str, explicit: str | None) -> Path:
-    """The folder asked for, or the first of `default`, `default-2`, ... without a finished run."""
+    """The folder asked for, or else the first of `default`, `default-2`, ... without a finished run."""
     from asyncgrpo.cluster.folder import unused
 
-    return Path(explicit) if explicit else unused(Path(default))
+    if explicit is not None and not explicit.strip():
+        raise ConfigError("--out is empty; name a folder")
+    return Path(explicit) if explicit is not None else unused(Path(default))
 
 
 def execute(

@@ -29,7 +29,7 @@ from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, set_environment
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.schema import Config, RewardConfig
 from asyncgrpo.cores import CoreClock
 from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.demo import demo_rules
@@ -44,6 +44,7 @@ from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.rewards import build_reward
 from asyncgrpo.rewards.breaker import Breaker
+from asyncgrpo.rewards.pool import MOST_AT_ONCE
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.check import GapLimit, SyncCheck
 from asyncgrpo.wire.sockets import Client, Keys, Server
@@ -312,6 +313,13 @@ def _steps_at_most(config: Config, prompts: int) -> int | None:
     return steps if config.run.steps is None else min(steps, config.run.steps)
 
 
+def _guarded_reward(config: RewardConfig) -> Breaker:
+    """The reward of a generator. Workers are sent several quick calls at once."""
+    reward = build_reward(config, extra_rules=demo_rules())
+    each = MOST_AT_ONCE if config.at_once_key == "reward.workers" else 1
+    return Breaker(reward, at_once=each * config.at_once, withdraw=reward.withdraw)
+
+
 def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: bool) -> Sampling:
     """How this run samples its training groups, or its evaluations."""
     sampling = config.sampling
@@ -427,7 +435,7 @@ class GeneratorActor:
             f"generator-{self._index}",
             self._incarnation,
             engine,
-            Breaker(build_reward(config.reward, extra_rules=demo_rules()), at_once=config.reward.at_once),
+            _guarded_reward(config.reward),
             decode,
             turns=build_sampler(config, engine, tokenizer),
             window=config.generators.groups_in_flight,

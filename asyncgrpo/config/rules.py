@@ -230,7 +230,12 @@ def _one_environment(config: Config) -> str | None:
     )
 
 
+def _out_is_named(config: Config) -> str | None:
+    return None if config.run.out.strip() else "run.out is empty; name a folder"
+
+
 _RULES = (
+    _out_is_named,
     _microbatch_holds_one,
     _min_completions,
     _auto_lag,
@@ -304,20 +309,20 @@ def file_of(spec: str) -> Path:
     return Path(head if colon and not Path(spec).is_file() else spec)
 
 
-def local_model(path: str) -> Path | None:
-    """The model's folder; none for a hub id that is still to be downloaded. Raises ConfigError."""
+def local_model(path: str, key: str = "model.path") -> Path | None:
+    """The model's folder; none for a hub id that is still to be downloaded. Raises ConfigError, which names `key`."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError(f"model.path: {path} is a file; give the folder that holds the model's config.json")
+        raise ConfigError(f"{key}: {path} is a file; give the folder that holds the model's config.json")
     if not _looks_like_hub_id(path):
         near = _close_folders(folder)
-        raise ConfigError(f"model.path: the folder {path} does not exist" + (f"; did you mean {near}?" if near else ""))
+        raise ConfigError(f"{key}: the folder {path} does not exist" + (f"; did you mean {near}?" if near else ""))
     cached = _cached(path)
-    if cached is None and _is_offline():
+    if cached is None and is_offline():
         raise ConfigError(
-            f"model.path: {path} is neither a folder nor in the local Hugging Face cache, and HF_HUB_OFFLINE is set; "
+            f"{key}: {path} is neither a folder nor in the local Hugging Face cache, and HF_HUB_OFFLINE is set; "
             "give a folder, or download the model once without HF_HUB_OFFLINE"
         )
     return cached
@@ -356,7 +361,8 @@ def _cached(hub_id: str) -> Path | None:
     return max((file.parent for file in snapshots), key=lambda folder: folder.stat().st_mtime, default=None)
 
 
-def _is_offline() -> bool:
+def is_offline() -> bool:
+    """True if the environment switches the Hugging Face hub off."""
     return any(
         os.environ.get(name, "").lower() in {"1", "on", "true", "yes"}
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from asyncgrpo.config.reach import find_model
 from asyncgrpo.config.rules import local_model
 
 Settings = Mapping[str, Any]
@@ -130,9 +131,9 @@ def shape_at(path: str, *, may_download: bool = False) -> ModelShape | None:
     Args:
         may_download: fetch the `config.json` of a hub id, a few kilobytes, if it is not here.
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, or it is to be downloaded and the hub does not reply.
     """
-    folder = local_model(path)
+    folder = find_model(path) if may_download else local_model(path)
     if folder is None and may_download:
         folder = _downloaded(path)
     return None if folder is None else read_shape(folder)
@@ -143,7 +144,7 @@ def _downloaded(hub_id: str) -> Path | None:
 
     try:
         return Path(huggingface_hub.hf_hub_download(hub_id, "config.json", etag_timeout=5)).parent
-    except Exception:  # no network, no such model: whoever needs the model says so
+    except Exception:  # no such model: loading its tokenizer says so
         return None
 
 

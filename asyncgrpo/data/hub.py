@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncgrpo.config.explain import near
+from asyncgrpo.config.reach import go_offline, why_no_hub
 from asyncgrpo.data.rows import one_line, plain_value
 from asyncgrpo.errors import ConfigError, DataError
 
@@ -46,6 +47,8 @@ def _load(source: str, name: str, parameters: tuple[tuple[str, str], ...]) -> "D
     for key in given.keys() - set(PARAMETERS):
         hint = near(key, PARAMETERS) or f"expected {', '.join(PARAMETERS)}"
         raise DataError(f"{source}: unknown parameter {key!r}; {hint}")
+    if why := None if Path(name).is_dir() else why_no_hub():
+        go_offline()  # before the import, which reads it
     try:
         import datasets
     except ImportError as error:
@@ -58,4 +61,5 @@ def _load(source: str, name: str, parameters: tuple[tuple[str, str], ...]) -> "D
             return saved[given["split"]] if isinstance(saved, datasets.DatasetDict) else saved
         return datasets.load_dataset(name, **given)
     except Exception as error:  # whatever `datasets` and the libraries below it raise
-        raise DataError(f"{source}: datasets cannot load it: {one_line(error) or type(error).__name__}") from error
+        hub = f"{why}, and " if why else ""
+        raise DataError(f"{source}: {hub}datasets cannot load it: {one_line(error) or type(error).__name__}") from error

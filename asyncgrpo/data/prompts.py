@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -71,8 +71,16 @@ def load_prompts(
                 builder.add(token_ids, record.prompt, record.answer, record.source, record.info)
             row += len(some)
         if not builder.prompts_of_source:
-            raise _all_too_long(source, row, builder.longest_of_source, config)
+            raise all_too_long(source, row, builder.longest_of_source, config)
     return builder.table(stop_token_ids)
+
+
+class Checked(NamedTuple):
+    """What `check_prompts` has read of a source."""
+
+    rows: int
+    sources: set[str]
+    """Every `data_source` of its rows."""
 
 
 def check_prompts(
@@ -82,26 +90,26 @@ def check_prompts(
     *,
     vocabulary: int | None,
     limit: int | None = None,
-) -> set[str]:
+) -> Checked:
     """Refuse what `load_prompts` would refuse of one source, but faster: every row is read, and few are tokenised.
 
     One prompt of each sequence of roles is rendered, because a chat template may refuse a sequence, and as many more as it
-    takes to find one that is not too long.
+    takes to find one that is not too long. Rows without an answer, where others have one, are a warning.
 
     Args:
         vocabulary: size of the model's vocabulary, if it is known.
         limit: rows of the source to use, from its start; None: all.
-    Returns:
-        Every `data_source` of its rows.
     Raises:
         DataError: where `load_prompts` would raise it.
         ConfigError: the tokenizer gives tokens that the model does not have.
     """
     _, records = _records(source, config, limit)
     rendered, sources = set[tuple[str, ...]](), set[str]()
-    longest, fits, index = 0, False, -1
+    longest, fits, index, unanswered = 0, False, -1, list[int]()
     for index, record in enumerate(records):
         sources.add(record.source)
+        if record.answer in (None, ""):
+            unanswered.append(index)
         roles = tuple(turn["role"] for turn in record.messages)
         if fits and roles in rendered:
             continue
@@ -115,8 +123,11 @@ def check_prompts(
         longest = max(longest, len(token_ids))
         fits = fits or len(token_ids) <= config.max_prompt_tokens
     if not fits:
-        raise _all_too_long(source, index + 1, longest, config)
-    return sources
+        raise all_too_long(source, index + 1, longest, config)
+    if 0 < len(unanswered) <= index:
+        rows = ", ".join(map(str, unanswered[:10])) + ", ..." * (len(unanswered) > 10)
+        log.warning("%s: %d of %d rows have no answer: %s", source, len(unanswered), index + 1, rows)
+    return Checked(index + 1, sources)
 
 
 def _records(source: str | Path, config: DataConfig, limit: int | None) -> tuple[str, Iterator[Record]]:
@@ -135,7 +146,8 @@ def _token_ids(
     return render(tokenizer, record.messages, config.system_prompt, where=where, longest=longest).token_ids
 
 
-def _all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
+def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
+    """The error for a source with `count` prompts, of which none fits."""
     return DataError(
         f"{source}: all {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
         f"the longest has at least {longest}"

@@ -12,7 +12,9 @@ import datetime
 import decimal
 import difflib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +83,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object_of)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {number}, column {error.colno}: broken JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:
@@ -94,7 +96,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
     try:
-        content = json.loads(_text(path))
+        content = json.loads(_text(path), object_pairs_hook=_object_of)
     except json.JSONDecodeError as error:
         hint = " (one object a line? then name the file .jsonl)" if error.msg == "Extra data" else ""
         raise DataError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}{hint}") from error
@@ -126,8 +128,18 @@ def _text(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that it has twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        values = " and ".join(repr(value)[:40] for name, value in pairs if name == key)
+        raise ValueError(f"an object has the key {key!r} twice, with {values}")
+    return found
+
+
 def _unreadable(error: ValueError | RecursionError) -> str:
-    """Why Python cannot read JSON that is well formed: an endless number, or lists that are nested too deeply."""
+    """Why JSON that is well formed is refused: an endless number, a key twice, or lists that are nested too deeply."""
     return "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
 
 
@@ -206,6 +218,7 @@ class Schema:
         """The record of row `index` (from 0). Raises DataError, which names file, row and the accepted spellings."""
         try:
             record = self.convert(row)
+            _check_values(record)
             _check_size(record)
             return record
         except _Misfit as misfit:
@@ -214,6 +227,14 @@ class Schema:
 
 class _Misfit(Exception):
     """A row does not fit the schema. The message does not name file and row."""
+
+
+def _check_values(record: Record) -> None:
+    """Raise _Misfit for a prompt without text, or an answer that is no number."""
+    if not any(message["content"].strip() for message in record.messages):
+        raise _Misfit("its prompt is empty")
+    if isinstance(record.answer, float) and not math.isfinite(record.answer):
+        raise _Misfit(f"its answer is {record.answer}; write null where a row has none")
 
 
 def _check_size(record: Record) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from asyncgrpo.config.reach import find_model
 from asyncgrpo.data.rows import one_line
 from asyncgrpo.errors import ConfigError, DataError
 
@@ -30,11 +31,10 @@ def load_tokenizer(path: str, template: Mapping[str, Any] = MappingProxyType({})
     Args:
         template: arguments that its chat template always gets (`data.chat_template_kwargs`).
     Raises:
-        ConfigError: the folder is missing, it is no model folder, or the hub cannot be reached.
+        ConfigError: the folder is missing or no model folder, or neither cache nor hub has the tokenizer.
     """
+    find_model(path)
     folder = Path(path)
-    if not folder.is_dir() and _is_local(path):
-        raise ConfigError(f"model.path {path!r}: no such folder")
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model.path {path!r} is no model folder: it holds none of {', '.join(_TOKENIZER_FILES)}")
     from transformers import AutoTokenizer
@@ -48,8 +48,8 @@ def load_tokenizer(path: str, template: Mapping[str, Any] = MappingProxyType({})
         if folder.is_dir():
             raise ConfigError(f"model.path {path!r}: its tokenizer cannot be loaded: {one_line(error)}") from error
         raise ConfigError(
-            f"model.path {path!r} is no folder, and as a hub id it can be neither found in the cache nor downloaded; "
-            "give the folder of a downloaded model"
+            f"model.path: {path} is no folder, and its tokenizer can be neither found in the cache nor downloaded: "
+            f"{one_line(error)}"
         ) from error
 
 
@@ -62,7 +62,7 @@ def stop_token_ids(
         model_path: folder of the model. Chat models often name a second end token in its generation_config.json.
         extra_stops: strings (`sampling.stop`), each of which must be one token.
     Raises:
-        ConfigError: an extra stop is not a single token, or generation_config.json is broken.
+        ConfigError: an extra stop is not a single token, generation_config.json is broken, or nothing ends a completion.
     """
     stops = set(_generation_config_stops(Path(model_path)))
     if tokenizer.eos_token_id is not None:
@@ -74,6 +74,11 @@ def stop_token_ids(
                 f"sampling.stop: {text!r} is {len(ids)} tokens of this tokenizer; a stop must be one token"
             )
         stops.add(ids[0])
+    if not stops:
+        raise ConfigError(
+            f"model.path {model_path!r}: neither its tokenizer (eos_token) nor its generation_config.json names an end "
+            "token, so no completion could end; set sampling.stop"
+        )
     return tuple(sorted(stops))
 
 
@@ -240,12 +245,6 @@ def vocabulary_size(model_path: str) -> int | None:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def _is_local(path: str) -> bool:
-    """Whether `path` means a folder, also if that is missing. A hub id is `name` or `owner/name`."""
-    has_parent = "/" in path and Path(path).parent.is_dir()
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or has_parent
 
 
 def _generation_config_stops(folder: Path) -> list[int]:

@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import aiohttp
 import msgspec
 
+from asyncgrpo.config.reach import check_service
 from asyncgrpo.environments.base import Environment, EnvironmentFailed, Episode, Reply, Task, reply_of_step
 from asyncgrpo.errors import ConfigError
 
-CHECK_S = 10.0
+CHECK_S = 4.0
 """How long a server may take to say what its actions are."""
 AGAIN_S = 0.2
 """Before a server that had no free session is asked for one again."""
@@ -159,6 +160,7 @@ def text_field_at(url: str) -> str | None:
     Raises:
         ConfigError: it is not there, or is no OpenEnv; one sentence.
     """
+    check_service(url, "environment.name")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url.rstrip('/')}/schema", timeout=CHECK_S) as reply:

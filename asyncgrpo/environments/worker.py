@@ -32,7 +32,7 @@ from asyncgrpo.environments.tools import SPEC, ToolBox, load_tools, schemas_of
 from asyncgrpo.errors import AsyncGRPOError, RewardError
 from asyncgrpo.rewards.base import describe, score_of_value
 from asyncgrpo.rewards.user import run_file, split_spec
-from asyncgrpo.rewards.worker import be_expendable, die_with, read_frame, send, take_pipes
+from asyncgrpo.rewards.worker import be_expendable, bound_output, die_with, read_frame, send, take_pipes
 from asyncgrpo.types import Score
 
 DEFAULT_NAME = "Environment"
@@ -99,6 +99,7 @@ def main(boot: dict[str, Any]) -> None:
     die_with(boot["parent"])
     be_expendable()
     asks, answers = take_pipes()
+    bound_output()
     faulthandler.enable()
     sys.argv = ["environment"]
     try:

@@ -47,8 +47,11 @@ class ConfiguredReward(Reward, Protocol):
     def about(self) -> str:
         """What it calls, for a person."""
 
+    def withdraw(self) -> None:
+        """End calls that wait for a worker with the failure `WITHDRAWN`; those that run go on."""
+
     def check_sources(self, sources: set[str]) -> None:
-        """Raise RewardError if it cannot score rows of one of these sources."""
+        """Raise RewardError or ConfigError if it cannot score rows of one of these sources, or reach what it needs."""
 
 
 async def score_one(reward: Reward, prompt: Prompt, completion_text: str) -> Score:
@@ -67,6 +70,11 @@ MAX_PARTS = 32
 LARGEST = 1e6
 """Bound on the size of a reward. Advantages sum squares of rewards: far above the bound they overflow, and the group, or
 the whole batch, has no gradient."""
+
+LEFT_OUT, PRINTED = "parts left out", "printed more than"
+"""How a detail begins that is a warning about a score that counts."""
+WITHDRAWN = "withdrawn"
+"""The failure of a call that was not made, and is to be made again."""
 
 _ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
 """Matches place and type in a detail that `describe` made."""
@@ -126,20 +134,22 @@ def score_of_value(value: Any) -> Score:
     if score.failure is not None:
         return score
     parts, left_out = _parts(value)
-    why = f"not within {LARGEST:g}, or more than {MAX_PARTS}"
-    detail = f"parts left out, {why}: {', '.join(left_out)}" if left_out else ""
+    why = f"no number within {LARGEST:g}, or more than {MAX_PARTS}"
+    detail = f"{LEFT_OUT}, {why}: {', '.join(left_out)}" if left_out else ""
     return Score(value=score.value, parts=parts, detail=detail[:MAX_DETAIL])
 
 
 def _parts(value: Mapping[Any, Any]) -> tuple[dict[str, float], list[str]]:
-    """The named numbers beside `score`, and the names of those that are left out. Other values are no parts."""
+    """The named numbers beside `score`, and those that are left out, with their values where these are the reason."""
     parts: dict[str, float] = {}
     left_out = []
     for name, part in value.items():
-        number = _number(part)
-        if name == "score" or number is None:
+        if name == "score":
             continue
-        if abs(number) <= LARGEST and len(parts) < MAX_PARTS:
+        number = _number(part)
+        if number is None or not abs(number) <= LARGEST:
+            left_out.append(f"{name} ({repr(part)[:40]})")
+        elif len(parts) < MAX_PARTS:
             parts[str(name)] = number
         else:
             left_out.append(str(name))

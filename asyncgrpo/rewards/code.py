@@ -347,8 +347,12 @@ class CodeReward:
             )
 
     def check(self) -> None:
-        """Raise RewardError if code cannot be run. Blocks while a program is run in bubblewrap to find out."""
-        if self._service is not None or (why := why_not_isolated()) is None:
+        """Raise RewardError or ConfigError if code cannot be run. Blocks while bubblewrap runs a program to find out."""
+        if self._settings.url is not None:
+            from asyncgrpo.config.reach import check_service
+
+            return check_service(self._settings.url, "reward.code.url")
+        if (why := why_not_isolated()) is None:
             return
         if not self._settings.unsafe:
             raise RewardError(why)
@@ -359,6 +363,10 @@ class CodeReward:
         if self._service is None:
             return await score_each(self._pool, prompt, completions)
         return await asyncio.gather(*(self._score_there(self._service, prompt, one) for one in completions))
+
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        self._pool.withdraw()
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""

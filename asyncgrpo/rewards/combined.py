@@ -66,6 +66,11 @@ class CombinedReward:
                 break
         return [self._combine(of_one) for of_one in given]
 
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        for one in self._rewards:
+            one.reward.withdraw()
+
     async def close(self) -> None:
         """End every worker process."""
         for one in self._rewards:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from asyncgrpo.config.reach import check_service
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import Sampled, failed
 from asyncgrpo.rewards.http import Service, ServiceError
@@ -82,11 +83,15 @@ class JudgeReward:
         self.about = f"judge, {settings.model} at {self._service.url}"
 
     def check_sources(self, sources: set[str]) -> None:
-        """Any `data_source` will do."""
+        """Raise ConfigError if the judge cannot be reached. Any `data_source` will do."""
+        check_service(self._service.url, "reward.judge.url")
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
         return await asyncio.gather(*(self._score_one(prompt, one.text) for one in completions))
+
+    def withdraw(self) -> None:
+        """No call waits for a worker."""
 
     async def close(self) -> None:
         """Close the connections."""

@@ -38,6 +38,7 @@ class ModelReward:
             raise RewardError(
                 "reward.function names model, and reward.model.path is not set; give the reward model's folder"
             )
+        self._path = config.path
         self._pool = Pool(
             f"{__name__}:load_model",
             json.dumps(msgspec.to_builtins(config)),
@@ -49,11 +50,18 @@ class ModelReward:
         self.about = f"reward model {config.path} on {config.device}, one call for a group"
 
     def check_sources(self, sources: set[str]) -> None:
-        """Any `data_source` will do."""
+        """Raise ConfigError if there is no such model. Any `data_source` will do."""
+        from asyncgrpo.config.reach import find_model
+
+        find_model(self._path, "reward.model.path")
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
         return await self._pool.call(call_of(prompt, completions, is_group=True))
+
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        self._pool.withdraw()
 
     async def close(self) -> None:
         """End the process of the model."""

@@ -157,6 +157,11 @@ class RuleReward:
         text_rule = self._text_rules[rule]
         return [_timed(text_rule, one.text, prompt.answer) for one in completions]
 
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        for one in (self._maths, self._gym, self._code):
+            one.withdraw()
+
     async def close(self) -> None:
         """End every worker process."""
         await self._maths.close()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.errors import RewardError
 from asyncgrpo.importing import importing
 from asyncgrpo.rewards.base import Sampled, failed, score_of_value
@@ -38,13 +39,14 @@ class ServedModelReward:
     takes_groups = True
 
     def __init__(self, config: "RewardModelConfig") -> None:
-        """Raises RewardError: `reward.model.path` is not set, or has no tokenizer."""
+        """Raises RewardError or ConfigError: `reward.model.path` is not set, not found, or has no tokenizer."""
         assert config.url is not None
         if config.path is None:
             raise RewardError(
                 "reward.model.url is set, and reward.model.path is not; give the folder or hub id of the model that is "
                 "served, for its tokenizer"
             )
+        find_model(config.path, "reward.model.path")
         with importing():
             from transformers import AutoTokenizer
         try:
@@ -58,7 +60,8 @@ class ServedModelReward:
         self.about = f"reward model {config.path} at {self._service.url}, one call for a group"
 
     def check_sources(self, sources: set[str]) -> None:
-        """Any `data_source` will do."""
+        """Raise ConfigError if the server cannot be reached. Any `data_source` will do."""
+        check_service(self._service.url, "reward.model.url")
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
@@ -69,6 +72,9 @@ class ServedModelReward:
         seconds = (time.perf_counter() - started) / len(sequences)
         scores = [next(scored) if len(ids) <= self._longest else too_long(ids, self._longest) for ids in sequences]
         return [msgspec.structs.replace(score, seconds=seconds) for score in scores]
+
+    def withdraw(self) -> None:
+        """No call waits for a worker."""
 
     async def close(self) -> None:
         """Close the connections."""

@@ -11,7 +11,6 @@ import inspect
 import json
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -58,6 +57,10 @@ class UserReward:
         if self.takes_groups:
             return await self._pool.call(call_of(prompt, completions, is_group=True))
         return await score_each(self._pool, prompt, completions)
+
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        self._pool.withdraw()
 
     async def close(self) -> None:
         """End every worker process."""
@@ -176,8 +179,11 @@ def run_file(path: Path, what: str = "reward") -> ModuleType:
         line = (error.text or "").strip()
         raise RewardError(f"{error.filename}, line {error.lineno}: {error.msg}: {line}") from error
     except BaseException as error:
-        traceback.print_exc()  # the sentence has the user's line; stderr has the whole traceback
-        raise RewardError(f"{path} cannot be imported: {describe(error)}") from error
+        is_relative = isinstance(error, ImportError) and "relative import" in str(error)
+        hint = (
+            f"; {path.name} is no part of a package: write `import name` for a module beside it" if is_relative else ""
+        )
+        raise RewardError(f"{path} cannot be imported: {describe(error)}{hint}") from error
     return module
 
 

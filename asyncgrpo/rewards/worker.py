@@ -1,7 +1,9 @@
 """A reward worker: the messages between it and the pool, and its process.
 
 Messages are msgpack in frames that begin with their length. The pool sends a `Call` and the worker replies with a list
-of `Score`, one for each completion of the call. A worker's first frame is a `WorkerReady`.
+of `Score`, one for each completion of the call. A worker's first frame is a `WorkerReady`. It begins a call once it has
+taken the ticket with its number out of a second pipe, which the pool reads too: a call whose ticket the pool has taken back
+is skipped.
 """
 
 import asyncio
@@ -10,26 +12,32 @@ import ctypes
 import faulthandler
 import importlib
 import inspect
+import io
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, BinaryIO
 
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.rewards.base import describe, score_of_call, scores_of_call
+from asyncgrpo.rewards.base import PRINTED, describe, score_of_call, scores_of_call
 from asyncgrpo.types import Score
 
 # -- between the pool and its workers ----------------------------------------------------------------------------------
 
 
 LENGTH = struct.Struct("!I")
+TICKET = struct.Struct("!Q")
+"""The number of a call, from 0 in each worker."""
+MOST_PRINTED = 1 << 14
+"""Bytes that a worker may print in its life: enough to find a mistake, and too few to fill a disk."""
 MAX_REPLY = 1 << 20
 """Most bytes of a reply. A longer one means that something else wrote into the pipe."""
 
@@ -99,12 +107,16 @@ BOOT = (
 _PR_SET_PDEATHSIG = 1
 
 
-def command(target: str, argument: str, what: str) -> list[str]:
+def command(target: str, argument: str, what: str, tickets: int) -> list[str]:
     """The command line of a worker that scores with `factory(argument)`, where `target` is `module:factory`.
 
     It finds the modules that this process finds. The factory returns a `Scorer`, and `what` is its name for a person.
+
+    Args:
+        tickets: the descriptor from which it reads tickets; not blocking.
     """
     boot = {"path": sys.path, "parent": os.getpid(), "target": target, "argument": argument, "what": what}
+    boot["tickets"] = tickets
     return [sys.executable, "-u", "-c", BOOT, json.dumps(boot)]
 
 
@@ -113,6 +125,8 @@ def main(boot: dict[str, Any]) -> None:
     die_with(boot["parent"])
     be_expendable()
     calls, scores = take_pipes()
+    printed = bound_output()
+    os.set_inheritable(boot["tickets"], False)
     # A crash leaves its Python stack on stderr; the pool asks for the stack of a call that is late with SIGUSR1.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=scores, all_threads=False)
@@ -130,11 +144,70 @@ def main(boot: dict[str, Any]) -> None:
     decoder = msgspec.msgpack.Decoder(Call)
     own_pid = os.getpid()
     with asyncio.Runner() as runner:
-        while (body := read_frame(calls)) is not None:
+        for body in _calls(calls, boot["tickets"]):
             reply = _score(scorer, decoder.decode(body), runner)
             if os.getpid() != own_pid:  # the reward forked, and this is the child that came back
                 os._exit(0)
-            send(scores, reply)
+            send(scores, printed.noted(reply))
+
+
+def bound_output() -> "Printed":
+    """Let Python's stdout and stderr be one `Printed`."""
+    printed = Printed()
+    sys.stdout = sys.stderr = io.TextIOWrapper(printed, encoding="utf-8", errors="replace", write_through=True)
+    return printed
+
+
+class Printed(io.RawIOBase):
+    """What a worker prints: its first `MOST_PRINTED` bytes go to stderr, the rest is dropped."""
+
+    _left = MOST_PRINTED
+    _is_noted = False
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def fileno(self) -> int:
+        """That of stderr."""
+        return 2
+
+    def write(self, data: Any) -> int:
+        """Write as much as is left, and take the rest for written."""
+        text = bytes(data)
+        with contextlib.suppress(OSError):  # a full disk
+            os.write(2, text[: max(self._left, 0)])
+        self._left -= len(text)
+        return len(text)
+
+    def noted(self, scores: list[Score]) -> list[Score]:
+        """The scores; the first has a note, once, where more than that was printed and it has nothing else to say."""
+        if self._left >= 0 or self._is_noted or scores[0].detail:
+            return scores
+        self._is_noted = True
+        note = f"{PRINTED} {MOST_PRINTED:,} bytes, and the rest of what its worker prints is dropped"
+        return [msgspec.structs.replace(scores[0], detail=note), *scores[1:]]
+
+
+def _calls(file: BinaryIO, tickets: int) -> Iterator[bytes]:
+    """The calls that have a ticket, until the pool closes a pipe."""
+    read = 0
+    while True:
+        select.select([tickets], [], [])
+        try:
+            ticket = os.read(tickets, TICKET.size)
+        except BlockingIOError:  # the pool was quicker
+            continue
+        if not ticket:
+            return
+        (number,) = TICKET.unpack(ticket)
+        body: bytes | None = None
+        while read <= number:
+            if (body := read_frame(file)) is None:
+                return
+            read += 1
+        assert body is not None
+        yield body
 
 
 def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -64,6 +65,13 @@ def lose_the_tokenizer(folder: Path) -> None:
         file.unlink()
 
 
+def lose_the_end_token(folder: Path) -> None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        if (file := folder / "model" / name).exists():
+            kept = {key: value for key, value in json.loads(file.read_text()).items() if not key.startswith("eos_")}
+            file.write_text(json.dumps(kept))
+
+
 def hold(path: Path) -> None:
     run = RunFolder(path)
     run.claim()
@@ -122,6 +130,14 @@ CASES = {
     "broken JSON": (write("train.json", '[{"prompt": "a",]'), [], ["train.json", "line 1"]),
     "rows of no known schema": (write("train.json", '[{"question_text": "a"}]'), [], ["train.json", "row 0", "prompt"]),
     "half of a surrogate pair": (row(prompt="\ud800"), [], ["train.json", "row 0", r"\ud800"]),
+    "a prompt without text": (row(prompt=" "), [], ["train.json", "row 0", "its prompt is empty"]),
+    "turns without text": (row(prompt=[{"role": "user", "content": ""}]), [], ["train.json", "row 0", "is empty"]),
+    "NaN for an answer": (row(ground_truth=float("nan")), [], ["train.json", "row 0", "its answer is nan", "null"]),
+    "a key twice": (
+        write("train.json", '[{"prompt": "a", "ground_truth": "1", "prompt": "b"}]'),
+        [],
+        ["train.json", "the key 'prompt' twice, with 'a' and 'b'"],
+    ),
     "prompts that are all too long": (row(prompt="2" * 99), [], ["train.json", "data.max_prompt_tokens", "32"]),
     "a data source without a rule": (row(data_source="poetry"), [], ["poetry", "--reward-func"]),
     "a control character": (row(data_source="poe\x1b[2Jtry"), [], [r"poe\x1b[2Jtry"]),
@@ -139,6 +155,43 @@ CASES = {
         write("reward.py", "import time\ntime.sleep(1000)\n"),
         ["--reward-func", "reward.py", "reward.timeout_s=0.2"],
         ["reward.py", "0.5 s", "reward.timeout_s"],
+    ),
+    "a folder without a name": (None, ["--out", ""], ["--out is empty"]),
+    "a folder without a name, as a setting": (None, ["run.out=''"], ["run.out is empty"]),
+    "a tokenizer without an end token": (
+        lose_the_end_token,
+        [],
+        ["model.path 'model'", "eos_token", "generation_config.json", "sampling.stop"],
+    ),
+    "more generators than memory holds": (
+        None,
+        ["generators.count=9999", "learner.ranks=2"],
+        ["9999 generators and 2 learner ranks on the CPU take more than", "generators.count"],
+    ),
+    "a judge that is not there": (
+        None,
+        ["reward.function=judge", "reward.judge.url=http://127.0.0.1:1", "reward.judge.model=m"],
+        ["reward.judge.url", "http://127.0.0.1:1/v1/chat/completions", "Connection refused"],
+    ),
+    "a sandbox that is not there": (
+        row(data_source="code", ground_truth={"inputs": ["1"], "outputs": ["1"]}),
+        ["reward.code.url=http://127.0.0.1:1"],
+        ["reward.code.url", "http://127.0.0.1:1", "Connection refused"],
+    ),
+    "a reward model that is not there": (
+        None,
+        ["reward.function=model", "reward.model.path=./modle"],
+        ["reward.model.path", "./modle", "did you mean model"],
+    ),
+    "a server of a reward model that is not there": (
+        None,
+        ["reward.function=model", "reward.model.path=model", "reward.model.url=http://127.0.0.1:1"],
+        ["reward.model.url", "http://127.0.0.1:1/classify", "Connection refused"],
+    ),
+    "an environment that is not there": (
+        None,
+        ["environment.name=openenv:http://127.0.0.1:1"],
+        ["environment.name", "http://127.0.0.1:1", "Connection refused"],
     ),
     "one GPU": (None, ["--n-gpus", "1"], ["needs 1 GPU ", "shared", "has 0", "--n-gpus 0"]),
     "one GPU for two ranks": (
@@ -216,9 +269,10 @@ def test_code_that_nothing_here_isolates(folder: Path, train, monkeypatch):
     code, said = train(*GOOD)
     assert code == 1
     assert len(said) == 1 and "the package bubblewrap" in said[0] and "--unsafe-rewards" in said[0]
-    for way_out in ("--unsafe-rewards", "reward.code.url=http://sandbox:8080"):
-        with pytest.raises(Started):
-            train(*GOOD, way_out)
+    with socket.create_server(("127.0.0.1", 0)) as sandbox:
+        for way_out in ("--unsafe-rewards", f"reward.code.url=http://127.0.0.1:{sandbox.getsockname()[1]}"):
+            with pytest.raises(Started):
+                train(*GOOD, way_out)
 
 
 def test_what_is_all_right_is_started(folder: Path, train):
@@ -236,3 +290,28 @@ def test_a_finished_run_is_not_begun_again_by_mistake(folder: Path, train):
     code, (said,) = train(*GOOD, "--steps", "3")
     assert code == 1
     assert "3 steps done" in said and "run.steps" in said
+
+
+def test_rows_without_an_answer_among_others_are_named_in_a_warning(folder: Path, train, caplog):
+    rows = [ROW, ROW | {"ground_truth": None}, ROW, ROW | {"ground_truth": ""}]
+    write("train.json", json.dumps(rows))(folder)
+    with pytest.raises(Started):
+        train(*GOOD, "--reward-func", "reward.py")
+    assert "train.json: 2 of 4 rows have no answer: 1, 3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["buffer.prompts_per_step=5", "run.epochs=2"],
+            "(5) is more than the rows of data.train (4): a step takes a prompt more than once",
+        ),
+        (["buffer.prompts_per_step=5", "--epochs", "1"], "data.train (4): the run is one smaller step"),
+        (["generators.count=90"], "90 generators and 1 learner ranks on the CPU share "),
+    ],
+)
+def test_what_works_and_is_hardly_meant_is_a_warning(folder: Path, train, caplog, arguments, said):
+    with pytest.raises(Started):
+        train(*GOOD, "--reward-func", "reward.py", *arguments)
+    assert said in caplog.text

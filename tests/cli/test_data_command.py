@@ -94,6 +94,41 @@ def test_a_reward_whose_import_hangs_is_one_sentence(asyncgrpo, file, reward, mo
     assert ended.err.count("\n") == 1
 
 
+def test_parts_that_are_left_out_are_named(asyncgrpo, file, reward):
+    reward.write_text("def compute_score(answer):\n    return {'score': 1, 'style': float('nan'), 'pred': 'a'}\n")
+    ended = asyncgrpo("data", "check", file, "--reward-func", reward)
+    assert ended.code == 0
+    assert (
+        "as the completion; parts left out, no number within 1e+06, or more than 32: style (nan), pred ('a')\n"
+        in ended.out
+    )
+
+
+def test_the_rows_without_an_answer_are_named(asyncgrpo, file, reward):
+    rows = [{"prompt": "Why?", "ground_truth": None if n % 2 else "because"} for n in range(30)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = asyncgrpo("data", "check", file, "--reward-func", reward)
+    assert "without answer   15 rows: 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, ...\n" in ended.out
+
+
+def test_an_unreachable_judge_is_one_sentence_after_the_report(asyncgrpo, file):
+    judge = ("reward.function=judge", "reward.judge.url=http://127.0.0.1:1", "reward.judge.model=m")
+    ended = asyncgrpo("data", "check", file, *judge, "reward.judge.timeout_s=2")
+    assert ended.code == 1
+    assert "rows             8" in ended.out
+    assert ended.err.startswith("error: reward.judge.url: http://127.0.0.1:1/v1/chat/completions cannot be reached (")
+    assert ended.err.count("\n") == 1
+
+
+def test_a_source_without_a_rule_in_any_row_is_an_error_as_in_a_run(asyncgrpo, file):
+    with file.open("a") as rows:
+        rows.write(json.dumps({"prompt": "Rhyme!", "ground_truth": "", "data_source": "poetry"}) + "\n")
+    ended = asyncgrpo("data", "check", file)
+    assert ended.code == 1
+    assert "rows             9" in ended.out
+    assert "no reward rule for data_source 'poetry'" in ended.err and ended.err.count("\n") == 1
+
+
 def test_a_file_that_is_not_there_is_one_sentence(asyncgrpo, file):
     ended = asyncgrpo("data", "check", file.with_name("trian.jsonl"))
     assert ended.code == 1

@@ -113,6 +113,13 @@ class TestEnds:
         ended = asyncgrpo()
         assert (ended.code, ended.err, ended.out) == (1, "error: the file is empty\n", "")
 
+    @pytest.mark.parametrize("command", ["demo --engine torch --out", "audit", "status", "data check", "serve"])
+    def test_a_name_that_no_file_can_have_is_one_sentence_and_code_1(self, asyncgrpo, command):
+        ended = asyncgrpo(*command.split(), "a" * 300)
+        assert ended.code == 1
+        assert ended.err.startswith("error: ") and ended.err.endswith("File name too long\n")
+        assert ended.err.count("\n") == 1
+
     def test_ctrl_c_is_130(self, monkeypatch, asyncgrpo):
         self.raising(monkeypatch, KeyboardInterrupt())
         assert asyncgrpo().code == 130

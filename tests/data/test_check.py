@@ -30,7 +30,7 @@ def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(file, demo_model
     assert report.lengths == Lengths(p50=56, p90=96, p99=105, max=105)
     assert report.over_long == 15
     assert report.sources == {"odd": 50, "even": 50}
-    assert report.answers_missing == 2
+    assert (report.answers_missing, report.first_missing) == (2, (4, 6))
     assert report.answer == "one"
     assert report.score is None
 
@@ -51,6 +51,11 @@ def test_the_reward_is_tried_on_the_right_answer_of_the_first_row(file, demo_mod
     report = check_file(file, str(demo_model), DataConfig(train=file), score)
     assert seen == [("one", "odd", "one")]
     assert (report.scored_answer, report.score) == ("one", Score(value=1.0))
+
+
+def test_prompts_that_are_all_too_long_are_a_problem_as_in_a_run(file, demo_model):
+    report = check_file(file, str(demo_model), DataConfig(train=file, max_prompt_tokens=2))
+    assert report.problem.startswith(f"{file}: all 100 prompts are longer than data.max_prompt_tokens (2)")
 
 
 def test_a_row_that_does_not_fit_is_named(tmp_path):

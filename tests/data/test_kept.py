@@ -20,7 +20,7 @@ ROWS = [
     {"prompt": "1", "ground_truth": "é", "data_source": "a", "n": 2.5},
     {"prompt": "22222", "ground_truth": None, "data_source": "b"},
     {"prompt": "333", "ground_truth": {"of": [1, None]}, "data_source": "a", "flag": True},
-    {"prompt": "", "ground_truth": 7},
+    {"prompt": "1", "ground_truth": 7},
 ]
 
 
@@ -69,7 +69,7 @@ def test_kept_prompts_are_those_that_were_made_and_need_no_tokenizer(tmp_path, m
     assert loaded.train[0] == Prompt(
         prompt_id="train/0", token_ids=(259, 49, 260), text="1", answer="é", source="a", info={"n": 2.5}
     )
-    assert loaded.train[1].answer == {"of": [1, None]} and loaded.train[-1].token_ids == (259, 260)
+    assert loaded.train[1].answer == {"of": [1, None]} and loaded.train[-1].token_ids == (259, 49, 260)
     assert loaded.train.about == made.train.about and loaded.stop_token_ids == made.stop_token_ids == (257,)
     assert (loaded.train.dropped_too_long, loaded.train.about.longest) == (1, 7)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Coroutine
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from asyncgrpo import metrics
 from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.rewards.base import Sampled, score_one
+from asyncgrpo.rewards.base import Sampled, score_of_value, score_one
 from asyncgrpo.rewards.breaker import (
     FIRST_PROBE_S,
     HOLD_S,
@@ -21,6 +22,8 @@ from asyncgrpo.rewards.breaker import (
     RewardsPaused,
     Tally,
 )
+from asyncgrpo.rewards.pool import MOST_AT_ONCE
+from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.types import Prompt, Score
 from tests.rewards.stubs import OneByOne
 
@@ -238,3 +241,52 @@ def test_a_tally_tells_of_powers_of_ten_and_keeps_few_kinds():
     told = [tally.add(f"kind {n}") for n in range(1000)]
     assert len(tally._counts) == MAX_KINDS + 1 and REST in tally._counts
     assert sum(count is not None for count in told) < MAX_KINDS + 3
+
+
+def test_what_is_wrong_with_a_score_that_counts_is_logged(caplog):
+    class Careless(OneByOne):
+        async def score_one(self, prompt: Prompt, text: str) -> Score:
+            return score_of_value({"score": 1.0, "style": math.nan})
+
+    async def score() -> None:
+        breaker = Breaker(Careless(), at_once=1)
+        for number in range(12):
+            assert (await score_one(breaker, prompt(number), "")).value == 1.0
+
+    asyncio.run(score())
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "reward (1 so far)",
+        "reward (10 so far)",
+    ]
+    assert "prompt train/0: parts left out" in caplog.text and "style (nan)" in caplog.text
+
+
+async def test_calls_that_wait_for_a_worker_are_not_made_while_the_circuit_is_open(reward_file, tmp_path):
+    down, called = tmp_path / "down", tmp_path / "called"
+    reward = UserReward(
+        reward_file(f"""
+import os, time
+def compute_score(solution_str, **_):
+    with open({str(called)!r}, "a") as file:
+        file.write("x")
+    if os.path.exists({str(down)!r}):
+        time.sleep(0.05)
+        raise OSError("no judge")
+    return 1.0
+"""),
+        timeout_s=30,
+        workers=1,
+    )
+    breaker = Breaker(reward, at_once=MOST_AT_ONCE, withdraw=reward.withdraw)
+    await asyncio.gather(*(score_one(breaker, prompt(n), "") for n in range(50)))
+    down.touch()
+    called.unlink()
+    asked = [asyncio.create_task(score_one(breaker, prompt(n), "")) for n in range(60)]
+    while not breaker.is_paused:
+        await asyncio.sleep(0.01)
+    down.unlink()
+    scores = await asyncio.gather(*asked)
+    failures = [score.failure for score in scores if score.failure]
+    assert set(failures) == {"exception"} and STREAK <= len(failures) <= STREAK + 1
+    assert all(score.value == 1.0 for score in scores if not score.failure)
+    await breaker.close()

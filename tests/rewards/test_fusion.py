@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
+from asyncgrpo.errors import ConfigError
 from asyncgrpo.rewards import Sampled, build_reward, fusion, http, score_one
 from asyncgrpo.rewards.fusion import TRIES
 from asyncgrpo.types import Score
@@ -81,7 +82,6 @@ def service(monkeypatch) -> Iterator[Service]:
 
 async def score(url: str, text: str = GOOD, answer: object = SQUARES, **settings) -> Score:
     rules = build_reward(RewardConfig(code=CodeRewardConfig(url=url, **settings)))
-    rules.check_sources({"code"})
     scored = await score_one(rules, prompt(source="code", answer=answer), text)
     await rules.close()
     return scored
@@ -162,10 +162,14 @@ async def test_a_reply_that_says_nothing_of_the_code_is_a_named_failure_and_fina
 
 
 async def test_a_service_that_is_not_there_is_a_named_failure(service):
+    rules = build_reward(RewardConfig(code=CodeRewardConfig(url=service.url)))
+    rules.check_sources({"code"})
     service.shutdown()
     service.server_close()
     scored = await score(service.url)
     assert scored.failure == "sandbox" and "3 times" in scored.detail
+    with pytest.raises(ConfigError, match=r"reward\.code\.url: http.* cannot be reached"):
+        rules.check_sources({"code"})
 
 
 async def test_a_service_that_hangs_is_a_named_failure(service, monkeypatch):

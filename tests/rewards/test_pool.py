@@ -15,7 +15,7 @@ import pytest
 
 from asyncgrpo.rewards import pool as pool_module
 from asyncgrpo.rewards import score_one
-from asyncgrpo.rewards.pool import Pool
+from asyncgrpo.rewards.pool import MOST_AT_ONCE, Pool
 from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
@@ -77,23 +77,96 @@ async def test_a_worker_that_dies_between_calls_costs_no_score():
     await reward.close()
 
 
+async def held_by(reward: UserReward, held: Path) -> asyncio.Task:
+    """A call that has begun and runs until the file is gone."""
+    running = asyncio.create_task(score_one(reward, prompt(), f"until {held}"))
+    while not held.exists():
+        await asyncio.sleep(0.01)
+    return running
+
+
 @pytest.mark.parametrize("has_begun", [False, True], ids=["not begun", "begun"])
 async def test_a_cancelled_caller_leaves_the_pool_usable(has_begun, tmp_path):
     reward, held = UserReward(BEHAVIOURS, timeout_s=30, workers=1), tmp_path / "held"
     worker = await pid_of_worker(reward)
-    running = asyncio.create_task(score_one(reward, prompt(), f"until {held}" if has_begun else "one"))
+    running = await held_by(reward, held)
     waiting = asyncio.create_task(score_one(reward, prompt(), "exits"))
     last = asyncio.create_task(score_one(reward, prompt(), "pid"))
     await asyncio.sleep(0)
-    while has_begun and not held.exists():
-        await asyncio.sleep(0.01)
-    running.cancel()
-    waiting.cancel()
-    results = await asyncio.gather(running, waiting, return_exceptions=True)
-    assert [type(result) for result in results] == [asyncio.CancelledError] * 2
-    held.unlink(missing_ok=True)  # a call that has begun runs to its end
+    cancelled = [waiting, running] if has_begun else [waiting]
+    for task in cancelled:
+        task.cancel()
+    results = await asyncio.gather(*cancelled, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * len(cancelled)
+    held.unlink()  # a call that has begun runs to its end
     assert (await last).value == worker, "the cancelled calls cost a worker, or the waiting one was run"
     await reward.close()
+
+
+# -- calls that are sent together --------------------------------------------------------------------------------------
+
+
+async def quick(reward: UserReward) -> None:
+    """Show the pool that calls are quick, and start every worker."""
+    for _ in range(3):
+        await asyncio.gather(*(score_one(reward, prompt(), "one") for _ in range(50)))
+
+
+def together(reward: UserReward, *texts: str) -> list[asyncio.Task]:
+    return [asyncio.create_task(score_one(reward, prompt(), text)) for text in texts]
+
+
+async def test_quick_calls_that_wait_are_sent_together(monkeypatch):
+    sizes = []
+    give = pool_module._Worker.give
+    monkeypatch.setattr(pool_module._Worker, "give", lambda self, some: sizes.append(len(some)) or give(self, some))
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    await quick(reward)
+    sizes.clear()
+    scores = await asyncio.gather(*together(reward, *(f"number {i}" for i in range(200))))
+    assert [score.value for score in scores] == list(range(200))
+    assert len(sizes) <= 10 and max(sizes) == MOST_AT_ONCE
+    assert all(score.seconds < 0.01 for score in scores)
+    await reward.close()
+
+
+async def test_a_long_call_keeps_none_that_was_sent_with_it_from_an_idle_worker(tmp_path):
+    reward, held = UserReward(BEHAVIOURS, timeout_s=30, workers=2), tmp_path / "held"
+    await quick(reward)
+    long, *others = together(reward, f"until {held}", *("one" for _ in range(30)))
+    assert [score.value for score in await asyncio.gather(*others)] == [1.0] * 30
+    assert held.exists() and not long.done()
+    held.unlink()
+    assert (await long).failure is None
+    await reward.close()
+
+
+@pytest.mark.parametrize(("bad", "failure"), [("exits", "crash"), ("hang", "timeout"), ("raises", "exception")])
+async def test_of_calls_sent_together_only_the_one_that_ran_pays(bad, failure):
+    reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
+    await quick(reward)
+    texts = ["one"] * 10 + [bad] + ["one"] * 20
+    scores = await asyncio.gather(*together(reward, *texts))
+    assert [score.failure for score in scores] == [None] * 10 + [failure] + [None] * 20
+    await reward.close()
+
+
+async def test_each_call_sent_together_has_the_whole_deadline():
+    reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
+    await quick(reward)
+    scores = await asyncio.gather(*together(reward, *["a_tenth"] * 12))
+    assert [score.failure for score in scores] == [None] * 12
+    await reward.close()
+
+
+async def test_close_ends_calls_that_were_sent_together():
+    reward = UserReward(BEHAVIOURS, timeout_s=1000, workers=1)
+    await quick(reward)
+    calls = together(reward, *["hang"] * 5)
+    await asyncio.sleep(0.05)
+    await reward.close()
+    assert [score.failure for score in await asyncio.gather(*calls)] == ["aborted"] * 5
+    assert workers_of() == []
 
 
 async def test_close_ends_calls_that_run_and_calls_that_wait():

@@ -140,6 +140,20 @@ def test_the_file_is_run_in_a_worker_and_its_problem_comes_back(reward_file, tmp
     assert workers_of() == []
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("from .helper import f", r"my_reward\.py:1: ImportError: .*; my_reward\.py is no part of a package"),
+        ("import sys; sys.exit()", r"my_reward\.py:1: SystemExit"),
+        ("raise RuntimeError('no judge')", r"my_reward\.py:1: RuntimeError: no judge$"),
+    ],
+)
+def test_an_import_that_fails_is_the_sentence_and_nothing_else(reward_file, capfd, text, said):
+    with pytest.raises(RewardError, match=rf"my_reward\.py cannot be imported: .*{said}"):
+        check_user_function(reward_file(text))
+    assert capfd.readouterr().err == ""
+
+
 def test_an_import_that_ends_the_process_is_named(reward_file):
     with pytest.raises(RewardError, match=r"exited with code 5 while it loaded .*my_reward.py"):
         check_user_function(reward_file("import os; os._exit(5)"))

@@ -1,0 +1,103 @@
+"""The first, short question to what a run needs over the network: the Hugging Face hub, and services at an URL.
+
+A library retries an unreachable hub for half a minute, and a reward retries its service until the deadline of a score. Both
+are asked here once, before anything is started. Only this question has a short deadline: downloads and scores have their own.
+"""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from asyncgrpo.config.rules import is_offline, local_model
+from asyncgrpo.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+WITHIN_S = 4.0
+"""Deadline of the question, name resolution included."""
+
+
+def find_model(path: str, key: str = "model.path") -> Path | None:
+    """Return the folder of a model. None: a hub id that is still to be downloaded, from a hub that has just replied.
+
+    Without a hub, this process and its children read what the cache has.
+
+    Args:
+        key: of the configuration, for error messages.
+    Raises:
+        ConfigError: there is no such folder, or neither cache nor hub can give the model.
+    """
+    folder = local_model(path, key)
+    if Path(path).expanduser().is_dir() or (why := why_no_hub()) is None:
+        return folder
+    if folder is None:
+        raise ConfigError(
+            f"{key}: {path} is neither a folder nor in the local Hugging Face cache, and {why}; give the folder of a "
+            "downloaded model"
+        )
+    if not is_offline():
+        log.warning("%s: %s, so %s is used as the local cache has it", key, why, path)
+        go_offline()
+    return folder
+
+
+def why_no_hub() -> str | None:
+    """Return why the hub cannot be reached, None if it replies. Asks once."""
+    return "HF_HUB_OFFLINE is set" if is_offline() else _ask_hub()
+
+
+@lru_cache(maxsize=1)
+def _ask_hub() -> str | None:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    def ask() -> None:
+        status = get_session().head(constants.ENDPOINT, timeout=WITHIN_S).status_code
+        if status >= 500:
+            raise OSError(f"HTTP {status}")
+
+    why = _why_not(ask)
+    return None if why is None else f"{constants.ENDPOINT} cannot be reached ({why})"
+
+
+def go_offline() -> None:
+    """Let the libraries of this process and of its children read their caches, and ask the hub no more."""
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for children, and libraries that are imported later
+    constants.HF_HUB_OFFLINE = True
+
+
+def check_service(url: str, key: str) -> None:
+    """Raise ConfigError, which names `key`, if nothing accepts a connection at the host and port of `url`."""
+    parts = urlsplit(url)
+
+    def connect() -> None:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout=WITHIN_S).close()
+
+    if (why := _why_not(connect)) is not None:
+        raise ConfigError(f"{key}: {url} cannot be reached ({why}); start the service before the run")
+
+
+def _why_not(ask: Callable[[], object]) -> str | None:
+    """Return why `ask` failed, None if it returned within `WITHIN_S`. In a thread, as nothing else bounds name resolution."""
+    problems: list[str] = []
+
+    def run() -> None:
+        try:
+            ask()
+        except Exception as error:  # of the library, or of an URL without a meaning
+            problems.append((isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__)
+
+    asking = threading.Thread(target=run, name="reach", daemon=True)
+    asking.start()
+    asking.join(WITHIN_S)
+    if asking.is_alive():
+        return f"no reply within {WITHIN_S:g} s"
+    return problems[0] if problems else None
