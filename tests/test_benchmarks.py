@@ -83,7 +83,9 @@ def lines(text: str) -> list[dict]:
 class TestVerlScripts:
     def test_a_key_that_is_not_in_the_output_is_lost(self):
         script = "A=(\n  +data.seed=1\n  'data.seeds=2' # data.comment=3\n)\necho data.printed=4\nrun ${A[@]} x.y-z=5"
-        output = "asyncgrpo train run.seed=1\n\n# Translated:\n#   data.seed=1: run.seed=1\n\n# Absent:\n#   x.y-z=5: no\n"
+        output = (
+            "asyncgrpo train run.seed=1\n\n# Translated:\n#   data.seed=1: run.seed=1\n\n# Absent:\n#   x.y-z=5: no\n"
+        )
         assert judge(script, output) == {"data.seed": "right", "data.seeds": "lost", "x.y-z": "said"}
 
     def test_a_command_that_does_not_load_is_told(self):
