@@ -191,9 +191,10 @@ class Printed(io.RawIOBase):
 
 def _calls(file: BinaryIO, tickets: int) -> Iterator[bytes]:
     """The calls that have a ticket, until the pool closes a pipe."""
-    read = 0
+    read, waiting = 0, select.poll()
+    waiting.register(tickets, select.POLLIN)
     while True:
-        select.select([tickets], [], [])
+        waiting.poll()
         try:
             ticket = os.read(tickets, TICKET.size)
         except BlockingIOError:  # the pool was quicker
