@@ -22,7 +22,8 @@ from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
-from asyncgrpo.recording.events import Event, read_events
+from asyncgrpo.recording.sample_search import SampleFiles
+from asyncgrpo.recording.tail import Event, newest_steps
 
 STEPS = 100
 """Newest steps that are looked at."""
@@ -92,12 +93,7 @@ def config_of(run: Path) -> Config:
 
 def timed_steps(run: Path) -> list[Event]:
     """The newest `step` events of the last start, without its first ones. Raises ConfigError where there are too few."""
-    steps: list[Event] = []
-    for event in read_events(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else ():
-        if event["event"] == "start":
-            steps = []
-        elif event["event"] == "step":
-            steps.append(event)
+    steps = newest_steps(run / "metrics.jsonl", FIRST + STEPS)
     if len(steps) < FIRST + FEWEST:
         raise ConfigError(
             f"{run} has {len(steps)} steps since its last start, and a profile needs {FIRST + FEWEST}: let it run longer"
@@ -111,9 +107,9 @@ def timed_steps(run: Path) -> list[Event]:
 def _samples(run: Path, steps: set[int]) -> Iterable[dict[str, Any]]:
     import pyarrow.parquet as pq
 
-    for file in sorted((run / "samples").glob("step_*.parquet")):
-        if file.stem[5:].isdigit() and int(file.stem[5:]) in steps:
-            yield from pq.read_table(file, columns=["group_id", "num_tokens", "prompt"]).to_pylist()
+    files = SampleFiles(run / "samples")
+    for file in filter(None, map(files.find, sorted(steps))):
+        yield from pq.read_table(file, columns=["group_id", "num_tokens", "prompt"]).to_pylist()
 
 
 def lengths_of(rows: Iterable[dict[str, Any]], group_size: int) -> Lengths | None:
