@@ -97,7 +97,7 @@ def read_block(path: Path, after: int, mark: str | None = None) -> Block | None:
             while True:
                 start = min(after, size) if after >= 0 else max(0, size + after)
                 file.seek(base := max(0, start - _MARK_BYTES))
-                data = file.read(start - base + LARGEST_BYTES)
+                data = file.read(min(size - base, start - base + LARGEST_BYTES))
                 block = Block(start, base, data, size, rewound)
                 if not mark or (after <= size and mark == block.mark(start)):
                     break
