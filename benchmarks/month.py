@@ -243,7 +243,7 @@ def memory(fence: Fence, options: argparse.Namespace) -> Iterator[dict[str, Any]
 
 
 def kb_a_step(points: list[tuple[int, float]]) -> float:
-    """Slope of the least squares line through (step, 10⁶ bytes)."""
+    """Growth by the least squares fit to (step, 10⁶ bytes)."""
     steps, mb = (np.array(column) for column in zip(*points, strict=True))
     return rounded(1000 * float(np.polyfit(steps, mb, 1)[0]), 3)
 
