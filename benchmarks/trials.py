@@ -25,6 +25,7 @@ from typing import IO
 import psutil
 
 from asyncgrpo.recording.events import read_events
+from asyncgrpo.recording.tail import newest_first
 from benchmarks.measuring import ROOT
 
 MARK = "ASYNCGRPO_TRIAL"
@@ -236,4 +237,4 @@ def events(run: Path) -> list[dict]:
 
 def last_step(run: Path) -> int:
     """The newest step in the events of the run; 0 before the first."""
-    return max((event["step"] for event in events(run) if event["event"] == "step"), default=0)
+    return next((event["step"] for event in newest_first(run / "metrics.jsonl") if event["event"] == "step"), 0)

@@ -262,7 +262,7 @@ MUTANTS: dict[str, Mutant] = {
         "journal/test_log.py::test_with_any_byte_flipped_the_damaged_record_is_named_and_every_other_one_is_there",
     ),
     "damage in the middle passes for a torn end": Mutant(
-        "journal.history:_read_segment",
+        "journal.history:read_segment",
         "is_last and item.end == segment.num_bytes",
         "item.end == segment.num_bytes",
         "journal/test_log.py::test_a_torn_end_in_a_segment_that_is_not_the_last_is_damage",
@@ -299,7 +299,7 @@ MUTANTS: dict[str, Mutant] = {
         "recording/test_events.py::test_an_unknown_event_or_a_missing_field_is_our_mistake",
     ),
     "a resume forgets the step that it goes on from": Mutant(
-        "recording.events:EventLog.resume_at",
+        "recording.events:is_undone",
         'event.get("step", 0) > step',
         'event.get("step", 0) >= step',
         "recording/test_events.py::test_a_resume_drops_the_steps_that_will_be_trained_again",

@@ -41,7 +41,7 @@ def test_an_agent_is_trained_audited_and_replayed(tmp_path: Path):
     steps = events(tmp_path / "run", "step")
     assert len(steps) == 4 and all(step["failures"] == {} and step["reward_parts"]["calls"] == 2.0 for step in steps)
     read = set()
-    for file in (tmp_path / "run" / "samples").glob("step_*.parquet"):
+    for file in (tmp_path / "run" / "samples").rglob("step_*.parquet"):
         for row in pq.read_table(file).to_pylist():
             number = int(json.loads(row["ground_truth"]))
             opening = f"{'<user>more' * (number % 2)}<user>{number:03d}<assistant>"

@@ -82,7 +82,9 @@ def test_several_rewards_score_rows_of_every_source_in_every_schema(tmp_path: Pa
         assert parts.keys() == step["reward_parts_std"].keys() >= {"data_source/match", "data_source/format"}
     assert_suites_were_evaluated(tmp_path / "run")
     rows = [
-        row for file in (tmp_path / "run" / "samples").glob("step_*.parquet") for row in pq.read_table(file).to_pylist()
+        row
+        for file in (tmp_path / "run" / "samples").rglob("step_*.parquet")
+        for row in pq.read_table(file).to_pylist()
     ]
     assert {row["prompt"] for row in rows} == {f"<user>{name.removesuffix('.json')}<assistant>" for name in trained}
     assert {row["source"] for row in rows} == SOURCES.keys()
@@ -109,7 +111,7 @@ def assert_suites_were_evaluated(run: Path) -> None:
     assert [event["suites"]["eval"]["numbers"]["pass@1"][0] for event in evaluations] == [1.0] * 3, (
         "of every completion at least 0.1"
     )
-    kept = {file.stem: pq.read_table(file).to_pylist() for file in (run / "evals").glob("*.parquet")}
+    kept = {file.stem: pq.read_table(file).to_pylist() for file in (run / "evals").rglob("*.parquet")}
     assert kept.keys() == {"step_000000", "step_000001", "step_000002"}
     for rows in kept.values():
         assert [row["prompt_id"] for row in rows[::4]] == ["eval/0", "eval/1", "others/0", "others/1", "others/2"]

@@ -290,8 +290,7 @@ class Buffer:
         Args:
             is_excused: whether a holder is late for a reason that is not its prompts'; those are given back.
         """
-        passed = [e for e in map(self._leased, self._deadlines.passed(now_s)) if e is not None]
-        late = [e for e in passed if e.leased_at_s + e.limit_s < now_s]
+        late = [e for e in map(self._leased, self._deadlines.passed(now_s)) if e is not None]
         for entry in late:
             if is_excused(entry.holder):
                 self.give_back(entry.lease.lease_id)
@@ -624,6 +623,7 @@ class Buffer:
             self._end_lease(entry)
 
     def _end_lease(self, entry: GroupEntry) -> None:
+        self._deadlines.ended(entry.lease.lease_id)
         self._held[entry.holder] -= 1
         self._scored[entry.holder] -= entry.is_sampled
         self._isolated.lease_ended(entry.prompt_index)

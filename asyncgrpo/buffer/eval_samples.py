@@ -1,6 +1,6 @@
 """The completions of every evaluation, kept as Parquet beside the run, so that two of its steps can be compared.
 
-`evals/step_000040.parquet` has the columns of `recording.samples.Sample`. Nothing else needs it: a disk that refuses it
+`evals/000/step_000040.parquet` has the columns of `recording.samples.Sample`. Nothing else needs it: a disk that refuses it
 costs the file. It is written in a thread, because a large one takes seconds, in which the buffer must reply.
 """
 

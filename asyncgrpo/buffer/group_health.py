@@ -3,7 +3,6 @@
 Each of the four sections below says first what it is for.
 """
 
-import heapq
 import logging
 import math
 import os
@@ -56,7 +55,7 @@ class Deadlines:
         self._factor = factor
         self._longest_s = longest_s
         self._recent_s: deque[float] = deque(maxlen=DEADLINE_WINDOW)
-        self._running: list[tuple[float, str]] = []  # a heap by the time at which each ends; some are over already
+        self._ends_s: dict[str, float] = {}  # by lease that has not ended
 
     def seconds(self, *, is_last: bool) -> float:
         """The time that a lease gets if it is granted now.
@@ -75,14 +74,18 @@ class Deadlines:
 
     def begin(self, lease_id: str, ends_s: float) -> None:
         """Note a lease that was granted until `ends_s`."""
-        heapq.heappush(self._running, (ends_s, lease_id))
+        self._ends_s[lease_id] = ends_s
+
+    def ended(self, lease_id: str) -> None:
+        """Forget a lease."""
+        self._ends_s.pop(lease_id, None)
 
     def passed(self, now_s: float) -> list[str]:
-        """Leases whose deadline has come since the last call, earliest first; some may be over for other reasons."""
-        found = []
-        while self._running and self._running[0][0] < now_s:
-            found.append(heapq.heappop(self._running)[1])
-        return found
+        """Leases whose deadline has come since the last call, earliest first."""
+        found = sorted((ends_s, lease_id) for lease_id, ends_s in self._ends_s.items() if ends_s < now_s)
+        for _, lease_id in found:
+            self.ended(lease_id)
+        return [lease_id for _, lease_id in found]
 
 
 # -- isolated prompts --------------------------------------------------------------------------------------------------

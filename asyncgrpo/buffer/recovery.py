@@ -21,7 +21,7 @@ from asyncgrpo.buffer.group_health import BLAMED, EarlierFailures
 from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, Dropped, Interrupted, RunStarted
-from asyncgrpo.journal.history import Found, History, read_history, repair
+from asyncgrpo.journal.history import Found, History, is_on, read_rest, repair, surviving_path
 from asyncgrpo.journal.log import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
 from asyncgrpo.types import PolicyVersion
 
@@ -73,7 +73,7 @@ def reopen(
     """
     if config.durability == "memory":
         return Reopened(InMemory(), History(folder, []), [], EarlierFailures.none())
-    history = read_history(folder)
+    history = read_rest(folder, run_started.parent, prompts.is_done, keep=config.keep_journal)
     repair(history)
     if config.max_lag == "auto":
         auto = AutoLag(config.auto_lag, bound_in_force(history, run_started.parent))
@@ -117,30 +117,6 @@ def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
 # -- which groups are trained -----------------------------------------------------------------------------------------
 
 
-def surviving_path(starts: Mapping[int, RunStarted], checkpoint: PolicyVersion | None) -> dict[int, int]:
-    """The last step of each lineage whose weights are still there.
-
-    Args:
-        starts: of the run, by lineage.
-        checkpoint: where the path ends; None: at the model's folder.
-    """
-    path: dict[int, int] = {}
-    at = checkpoint
-    while at is not None:
-        path[at.lineage] = at.number
-        start = starts.get(at.lineage)
-        if start is None:
-            break  # it kept no journal, so its parent is not known
-        at = start.parent
-    # A start that went on from weights on the path served them first, whatever became of its own.
-    for lineage, start in sorted(starts.items()):
-        if start.parent is None and at is None:
-            path.setdefault(lineage, 0)
-        elif start.parent is not None and is_on(path, start.parent):
-            path.setdefault(lineage, start.parent.number)
-    return path
-
-
 def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | None:
     """The bound on lag at the end of the surviving path, where `buffer.max_lag` was `auto`; None where it never was."""
     path, seen, max_lag = surviving_path(history.starts, checkpoint), set[int](), None
@@ -155,17 +131,16 @@ def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | 
     return max_lag
 
 
-def bound_of(record: Delivered, start: RunStarted) -> int:
-    """The bound that holds for a group in a start: that of its lease. Without `auto` no group of others has more than its own."""
-    is_its_own = int(record.lease_id.partition(".")[0]) == start.lineage
-    if record.max_lag is None:
+def bound_of(lease_id: str, max_lag: int | None, start: RunStarted) -> int:
+    """The bound that holds for a group in a start: that of its lease. Without `auto` no group of others has more than its own.
+
+    Args:
+        lease_id, max_lag: as its `Delivered` has them.
+    """
+    is_its_own = int(lease_id.partition(".")[0]) == start.lineage
+    if max_lag is None:
         return start.max_lag
-    return record.max_lag if start.max_lag_is_auto or is_its_own else min(record.max_lag, start.max_lag)
-
-
-def is_on(path: Mapping[int, int], version: PolicyVersion) -> bool:
-    """Whether these weights are on the path."""
-    return version.number <= path.get(version.lineage, -1)
+    return max_lag if start.max_lag_is_auto or is_its_own else min(max_lag, start.max_lag)
 
 
 def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
@@ -219,7 +194,7 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
                 reasons[earlier] = "superseded"
             by_prompt_index[record.prompt_index] = lease_id
     ready = [undecided[lease_id][1] for lease_id in by_prompt_index.values()]
-    bounds = {record.lease_id: bound_of(record, run_started) for _, record in undecided.values()}
+    bounds = {name: bound_of(name, record.max_lag, run_started) for name, (_, record) in undecided.items()}
     in_order = POLICIES[config.policy].is_in_order
     late = _late_in_order(ready, bounds, prompts, step, config) if in_order else _late(ready, bounds, step, config)
     reasons |= dict.fromkeys(late, "stale")

@@ -41,7 +41,7 @@ def replay(
     or --algorithm both trainings are shown side by side: the same groups in the same order, and another objective.
     """
     from asyncgrpo.recording.curves import plot
-    from asyncgrpo.recording.events import read_events
+    from asyncgrpo.recording.progress import progress_of
     from asyncgrpo.tools.replay import Replay, replay_config
     from asyncgrpo.tools.timeline import read_timeline
 
@@ -60,7 +60,7 @@ def replay(
 
     result = Replay(timeline, configs, folder, changes).run(show)
     events = folder / "metrics.jsonl"
-    plot(read_events(events), folder / "curves.png")
+    plot(progress_of(events), folder / "curves.png")
     if table is None:
         print_json(_as_json(result, folder, changes if is_changed else []))
     else:

@@ -408,10 +408,10 @@ def _screen(folder: "RunFolder", console: Console) -> Iterator[None]:
 def _summary(folder: "RunFolder") -> str:
     """Draw the curves of the run, and return its summary."""
     from asyncgrpo.recording.curves import plot
-    from asyncgrpo.recording.events import read_events
+    from asyncgrpo.recording.progress import progress_of
     from asyncgrpo.recording.text import summary
 
-    history = list(read_events(folder.path / "metrics.jsonl"))
-    if any(event["event"] == "step" for event in history):
-        plot(history, folder.path / "curves.png")
-    return summary(history, folder.path)
+    progress = progress_of(folder.path / "metrics.jsonl")
+    if progress.steps:
+        plot(progress, folder.path / "curves.png")
+    return summary(progress, folder.path)

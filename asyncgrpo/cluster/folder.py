@@ -23,7 +23,8 @@ from asyncgrpo.config.rules import file_of, local_model
 from asyncgrpo.config.schema import Config, RewardConfig, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
-from asyncgrpo.recording.events import EventLog, read_events
+from asyncgrpo.recording.events import EventLog
+from asyncgrpo.recording.tail import newest_first
 from asyncgrpo.scratch import is_unheld
 
 log = logging.getLogger(__name__)
@@ -97,13 +98,11 @@ class RunFolder:
 
     def status(self) -> str:
         """`new`, `unfinished` or `done`."""
-        events = self.path / "metrics.jsonl"
-        if not events.exists():
+        events = newest_first(self.path / "metrics.jsonl")
+        newest = next((event for event in events if event["event"] in ("start", "step", "end")), None)
+        if newest is None:
             return "new"
-        turns = [event for event in read_events(events) if event["event"] in ("start", "end")]
-        if not turns:
-            return "new"
-        return "done" if turns[-1].get("status") == "done" else "unfinished"
+        return "done" if newest.get("status") == "done" else "unfinished"
 
 
 def is_abandoned(path: Path) -> bool:

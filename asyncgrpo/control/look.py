@@ -13,8 +13,6 @@ from asyncgrpo.recording.text import number, parts_line, position, thousands
 
 _BYTES = 2**21
 """Of the events, from their end: some hundred steps, however long the run."""
-_STEPS = 2_000
-"""Steps kept of those that come meanwhile."""
 
 
 class Look:
@@ -46,7 +44,6 @@ class Look:
             self.progress = Progress()
         for event in tail.events:
             self.progress.update(event)
-        del self.progress.steps[:-_STEPS]
         self._next, self._file = tail.next, tail.file
 
     # -- in words
@@ -80,7 +77,7 @@ class Look:
         """The figures, each with its name. Shares and means are over the last ten steps."""
         progress = self.progress
         generated, _ = progress.tokens_per_second()
-        evaluation = f", evaluation {number(progress.evals[-1]['reward_mean'])}" if progress.evals else ""
+        evaluation = f", evaluation {number(progress.last_eval['reward_mean'])}" if progress.last_eval else ""
         parts = parts_line(progress.last)
         yield "reward", f"{number(progress.last.get('reward_mean'))}{evaluation}" + (f" ({parts})" if parts else "")
         if lags := progress.lags(RECENT):

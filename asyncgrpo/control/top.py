@@ -92,7 +92,7 @@ def _panel(look: Look, *, is_selected: bool) -> Panel:
     figures.add_column(overflow="ellipsis", no_wrap=True)
     for name, text in look.rows():
         figures.add_row(name, Text(text))
-    body.add_row(_Reward(look.progress.rewards()), figures)
+    body.add_row(_Reward(look.progress.rewards.y), figures)
     title = Text.assemble(
         (look.name, "bold cyan"), f"  step {look.position}  ", (look.state, f"bold {_COLOURS.get(look.state, 'white')}")
     )
@@ -118,7 +118,7 @@ def _notes(look: Look) -> RenderableType:
 class _Reward:
     """The reward curve, as wide as there is room."""
 
-    def __init__(self, rewards: list[float]) -> None:
+    def __init__(self, rewards: Sequence[float]) -> None:
         self._rewards = rewards
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

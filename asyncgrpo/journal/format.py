@@ -110,7 +110,17 @@ class Committed(_RecordBase, frozen=True):
     prompts: PromptState
 
 
-JournalRecord = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | BoundChanged | Committed
+class Settled(_RecordBase, frozen=True):
+    """The head of the summary of the first segments, in a file of its own. The records that still count follow it."""
+
+    through: int
+    """Number of the last segment that it sums up."""
+    at: PolicyVersion
+    """The checkpoint, by lineage and step, that holds what was trained of their groups."""
+    num_records: int
+
+
+JournalRecord = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | BoundChanged | Committed | Settled
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[JournalRecord] = msgspec.msgpack.Decoder(JournalRecord)

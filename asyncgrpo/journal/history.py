@@ -3,23 +3,48 @@
 Reading changes nothing and raises only when the folder cannot be read. The whole records around damage count, and the
 damage is named by file and offset. Damage behind the last whole record of the last segment is the torn end of a write
 that was never acknowledged; `repair` cuts it off. Other damage stays in the file as evidence.
+
+A start reads only what may still matter (`read_rest`). The first segments whose groups are all trained or dropped are
+summed up in `Past`, which the journal writes beside them at each checkpoint.
 """
 
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
 from asyncgrpo.errors import JournalError, WireError
-from asyncgrpo.journal.format import Damage, Delivered, JournalRecord, RunStarted, Whole, scan, unpack_delivered
+from asyncgrpo.journal.format import (
+    BatchIssued,
+    BoundChanged,
+    Damage,
+    Delivered,
+    Dropped,
+    Interrupted,
+    JournalRecord,
+    RunStarted,
+    Settled,
+    Whole,
+    pack,
+    scan,
+    unpack_delivered,
+)
+from asyncgrpo.types import PolicyVersion
+from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".journal"
+SUMMARY = "settled.summary"
+"""Beside the segments: the `Past` of the newest checkpoint."""
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -56,17 +81,112 @@ class Segment:
         """Whether a group in it can still be read."""
         return any(found.body_bytes for found in self.found)
 
+    @property
+    def damage_in_words(self) -> list[str]:
+        """A sentence for each damaged place."""
+        return [
+            f"{self.path}, offset {damage.offset}: {damage.end - damage.offset} bytes are no record"
+            for damage in self.damage
+        ]
+
+
+class Past:
+    """What still counts of the first segments of a journal, whose groups are all settled: some kB, however many they are.
+
+    A group is settled if it was dropped, or trained on the path to a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.through = 0
+        """Number of the last segment that it sums up."""
+        self._of_path: list[RunStarted | BoundChanged] = []
+        self._dropped: list[Dropped] = []
+        self._interruptions: Counter[int] = Counter()  # by prompt index, since its last completion
+
+    def add(self, segment: "Segment", path: Mapping[int, int], lineage: int, is_done: Callable[[int], bool]) -> None:
+        """Sum up the next segment.
+
+        Args:
+            path: as `surviving_path` has it, to a checkpoint that settles the groups of the segment.
+            lineage: of this checkpoint.
+            is_done: whether a prompt index is done in it.
+        """
+        known = self.starts
+        for found in segment.found:
+            match record := found.record:
+                case RunStarted() if record.lineage not in known:
+                    known[record.lineage] = record
+                    self._of_path.append(msgspec.structs.replace(record, config={}))
+                case BoundChanged(version=version) if is_on(path, version) or version.lineage == lineage:
+                    # Of those on the path only the last one counts.
+                    self._of_path = [
+                        one for one in self._of_path if isinstance(one, RunStarted) or not is_on(path, one.version)
+                    ]
+                    self._of_path.append(record)
+                case Dropped(is_final=False):
+                    self._dropped.append(record)
+                case Interrupted(prompt_indices=indices):
+                    self._interruptions.update(indices)
+                case Delivered(prompt_index=index):
+                    self._interruptions.pop(index, None)
+        self._dropped = [record for record in self._dropped if not is_done(record.prompt_index)]
+        self._interruptions = Counter({i: n for i, n in self._interruptions.items() if not is_done(i)})
+        self.through = segment.number
+
+    @property
+    def starts(self) -> dict[int, RunStarted]:
+        """The starts by lineage, without their configuration."""
+        return {one.lineage: one for one in self._of_path if isinstance(one, RunStarted)}
+
+    @property
+    def records(self) -> list[JournalRecord]:
+        """The records that still count, oldest first."""
+        indices = tuple(self._interruptions.elements())
+        interrupted = [Interrupted(generator_id="", prompt_indices=indices)] if indices else []
+        return [*self._of_path, *self._dropped, *interrupted]
+
+    def packed(self, at: PolicyVersion) -> list[Buffer]:
+        """The file that holds it, in parts; `at` is the checkpoint."""
+        records = self.records
+        head = Settled(through=self.through, at=at, num_records=len(records))
+        return [part for record in (head, *records) for part in pack(record)]
+
+    @classmethod
+    def unpack(cls, data: bytes) -> tuple["Past", PolicyVersion] | None:
+        """The past and its checkpoint; None if this is no undamaged file of it."""
+        records = [item.record if isinstance(item, Whole) else None for item in scan(data)]
+        head = records[0] if records else None
+        if not isinstance(head, Settled) or len(records) != head.num_records + 1:
+            return None
+        past = cls()
+        past.through = head.through
+        for record in records[1:]:
+            match record:
+                case RunStarted() | BoundChanged():
+                    past._of_path.append(record)
+                case Dropped():
+                    past._dropped.append(record)
+                case Interrupted(prompt_indices=indices):
+                    past._interruptions.update(indices)
+                case _:
+                    return None
+        return past, head.at
+
 
 @dataclass
 class History:
-    """The whole journal of a run, oldest segment first."""
+    """The journal of a run, oldest segment first; of the first ones only what still counts, if `read_rest` read it."""
 
     folder: Path
     segments: list[Segment]
+    past: Past = field(default_factory=Past)
+    past_damage: list[str] = field(default_factory=list)
 
     @property
     def found(self) -> Iterator[Found]:
         """All whole records, oldest first."""
+        for record in self.past.records:
+            yield Found(record, 0, 0, 0, 0)
         for segment in self.segments:
             yield from segment.found
 
@@ -78,11 +198,7 @@ class History:
     @property
     def damage(self) -> list[str]:
         """A sentence for each damaged place; a torn end is not damage."""
-        return [
-            f"{segment.path}, offset {damage.offset}: {damage.end - damage.offset} bytes are no record"
-            for segment in self.segments
-            for damage in segment.damage
-        ]
+        return [*self.past_damage, *(sentence for segment in self.segments for sentence in segment.damage_in_words)]
 
     def group(self, found: Found) -> tuple[Deliver, bytes] | None:
         """Read a delivered group; None where its body is gone or does not fit its header."""
@@ -100,18 +216,152 @@ class History:
             return None
 
 
+def surviving_path(starts: Mapping[int, RunStarted], checkpoint: PolicyVersion | None) -> dict[int, int]:
+    """The last step of each lineage whose weights are still there.
+
+    Args:
+        starts: of the run, by lineage.
+        checkpoint: where the path ends; None: at the model's folder.
+    """
+    path: dict[int, int] = {}
+    at = checkpoint
+    while at is not None:
+        path[at.lineage] = at.number
+        start = starts.get(at.lineage)
+        if start is None:
+            break  # it kept no journal, so its parent is not known
+        at = start.parent
+    # A start that went on from weights on the path served them first, whatever became of its own.
+    for lineage, start in sorted(starts.items()):
+        if start.parent is None and at is None:
+            path.setdefault(lineage, 0)
+        elif start.parent is not None and is_on(path, start.parent):
+            path.setdefault(lineage, start.parent.number)
+    return path
+
+
+def is_on(path: Mapping[int, int], version: PolicyVersion) -> bool:
+    """Whether these weights are on the path."""
+    return version.number <= path.get(version.lineage, -1)
+
+
 def read_history(folder: Path) -> History:
     """Read the journal in `folder`; a missing folder is an empty history.
 
     Raises:
         JournalError: the folder or a file in it cannot be read.
     """
+    with _reading(folder):
+        return History(folder, list(read_segments(folder)))
+
+
+def read_rest(
+    folder: Path, checkpoint: PolicyVersion | None, is_done: Callable[[int], bool], *, keep: bool = False
+) -> History:
+    """Read what a start needs of the journal: the first segments are summed up once all their groups are settled.
+
+    Segments that the summary beside them covers are not opened, unless the start goes on from another path. Without a
+    summary every segment is read, one after the other.
+
+    Args:
+        checkpoint: that the start goes on from; None: it begins with the model's folder.
+        is_done: whether a prompt index is done in it.
+        keep: bodies of settled groups stay, so that a segment with bodies may be summed up.
+    Raises:
+        JournalError: the folder or a file in it cannot be read.
+    """
+    with _reading(folder):
+        paths = _paths(folder)
+        past, newer = _read_past(folder), paths
+        starts: dict[int, RunStarted] = {}
+        if past is not None:
+            newer = [path for path in paths if int(path.stem) > past[0].through]
+            starts = past[0].starts | _starts_in(newer)
+        if past is None or not is_on(surviving_path(starts, checkpoint), past[1]):
+            past, newer, starts = None, paths, _starts_in(paths)
+        history, path = History(folder, [], past[0] if past else Past()), surviving_path(starts, checkpoint)
+        open_in = _OpenGroups(path)
+        for segment in map(read_segment, newer, [False] * (len(newer) - 1) + [True]):
+            open_in.note(segment)
+            history.segments.append(segment)
+            while len(history.segments) > 1 and open_in.are_none_in(first := history.segments[0]):
+                if first.has_bodies and not first.damage and not keep:
+                    break  # they are still to be removed
+                history.past.add(first, path, checkpoint.lineage if checkpoint else 0, is_done)
+                history.past_damage += history.segments.pop(0).damage_in_words
+        return history
+
+
+class _OpenGroups:
+    """Which segments have a group that is neither trained on the path nor dropped."""
+
+    def __init__(self, path: Mapping[int, int]) -> None:
+        self._path = path
+        self._segment_of: dict[str, int] = {}
+        self._count: Counter[int] = Counter()
+
+    def note(self, segment: Segment) -> None:
+        for found in segment.found:
+            match record := found.record:
+                case Delivered(lease_id=lease_id):
+                    self._end(lease_id)
+                    self._segment_of[lease_id] = segment.number
+                    self._count[segment.number] += 1
+                case Dropped(lease_id=lease_id):
+                    self._end(lease_id)
+                case BatchIssued() if record.step <= self._path.get(record.version.lineage, -1):
+                    for lease_id in record.lease_ids:
+                        self._end(lease_id)
+
+    def _end(self, lease_id: str) -> None:
+        if (number := self._segment_of.pop(lease_id, None)) is not None:
+            self._count[number] -= 1
+
+    def are_none_in(self, segment: Segment) -> bool:
+        return not self._count[segment.number]
+
+
+def _read_past(folder: Path) -> tuple[Past, PolicyVersion] | None:
+    """The summary and its checkpoint; None where there is none that can be read."""
     try:
-        paths = sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
-        segments = [_read_segment(path, is_last=path == paths[-1]) for path in paths]
+        found = Past.unpack((folder / SUMMARY).read_bytes())
+    except FileNotFoundError:
+        return None
+    if found is None:
+        log.warning("%s is damaged: the whole journal is read instead", folder / SUMMARY)
+    return found
+
+
+def _starts_in(paths: Iterable[Path]) -> dict[int, RunStarted]:
+    """The starts that wrote these segments, by lineage: each segment begins with the record of its start."""
+    starts = {}
+    for path in paths:
+        with _mapped(path) as data:
+            whole = next((item for item in scan(data) if isinstance(item, Whole)), None)
+            if whole is not None:
+                whole.body.release()
+                if isinstance(whole.record, RunStarted):
+                    starts[whole.record.lineage] = whole.record
+    return starts
+
+
+def _paths(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+
+
+def read_segments(folder: Path) -> Iterator[Segment]:
+    """Read the segments of the journal in `folder` one after the other, oldest first. Raises OSError."""
+    paths = _paths(folder)
+    for path in paths:
+        yield read_segment(path, path == paths[-1])
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise JournalError(f"the journal {folder} cannot be read: {error.strerror}") from error
-    return History(folder, segments)
 
 
 def read_run(run: Path) -> History:
@@ -120,22 +370,40 @@ def read_run(run: Path) -> History:
     Raises:
         JournalError: there is no journal, or none of its records of a start is whole.
     """
+    starts_of(run)
+    return read_history(run / "journal")
+
+
+def starts_of(run: Path) -> dict[int, RunStarted]:
+    """The starts of the run in this folder by lineage. Raises JournalError as `read_run` does."""
     if not run.is_dir():
         raise JournalError(f"there is no run folder {run}")
-    history = read_history(run / "journal")
-    if not history.starts and history.damage:
-        raise JournalError(f"the journal of {run} cannot be read: {history.damage[0]}")
-    if not history.starts:
+    folder = run / "journal"
+    with _reading(folder):
+        starts = _starts_in(_paths(folder))
+        damage = [] if starts else [one for segment in read_segments(folder) for one in segment.damage_in_words]
+    if damage:
+        raise JournalError(f"the journal of {run} cannot be read: {damage[0]}")
+    if not starts:
         raise JournalError(f"{run} has no journal (it ran before there was one, or with buffer.durability=memory)")
-    return history
+    return starts
 
 
-def _read_segment(path: Path, *, is_last: bool) -> Segment:
-    segment = Segment(int(path.stem), path, path.stat().st_size)
-    if not segment.num_bytes:
-        return segment
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        lineage = 0
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
+    """The bytes of a segment, mapped unless there are none."""
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            yield b""
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield data
+
+
+def read_segment(path: Path, is_last: bool = False) -> Segment:
+    """Read one segment. Raises OSError."""
+    segment, lineage = Segment(int(path.stem), path, path.stat().st_size), 0
+    with _mapped(path) as data:
         for item in scan(data):
             if isinstance(item, Whole):
                 lineage = item.record.lineage if isinstance(item.record, RunStarted) else lineage

@@ -8,7 +8,8 @@ meanwhile the journal `is_blocked`. A record counts once it has reached the chos
     fsync_each       the disk has it, record by record
 
 A segment is not written any more once a later one exists, with one exception: when a checkpoint has made all its groups
-useless, it is rewritten without their bodies. A journal that is kept for a replay keeps its bodies.
+useless, it is rewritten without their bodies. A journal that is kept for a replay keeps its bodies. What still counts of
+the first such segments is written into a summary at each checkpoint, so that the next start need not read them.
 """
 
 import logging
@@ -34,7 +35,8 @@ from asyncgrpo.journal.format import (
     pack,
     scan,
 )
-from asyncgrpo.journal.history import SUFFIX, History, cut, segment_path
+from asyncgrpo.journal.history import SUFFIX, SUMMARY, History, cut, read_segment, segment_path, surviving_path
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Deliver
 
@@ -156,7 +158,10 @@ class Journal:
         self._now = clock
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
-        self._number = max((s.number for s in history.segments), default=0) + 1
+        self._past = history.past
+        self._summed_up = 0  # number of the last segment in the summary that this process wrote
+        self._starts = history.starts | {run_started.lineage: run_started}
+        self._number = max((s.number for s in history.segments), default=self._past.through) + 1
         # The last segment of an earlier process, which may have been killed before it synced.
         self._inherited = history.segments[-1].path if history.segments else None
         self._descriptor: int | None = None
@@ -281,8 +286,9 @@ class Journal:
                 self._begin_segment()
             elif self._durability == "fsync_each":
                 self._sync()
-            if isinstance(waiting.record, Committed) and not self._keep:
+            if isinstance(waiting.record, Committed):
                 self._retire()
+                self._sum_up(waiting.record)
         # Not before: a sync that fails at the end of a segment may take what is in it.
         if self._durability == "written":
             self._mark_durable()
@@ -337,13 +343,33 @@ class Journal:
 
     def _retire(self) -> None:
         """Remove the bodies of segments whose groups are all of no use. What fails is tried at the next checkpoint."""
-        for number in sorted(self._with_bodies - set(self._unsettled.values()) - {self._number}):
+        retired = self._with_bodies - set(self._unsettled.values()) - {self._number}
+        for number in sorted(retired) if not self._keep else ():
             try:
                 _remove_bodies(segment_path(self._folder, number), self._disk)
             except OSError as error:
                 log.warning("segment %d of the journal %s could not be retired: %s", number, self._folder, error)
             else:
                 self._with_bodies.discard(number)
+
+    def _sum_up(self, committed: Committed) -> None:
+        """Write the summary of the first segments, all of whose groups are of no use. What fails is tried again."""
+        num_waiting = {*self._unsettled.values(), *(() if self._keep else self._with_bodies), self._number}
+        through, lineage = min(num_waiting) - 1, self._run_started.lineage
+        if through <= self._summed_up:
+            return
+        at = PolicyVersion(lineage, committed.step)
+        path, done_beyond = surviving_path(self._starts, at), set(committed.prompts.done_beyond)
+        frontier = committed.prompts.frontier
+        try:
+            for number in range(self._past.through + 1, through + 1):
+                if (file := segment_path(self._folder, number)).exists():
+                    segment = read_segment(file)
+                    self._past.add(segment, path, lineage, lambda index: index < frontier or index in done_beyond)
+            _replace(self._folder / SUMMARY, self._past.packed(at), self._disk)
+            self._summed_up = through
+        except OSError as error:
+            log.warning("the journal %s could not be summed up: %s", self._folder, error)
 
 
 def _remove_bodies(path: Path, disk: Disk) -> None:
@@ -353,6 +379,11 @@ def _remove_bodies(path: Path, disk: Disk) -> None:
         if not isinstance(item, Whole):
             raise OSError(f"damaged at offset {item.offset}")
         parts += pack(item.record)
+    _replace(path, parts, disk)
+
+
+def _replace(path: Path, parts: Sequence[Buffer], disk: Disk) -> None:
+    """Write a file anew. At every moment the old one or the new one is there, whole."""
     temporary = path.with_suffix(f"{SUFFIX}.tmp")
     descriptor = disk.create(temporary)
     try:

@@ -30,6 +30,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """`PromptState` of the buffer."""
     totals: dict[str, float] = {}
     """Counters of the run so far."""
+    record: dict[str, Any] | None = None
+    """`Recorded` of the learner; None in a checkpoint of an older release, or while the disk refused events."""
 
 
 class Checkpoints:

@@ -10,19 +10,20 @@ A pure function of the events of a run, in order; a start that resumes feeds it 
 
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
 from asyncgrpo.cores import CoreClock, CoreSeconds
 from asyncgrpo.learner.report import StepReport
-from asyncgrpo.learner.watch import TrainingWatch
-from asyncgrpo.recording.events import Event, EventLog, read_events
+from asyncgrpo.learner.watch import TrainingWatch, Watched
+from asyncgrpo.recording.events import Event, EventLog, is_undone, read_events
 from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
 from asyncgrpo.types import Group, PolicyVersion, Rollout
@@ -88,6 +89,15 @@ def lag_of(group: Group, version: PolicyVersion) -> int:
     return version.number - group.versions[0].number
 
 
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a resume needs of the events before a checkpoint, so that it reads only those after it."""
+
+    num_bytes: int
+    """Of the file of events, up to the checkpoint."""
+    told: dict[str, int]
+    watched: Watched
+
+
 class Recorder:
     """Writes a run's events, samples and outside loggers."""
 
@@ -117,18 +127,34 @@ class Recorder:
         self.undone: dict[str, float] = {}
         """What a crash took from the run before this start: for its `start` event."""
 
-    def resume(self, step: int, totals: dict[str, float]) -> None:
-        """Go on after `step`: later events are forgotten, counters go on from `totals`."""
-        precomputed = list(read_events(self.events.path))
-        later = [event for event in precomputed if event["event"] == "step" and event["step"] > step]
-        seen = max((_generated(event) for event in precomputed), default=0)
-        self.undone = {"generated": seen, "undone_steps": len(later)}
-        self.events.resume_at(step)
-        precomputed = list(read_events(self.events.path))
-        for event in precomputed:
-            self._watch.see(event)
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold of the events so far, a `Recorded`; None while the disk refuses events."""
+        num_bytes = self.events.sync()
+        if num_bytes is None:
+            return None
+        return msgspec.to_builtins(Recorded(num_bytes=num_bytes, told=self._told, watched=self._watch.state()))
+
+    def resume(self, step: int, totals: dict[str, float], record: Mapping[str, Any] | None = None) -> None:
+        """Go on after `step`: later events are forgotten, counters go on from `totals`.
+
+        Args:
+            record: `state` at the checkpoint; None: not known, so every event is read.
+        """
+        before = msgspec.convert(record, Recorded) if record else None
+        if before is None or not self.events.has_line_end(before.num_bytes):
+            before = Recorded(num_bytes=0, told={}, watched=Watched())
+        self._told, seen, undone = Counter(before.told), 0, 0
+        self._watch = TrainingWatch(before.watched)
+        for event in read_events(self.events.path, before.num_bytes):
+            seen = max(seen, _generated(event))
+            if is_undone(event, step):
+                undone += event["event"] == "step"
+            else:
+                self._watch.see(event)
+                self._told.update(_told_by(event))
+        self.undone = {"generated": seen, "undone_steps": undone}
+        self.events.resume_at(step, before.num_bytes)
         self._ledger = Ledger(totals, seen)
-        self._told = _told_by(precomputed)
 
     def step(
         self,
@@ -299,13 +325,9 @@ _TOLD = {"groups_dropped_": "dropped", "filtered_": "filtered", "completions_": 
 """How the counters begin that an event tells the growth of, and in which field."""
 
 
-def _told_by(events: Iterable[Event]) -> Counter[str]:
-    """What the fields of `_TOLD` add up to."""
-    told: Counter[str] = Counter()
-    for event in events:
-        for prefix, field in _TOLD.items():
-            told.update({prefix + name: count for name, count in (event.get(field) or {}).items()})
-    return told
+def _told_by(event: Event) -> dict[str, int]:
+    """What the fields of `_TOLD` say."""
+    return {prefix + name: n for prefix, field in _TOLD.items() for name, n in (event.get(field) or {}).items()}
 
 
 def _generated(event: Event) -> int:

@@ -163,7 +163,7 @@ class LearnerService:
         """Go on from `checkpoint`: the model and its optimizer are loaded already (`Learner.load`)."""
         state = read_state(checkpoint)
         self.version = PolicyVersion(self.version.lineage, state.step)
-        self._recorder.resume(state.step, state.totals)
+        self._recorder.resume(state.step, state.totals, state.record)
 
     def _take(self) -> Taken:
         with self._clock("wait_data"):
@@ -280,6 +280,7 @@ class LearnerService:
             lineage=self.version.lineage,
             prompts=snapshot.state,
             totals=self._recorder.last(snapshot.counters),
+            record=self._recorder.state(),
         )
         with self._clock("checkpoint"), metrics.waiting("checkpoint"):
             started = time.monotonic()

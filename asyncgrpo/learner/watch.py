@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
+from msgspec import Struct
+
 Event = dict[str, Any]
 
 WINDOW = 20
@@ -27,20 +29,59 @@ FAR = 0.5
 """Mean KL of the policy that sampled to the one that is trained, nats a token: above it most ratios say little."""
 
 
+_LOOKED_AT = ("zero_signal_groups", "lags", "reward_mean", "reward_max", "entropy", "diagnostics")
+
+
+class Watched(Struct, frozen=True, kw_only=True):
+    """State of a `TrainingWatch`."""
+
+    steps: list[Event] = []
+    """The newest `WINDOW` steps, with the fields that are looked at."""
+    start: Event | None = None
+    """The first step."""
+    is_on: dict[str, bool] = {}
+    """By warning, true while what it warned of lasts."""
+    first: float | None = None
+    """Mean reward of the first evaluation."""
+    best: tuple[int, float] | None = None
+    """Step and mean reward of the best evaluation."""
+    before: tuple[int, float] | None = None
+    """Those of the newest one."""
+
+
 class TrainingWatch:
     """Says each warning once, and again when what it warned of was over in between."""
 
-    def __init__(self) -> None:
-        self._steps: deque[Event] = deque(maxlen=WINDOW)
-        self._start: Event | None = None
-        self._is_on: dict[str, bool] = {}
-        self._first: float | None = None
-        self._best = self._before = (0, -math.inf)  # evaluations: step, mean reward
+    def __init__(self, state: Watched | None = None) -> None:
+        """
+        Args:
+            state: of the events so far; None: there were none.
+        """
+        state = state or Watched()
+        self._steps: deque[Event] = deque(state.steps, maxlen=WINDOW)
+        self._start = state.start
+        self._is_on = dict(state.is_on)
+        self._first = state.first
+        nothing = (0, -math.inf)
+        self._best, self._before = state.best or nothing, state.before or nothing  # evaluations: step, mean reward
+
+    def state(self) -> Watched:
+        """What another one needs to go on from here."""
+        evaluated = self._first is not None
+        return Watched(
+            steps=list(self._steps),
+            start=self._start,
+            is_on=self._is_on,
+            first=self._first,
+            best=self._best if evaluated else None,
+            before=self._before if evaluated else None,
+        )
 
     def see(self, event: Event) -> tuple[str, str] | None:
         """Take one event in. Returns what it is about, `signal`, `entropy`, `steps` or `evaluation`, and the warning, if
         there is one."""
         if event["event"] == "step" and event.get("zero_signal_groups") is not None:
+            event = {name: event.get(name) for name in _LOOKED_AT}
             self._steps.append(event)
             self._start = self._start or event
             watched = {"signal": self._signal, "entropy": self._entropy, "steps": self._far}

@@ -24,16 +24,15 @@ from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
 from asyncgrpo.recording.advice import Advice, advise
-from asyncgrpo.recording.events import Event, read_events
-from asyncgrpo.recording.pace import FEWEST, SETTLE, Pace, pace_of
-from asyncgrpo.recording.tail import read_tail
+from asyncgrpo.recording.events import Event
+from asyncgrpo.recording.pace import EVENTS, FEWEST, SETTLE, Pace, pace_of
+from asyncgrpo.recording.sample_search import SampleFiles
+from asyncgrpo.recording.tail import newest_first, newest_steps, read_tail
 
 STEPS = 100
 """Newest steps that are looked at."""
 FIRST = SETTLE
 """Steps of a start that are left out: engines and caches warm up."""
-TAIL_BYTES = 2**22
-"""Of the events of a run, from their end: some hundreds of steps, however long the run."""
 PROMPTS = 256
 """Prompts whose tokens are counted."""
 
@@ -97,12 +96,7 @@ def config_of(run: Path) -> Config:
 
 def timed_steps(run: Path) -> list[Event]:
     """The newest `step` events of the last start, without its first ones. Raises ConfigError where there are too few."""
-    steps: list[Event] = []
-    for event in read_events(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else ():
-        if event["event"] == "start":
-            steps = []
-        elif event["event"] == "step":
-            steps.append(event)
+    steps = newest_steps(run / "metrics.jsonl", FIRST + STEPS)
     if len(steps) < FIRST + FEWEST:
         raise ConfigError(
             f"{run} has {len(steps)} steps since its last start, and a profile needs {FIRST + FEWEST}: let it run longer"
@@ -122,9 +116,11 @@ class RunPace(NamedTuple):
 
 def pace_of_run(run: Path) -> RunPace:
     """Read the pace of a run from the end of its events. Raises ConfigError where there are too few steps."""
-    config, events = config_of(run), read_tail(run / "metrics.jsonl", -TAIL_BYTES).events
-    starts = (event for event in itertools.chain(reversed(events), _first_events(run)) if event["event"] == "start")
-    gpus = next(starts, {}).get("gpus")
+    config, file = config_of(run), run / "metrics.jsonl"
+    newest = list(itertools.islice(newest_first(file), EVENTS))
+    first = read_tail(file, 0, limit=10).events  # where the last start is too long ago
+    gpus = next((event.get("gpus") for event in (*newest, *first) if event["event"] == "start"), None)
+    events = newest[::-1]
     pace = pace_of(events, config)
     if pace is None:
         raise ConfigError(
@@ -133,20 +129,15 @@ def pace_of_run(run: Path) -> RunPace:
     return RunPace(pace, config, gpus, advise(events, config, gpus=gpus))
 
 
-def _first_events(run: Path) -> Iterable[Event]:
-    """The first events of the file. A generator: they are read only where they are asked for."""
-    yield from read_tail(run / "metrics.jsonl", 0, limit=10).events
-
-
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def _samples(run: Path, steps: set[int]) -> Iterable[dict[str, Any]]:
     import pyarrow.parquet as pq
 
-    for file in sorted((run / "samples").glob("step_*.parquet")):
-        if file.stem[5:].isdigit() and int(file.stem[5:]) in steps:
-            yield from pq.read_table(file, columns=["group_id", "num_tokens", "prompt"]).to_pylist()
+    files = SampleFiles(run / "samples")
+    for file in filter(None, map(files.find, sorted(steps))):
+        yield from pq.read_table(file, columns=["group_id", "num_tokens", "prompt"]).to_pylist()
 
 
 def lengths_of(rows: Iterable[dict[str, Any]], group_size: int) -> Lengths | None:

@@ -117,7 +117,7 @@ def _reward_seconds(config: Config, run: Path) -> float:
 
     tokenizer = load_tokenizer(config.model.path)
     prompts = {p.prompt_id: p for p in load_prompts(config.data.sources, "train", tokenizer, config.data)}
-    file = max((run / "samples").glob("step_*.parquet"))
+    file = max((run / "samples").rglob("step_*.parquet"))
     rows = pq.read_table(file, columns=["prompt_id", "completion"]).to_pylist()[:SCORED]
     texts = [(prompts[row["prompt_id"]], row["completion"]) for row in rows if row["prompt_id"] in prompts]
     return asyncio.run(_score(config, texts))

@@ -14,14 +14,12 @@ from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.advice import MOST_GENERATORS, Advice, Bottleneck, advise
 from asyncgrpo.recording.events import Event, EventLog, Follower
-from asyncgrpo.recording.pace import WINDOW
+from asyncgrpo.recording.pace import EVENTS
 
 LOOK_S = 20.0
 """How often to look."""
 TELL_S = 60.0
 """An event is written at most so often."""
-_KEPT = 8 * WINDOW
-"""Events that are looked at: those of a window with all that happens between its steps."""
 
 
 class Adviser:
@@ -36,7 +34,7 @@ class Adviser:
         self.config = config
         """As it is in force: a person may change some of it."""
         self._follower = Follower(events.path)
-        self._last: deque[Event] = deque(maxlen=_KEPT)
+        self._last: deque[Event] = deque(maxlen=EVENTS)
         self._told: tuple[str, str] | None = None
         self._told_at = float("-inf")
 

@@ -1,12 +1,11 @@
 """The curves of a run as one picture: reward, lag, log-prob gap between learner and engine, and time by activity."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.progress import Progress, mean_lag, seconds_by_activity
+from asyncgrpo.recording.progress import Curve, Progress
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2f6fb0", "#e08214", "#3a923a", "#c03d3e", "#9a9a9a"
 _SUITES = (_ORANGE, _GREEN, "#8c6bb1", _RED, "#17808e", "#b8860b", _GREY, "#d6a5c9")
@@ -22,21 +21,19 @@ _TIME_COLOURS = {
 _TIME_NAMES = {"wait_data": "wait for data"}
 
 
-def plot(events: Iterable[Event], png_path: Path) -> Path:
+def plot(progress: Progress, png_path: Path) -> Path:
     """Draw the run into `png_path` (1600 x 1000 pixels), which is replaced atomically. A run without a step is fine."""
     # pyplot would keep global state and choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    progress = Progress.of(events)
     figure = Figure(figsize=(12.8, 8), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)
     (reward, lag), (gap, time) = figure.subplots(2, 2, sharex=True)
-    steps = [step["step"] for step in progress.steps]
     _reward(reward, progress)
     _lag(lag, progress)
     _gap(gap, progress)
-    _time(time, progress, steps)
+    _time(time, progress)
     for axes in (reward, lag, gap, time):
         axes.grid(True, color="#e8e8e8", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -44,8 +41,9 @@ def plot(events: Iterable[Event], png_path: Path) -> Path:
         axes.tick_params(labelsize=9)
     for axes in (gap, time):
         axes.set_xlabel("optimizer step")
-    if steps:
-        reward.set_xlim(min(steps), max(steps) if len(steps) > 1 else steps[0] + 1)
+    if progress.steps:
+        first = min((curve.x[0] for curve in _every_curve(progress)), default=progress.step)
+        reward.set_xlim(first, max(progress.step, first + 1))
     title = progress.run or "run"
     figure.suptitle(f"{title}   {progress.sizes}" if progress.sizes else title, fontsize=12)
 
@@ -61,12 +59,15 @@ def _title(axes: Any, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=11, fontweight="bold")
 
 
-def _series(progress: Progress, field: str) -> tuple[list[int], list[float]]:
-    pairs = [(step["step"], step[field]) for step in progress.steps if step.get(field) is not None]
-    return [x for x, _ in pairs], [y for _, y in pairs]
+def _every_curve(progress: Progress) -> list[Curve]:
+    return [*progress.seconds.values(), *progress.curves.values()]
 
 
-def _smoothed(values: list[float], window: int) -> list[float]:
+def _series(progress: Progress, name: str) -> Curve:
+    return progress.curves.get(name, Curve())
+
+
+def _smoothed(values: Sequence[float], window: int) -> list[float]:
     """The mean of the `window` values around each point. At both ends there are fewer values."""
     half = window // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
@@ -75,47 +76,29 @@ def _smoothed(values: list[float], window: int) -> list[float]:
 
 def _reward(axes: Any, progress: Progress) -> None:
     _title(axes, "Reward")
-    x, y = _series(progress, "reward_mean")
-    if x:
-        axes.plot(x, y, color=_BLUE, linewidth=1.0, alpha=0.35, label="each step")
-        axes.plot(x, _smoothed(y, 5), color=_BLUE, linewidth=2.0, label="mean of 5 steps")
-    held_out = _held_out(progress)
-    for (name, points), colour in zip(held_out.items(), _SUITES, strict=False):
+    curve = progress.rewards
+    if curve.x:
+        each = "each step" if curve.every == 1 else f"mean of {curve.every} steps"
+        axes.plot(curve.x, curve.y, color=_BLUE, linewidth=1.0, alpha=0.35, label=each)
+        label = f"mean of {5 * curve.every} steps"
+        axes.plot(curve.x, _smoothed(curve.y, 5), color=_BLUE, linewidth=2.0, label=label)
+    for (name, points), colour in zip(progress.held_out.items(), _SUITES, strict=False):
         style = {"marker": "o", "markersize": 5, "linewidth": 1.2, "linestyle": "--"}
-        axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
-    if x or held_out:
+        axes.plot(points.x, points.y, color=colour, label=name, **style)
+    if curve.x or progress.held_out:
         axes.legend(loc="best", frameon=False, fontsize=9)
-
-
-def _held_out(progress: Progress) -> dict[str, list[tuple[int, float]]]:
-    """Steps and mean rewards of each suite, by the name of its curve; of one suite alone it is `held-out`."""
-    points: dict[str, list[tuple[int, float]]] = {}
-    for event in progress.evals:
-        means = {name: suite["numbers"].get("reward", [None])[0] for name, suite in (event.get("suites") or {}).items()}
-        if len(means) < 2:
-            means = {"held-out": event.get("reward_mean")}
-        for name, mean in means.items():
-            if mean is not None:
-                points.setdefault(name, []).append((event["step"], mean))
-    return points
 
 
 def _lag(axes: Any, progress: Progress) -> None:
     _title(axes, "Lag of trained groups (optimizer steps)")
-    x, mean, most = [], [], []
-    for step in progress.steps:
-        lags = {int(lag): groups for lag, groups in (step.get("lags") or {}).items() if groups}
-        if lags:
-            x.append(step["step"])
-            mean.append(mean_lag(lags))
-            most.append(max(lags))
-    if x:
-        axes.fill_between(x, 0, most, step="mid", color=_GREY, alpha=0.3, linewidth=0, label="oldest group")
-        axes.plot(x, mean, color=_BLUE, linewidth=1.6, label="mean")
-        top = max(1, *most) * 1.15
-        bounds = _series(progress, "max_lag")
-        if bounds[1] and min(bounds[1]) <= top:  # one far above all lags is not drawn
-            axes.plot(*bounds, color=_GREY, linewidth=1.2, linestyle="--", drawstyle="steps-mid", label="bound")
+    mean, most, bound = (_series(progress, name) for name in ("lag", "lag_max", "max_lag"))
+    if mean.x:
+        axes.fill_between(most.x, 0, most.y, step="mid", color=_GREY, alpha=0.3, linewidth=0, label="oldest group")
+        axes.plot(mean.x, mean.y, color=_BLUE, linewidth=1.6, label="mean")
+        top = max(1, *most.y) * 1.15
+        if bound.y and min(bound.y) <= top:  # one far above all lags is not drawn
+            style = {"linewidth": 1.2, "linestyle": "--", "drawstyle": "steps-mid"}
+            axes.plot(bound.x, bound.y, color=_GREY, label="bound", **style)
         axes.legend(loc="best", frameon=False, fontsize=9)
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(0, top)
@@ -124,7 +107,7 @@ def _lag(axes: Any, progress: Progress) -> None:
 def _gap(axes: Any, progress: Progress) -> None:
     _title(axes, "Log-prob gap, learner against engine (nats)")
     drawn = False
-    checked = [(version, gap) for version, gap in progress.gaps if gap > 0]
+    checked = [(version, gap) for version, gap in _series(progress, "sync_gap") if gap > 0]
     if checked:
         drawn = True
         axes.plot(*zip(*checked, strict=True), color=_GREY, linewidth=1.2, label="largest, check sequences")
@@ -132,8 +115,7 @@ def _gap(axes: Any, progress: Progress) -> None:
         ("logprob_gap_max", "largest, completions of lag 0", _RED),
         ("logprob_gap_mean", "mean of them", _BLUE),
     ):
-        x, y = _series(progress, field)
-        positive = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
+        positive = [(step, gap) for step, gap in _series(progress, field) if gap > 0]
         if positive:
             drawn = True
             # Points, because at a lag above 0 few steps have completions of the current version, often only the first.
@@ -144,18 +126,17 @@ def _gap(axes: Any, progress: Progress) -> None:
         axes.legend(loc="best", frameon=False, fontsize=9)
 
 
-def _time(axes: Any, progress: Progress, steps: list[int]) -> None:
+def _time(axes: Any, progress: Progress) -> None:
     _title(axes, "Where a step's time goes (seconds)")
-    spent = [seconds_by_activity([step]) for step in progress.steps]
-    names = [name for name in _TIME_COLOURS if any(name in seconds for seconds in spent)]
-    names += sorted({name for seconds in spent for name in seconds} - set(names))
-    if not steps or not names:
+    names = [name for name in _TIME_COLOURS if name in progress.seconds]
+    names += sorted(progress.seconds.keys() - set(names))
+    if not names:
         return
-    layers = [[seconds.get(name, 0.0) for seconds in spent] for name in names]
+    steps, layers = list(progress.seconds[names[0]].x), [list(progress.seconds[name].y) for name in names]
     colours = [_TIME_COLOURS.get(name, _GREY) for name in names]
     labels = [_TIME_NAMES.get(name, name) for name in names]
     if len(steps) == 1:
         steps, layers = [steps[0], steps[0] + 1], [layer * 2 for layer in layers]
     axes.stackplot(steps, layers, colors=colours, labels=labels, alpha=0.9, linewidth=0)
-    axes.set_ylim(0, 1.25 * max(seconds.total() for seconds in spent) or 1)
+    axes.set_ylim(0, 1.25 * max(map(sum, zip(*layers, strict=True))) or 1)
     axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)

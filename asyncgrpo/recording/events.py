@@ -4,15 +4,19 @@
 """
 
 import errno
+import fcntl
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
+
+from asyncgrpo.recording.tail import Event, decode, read_block
 
 # -- every event and its fields ----------------------------------------------------------------------------------------
 
@@ -264,8 +268,6 @@ KINDS: dict[str, Kind] = {
 
 log = logging.getLogger(__name__)
 
-Event = dict[str, Any]
-
 _STEP_EVENTS = frozenset({"step", "eval", "checkpoint"})
 
 
@@ -289,23 +291,24 @@ def as_written(event: Event) -> Event:
 class EventLog:
     """Appends events to a file.
 
-    Several processes may append, each with its own EventLog. Only one calls `resume_at`, before it writes of a step.
+    Several processes may append, each with its own EventLog. Only one calls `resume_at`, before it writes of a step. A lock
+    on the file keeps them apart.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Open for appending, and cut off a last line that a crash left incomplete."""
         self.path = Path(path)
+        self._new_end = self.path.with_suffix(".end")
         self._clock = clock
         self._unwritten = b""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab+") as file:
+        with self._locked() as file:
             _cut_torn_line(file)
 
     def write(self, event: str, **fields: Any) -> Event:
         """Append one event and return it. Numbers that are not finite are written as null.
 
-        The file is opened each time, because another process may have replaced it in `resume_at`. What a full disk
-        refuses is kept and written before the next event.
+        What a full disk refuses is kept and written before the next event.
         """
         kind = KINDS.get(event)
         assert kind is not None, f"unknown event {event!r}"
@@ -314,35 +317,104 @@ class EventLog:
         record = {"event": event, "time": self._clock(), **fields}
         self._unwritten += _encoder.encode(record) + b"\n"
         try:
-            with open(self.path, "ab", buffering=0) as file:
-                end = file.seek(0, os.SEEK_END)
-                if file.write(self._unwritten) < len(self._unwritten):
-                    file.truncate(end)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with self._locked() as file:
+                _append(file, self._unwritten)
             self._unwritten = b""
         except OSError as error:
             log.warning("%s cannot be written (%s): its events wait", self.path, error.strerror)
         return record
 
-    def resume_at(self, step: int) -> int:
+    def sync(self) -> int | None:
+        """Sync the file to the disk and return its bytes; None if the disk refuses, or events still wait for it."""
+        try:
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+                return None if self._unwritten else os.fstat(file.fileno()).st_size
+        except OSError as error:
+            log.warning("%s cannot be synced (%s)", self.path, error.strerror)
+            return None
+
+    def has_line_end(self, num_bytes: int) -> bool:
+        """True if whole lines make up the first `num_bytes` of the file."""
+        with open(self.path, "rb") as file:
+            file.seek(max(0, num_bytes - 1))
+            return num_bytes == 0 or file.read(1) == b"\n"
+
+    def resume_at(self, step: int, after: int = 0) -> int:
         """Drop the `step`, `eval` and `checkpoint` events beyond `step`, and return how many they were.
 
-        The file is replaced atomically: a crash leaves either the old or the new one. What other processes append meanwhile
-        is written again before the next event.
+        The end of the file is replaced from the first of them on, and nothing before it is written again. The new end is on
+        the disk first, so whoever opens the file next finishes what a crash interrupts.
+
+        Args:
+            after: bytes of the file that hold no such event.
+        Raises:
+            OSError: the disk refused.
         """
-        with open(self.path, "rb") as before:
-            events = list(_decode(before, self.path))
-            kept = [event for event in events if not (event["event"] in _STEP_EVENTS and event.get("step", 0) > step)]
-            if dropped := len(events) - len(kept):
-                temporary = self.path.with_suffix(".tmp")
-                with open(temporary, "wb") as file:
-                    file.writelines(_encoder.encode(event) + b"\n" for event in kept)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self.path)
-                self._unwritten += before.read()
+        with self._locked() as file:
+            file.seek(after)
+            begin, dropped, kept = file.tell(), 0, b""
+            for line in _lines(file):
+                if is_undone(decode(line), step):
+                    dropped += 1
+                elif dropped:
+                    kept += line
+                else:
+                    begin += len(line)
+            if dropped:
+                _write_durably(self._new_end, b"%d\n" % begin + kept)
+                self._finish_replacement(file)
                 log.info("resumed at step %d: dropped %d events of later steps from %s", step, dropped, self.path)
         return dropped
+
+    @contextmanager
+    def _locked(self) -> Iterator[BinaryIO]:
+        """Open the file for this process alone. May raise OSError."""
+        with open(self.path, "ab+", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if self._new_end.exists():
+                self._finish_replacement(file)
+            yield file
+
+    def _finish_replacement(self, file: BinaryIO) -> None:
+        begin, _, kept = self._new_end.read_bytes().partition(b"\n")
+        file.truncate(int(begin))
+        _append(file, kept)
+        os.fsync(file.fileno())
+        self._new_end.unlink()
+
+
+def is_undone(event: Event | None, step: int) -> bool:
+    """True for an event of a step beyond `step`, which a resume at `step` undoes."""
+    return event is not None and event["event"] in _STEP_EVENTS and event.get("step", 0) > step
+
+
+def _append(file: BinaryIO, data: bytes) -> None:
+    """Append all of `data` or nothing. Raises OSError."""
+    end = file.seek(0, os.SEEK_END)
+    if file.write(data) < len(data):
+        file.truncate(end)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The rest of an unbuffered file, line by line."""
+    with open(os.dup(file.fileno()), "rb") as lines:
+        yield from lines
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _cut_torn_line(file: Any) -> None:
@@ -361,66 +433,66 @@ def _cut_torn_line(file: Any) -> None:
         file.truncate(end)
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def read_events(path: Path, after: int = 0) -> Iterator[Event]:
     """Every event of the file, oldest first.
 
     An incomplete last line is ignored. Any other line that is no event is skipped with a warning.
+
+    Args:
+        after: bytes to leave out, whole lines.
     """
     with open(path, "rb") as file:
-        yield from _decode(file, Path(path))
+        file.seek(after)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            if (event := decode(line)) is not None:
+                yield event
+            else:
+                log.warning("skipped a line of %s that is no event: %.80r", path, line)
 
 
-def _decode(lines: Any, path: Path) -> Iterator[Event]:
-    for line in lines:
-        if not line.endswith(b"\n"):
-            return
-        try:
-            event = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            event = None
-        if isinstance(event, dict) and "event" in event:
-            yield event
-        else:
-            log.warning("skipped a line of %s that is no event: %.80r", path, line)
+class Place(NamedTuple):
+    """A place between two lines of a file of events."""
+
+    after: int = 0
+    """Bytes before it."""
+    mark: str = ""
+    """Digest of what stands right before it; empty: not known."""
+
+
+NEWEST = Place(-(2**21))
+"""Some hundred steps before the end of the file."""
 
 
 class Follower:
-    """Reads a file of events while it is written, for the live screen."""
+    """Reads a file of events while it is written."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self._file: Any = None
-        self._rest = b""
-
-    def poll(self) -> list[Event]:
-        """Events since the last call; none while the file does not exist.
-
-        When a resume has replaced the file, an event `{"event": "rewound"}` comes first, which is in no file, and then
-        every event from the start. A reader then forgets what it knew.
+    def __init__(self, path: Path, place: Place = NEWEST) -> None:
         """
-        events: list[Event] = []
-        if self._file is not None and self._replaced():
-            self.close()
-            events.append({"event": "rewound"})
-        if self._file is None:
-            try:
-                self._file = open(self.path, "rb")  # noqa: SIM115  kept open so that its inode cannot be reused
-            except FileNotFoundError:
-                return events
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        events += _decode((line + b"\n" for line in lines), self.path)
-        return events
+        Args:
+            place: where to begin.
+        """
+        self.path = Path(path)
+        self.place = place
+        """Behind the event that `poll` yielded last."""
 
-    def _replaced(self) -> bool:
-        try:
-            now = os.stat(self.path)
-        except FileNotFoundError:
-            return False
-        ours = os.fstat(self._file.fileno())
-        return (now.st_ino, now.st_dev) != (ours.st_ino, ours.st_dev) or now.st_size < self._file.tell()
+    def poll(self) -> Iterator[Event]:
+        """Yield events since the last call; none while the file does not exist.
 
-    def close(self) -> None:
-        """Close the file. A later poll reads it from the start."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._rest = None, b""
+        When a resume has taken out what was yielded, an event `{"event": "rewound"}` comes first, which is in no file, and
+        then the newest events. A reader then forgets what it knew, and may set `place` before it goes on.
+        """
+        while (block := read_block(self.path, self.place.after, self.place.mark)) is not None:
+            if block.rewound:
+                self.place = at = Place(block.begin)
+                yield {"event": "rewound"}
+                if self.place is not at:
+                    continue
+            self.place = Place(block.begin, block.mark(block.begin))
+            for end, line in block.lines():
+                self.place = Place(end, block.mark(end))
+                if (event := decode(line)) is not None:
+                    yield event
+            if self.place.after >= block.size or self.place.after == block.begin:
+                return

@@ -29,6 +29,8 @@ from asyncgrpo.recording.events import Event
 
 WINDOW = 100
 """Steps that are looked at, at most."""
+EVENTS = 8 * WINDOW
+"""Newest events that are enough for a window: its steps, and all that happens between them."""
 FEWEST = 5
 """Steps that are needed to say something."""
 SETTLE = 3

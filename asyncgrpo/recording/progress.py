@@ -1,20 +1,86 @@
 """The state of a run as its events tell it, for the live screen, the lines of a log and the summary.
 
-`Progress.update` takes the events in order. It uses no clock, no file and no terminal.
+`Progress.update` takes the events in order. It takes as much room after a month as after an hour: sums, the newest events,
+and curves that become coarser. `Following` keeps it beside the events, so that no reader begins at the first of them again.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+import logging
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
-from asyncgrpo.recording.events import Event
+import msgspec
+
+from asyncgrpo import __version__
+from asyncgrpo.recording.events import Event, Follower, Place
+from asyncgrpo.recording.tail import read_block
+
+log = logging.getLogger(__name__)
 
 RECENT = 10
 """Steps over which rates and shares are averaged."""
+MOST_POINTS = 1_000
+"""Of a curve. It is drawn some 600 pixels wide."""
+_ENDS = 5
+"""Rewards kept of the first and of the last steps."""
+_MOST_RECOVERIES = 1_000
 
 _GROUPED = {"forward_backward": "train", "optimizer": "train"}
+_AVERAGED = ("under_way", "wanted", "ready_seconds", "slots")
+
+
+def _floats() -> array:
+    return array("d")
+
+
+@dataclass
+class Curve:
+    """A curve of at most `MOST_POINTS`. Where more come, each point stands for twice as many values as before."""
+
+    x: array = field(default_factory=_floats)
+    """Of the newest value of each point."""
+    y: array = field(default_factory=_floats)
+    """Mean of the values of each point, or the largest of them."""
+    every: int = 1
+    """Values of a point."""
+    count: int = 0
+    """Values of the last point."""
+    is_max: bool = False
+
+    def add(self, x: float, y: float) -> None:
+        """Add a value. It replaces those at `x` and beyond, which are shown again."""
+        while self.x and self.x[-1] >= x:
+            self.x.pop()
+            self.y.pop()
+            self.count = self.every
+        if self.x and self.count < self.every:
+            self.count += 1
+            self.x[-1] = x
+            self.y[-1] = max(self.y[-1], y) if self.is_max else self.y[-1] + (y - self.y[-1]) / self.count
+            return
+        if len(self.x) == MOST_POINTS:
+            pairs = zip(self.y[::2], self.y[1::2], strict=True)
+            self.x, self.y = self.x[1::2], array("d", map(max if self.is_max else fmean, pairs))
+            self.every *= 2
+        self.x.append(x)
+        self.y.append(y)
+        self.count = 1
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        """Yield the points."""
+        return zip(map(int, self.x), self.y, strict=True)
+
+    def at_zero(self) -> "Curve":
+        """Return a curve with the same points, at 0."""
+        return Curve(self.x[:], array("d", [0.0] * len(self.x)), self.every, self.count)
+
+
+_MAXIMA = ("lag_max", "max_lag", "logprob_gap_max", "sync_gap")
 
 
 @dataclass
@@ -30,25 +96,44 @@ class Progress:
     updated: float | None = None
     """Unix time of the last event."""
     steps: list[Event] = field(default_factory=list)
-    evals: list[Event] = field(default_factory=list)
-    checkpoints: list[Event] = field(default_factory=list)
-    syncs: deque[Event] = field(default_factory=lambda: deque(maxlen=8))
+    """The newest, `RECENT` and one more."""
+    num_steps: int = 0
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """Of all steps by name: `reward`, `lag`, `lag_max`, `max_lag`, `logprob_gap_mean`, `logprob_gap_max`, and `sync_gap` by
+    the number of the version: of one token, in all publications that were checked, nats."""
+    seconds: dict[str, Curve] = field(default_factory=dict)
+    """Of the learner by activity (`seconds_by_activity`); all have the same points."""
+    held_out: dict[str, Curve] = field(default_factory=dict)
+    """Mean rewards of each suite, by the name of its curve; of one suite alone it is `held-out`."""
+    first_rewards: list[float] = field(default_factory=list)
+    last_rewards: list[float] = field(default_factory=list)
+    """Mean rewards of the first and the last five steps that have one."""
+    tokens_trained: int = 0
+    """Tokens trained by all steps."""
+    first_eval: Event | None = None
+    last_eval: Event | None = None
+    last_checkpoint: Event | None = None
+    syncs: list[Event] = field(default_factory=list)
+    """The newest."""
     num_syncs: int = 0
     num_bad_syncs: int = 0
     num_gaps: int = 0
     largest_gap: float | None = None
     """Of one token, in all publications that were checked, nats."""
-    gaps: deque[tuple[int, float]] = field(default_factory=deque)
-    """Number of the version and largest gap, of as many publications as there are steps."""
-    warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
+    largest_logprob_gap: float | None = None
+    """`logprob_gap_max` of all steps."""
+    warnings: list[str] = field(default_factory=list)
+    """The newest."""
     num_restarts: int = 0
     undone_steps: int = 0
     """Steps done before a crash, and trained again after it."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Sampled tokens of the whole run by fate, from the last event that has them; empty if none has."""
-    faults: list[Event] = field(default_factory=list)
+    num_faults: int = 0
     """Faults that `--chaos` injected."""
-    recoveries: list[Event] = field(default_factory=list)
+    num_recoveries: int = 0
+    recoveries: list[tuple[str, float]] = field(default_factory=list)
+    """The newest: fault and role, and the seconds it took."""
     paused: dict[str, Event] = field(default_factory=dict)
     """The last `rewards_paused` event of each generator whose rewards are paused, with the time `since` when."""
     advice: Event | None = None
@@ -59,9 +144,14 @@ class Progress:
     """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
     end: Event | None = None
     """The end of the present start, once it is over."""
-    ends: list[Event] = field(default_factory=list)
-    """The ends of all starts."""
-    _resumed: bool = True
+    sums: dict[str, float] = field(default_factory=dict)
+    """Of the fields that are averaged, and `N` before their names: how many steps have them."""
+    learner_seconds: dict[str, float] = field(default_factory=dict)
+    generator_seconds: dict[str, float] = field(default_factory=dict)
+    lag_counts: dict[int, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    filtered: dict[str, int] = field(default_factory=dict)
+    resumed: bool = True
     """Whether the next step is the first of its process."""
 
     @classmethod
@@ -81,10 +171,7 @@ class Progress:
         if "time" in event:
             self.started = event["time"] if self.started is None else self.started
             self.updated = event["time"]
-        kept = {"eval": self.evals, "checkpoint": self.checkpoints, "recovered": self.recoveries}
-        if kind in kept:
-            kept[kind].append(event)
-        elif handle := getattr(self, f"_on_{kind}", None):
+        if handle := getattr(self, f"_on_{kind}", None):
             handle(event)
 
     def _on_start(self, event: Event) -> None:
@@ -93,47 +180,104 @@ class Progress:
         self.undone_steps += event.get("undone_steps") or 0
         self.end = self.advice = None
         self.paused = {}
-        self._resumed = True
+        self.resumed = True
 
     def _on_step(self, event: Event) -> None:
         while self.steps and self.steps[-1]["step"] >= event["step"]:
             self.steps.pop()
-        if self.steps and not self._resumed:
+        if self.steps and not self.resumed:
             self.training_seconds += max(0.0, event["time"] - self.steps[-1]["time"])
         else:
             self.training_seconds += sum((event.get("seconds") or {}).values())
-        self._resumed = False
-        self.steps.append(event)
+        self.resumed = False
+        _keep(self.steps, event, RECENT + 1)
+        self.num_steps += 1
         self.tokens = event.get("tokens") or self.tokens
+        self._sum(event)
+        self._draw(event)
         if failures := event.get("failures"):
-            self.warnings.append(f"step {event['step']}: reward failures: {counts_in_words(failures)}")
+            self._warn(f"step {event['step']}: reward failures: {counts_in_words(failures)}")
+
+    def _sum(self, step: Event) -> None:
+        self.tokens_trained += step.get("tokens_trained") or 0
+        _add(self.learner_seconds, seconds_by_activity([step]))
+        _add(self.generator_seconds, _generator_seconds(step))
+        _add(self.lag_counts, _lags_of(step))
+        _add(self.dropped, step.get("dropped"))
+        _add(self.filtered, step.get("filtered"))
+        for name in _AVERAGED:
+            if (value := step.get(name)) is not None:
+                _add(self.sums, {name: value, f"N {name}": 1})
+        if (gap := step.get("logprob_gap_max")) is not None:
+            self.largest_logprob_gap = max(gap, self.largest_logprob_gap or gap)
+
+    def _draw(self, event: Event) -> None:
+        step, lags = event["step"], {lag: groups for lag, groups in _lags_of(event).items() if groups}
+        values = {name: event.get(name) for name in ("max_lag", "logprob_gap_mean", "logprob_gap_max")}
+        values |= {"reward": event.get("reward_mean")}
+        values |= {"lag": mean_lag(lags), "lag_max": max(lags)} if lags else {}
+        for name, value in values.items():
+            self._point(self.curves, name, step, value)
+        if (reward := event.get("reward_mean")) is not None:
+            if len(self.first_rewards) < _ENDS:
+                self.first_rewards.append(reward)
+            _keep(self.last_rewards, reward, _ENDS)
+        spent = seconds_by_activity([event])
+        for name in spent:
+            if name not in self.seconds:
+                self.seconds[name] = next((curve.at_zero() for curve in self.seconds.values()), Curve())
+        for name, curve in self.seconds.items():
+            curve.add(step, spent[name])
+
+    def _point(self, curves: dict[str, Curve], name: str, x: int, value: float | None) -> None:
+        if value is not None:
+            if name not in curves:
+                curves[name] = Curve(is_max=name in _MAXIMA)
+            curves[name].add(x, value)
+
+    def _on_eval(self, event: Event) -> None:
+        self.first_eval, self.last_eval = self.first_eval or event, event
+        means = {name: suite["numbers"].get("reward", [None])[0] for name, suite in (event.get("suites") or {}).items()}
+        if len(means) < 2:
+            means = {"held-out": event.get("reward_mean")}
+        for name, mean in means.items():
+            self._point(self.held_out, name, event["step"], mean)
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self.last_checkpoint = event
 
     def _on_sync(self, event: Event) -> None:
-        self.syncs.append(event)
+        _keep(self.syncs, event, 8)
         self.num_syncs += 1
         if event.get("checksum") != "ok":
             self.num_bad_syncs += 1
         if is_bad_sync(event):
-            self.warnings.append(sync_line(event))
+            self._warn(sync_line(event))
         if (gap := event.get("gap_max")) is not None:
             self.num_gaps += 1
-            self.gaps.append((int(str(event["version"]).rpartition(".")[2]), gap))
-            if len(self.gaps) > max(len(self.steps), 8):
-                self.gaps.popleft()
+            self._point(self.curves, "sync_gap", int(str(event["version"]).rpartition(".")[2]), gap)
             self.largest_gap = max(gap, self.largest_gap or 0.0)
 
     def _on_command(self, event: Event) -> None:
         if not event["refused"]:
             self.advice = None
 
+    def _warn(self, text: str) -> None:
+        _keep(self.warnings, text, 5)
+
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.advice = None
-        self.warnings.append(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
+        self._warn(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
 
     def _on_fault(self, event: Event) -> None:
-        self.faults.append(event)
-        self.warnings.append(f"chaos: {event.get('fault', '?')} {event.get('actor', '')}")
+        self.num_faults += 1
+        self._warn(f"chaos: {event.get('fault', '?')} {event.get('actor', '')}")
+
+    def _on_recovered(self, event: Event) -> None:
+        self.num_recoveries += 1
+        kind = f"{event['fault']} {event['actor'].partition('-')[0]}"
+        _keep(self.recoveries, (kind, event["seconds"]), _MOST_RECOVERIES)
 
     def _on_advice(self, event: Event) -> None:
         self.advice = event
@@ -142,36 +286,37 @@ class Progress:
         self.curriculum = event
 
     def _on_drain(self, event: Event) -> None:
-        self.warnings.append(f"draining: {event.get('reason', '')}")
+        self._warn(f"draining: {event.get('reason', '')}")
 
     def _on_warning(self, event: Event) -> None:
-        self.warnings.append(event["text"])
+        self._warn(event["text"])
 
     def _on_stall(self, event: Event) -> None:
-        self.warnings.append(f"waiting for {event.get('what', '?')} for {event.get('seconds') or 0:.0f} s")
+        self._warn(f"waiting for {event.get('what', '?')} for {event.get('seconds') or 0:.0f} s")
 
     def _on_reward_failed(self, event: Event) -> None:
-        self.warnings.append(f"{_counted('reward', event, event.get('failure'))}: {event.get('detail')}")
+        self._warn(f"{_counted('reward', event, event.get('failure'))}: {event.get('detail')}")
 
     def _on_lease_failed(self, event: Event) -> None:
-        self.warnings.append(f"{_counted('group', event, event.get('reason'))}: {event.get('detail')}")
+        self._warn(f"{_counted('group', event, event.get('reason'))}: {event.get('detail')}")
 
     def _on_rewards_paused(self, event: Event) -> None:
         actor = event.get("actor", "?")
         since = self.paused[actor]["since"] if actor in self.paused else event["time"]
         self.paused[actor] = event | {"since": since}
-        self.warnings.append(
+        self._warn(
             f"rewards paused at {actor}: {event.get('reason')}; probing again in {event.get('probe_in_s') or 0:.0f} s"
         )
 
     def _on_rewards_resumed(self, event: Event) -> None:
         actor = event.get("actor", "?")
         self.paused.pop(actor, None)
-        self.warnings.append(f"rewards work again at {actor}, after {event.get('seconds') or 0:.0f} s")
+        self._warn(f"rewards work again at {actor}, after {event.get('seconds') or 0:.0f} s")
 
     def _on_end(self, event: Event) -> None:
         self.end = event
-        self.ends.append(event)
+        _add(self.dropped, event.get("dropped"))
+        _add(self.filtered, event.get("filtered"))
         self.tokens = event.get("tokens") or self.tokens
 
     @property
@@ -193,46 +338,39 @@ class Progress:
             return min(1.0, (self.last.get("prompts_done") or 0) / self.total_prompts)
         return None
 
-    def rewards(self) -> list[float]:
-        """The mean reward of each step that has one."""
-        return [step["reward_mean"] for step in self.steps if step.get("reward_mean") is not None]
+    @property
+    def rewards(self) -> Curve:
+        """The mean rewards of all steps that have one."""
+        return self.curves.get("reward", Curve())
 
     def lags(self, last_steps: int | None = None) -> dict[int, int]:
-        """Trained groups by lag, over all steps or the last ones."""
-        counts: Counter[int] = Counter()
-        for step in self.steps[-last_steps:] if last_steps else self.steps:
-            counts.update({int(lag): groups for lag, groups in (step.get("lags") or {}).items()})
-        return dict(sorted(counts.items()))
+        """Trained groups by lag, over all steps or the last ones, at most `RECENT`."""
+        counts: dict[int, int] = {}
+        for step in self.steps[-last_steps:] if last_steps else ():
+            _add(counts, _lags_of(step))
+        return dict(sorted((counts if last_steps else self.lag_counts).items()))
 
     def mean(self, name: str, last_steps: int | None = None) -> float | None:
-        """The mean of a field over all steps or the last ones; None if no step has it."""
-        steps = self.steps[-last_steps:] if last_steps else self.steps
-        values = [step[name] for step in steps if step.get(name) is not None]
+        """The mean of a field over all steps (of `_AVERAGED`) or the last ones; None if no step has it."""
+        if last_steps is None:
+            return self.sums[name] / self.sums[f"N {name}"] if name in self.sums else None
+        values = [step[name] for step in self.steps[-last_steps:] if step.get(name) is not None]
         return fmean(values) if values else None
 
     def time_shares(self, last_steps: int | None = None) -> dict[str, float]:
         """The share of the learner's time by activity (`seconds_by_activity`), over all steps or the last ones."""
-        spent = seconds_by_activity(self.steps[-last_steps:] if last_steps else self.steps)
-        return {activity: seconds / spent.total() for activity, seconds in spent.items()} if spent.total() > 0 else {}
+        return _shares(seconds_by_activity(self.steps[-last_steps:]) if last_steps else self.learner_seconds)
 
     def generator_shares(self, last_steps: int | None = None) -> dict[str, float]:
         """The share of the generators' time by activity, over all steps or the last ones; {} if none tells."""
-        spent: Counter[str] = Counter()
-        for step in self.steps[-last_steps:] if last_steps else self.steps:
-            told = step.get("generators") or {}
-            spent.update({what: told[what] for what in ("generate", "reward", "weights", "idle") if what in told})
-        return {what: seconds / spent.total() for what, seconds in spent.items()} if spent.total() > 0 else {}
+        spent: dict[str, float] = {}
+        for step in self.steps[-last_steps:] if last_steps else ():
+            _add(spent, _generator_seconds(step))
+        return _shares(spent if last_steps else self.generator_seconds)
 
     def untrained(self, how: Literal["dropped", "filtered"]) -> Counter[str]:
         """Groups of the whole run that were dropped or filtered, by reason."""
-        counts: Counter[str] = Counter()
-        for event in (*self.steps, *self.ends):
-            counts.update(event.get(how) or {})
-        return counts
-
-    def tokens_trained(self) -> int:
-        """Tokens trained by all steps."""
-        return sum(step.get("tokens_trained") or 0 for step in self.steps)
+        return Counter(self.dropped if how == "dropped" else self.filtered)
 
     def tokens_per_second(self) -> tuple[float, float]:
         """Tokens generated and trained per second, over the last steps."""
@@ -244,6 +382,30 @@ class Progress:
         generated = (recent[-1].get("tokens_generated") or 0) - (recent[0].get("tokens_generated") or 0)
         trained = sum(step.get("tokens_trained") or 0 for step in recent[1:])
         return generated / elapsed, trained / elapsed
+
+
+def _keep(newest: list[Any], one: Any, most: int) -> None:
+    newest.append(one)
+    del newest[:-most]
+
+
+def _add(sums: dict[Any, Any], numbers: Mapping[Any, Any] | None) -> None:
+    for name, number in (numbers or {}).items():
+        sums[name] = sums.get(name, 0) + number
+
+
+def _lags_of(step: Event) -> dict[int, int]:
+    return {int(lag): groups for lag, groups in (step.get("lags") or {}).items()}
+
+
+def _generator_seconds(step: Event) -> dict[str, float]:
+    told = step.get("generators") or {}
+    return {what: told[what] for what in ("generate", "reward", "weights", "idle") if what in told}
+
+
+def _shares(spent: Mapping[str, float]) -> dict[str, float]:
+    total = sum(spent.values())
+    return {what: seconds / total for what, seconds in spent.items()} if total > 0 else {}
 
 
 def seconds_by_activity(steps: Iterable[Event]) -> "Counter[str]":
@@ -310,3 +472,67 @@ def is_bad_sync(sync: Event) -> bool:
 def counts_in_words(counts: Mapping[str, int]) -> str:
     """Counts such as "crash 1, timeout 3"."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+# -- kept beside the events --------------------------------------------------------------------------------------------
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress of a run up to a place in its events."""
+
+    release: str
+    """That wrote it. Another one reads the events again."""
+    place: Place
+    progress: Progress
+
+
+class Following:
+    """The progress of a run, read on from where a reader before kept it."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is read yet but what was kept.
+
+        Args:
+            path: of the events, `metrics.jsonl`.
+        """
+        self._kept_path = path.with_name("progress.json")
+        self._follower = Follower(path)
+        self.progress = Progress()
+        self._begin()
+
+    def poll(self) -> Iterator[Event]:
+        """Yield events since the last call, each after `progress` has taken it in; `rewound` as `Follower.poll` does."""
+        for event in self._follower.poll():
+            if event["event"] == "rewound":
+                self._begin()
+            else:
+                self.progress.update(event)
+            yield event
+
+    def keep(self) -> None:
+        """Keep the progress so far. Call it after a `checkpoint` event: a resume takes out none that came before it."""
+        kept = Kept(release=__version__, place=self._follower.place, progress=self.progress)
+        temporary = self._kept_path.with_suffix(".tmp")
+        try:
+            temporary.write_bytes(msgspec.json.encode(kept, enc_hook=list))
+            os.replace(temporary, self._kept_path)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self._kept_path, error.strerror)
+
+    def _begin(self) -> None:
+        self.progress, self._follower.place = Progress(), Place()
+        try:
+            kept = msgspec.json.decode(self._kept_path.read_bytes(), type=Kept, dec_hook=lambda _, xs: array("d", xs))
+        except (OSError, msgspec.MsgspecError):
+            return
+        block = read_block(self._follower.path, *kept.place)
+        if kept.release == __version__ and block is not None and not block.rewound:
+            self.progress, self._follower.place = kept.progress, kept.place
+
+
+def progress_of(path: Path) -> Progress:
+    """The progress of a run by its file of events; that of no event where there is none."""
+    following = Following(path)
+    for _ in following.poll():
+        pass
+    return following.progress

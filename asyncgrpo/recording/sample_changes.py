@@ -63,10 +63,11 @@ def changes(run: Path, from_step: int | None = None, to_step: int | None = None)
         DataError: there are no two such evaluations.
     """
     files = files_of(run, EVALS)
-    first, last = min(files) if from_step is None else from_step, max(files) if to_step is None else to_step
+    steps = list(files)
+    first, last = steps[0] if from_step is None else from_step, steps[-1] if to_step is None else to_step
     if first == last:
         raise DataError(
-            f"{run}: there is nothing to compare step {first} with; evaluations are kept of: {', '.join(map(str, files))}"
+            f"{run}: there is nothing to compare step {first} with; evaluations are kept of: {', '.join(map(str, steps))}"
         )
     before, after = (_by_prompt(read_table(files, run, step)[1].to_pylist()) for step in (first, last))
     success, both = _success(run), [prompt_id for prompt_id in before if prompt_id in after]
@@ -97,7 +98,7 @@ def changes(run: Path, from_step: int | None = None, to_step: int | None = None)
             for way, ids in found.items()
             for prompt_id in ids
         ],
-        steps=list(files),
+        steps=steps,
     )
 
 

@@ -1,5 +1,6 @@
 """The samples of a step, found and read again: whole for a command, or searched, filtered and cut to a page for a browser."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,30 +43,92 @@ class Found(Struct, frozen=True, kw_only=True):
     """The step after it."""
 
 
-def files_of(run: Path, folder: Folder = TRAINED) -> dict[int, Path]:
-    """The files of samples in a folder of the run by optimizer step, in order. Raises DataError where there is none."""
-    files = {int(file.stem[5:]): file for file in (run / folder).glob("step_*.parquet") if file.stem[5:].isdigit()}
-    if not files:
+SHARD = 1_000
+"""Steps of one folder of files."""
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the samples of a step are written, as in `samples/260/step_260017.parquet`."""
+    return folder / f"{step // SHARD:03d}" / f"step_{step:06d}.parquet"
+
+
+class SampleFiles:
+    """The files of samples in a folder, by optimizer step. An older release wrote all of them into the folder itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._flat = _steps_in(folder)
+        numbers = (int(shard.name) for shard in folder.glob("*") if shard.name.isdigit())
+        self._shards = sorted({*numbers, *(step // SHARD for step in self._flat)})
+
+    @property
+    def is_of_training(self) -> bool:
+        """False for the completions of evaluations."""
+        return self._folder.name == TRAINED
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield every step that has samples, in order. Reads every folder."""
+        for shard in self._shards:
+            yield from self._in(shard)
+
+    def first(self) -> int | None:
+        """The first step that has samples."""
+        return next(iter(self), None)
+
+    def last(self) -> int | None:
+        """The newest step that has samples."""
+        return next((steps[-1] for shard in reversed(self._shards) if (steps := self._in(shard))), None)
+
+    def before(self, step: int) -> int | None:
+        """The step before `step` that has samples."""
+        shards = (shard for shard in reversed(self._shards) if shard <= step // SHARD)
+        return next((one for shard in shards for one in reversed(self._in(shard)) if one < step), None)
+
+    def after(self, step: int) -> int | None:
+        """The step after `step` that has samples."""
+        shards = (shard for shard in self._shards if shard >= step // SHARD)
+        return next((one for shard in shards for one in self._in(shard) if one > step), None)
+
+    def find(self, step: int) -> Path | None:
+        """The file of a step; None: it has no samples."""
+        paths = path_of(self._folder, step), self._folder / f"step_{step:06d}.parquet"
+        return next((path for path in paths if path.is_file()), None)
+
+    def _in(self, shard: int) -> list[int]:
+        flat = {step for step in self._flat if step // SHARD == shard}
+        return sorted(flat | _steps_in(self._folder / f"{shard:03d}"))
+
+
+def _steps_in(folder: Path) -> set[int]:
+    return {int(file.stem[5:]) for file in folder.glob("step_*.parquet") if file.stem[5:].isdigit()}
+
+
+def files_of(run: Path, folder: Folder = TRAINED) -> SampleFiles:
+    """The files of samples in a folder of the run. Raises DataError where there is none."""
+    files = SampleFiles(run / folder)
+    if files.last() is None:
         why = f"it writes them after its first {'step' if folder == TRAINED else 'evaluation of data.eval'}"
         raise DataError(f"{run} holds no {folder}/step_*.parquet: {why if run.is_dir() else 'there is no such folder'}")
-    return dict(sorted(files.items()))
+    return files
 
 
-def read_table(files: dict[int, Path], run: Path, step: int | None = None) -> "tuple[int, pa.Table]":
+def read_table(files: SampleFiles, run: Path, step: int | None = None) -> "tuple[int, pa.Table]":
     """The step and its samples, a row each; without `step` those of the newest. Raises DataError."""
-    if step is not None and step not in files:
-        every = "run.samples_every" if next(iter(files.values())).parent.name == TRAINED else "run.eval_every"
-        there = f"there are steps {min(files)} to {max(files)} (run.keep_samples, {every})"
+    step = files.last() if step is None else step
+    assert step is not None, "files_of has raised"
+    path = files.find(step)
+    if path is None:
+        every = "run.samples_every" if files.is_of_training else "run.eval_every"
+        there = f"there are steps {files.first()} to {files.last()} (run.keep_samples, {every})"
         raise DataError(f"{run} has no samples of step {step}; {there}")
-    step = max(files) if step is None else step
 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return step, pq.read_table(files[step])
+        return step, pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{files[step]} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
+        raise DataError(f"{path} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
 
 
 def search(
@@ -100,17 +163,17 @@ def search(
 
         column, order = _ORDER[sort]
         found = found.take(pc.sort_indices(found, [(column, order)], null_placement="at_end"))
-    steps = list(files)
-    place = steps.index(step)
+    first, last = files.first(), files.last()
+    assert first is not None and last is not None, "files_of has raised"
     return Found(
         step=step,
         total=table.num_rows,
         found=found.num_rows,
         rows=found.slice(offset, limit).to_pylist(),
-        first_step=steps[0],
-        last_step=steps[-1],
-        before=steps[place - 1] if place else None,
-        after=steps[place + 1] if place + 1 < len(steps) else None,
+        first_step=first,
+        last_step=last,
+        before=files.before(step),
+        after=files.after(step),
     )
 
 

@@ -1,9 +1,10 @@
 """Trained completions as Parquet, one file for each step, so that a person can read what the reward saw.
 
-Each file, such as `samples/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
+Each file, such as `samples/000/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
 fields of `Sample`. Nothing else needs these files, so the oldest are removed where `run.keep_samples...` says so.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncgrpo.config.schema import RunConfig
+from asyncgrpo.recording.sample_search import SampleFiles, path_of
 from asyncgrpo.types import Group, Prompt
 from asyncgrpo.wire.rollouts import Deliver
 
@@ -146,53 +148,64 @@ class SampleWriter:
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in self.folder.glob(".step_*.tmp"):
+        for left_over in (*self.folder.glob(".step_*.tmp"), *self.folder.glob("*/.step_*.tmp")):
             left_over.unlink()
         self._limits = limits
-        there = {path: path.stat() for path in self.folder.glob("step_*.parquet") if path.stem[5:].isdigit()}
-        self._written = dict(sorted(there.items(), key=lambda one: (one[1].st_mtime, one[0])))
-        """The files there are, in the order in which they were written."""
-        self._bytes = sum(file.st_size for file in self._written.values())
+        self._files = SampleFiles(self.folder)
+        self._sizes: dict[int, int] = {}
+        """Bytes of the files there are by step, in the order in which they were written; empty without a limit."""
+        self._has_limit = (limits.keep_samples, limits.keep_samples_gb, limits.keep_samples_days) != (None,) * 3
+        if self._has_limit:
+            there = {step: path.stat() for step in self._files if (path := self._files.find(step)) is not None}
+            in_order = sorted(there.items(), key=lambda one: (one[1].st_mtime, one[0]))
+            self._sizes = {step: file.st_size for step, file in in_order}
+        self._bytes = sum(self._sizes.values())
         self._has_removed = False
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Write `step_<step>.parquet` (zstd), remove what is more than is to be kept, and return its path. Raises OSError."""
+        """Write the samples of a step (zstd), remove what is more than is to be kept, and return its path. Raises OSError."""
         table = pa.Table.from_pylist([asdict(sample) for sample in samples], schema=SCHEMA)
-        path = self.folder / f"step_{step:06d}.parquet"
-        temporary = self.folder / f".{path.name}.tmp"
+        path = path_of(self.folder, step)
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
         try:
             pq.write_table(table, temporary, compression="zstd")
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        self._forget(path)
-        self._written[path] = path.stat()
-        self._bytes += self._written[path].st_size
-        self._remove_oldest()
+        (self.folder / path.name).unlink(missing_ok=True)  # where an older release had written this step
+        if self._has_limit:
+            self._bytes -= self._sizes.pop(step, 0)
+            self._sizes[step] = path.stat().st_size
+            self._bytes += self._sizes[step]
+            self._remove_oldest()
         return path
 
     def _remove_oldest(self) -> None:
         """Remove the files written first until the others are within the limits. The newest stays in any case."""
-        for path in list(self._written)[:-1]:
-            if (limit := self._exceeded(path)) is None:
+        while len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            path = self._files.find(oldest)
+            if path is not None and (limit := self._exceeded(path)) is None:
                 return
+            self._bytes -= self._sizes.pop(oldest)
+            if path is None:
+                continue
             if not self._has_removed:
                 self._has_removed = True
                 log.info("%s: %s is removed, and from now on whatever exceeds it, the oldest first", limit, path.name)
             path.unlink(missing_ok=True)
-            self._forget(path)
+            if path.parent != self.folder:
+                with contextlib.suppress(OSError):  # it holds others
+                    path.parent.rmdir()
 
     def _exceeded(self, oldest: Path) -> str | None:
         """Which limit is exceeded as long as the oldest file is there, in words."""
         files, gib, days = self._limits.keep_samples, self._limits.keep_samples_gb, self._limits.keep_samples_days
-        if files is not None and len(self._written) > files:
+        if files is not None and len(self._sizes) > files:
             return f"run.keep_samples is {files}"
         if gib is not None and self._bytes > gib * 2**30:
             return f"run.keep_samples_gb is {gib:g}"
-        if days is not None and time.time() - self._written[oldest].st_mtime > days * 86400:
+        if days is not None and time.time() - oldest.stat().st_mtime > days * 86400:
             return f"run.keep_samples_days is {days:g}"
         return None
-
-    def _forget(self, path: Path) -> None:
-        if (file := self._written.pop(path, None)) is not None:
-            self._bytes -= file.st_size

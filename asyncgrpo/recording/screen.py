@@ -19,8 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncgrpo.logs import visible
-from asyncgrpo.recording.events import Event, Follower
-from asyncgrpo.recording.progress import RECENT, Progress, lag_line, sync_line
+from asyncgrpo.recording.progress import RECENT, Following, Progress, lag_line, sync_line
 from asyncgrpo.recording.text import (
     curriculum_line,
     line_of,
@@ -95,33 +94,21 @@ _NUM_SYNCS = 3
 _NUM_WARNINGS = 3
 _NUM_SUITES = 4
 _PLOT_HEIGHT = 6
-_STEPS = 5_000
-"""Steps that are kept: a run lasts for months, and an event of a step takes 10 KB."""
+_KEEP_EVERY_S = 30.0
+"""How long, at least, between two times that the progress is kept beside the events."""
 
 
-class Screen:
-    """A page about one run."""
-
-    def __init__(self) -> None:
-        self.progress = Progress()
-
-    def update(self, event: Event) -> None:
-        """Take one event in."""
-        self.progress.update(event)
-        del self.progress.steps[:-_STEPS]
-
-    def render(self, now: float | None = None) -> RenderableType:
-        """The page. The clock shows `now` (Unix seconds), or the time of the last event without it."""
-        progress = self.progress
-        body = Table.grid(expand=True, padding=(0, 1))
-        body.add_column(ratio=3)
-        body.add_column(ratio=2)
-        body.add_row(_reward_panel(progress), _panel("now", _numbers(progress), _generators(progress)))
-        body.add_row(
-            _panel("learner's time", _time_bars(progress), _under_way(progress)),
-            _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress), _lags(progress)),
-        )
-        return Group(_header(progress, now), body, _notes(progress, now))
+def render(progress: Progress, now: float | None = None) -> RenderableType:
+    """The page of a run. The clock shows `now` (Unix seconds), or the time of the last event without it."""
+    body = Table.grid(expand=True, padding=(0, 1))
+    body.add_column(ratio=3)
+    body.add_column(ratio=2)
+    body.add_row(_reward_panel(progress), _panel("now", _numbers(progress), _generators(progress)))
+    body.add_row(
+        _panel("learner's time", _time_bars(progress), _under_way(progress)),
+        _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress), _lags(progress)),
+    )
+    return Group(_header(progress, now), body, _notes(progress, now))
 
 
 def _panel(title: str, content: RenderableType, below: str | None = None) -> Panel:
@@ -178,8 +165,8 @@ class _RewardPlot:
         self.progress = progress
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rewards = self.progress.rewards()
-        if not rewards:
+        curve = self.progress.rewards
+        if not (rewards := curve.y):
             yield Text("no step yet" + "\n" * _PLOT_HEIGHT, style="dim")
             return
         margin = 8
@@ -188,7 +175,7 @@ class _RewardPlot:
         labels = {0: number(max(rewards)), _PLOT_HEIGHT - 1: number(min(rewards))}
         for row, line in enumerate(lines):
             yield Text.assemble((f"{labels.get(row, ''):>7}│", "dim"), (line, "green"), no_wrap=True)
-        first, last = str(self.progress.steps[0]["step"]), f"step {self.progress.step}"
+        first, last = str(int(curve.x[0])), f"step {self.progress.step}"
         yield Text(" " * margin + first + last.rjust(width - len(first)), style="dim", no_wrap=True)
 
 
@@ -198,7 +185,7 @@ def _numbers(progress: Progress) -> RenderableType:
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    evaluation = progress.evals[-1] if progress.evals else None
+    evaluation = progress.last_eval
     table.add_row("reward", Text(number(last.get("reward_mean")), style="bold green"))
     table.add_row("eval", f"{number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else "-")
     for name, text in list(suites_of(evaluation).items() if evaluation else ())[:_NUM_SUITES]:
@@ -209,7 +196,7 @@ def _numbers(progress: Progress) -> RenderableType:
     gap = last.get("logprob_gap_max") if gap is None else gap
     table.add_row("log-prob gap", "-" if gap is None else f"{gap:.1e}")
     table.add_row("generated", f"{thousands(last.get('tokens_generated') or 0)}  {thousands(generated)}/s")
-    table.add_row("trained", f"{thousands(progress.tokens_trained())}  {thousands(trained)}/s")
+    table.add_row("trained", f"{thousands(progress.tokens_trained)}  {thousands(trained)}/s")
     return table
 
 
@@ -312,7 +299,7 @@ def watch(
     poll_s: float = 0.25,
     clock: Callable[[], float] = time.time,
 ) -> Progress:
-    """Show the run that writes `path` until its `end` event or until `stop` is set.
+    """Show the run that writes `path` until its `end` event or until `stop` is set, and keep its progress beside it.
 
     Args:
         since: Unix time of this start of the run. Events before it print no line and show no warning, and an `end`
@@ -322,33 +309,37 @@ def watch(
     """
     console = console or Console()
     stop = stop or threading.Event()
-    follower, screen = Follower(path), Screen()
-    live = Live(screen.render(clock()), console=console, auto_refresh=False) if console.is_terminal else None
+    following = Following(path)
+    live = Live(render(Progress(), clock()), console=console, auto_refresh=False) if console.is_terminal else None
     newest = skip_until = since
-    drawn = 0.0
+    drawn, kept_at = 0.0, time.monotonic()
     try:
         if live:
             live.start()
             console.show_cursor(True)  # a killed run could not show it again
+        if (following.progress.updated or 0.0) < since:
+            following.progress.warnings.clear()
         while True:
-            stopping = stop.is_set()
-            for event in (events := follower.poll()):
-                screen.update(event)
+            stopping, came = stop.is_set(), False
+            for event in following.poll():
+                came, progress = True, following.progress
                 if event["event"] == "rewound":
-                    skip_until = newest  # the follower repeats the whole file; print only what is new
+                    skip_until = newest  # the follower repeats some; print only what is new
                 at = event.get("time", 0.0)
                 newest = max(newest, at)
                 if at < since:
-                    screen.progress.warnings.clear()
-                if live is None and at > skip_until and (line := line_of(event, screen.progress)) is not None:
+                    progress.warnings.clear()
+                if live is None and at > skip_until and (line := line_of(event, progress)) is not None:
                     console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
-            if live and (events or clock() >= drawn + 1):
-                live.update(screen.render(drawn := clock()), refresh=True)
-            end = screen.progress.end
+                if event["event"] == "checkpoint" and time.monotonic() >= kept_at + _KEEP_EVERY_S:
+                    following.keep()
+                    kept_at = time.monotonic()
+            if live and (came or clock() >= drawn + 1):
+                live.update(render(following.progress, drawn := clock()), refresh=True)
+            end = following.progress.end
             if stopping or (end and end["time"] >= since):
-                return screen.progress
+                return following.progress
             stop.wait(poll_s)
     finally:
         if live:
             live.stop()
-        follower.close()

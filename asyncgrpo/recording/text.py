@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -133,18 +133,13 @@ def thousands(value: float) -> str:
 
 # -- the summary -------------------------------------------------------------------------------------------------------
 
-_ENDS = 5
-"""Steps averaged for the first and the last reward."""
 
-
-def summary(events: Iterable[Event], run_dir: Path | None = None) -> str:
+def summary(progress: Progress, run_dir: Path | None = None) -> str:
     """A few aligned lines about a whole run.
 
     Args:
-        events: all events of the run, as `read_events` returns them.
         run_dir: run folder; its files are listed, if given.
     """
-    progress = Progress.of(events)
     rows = [("run", f"{progress.run or '-'}: {_status(progress)}")]
     if progress.steps:
         rows += [*_learning(progress), *_flow(progress)]
@@ -152,8 +147,8 @@ def summary(events: Iterable[Event], run_dir: Path | None = None) -> str:
         rows.append(("dropped", f"{dropped.total():,} groups: {counts_in_words(dropped)}"))
     if filtered := progress.untrained("filtered"):
         rows.append(("filtered", f"{filtered.total():,} groups without signal: {counts_in_words(filtered)}"))
-    if progress.checkpoints:
-        rows.append(("checkpoint", f"{progress.checkpoints[-1]['path']} (step {progress.checkpoints[-1]['step']})"))
+    if (checkpoint := progress.last_checkpoint) is not None:
+        rows.append(("checkpoint", f"{checkpoint['path']} (step {checkpoint['step']})"))
     if run_dir is not None:
         rows += [("files" if first else "", text) for first, text in _files(Path(run_dir))]
     width = max(len(name) for name, _ in rows)
@@ -167,16 +162,16 @@ def _status(progress: Progress) -> str:
 
 
 def _learning(progress: Progress) -> list[tuple[str, str]]:
-    rewards = progress.rewards()
-    first, last = rewards[:_ENDS], rewards[-_ENDS:]
+    first, last = progress.first_rewards, progress.last_rewards
     rows = []
-    if rewards:
+    if first:
         means = f"{number(fmean(first))} -> {number(fmean(last))}"
         rows.append(("reward", f"{means} (means of {len(first)} first and last steps)"))
-    if progress.evals:
-        scores = [number(event["reward_mean"]) for event in progress.evals if event.get("reward_mean") is not None]
-        rows.append(("eval", " -> ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else "no score"))
-        before, now = suites_of(progress.evals[0]), suites_of(progress.evals[-1])
+    if progress.first_eval is not None and progress.last_eval is not None:
+        both = progress.first_eval, progress.last_eval
+        scores = [number(event["reward_mean"]) for event in both if event.get("reward_mean") is not None]
+        rows.append(("eval", " -> ".join(dict.fromkeys(scores)) or "no score"))
+        before, now = map(suites_of, both)
         rows += [(f"  {name}", " -> ".join(filter(None, (before.get(name), text)))) for name, text in now.items()]
     return rows
 
@@ -190,9 +185,8 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
         *_admission(progress),
         ("weight syncs", f"{good} of {progress.num_syncs} proved by checksum"),
     ]
-    gaps = [step["logprob_gap_max"] for step in progress.steps if step.get("logprob_gap_max") is not None]
-    if gaps:
-        rows.append(("log-prob gap", f"max {max(gaps):.2g} nats between learner and engine"))
+    if (gap := progress.largest_logprob_gap) is not None:
+        rows.append(("log-prob gap", f"max {gap:.2g} nats between learner and engine"))
     if progress.largest_gap is not None:
         rows.append(("sync gap", f"max {progress.largest_gap:.2g} nats, at {progress.num_gaps} publications"))
     rows.append(("waiting", f"{progress.time_shares().get('wait_data', 0.0):.0%} of the learner's time"))
@@ -202,7 +196,7 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
         rows.append(
             ("undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again")
         )
-    if progress.faults:
+    if progress.num_faults:
         rows += _survived(progress)
     return rows
 
@@ -233,7 +227,7 @@ def _tokens(progress: Progress) -> str:
     """Such as "1,000 generated = 900 trained + 70 dropped (stale 50, unusable 20) + 30 waiting"."""
     tokens = progress.tokens
     if not tokens:  # the run of an older release
-        return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained():,} trained"
+        return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained:,} trained"
     named = {"masked": "masked", "filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
     dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
     parts = [f"{tokens['trained']:,} trained", f"{sum(dropped.values()):,} dropped"]
@@ -245,10 +239,9 @@ def _tokens(progress: Progress) -> str:
 def _survived(progress: Progress) -> list[tuple[str, str]]:
     """The faults of `--chaos`, and how long it took until every process was up and a step was trained again."""
     by_kind: dict[str, list[float]] = defaultdict(list)
-    for event in progress.recoveries:
-        role = event["actor"].partition("-")[0]
-        by_kind[f"{event['fault']} {role}"].append(event["seconds"])
-    rows = [("faults", f"{len(progress.faults)} done, {len(progress.recoveries)} survived; seconds to recovery:")]
+    for kind_of_fault, seconds_of_it in progress.recoveries:
+        by_kind[kind_of_fault].append(seconds_of_it)
+    rows = [("faults", f"{progress.num_faults} done, {progress.num_recoveries} survived; seconds to recovery:")]
     every = [seconds for kind in by_kind.values() for seconds in kind]
     for kind, seconds in [*sorted(by_kind.items()), ("all", every)]:
         if seconds:

@@ -5,17 +5,19 @@ checkpoint say, and every promise of `docs/reliability.md` that files can show i
 sentence that names the group, the prompt or the step.
 """
 
+import sys
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from asyncgrpo.buffer.admission import POLICIES
-from asyncgrpo.buffer.recovery import bound_of, surviving_path
+from asyncgrpo.buffer.recovery import bound_of
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, Dropped, RunStarted
-from asyncgrpo.journal.history import History, read_run
+from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, Dropped, JournalRecord, RunStarted
+from asyncgrpo.journal.history import read_segments, starts_of, surviving_path
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.types import PolicyVersion
@@ -46,39 +48,70 @@ def audit(run: Path) -> Audit:
     Raises:
         JournalError: there is no journal, or it holds no complete record of a start.
     """
-    history = read_run(run)
+    starts = starts_of(run)
     newest = Checkpoints(run, keep=1).latest()
     state = read_state(newest) if newest is not None else None
     checkpoint = PolicyVersion(state.lineage, state.step) if state is not None else None
     prompts = msgspec.convert(state.prompts, PromptState) if state is not None else None
-    return _Auditor(run, history, checkpoint, prompts).audit()
+    return _Auditor(run, starts, checkpoint, prompts).audit()
+
+
+class _Group(msgspec.Struct, gc=False):
+    """What is kept of a delivered group: a run of months has millions of them."""
+
+    lease_id: str
+    prompt_index: int
+    tokens: int
+    oldest: PolicyVersion
+    newest: PolicyVersion
+    max_lag: int | None
+
+
+class _Manifest(msgspec.Struct):
+    """What is kept of a `BatchIssued`."""
+
+    step: int
+    version: PolicyVersion
+    groups: tuple[_Group, ...]
+    unknown: tuple[str, ...]
+    """Lease ids of groups that were never delivered."""
 
 
 class _Auditor:
     """Reads all records once, then makes one check after the other."""
 
     def __init__(
-        self, run: Path, history: History, checkpoint: PolicyVersion | None, prompts: PromptState | None
+        self,
+        run: Path,
+        starts: Mapping[int, RunStarted],
+        checkpoint: PolicyVersion | None,
+        prompts: PromptState | None,
     ) -> None:
         self._run = run
-        self._history = history
-        self._path = surviving_path(history.starts, checkpoint)
+        self._starts = starts
+        self._path = surviving_path(starts, checkpoint)
         self._prompts = prompts
         self._step = checkpoint.number if checkpoint is not None else 0
-        self._delivered: dict[str, Delivered] = {}
-        self._manifests: list[BatchIssued] = []
+        self._delivered: dict[str, _Group] = {}
+        self._versions: dict[PolicyVersion, PolicyVersion] = {}
+        """Each version once, for all groups that it sampled in."""
+        self._bounds: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """By lineage: from which version on, and the bound."""
+        self._manifests: list[_Manifest] = []
         """Manifests on the path, by step."""
-        self._later: list[BatchIssued] = []
+        self._later: list[_Manifest] = []
         """Manifests whose steps no checkpoint holds."""
-        self._dropped: dict[str, Dropped] = {}
+        self._dropped: dict[str, str] = {}
+        """The reason by lease id."""
+        self._final: set[int] = set()
+        """Prompt indices that a start on the path has dropped for good."""
         self.result = Audit(
             step=self._step,
-            starts=len(history.starts),
+            starts=len(starts),
             prompts_done=prompts.frontier + len(prompts.done_beyond) if prompts is not None else 0,
         )
 
     def audit(self) -> Audit:
-        self.result.differences += [f"damaged journal: {sentence}" for sentence in self._history.damage]
         self._read()
         self._every_step_has_one_manifest()
         self._nothing_is_trained_twice()
@@ -93,22 +126,37 @@ class _Auditor:
         self.result.differences.append(sentence)
 
     def _read(self) -> None:
-        for found in self._history.found:
-            record = found.record
-            match record:
-                case Delivered():
-                    if record.lease_id in self._delivered:
-                        self._differ(f"group {record.lease_id} was delivered twice")
-                    self._delivered[record.lease_id] = record
-                case BatchIssued():
-                    for lease_id in record.lease_ids:
-                        if lease_id not in self._delivered:
-                            self._differ(f"step {record.step} was given group {lease_id}, which was never delivered")
-                    (self._manifests if self._is_on_path(record) else self._later).append(record)
-                case Dropped():
-                    self._dropped[record.lease_id] = record
+        damage, differences = [], self.result.differences
+        for segment in read_segments(self._run / "journal"):
+            damage += [f"damaged journal: {sentence}" for sentence in segment.damage_in_words]
+            for found in segment.found:
+                self._take(found.record)
+        self.result.differences = damage + differences
 
-    def _is_on_path(self, manifest: BatchIssued) -> bool:
+    def _take(self, record: JournalRecord) -> None:
+        match record:
+            case Delivered(lease_id=lease_id, versions=versions):
+                if lease_id in self._delivered:
+                    self._differ(f"group {lease_id} was delivered twice")
+                oldest, newest = (self._versions.setdefault(one, one) for one in (versions[0], versions[-1]))
+                self._delivered[lease_id] = _Group(
+                    lease_id, record.prompt_index, record.tokens, oldest, newest, record.max_lag
+                )
+            case BatchIssued():
+                unknown = tuple(lease_id for lease_id in record.lease_ids if lease_id not in self._delivered)
+                for lease_id in unknown:
+                    self._differ(f"step {record.step} was given group {lease_id}, which was never delivered")
+                groups = tuple(filter(None, map(self._delivered.get, record.lease_ids)))
+                manifest = _Manifest(record.step, record.version, groups, unknown)
+                (self._manifests if self._is_on_path(manifest) else self._later).append(manifest)
+            case Dropped(lease_id=lease_id):
+                self._dropped[lease_id] = sys.intern(record.reason)
+                if record.is_final and _lineage(lease_id) in self._path:
+                    self._final.add(record.prompt_index)
+            case BoundChanged(version=version):
+                self._bounds[version.lineage].append((version.number, record.max_lag))
+
+    def _is_on_path(self, manifest: _Manifest) -> bool:
         return manifest.step <= self._path.get(manifest.version.lineage, -1)
 
     def _every_step_has_one_manifest(self) -> None:
@@ -123,74 +171,69 @@ class _Auditor:
         by_group: dict[str, int] = {}
         by_prompt_index: dict[int, str] = {}
         for manifest in self._manifests:
-            for lease_id in manifest.lease_ids:
+            for lease_id in (*(group.lease_id for group in manifest.groups), *manifest.unknown):
                 if lease_id in by_group:
                     self._differ(f"group {lease_id} was trained in step {by_group[lease_id]} and in {manifest.step}")
                 by_group[lease_id] = manifest.step
-                record = self._delivered.get(lease_id)
-                if record is None:
-                    continue  # reported already
-                if (other := by_prompt_index.setdefault(record.prompt_index, lease_id)) != lease_id:
+            for group in manifest.groups:
+                if (other := by_prompt_index.setdefault(group.prompt_index, group.lease_id)) != group.lease_id:
                     self._differ(
-                        f"prompt {record.prompt_index} was trained twice, by the groups {other} and {lease_id}"
+                        f"prompt {group.prompt_index} was trained twice, by the groups {other} and {group.lease_id}"
                     )
         self._trained_groups, self._trained_prompts = set(by_group), set(by_prompt_index)
 
     def _nothing_is_too_old(self) -> None:
         for manifest in [*self._manifests, *self._later]:
-            start = self._history.starts.get(manifest.version.lineage)
-            for record in filter(None, map(self._delivered.get, manifest.lease_ids)):
-                lag = manifest.version.number - record.versions[0].number
-                newest = record.versions[-1].number
-                bounded = _bounded_lag(record, manifest, start) if start is not None else None
-                if start is not None and bounded is not None and bounded > (most := bound_of(record, start)):
-                    self._differ(f"group {record.lease_id}: lag {bounded} in step {manifest.step}, max_lag {most}")
+            start = self._starts.get(manifest.version.lineage)
+            for group in manifest.groups:
+                lag, newest = manifest.version.number - group.oldest.number, group.newest.number
+                bounded = _bounded_lag(group, manifest, start) if start is not None else None
+                most = bound_of(group.lease_id, group.max_lag, start) if start is not None else None
+                if bounded is not None and most is not None and bounded > most:
+                    self._differ(f"group {group.lease_id}: lag {bounded} in step {manifest.step}, max_lag {most}")
                 if newest > manifest.version.number:
-                    self._differ(f"group {record.lease_id} is of weights {newest}, newer than step {manifest.step}")
+                    self._differ(f"group {group.lease_id} is of weights {newest}, newer than step {manifest.step}")
                 if self._is_on_path(manifest):
                     self.result.lags[lag] += 1
 
     def _every_bound_was_in_force(self) -> None:
         """A group's bound, which its record names, was in force before its oldest token was sampled."""
-        # By lineage: from which version on, and the bound.
-        changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for found in self._history.found:
-            if isinstance(change := found.record, BoundChanged):
-                changes[change.version.lineage].append((change.version.number, change.max_lag))
-        for record in self._delivered.values():
-            start, oldest = self._history.starts.get(_lineage(record.lease_id)), record.versions[0]
-            if start is None or record.max_lag in (None, start.max_lag):
+        for group in self._delivered.values():
+            start = self._starts.get(_lineage(group.lease_id))
+            if start is None or group.max_lag in (None, start.max_lag):
                 continue
-            known = {max_lag for since, max_lag in changes[start.lineage] if since <= oldest.number}
-            if record.max_lag not in known:
+            known = {max_lag for since, max_lag in self._bounds[start.lineage] if since <= group.oldest.number}
+            if group.max_lag not in known:
                 self._differ(
-                    f"group {record.lease_id}: max_lag {record.max_lag} was not in force before version {oldest}"
+                    f"group {group.lease_id}: max_lag {group.max_lag} was not in force before version {group.oldest}"
                 )
 
     def _no_prompt_is_skipped(self) -> None:
         if self._prompts is None:
             return
-        final = {r.prompt_index for r in self._dropped.values() if r.is_final and _lineage(r.lease_id) in self._path}
-        done = {*range(self._prompts.frontier), *self._prompts.done_beyond}
-        for prompt_index in sorted(done - self._trained_prompts - final):
-            self._differ(f"prompt {prompt_index} is done in the newest checkpoint, but was neither trained nor dropped")
-        for prompt_index in sorted(self._trained_prompts - done):
+        frontier, beyond = self._prompts.frontier, set(self._prompts.done_beyond)
+        for prompt_index in (*range(frontier), *sorted(beyond)):
+            if prompt_index not in self._trained_prompts and prompt_index not in self._final:
+                self._differ(
+                    f"prompt {prompt_index} is done in the newest checkpoint, but was neither trained nor dropped"
+                )
+        for prompt_index in sorted(i for i in self._trained_prompts if i >= frontier and i not in beyond):
             self._differ(
                 f"prompt {prompt_index} was trained, but is not done in the newest checkpoint: it would come again"
             )
 
     def _every_group_has_one_fate(self) -> None:
-        last = max(self._history.starts)
+        last = max(self._starts)
         later = [manifest for manifest in self._later if manifest.version.lineage == last]
-        issued = {lease_id for manifest in later for lease_id in manifest.lease_ids}
+        issued = {group.lease_id for manifest in later for group in manifest.groups}
         for lease_id, record in self._delivered.items():
             dropped = self._dropped.get(lease_id)
             if lease_id in self._trained_groups:
                 fate = TRAINED
                 if dropped is not None:
-                    self._differ(f"group {lease_id} was trained, and dropped as {dropped.reason}")
+                    self._differ(f"group {lease_id} was trained, and dropped as {dropped}")
             elif dropped is not None:
-                fate = dropped.reason
+                fate = dropped
             elif record.prompt_index not in self._trained_prompts or lease_id in issued:
                 fate = WAITING
             else:
@@ -205,36 +248,35 @@ class _Auditor:
             self._differ(f"{events} is missing")
             return
         manifests = {manifest.step: manifest for manifest in self._manifests}
-        read = list(read_events(events))
-        steps = [event for event in read if event["event"] == "step"]
-        for sync in (event for event in read if event["event"] == "sync" and event.get("differing")):
-            self._differ(
-                f"weights {sync['version']}: {', '.join(sync['differing'])} computed with others (sync gap "
-                f"{sync['gap_mean']} nats, limit {sync['gap_limit']})"
-            )
-        counted = Counter(event["step"] for event in steps)
+        counted: Counter[int] = Counter()
+        told: list[str] = []
+        for event in read_events(events):
+            if event["event"] == "sync" and event.get("differing"):
+                self._differ(
+                    f"weights {event['version']}: {', '.join(event['differing'])} computed with others (sync gap "
+                    f"{event['gap_mean']} nats, limit {event['gap_limit']})"
+                )
+            if event["event"] != "step":
+                continue
+            counted[event["step"]] += 1
+            if (manifest := manifests.get(event["step"])) is None:
+                continue
+            lags = Counter(str(manifest.version.number - group.oldest.number) for group in manifest.groups)
+            if dict(lags) != event["lags"]:
+                told.append(f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal")
         for step in sorted(manifests):
             if counted[step] != 1:
                 self._differ(f"step {step} is {counted[step]} times in metrics.jsonl")
-        for event in steps:
-            found = manifests.get(event["step"])
-            if found is None:
-                continue
-            records = [r for r in map(self._delivered.get, found.lease_ids) if r is not None]
-            lags = Counter(str(found.version.number - record.versions[0].number) for record in records)
-            if dict(lags) != event["lags"]:
-                self._differ(
-                    f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal"
-                )
+        self.result.differences += told
 
 
-def _bounded_lag(record: Delivered, manifest: BatchIssued, start: RunStarted) -> int | None:
+def _bounded_lag(group: _Group, manifest: _Manifest, start: RunStarted) -> int | None:
     """The lag that the run's policy bounds for this group; None where it bounds none."""
     match POLICIES[start.policy].counts_from:
         case "oldest":
-            return manifest.version.number - record.versions[0].number
+            return manifest.version.number - group.oldest.number
         case "newest":
-            return manifest.version.number - record.versions[-1].number
+            return manifest.version.number - group.newest.number
     return None
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncgrpo.buffer.recovery import is_on, surviving_path
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import JournalError
 from asyncgrpo.journal.format import BatchIssued, Delivered, RunStarted
-from asyncgrpo.journal.history import Found, History, read_run
+from asyncgrpo.journal.history import Found, History, is_on, read_run, surviving_path
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Batch, Deliver

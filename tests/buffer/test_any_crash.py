@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import GroupEntry, State
-from asyncgrpo.buffer.recovery import bring_back, reopen
+from asyncgrpo.buffer.recovery import Verdict, bring_back, earlier_failures, judge, reopen, surviving_path
 from asyncgrpo.buffer.totals import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -33,6 +33,10 @@ PROMPTS = 14
 PER_STEP = 2
 TOKENS = 2  # of a group
 HOLDERS = st.sampled_from(["a", "b"])
+
+
+def decided(verdicts: list[Verdict]) -> list[tuple]:
+    return [(verdict.record, verdict.reason, verdict.max_lag) for verdict in verdicts]
 
 
 def payload(prompt_index: int) -> bytes:
@@ -79,9 +83,14 @@ class AnyCrash(RuleBasedStateMachine):
             max_lag=max_lag,
             prompts=source.state(),
         )
+        whole = read_history(self.folder)
         reopened = reopen(
             self.folder, began, source, config, clock=self.clock, disk=self.disk, segment_bytes=self.segment_bytes
         )
+        if config.durability != "memory":
+            assert decided(reopened.verdicts) == decided(judge(whole, source, began, config)), "by the rest as by all"
+            assert reopened.failures == earlier_failures(whole, source)
+            assert surviving_path(reopened.history.starts, parent) == surviving_path(whole.starts, parent)
         self.buffer = Buffer(
             config,
             AlgorithmConfig(group_size=2),
@@ -99,7 +108,7 @@ class AnyCrash(RuleBasedStateMachine):
         for lease_id in too_old:
             self.promises.gave_up(lease_id)
         self.num_too_old, self.max_lag = len(too_old), max_lag
-        assert self.promises.broken(self.buffer, source, self.weights, reopened.history, self.saved) is None
+        assert self.promises.broken(self.buffer, source, self.weights, whole, self.saved) is None
         trained = [prompt_index for prompt_indices in self.saved for prompt_index in prompt_indices]
         assert not any(self.buffer._attempts[prompt_index] for prompt_index in trained), (
             "what is done has nothing behind it"

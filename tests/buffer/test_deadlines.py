@@ -1,5 +1,6 @@
 """A lease's deadline follows the median of what groups take, and neither collapses nor runs away."""
 
+import math
 import random
 import statistics
 
@@ -42,6 +43,16 @@ def test_leases_end_in_order_of_their_deadlines_and_are_told_once():
     assert deadlines.passed(10.0) == []
     assert deadlines.passed(25.0) == ["a", "b"]
     assert deadlines.passed(25.0) == [] and deadlines.passed(99.0) == ["c"]
+
+
+def test_leases_that_have_ended_take_no_room():
+    """A lease ends long before its deadline: at 6 a second and half an hour there would be 11,000 of them."""
+    deadlines = Deadlines(0.0, 1800.0)
+    for number in range(100_000):
+        deadlines.begin(f"1.{number}.0", 1800.0 + number)
+        deadlines.ended(f"1.{number - 10}.0")
+    assert len(deadlines._ends_s) == 10
+    assert len(deadlines.passed(math.inf)) == 10
 
 
 @pytest.mark.parametrize("counts_cut", [True, False])

@@ -6,11 +6,13 @@ import pytest
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.groups import State
-from asyncgrpo.buffer.recovery import bring_back, reopen, surviving_path
+from asyncgrpo.buffer.recovery import bring_back, earlier_failures, reopen, surviving_path
 from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.format import FORMAT, Committed, Dropped, RunStarted
+from asyncgrpo.journal import history as history_module
+from asyncgrpo.journal.format import FORMAT, BatchIssued, Committed, Delivered, Dropped, RunStarted
 from asyncgrpo.journal.history import read_history
+from asyncgrpo.journal.log import SEGMENT_BYTES, Journal
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from tests.buffer.test_buffer import deliver, prompts
 
@@ -23,6 +25,7 @@ def start(
     *,
     checkpoint: tuple[PolicyVersion, PromptState] | None = None,
     count=12,
+    segment_bytes=SEGMENT_BYTES,
     compatibility_key=COMPATIBILITY_KEY,
     **config,
 ) -> tuple[Buffer, dict[str, int]]:
@@ -42,7 +45,7 @@ def start(
         prompts=source.state(),
         max_lag_is_auto=settings_.max_lag == "auto",
     )
-    reopened = reopen(folder, began, source, settings_)
+    reopened = reopen(folder, began, source, settings_, segment_bytes=segment_bytes)
     buffer = Buffer(
         settings_,
         AlgorithmConfig(group_size=2),
@@ -233,3 +236,96 @@ def test_a_group_comes_back_with_the_bound_of_its_lease(tmp_path, policy):
     assert counts == {"ready": 4} and again.max_lag == 0, "under the bound of now they would all be too old"
     assert {entry.deadline for entry in again._entries.values()} == {4}
     assert [e.prompt_index for e in again.take(PolicyVersion(2, 1))] == [2, 3]
+
+
+# -- a journal of months -----------------------------------------------------------------------------------------------
+
+
+def months(folder: Path, steps: int, *, lineage=1, checkpoint=None, **config):
+    """Train and save `steps` steps with tiny segments. Returns the buffer and the checkpoint of the last one."""
+    buffer, _ = start(
+        folder, lineage, checkpoint=checkpoint, count=10_000, segment_bytes=500, admission="eager", **config
+    )
+    first = checkpoint[0].number if checkpoint is not None else 0
+    buffer.trained(PolicyVersion(lineage, first))
+    for step in range(first, first + steps):
+        while buffer.count(State.READY) < 2:
+            accept(buffer, lease(buffer), step, lineage=lineage)
+        assert buffer.take(PolicyVersion(lineage, step)) is not None
+        buffer.trained(PolicyVersion(lineage, step + 1))
+        state = buffer.snapshot()
+        buffer.journal.append(Committed(step=step + 1, prompts=state))
+    for _ in range(2):
+        accept(buffer, lease(buffer), first + steps, lineage=lineage)
+    return buffer, (PolicyVersion(lineage, first + steps), state)
+
+
+@pytest.mark.parametrize("keep_journal", [False, True])
+def test_a_start_opens_the_newest_segments_only(tmp_path: Path, monkeypatch, keep_journal: bool):
+    folder = tmp_path / "journal"
+    buffer, checkpoint = months(folder, 50, keep_journal=keep_journal)
+    buffer.journal.close()
+    opened = []
+    real = history_module.read_segment
+    monkeypatch.setattr(history_module, "read_segment", lambda path, last: (opened.append(path), real(path, last))[1])
+    buffer, counts = start(folder, 2, checkpoint=checkpoint, count=10_000, keep_journal=keep_journal)
+    assert counts == {"ready": 2}
+    assert len(list(folder.glob("*.journal"))) > 50 and len(opened) < 8
+
+
+def test_a_start_from_an_older_checkpoint_reads_every_segment(tmp_path: Path):
+    """The newest one was removed: what was trained since then is given up, which the summary does not know."""
+    folder = tmp_path / "journal"
+    buffer, old = months(folder, 5)
+    buffer.journal.close()
+    buffer, _ = months(folder, 5, lineage=2, checkpoint=old)
+    buffer.journal.close()
+    whole = read_history(folder)
+    rest = history_module.read_rest(folder, old[0], lambda index: index < old[1].frontier)
+    groups = {found.record.lease_id for found in rest.found if isinstance(found.record, Delivered)}
+    trained = [found.record for found in whole.found if isinstance(found.record, BatchIssued)]
+    assert all(groups >= set(one.lease_ids) for one in trained if one.version.lineage == 2)
+    assert not any(groups & set(one.lease_ids) for one in trained if one.step <= 4)
+
+
+@pytest.mark.parametrize("damage", [b"", b"damaged", None])
+def test_without_a_whole_summary_every_segment_is_read_and_summed_up_again(tmp_path: Path, damage: bytes | None):
+    folder = tmp_path / "journal"
+    buffer, checkpoint = months(folder, 20)
+    buffer.journal.close()
+    summary = folder / history_module.SUMMARY
+    if damage is None:
+        summary.unlink()
+    else:
+        summary.write_bytes(summary.read_bytes()[:-1] + damage)
+    buffer, counts = start(folder, 2, checkpoint=checkpoint, count=10_000)
+    assert counts == {"ready": 2}
+    assert reopened_segments(buffer) < 8
+    buffer.journal.append(Committed(step=20, prompts=checkpoint[1]))
+    assert summary.read_bytes()
+
+
+def reopened_segments(buffer: Buffer) -> int:
+    """Segments that are not summed up."""
+    assert isinstance(buffer.journal, Journal)
+    return buffer.journal._number - buffer.journal._past.through
+
+
+def test_what_went_wrong_with_a_prompt_outlives_the_summary(tmp_path: Path):
+    folder = tmp_path / "journal"
+    buffer, checkpoint = months(folder, 3)
+    unlucky = lease(buffer)
+    buffer.fail(unlucky.lease_id, "failed")
+    buffer.release("g")
+    again = lease(buffer)
+    assert again.prompt_index == unlucky.prompt_index
+    buffer.release("g")
+    buffer.journal.close()
+    for lineage in range(2, 12):
+        buffer, checkpoint = months(folder, 2, lineage=lineage, checkpoint=checkpoint, max_lag=20)
+        buffer.journal.close()
+        assert reopened_segments(buffer) < 12
+    source = PromptSource(prompts(10_000), seed=0, shuffle=True, epochs=1)
+    source.restore(checkpoint[1])
+    rest = history_module.read_rest(folder, checkpoint[0], source.is_done)
+    assert earlier_failures(rest, source) == earlier_failures(read_history(folder), source)

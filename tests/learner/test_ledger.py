@@ -3,9 +3,11 @@
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncgrpo.config.load import load_config
+from asyncgrpo.learner import record
 from asyncgrpo.learner.record import DROPPED, KEPT, Ledger, Recorder
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.recording.progress import Progress
@@ -135,9 +137,56 @@ def test_the_totals_of_a_killed_run_agree_with_each_other(recorder, tmp_path):
     assert_balanced(progress.tokens)
     assert progress.undone_steps == 2
     assert progress.untrained("dropped") == {"stale": 1, "ahead": 2}, "also what no step event before the crash told of"
-    text = summary(events)
+    text = summary(Progress.of(events))
     assert "140 generated = 110 trained + 30 dropped (stale 10, unusable 20)" in text
     assert "3 groups: ahead 2, stale 1" in text and "2 steps after the last checkpoint before a crash" in text
+
+
+def test_a_resume_reads_the_events_after_its_checkpoint_and_knows_what_all_of_them_say(recorder, tmp_path, monkeypatch):
+    """What it needs of those before is in the checkpoint: a run of a month has 800 MB of them."""
+    first, buffer, dropped = recorder(), Tokens(), 0
+    saved: dict[str, float] = {}
+    for number in range(1, 121):
+        buffer.generate(100)
+        buffer.settle("trained", 60)
+        dropped += number % 3
+        counters = {**buffer.counters(), "groups_dropped_stale": dropped}
+        event = STEP | first._count(counters) | {"zero_signal_groups": 1 - number % 2, "entropy": 1.0 / number}
+        first._warn_of(first.events.write("step", **event, step=number, version=f"1.{number}"))
+        if number % 10 == 0:
+            result = {"version": "1.1", "reward_mean": 1.0 / number, "completions": 4}
+            first._warn_of(first.events.write("eval", step=number, **result))
+        if number == 100:
+            saved, state = first.last(counters), msgspec.json.decode(msgspec.json.encode(first.state()))
+    first.last({**buffer.counters(), "groups_dropped_stale": dropped + 5})
+    first.end("drained", 120)
+
+    kept = (tmp_path / "metrics.jsonl").read_bytes()
+    whole = recorder()
+    whole.resume(100, saved)
+    after_whole = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(kept)
+    read = []
+    monkeypatch.setattr(record, "read_events", lambda *place: (read.append(e) or e for e in read_events(*place)))
+    second = recorder()
+    second.resume(100, saved, state)
+    assert 20 < len(read) < 40 and read[0]["step"] == 101
+    assert (tmp_path / "metrics.jsonl").read_bytes() == after_whole
+    assert second.undone == whole.undone == {"generated": 12_000, "undone_steps": 20}
+    assert second._told == whole._told and second._watch.state() == whole._watch.state()
+    assert second._watch.state().best == (10, 0.1) and len(second._watch.state().steps) == 20
+
+
+def test_a_state_that_does_not_fit_the_events_is_not_believed(recorder, tmp_path):
+    """A machine that lost power may have lost their end."""
+    first = recorder()
+    write_step(first, 1, Tokens().counters())
+    write_step(first, 2, Tokens().counters())
+    state = first.state()
+    (tmp_path / "metrics.jsonl").write_bytes((tmp_path / "metrics.jsonl").read_bytes()[:-3])
+    second = recorder()
+    second.resume(2, {}, state)
+    assert [event["step"] for event in read_events(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_a_step_tells_the_figures_of_its_batch_and_a_checkpoint_keeps_none_of_them(recorder, tmp_path):

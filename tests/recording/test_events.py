@@ -1,14 +1,19 @@
 """metrics.jsonl survives crashes, resumes and impatient readers."""
 
+import contextlib
+import importlib
 import json
 import os
 import resource
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.recording.events import EventLog, Follower, read_events
+from asyncgrpo.recording.events import EventLog, Follower, Place, read_events
+from asyncgrpo.recording.tail import newest_first, newest_steps, read_tail
 
 
 def step(n: int, **more):
@@ -107,20 +112,64 @@ def test_a_resume_at_the_last_step_leaves_the_file_alone(path):
     assert log.resume_at(1) == 0 and path.stat().st_ino == before
 
 
-def test_what_others_write_while_a_resume_replaces_the_file_is_not_lost(path, monkeypatch):
+def test_what_others_write_while_a_resume_replaces_the_end_is_not_lost(path, monkeypatch):
     """The driver goes on writing of faults, restarts and commands while the next learner begins."""
     learner, driver, replace = EventLog(path), EventLog(path), os.replace
     for n in (1, 2):
         learner.write("step", **step(n))
+    others = []
 
     def late(*names) -> None:
-        driver.write("drain", reason="meanwhile")
+        others.append(threading.Thread(target=driver.write, args=("drain",), kwargs={"reason": "meanwhile"}))
+        others[0].start()
         replace(*names)
 
     monkeypatch.setattr(os, "replace", late)
     assert learner.resume_at(1) == 1
+    others[0].join()
     learner.write("step", **step(2, version="2.2"))
     assert [event.get("reason", event.get("version")) for event in read_events(path)] == ["1.1", "meanwhile", "2.2"]
+
+
+@pytest.mark.parametrize("at", ["os.replace", "os.fsync", "pathlib.Path.unlink"])
+def test_whoever_opens_the_file_next_finishes_a_resume_that_was_killed(path, monkeypatch, at):
+    """At any call to the disk: then either nothing has happened to the file, or its new end is on the disk."""
+    for die_at in range(8):
+        path.unlink(missing_ok=True)
+        path.with_suffix(".end").unlink(missing_ok=True)
+        log, calls = EventLog(path), 0
+        for n in (1, 2, 3):
+            log.write("step", **step(n))
+            log.write("sync", version=f"1.{n}", engines=2, ms=3.0, checksum="ok")
+        module, _, name = at.rpartition(".")
+        real = getattr(importlib.import_module("os") if module == "os" else Path, name)
+
+        def killed(*arguments, die_at=die_at, real=real):
+            nonlocal calls
+            calls += 1
+            if calls > die_at:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(at, killed)
+            log.resume_at(1)
+        EventLog(path).resume_at(1)
+        assert steps_in(path) == [1]
+        assert [event["version"] for event in read_events(path) if event["event"] == "sync"] == ["1.1", "1.2", "1.3"]
+        assert not path.with_suffix(".end").exists()
+
+
+def test_a_resume_writes_nothing_before_the_first_event_that_it_drops(path):
+    log = EventLog(path)
+    for n in (1, 2, 3):
+        log.write("step", **step(n))
+        log.write("sync", version=f"1.{n}", engines=2, ms=3.0, checksum="ok")
+    inode, before = path.stat().st_ino, path.read_bytes()
+    place = before.index(b'{"event":"step"', 1)
+    os.utime(path)
+    assert log.resume_at(1, place) == 2 and path.stat().st_ino == inode
+    assert path.read_bytes()[:place] == before[:place] and len(list(read_events(path))) == 4
 
 
 def test_what_a_full_disk_refuses_is_written_once_there_is_room(path):
@@ -149,12 +198,12 @@ def test_several_writers_lose_nothing(path):
 
 def test_a_follower_gives_each_event_once_and_waits_for_the_file(path):
     follower = Follower(path)
-    assert follower.poll() == []
+    assert list(follower.poll()) == []
     log = EventLog(path)
     log.write("step", **step(1))
     log.write("step", **step(2))
     assert [event["step"] for event in follower.poll()] == [1, 2]
-    assert follower.poll() == []
+    assert list(follower.poll()) == []
     log.write("step", **step(3))
     assert [event["step"] for event in follower.poll()] == [3]
 
@@ -174,8 +223,48 @@ def test_a_follower_begins_anew_after_a_resume(path):
     log, follower = EventLog(path), Follower(path)
     for n in (1, 2, 3):
         log.write("step", **step(n))
-    assert len(follower.poll()) == 3
+    assert len(list(follower.poll())) == 3
     log.resume_at(1)
     log.write("step", **step(2))
     assert [event.get("step", event["event"]) for event in follower.poll()] == ["rewound", 1, 2]
-    follower.close()
+
+
+def test_a_follower_begins_near_the_end_and_reads_a_long_file_in_parts(path, monkeypatch):
+    log = EventLog(path)
+    for n in range(1, 101):
+        log.write("step", **step(n))
+    monkeypatch.setattr("asyncgrpo.recording.tail.LARGEST_BYTES", 1_000)
+    newest = [event["step"] for event in Follower(path, Place(-2_000)).poll()]
+    assert newest == list(range(newest[0], 101)) and 5 < len(newest) < 20
+    assert [event["step"] for event in Follower(path, Place()).poll()] == list(range(1, 101))
+
+
+def test_a_resume_is_seen_though_the_file_has_grown_again(path):
+    """Its length says nothing: a fast run writes more than was dropped before anyone looks."""
+    log, follower = EventLog(path), Follower(path, Place())
+    for n in (1, 2, 3):
+        log.write("step", **step(n))
+    assert [event["step"] for event in follower.poll()] == [1, 2, 3]
+    tail = read_tail(path)
+    log.resume_at(1)
+    for n in (2, 3, 4, 5):
+        log.write("step", **step(n, version=f"2.{n}"))
+    assert [event.get("step", event["event"]) for event in follower.poll()] == ["rewound", 1, 2, 3, 4, 5]
+    again = read_tail(path, tail.next, file=tail.file)
+    assert again.rewound and [event["version"] for event in again.events] == ["1.1", "2.2", "2.3", "2.4", "2.5"]
+
+
+def test_the_newest_steps_are_those_of_the_last_start(path):
+    log = EventLog(path)
+    start = {"run": "demo", "lineage": 1, "version": "1.0", "step": 0, "sizes": "small"}
+    for begin in (1, 500):
+        log.write("start", **start)
+        for n in range(begin, begin + 400):
+            log.write("step", **step(n, diagnostics={"filler" * 100: 1.0}))
+    assert path.stat().st_size > 2 * 2**18, "more than one block"
+    assert [event["step"] for event in newest_steps(path, 3)] == [897, 898, 899]
+    assert [event["step"] for event in newest_steps(path, 10_000)] == list(range(500, 900))
+    assert [event["step"] for event in newest_first(path) if event["event"] == "step"] == [
+        *range(899, 499, -1), *range(400, 0, -1),
+    ]  # fmt: skip
+    assert list(newest_first(path.with_name("none"))) == []

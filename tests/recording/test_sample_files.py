@@ -11,6 +11,8 @@ import pytest
 from asyncgrpo.cli.samples import read_step
 from asyncgrpo.config.schema import RunConfig
 from asyncgrpo.errors import DataError
+from asyncgrpo.recording import sample_search
+from asyncgrpo.recording.sample_search import SampleFiles, path_of, search
 from asyncgrpo.recording.samples import SCHEMA, SampleWriter, samples_of
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
@@ -34,13 +36,17 @@ def group() -> Group:
     )  # fmt: skip
 
 
+def files_in(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 def samples(group, step=18):
     return samples_of(group, step=step, lag=2, advantages=[0.7, None], decode=lambda ids: "".join(map(chr, ids)))
 
 
 def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
     path = SampleWriter(tmp_path / "samples", RunConfig()).write(18, samples(group))
-    assert path == tmp_path / "samples" / "step_000018.parquet"
+    assert path == tmp_path / "samples" / "000" / "step_000018.parquet"
     first, second = pq.read_table(path).to_pylist()
     assert json.loads(first.pop("ground_truth")) == {"target": "é"} and json.loads(first.pop("parts")) == {
         "format": 0.5
@@ -68,7 +74,7 @@ def test_a_step_trained_again_replaces_its_file(group, tmp_path):
     writer = SampleWriter(tmp_path, RunConfig())
     writer.write(18, samples(group))
     writer.write(18, samples(group)[:1])
-    assert pq.read_table(tmp_path / "step_000018.parquet").num_rows == 1
+    assert pq.read_table(path_of(tmp_path, 18)).num_rows == 1
 
 
 def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
@@ -79,10 +85,11 @@ def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
     monkeypatch.setattr("asyncgrpo.recording.samples.os.replace", full_disk)
     with pytest.raises(OSError, match="no space"):
         writer.write(18, samples(group))
-    assert list(tmp_path.iterdir()) == [], "what a full disk refused does not fill it further"
-    (tmp_path / ".step_000018.parquet.tmp").touch()  # of a process that was killed
+    assert files_in(tmp_path) == [], "what a full disk refused does not fill it further"
+    for left in (tmp_path / ".step_000018.parquet.tmp", tmp_path / "000" / ".step_000018.parquet.tmp"):
+        left.touch()  # of a process that was killed; the first is of an older release
     SampleWriter(tmp_path, RunConfig())
-    assert list(tmp_path.iterdir()) == []
+    assert files_in(tmp_path) == []
 
 
 def test_all_steps_read_as_one_table(group, tmp_path):
@@ -96,7 +103,7 @@ def test_all_steps_read_as_one_table(group, tmp_path):
 
 
 def steps(folder) -> list[int]:
-    return sorted(int(path.stem[5:]) for path in folder.glob("step_*.parquet"))
+    return sorted(int(path.stem[5:]) for path in folder.rglob("step_*.parquet"))
 
 
 def write(folder, *numbers: int, **limits: float) -> None:
@@ -115,7 +122,7 @@ def test_the_newest_files_are_kept_and_the_first_removal_is_said(tmp_path, caplo
 
 def test_no_more_bytes_are_kept_than_asked_but_for_the_newest_file(tmp_path):
     write(tmp_path, 1)
-    size = (tmp_path / "step_000001.parquet").stat().st_size
+    size = path_of(tmp_path, 1).stat().st_size
     write(tmp_path, *range(2, 8), keep_samples_gb=2.5 * size / 2**30)
     assert steps(tmp_path) == [6, 7]
     write(tmp_path, 8, keep_samples_gb=0.5 * size / 2**30)
@@ -125,8 +132,8 @@ def test_no_more_bytes_are_kept_than_asked_but_for_the_newest_file(tmp_path):
 def test_files_that_are_too_old_are_removed(tmp_path):
     write(tmp_path, 1, 2, 3)
     for number, days in ((1, 8.1), (2, 6.9)):
-        then = (tmp_path / f"step_{number:06d}.parquet").stat().st_mtime - days * 86400
-        os.utime(tmp_path / f"step_{number:06d}.parquet", (then, then))
+        then = path_of(tmp_path, number).stat().st_mtime - days * 86400
+        os.utime(path_of(tmp_path, number), (then, then))
     write(tmp_path, 4, keep_samples_days=7)
     assert steps(tmp_path) == [2, 3, 4]
 
@@ -143,9 +150,9 @@ def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp
     (tmp_path / "step_best.parquet").touch()
     (tmp_path / "step_000001.csv").touch()
     write(tmp_path, 1, 2, 3, keep_samples=None, keep_samples_gb=None, keep_samples_days=None)
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(files_in(tmp_path)) == 5
     write(tmp_path, 4, keep_samples=1)
-    assert {path.name for path in tmp_path.iterdir()} == {
+    assert {path.name for path in files_in(tmp_path)} == {
         "step_000004.parquet", "step_best.parquet", "step_000001.csv",
     }  # fmt: skip
 
@@ -153,7 +160,7 @@ def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp
 def test_a_file_that_somebody_removed_already_is_no_trouble(tmp_path):
     writer = SampleWriter(tmp_path, RunConfig(keep_samples=1))
     writer.write(1, [])
-    (tmp_path / "step_000001.parquet").unlink()
+    path_of(tmp_path, 1).unlink()
     writer.write(2, [])
     assert steps(tmp_path) == [2]
 
@@ -165,3 +172,46 @@ def test_the_samples_that_are_left_can_be_shown(group, tmp_path):
     assert read_step(tmp_path)[0]["step"] == 3
     with pytest.raises(DataError, match=r"no samples of step 1; there are steps 2 to 3 \(run\.keep_samples"):
         read_step(tmp_path, 1)
+
+
+# -- many files --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_holds_the_files_of_a_thousand_steps_at_most(tmp_path):
+    write(tmp_path, 1, 999, 1_000, 1_999, 260_017, keep_samples=None, keep_samples_gb=None)
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.parquet"))] == [
+        "000/step_000001.parquet", "000/step_000999.parquet", "001/step_001000.parquet", "001/step_001999.parquet",
+        "260/step_260017.parquet",
+    ]  # fmt: skip
+    write(tmp_path, 260_018, keep_samples=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["260"], "a folder goes with its last file"
+
+
+def test_the_folder_of_an_older_release_is_read_and_goes_on(group, tmp_path):
+    """It wrote all files into the folder itself."""
+    old, run = tmp_path / "samples", tmp_path
+    for number in (998, 999, 1_000, 1_001):
+        made = SampleWriter(old, RunConfig()).write(number, samples(group, number))
+        made.rename(old / made.name)
+    writer = SampleWriter(old, RunConfig(keep_samples=4))
+    writer.write(1_001, samples(group, 1_001)[:1])  # trained again after a resume
+    writer.write(1_002, samples(group, 1_002))
+    assert list(SampleFiles(old)) == [999, 1_000, 1_001, 1_002] == steps(old)
+    found = search(run, 1_001)
+    assert (found.total, found.first_step, found.before, found.after, found.last_step) == (1, 999, 1_000, 1_002, 1_002)
+    assert (search(run, 999).before, search(run).after, read_step(run, 1_000)[0]["step"]) == (None, None, 1_000)
+
+
+def test_a_search_among_many_files_lists_few_of_them(tmp_path, monkeypatch):
+    """A page asks again and again: it must not cost more after a month."""
+    for step in range(500, 260_000, 1_000):
+        path = path_of(tmp_path / "samples", step)
+        path.parent.mkdir(parents=True)
+        path.touch()
+    pq.write_table(SCHEMA.empty_table(), path_of(tmp_path / "samples", 130_500))
+    listed = []
+    real = sample_search._steps_in
+    monkeypatch.setattr(sample_search, "_steps_in", lambda folder: (listed.append(folder), real(folder))[1])
+    found = search(tmp_path, 130_500)
+    assert (found.first_step, found.before, found.after, found.last_step) == (500, 129_500, 131_500, 259_500)
+    assert len(listed) < 12

@@ -3,15 +3,26 @@
 import io
 import json
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from asyncgrpo.recording.curves import plot
-from asyncgrpo.recording.events import Event, EventLog
-from asyncgrpo.recording.progress import Progress, lag_quantile, mean_lag, sync_line
-from asyncgrpo.recording.screen import Screen, bar, line_plot, resample, watch
+from asyncgrpo.recording.events import Event, EventLog, read_events
+from asyncgrpo.recording.progress import (
+    MOST_POINTS,
+    Curve,
+    Following,
+    Progress,
+    lag_quantile,
+    mean_lag,
+    progress_of,
+    sync_line,
+)
+from asyncgrpo.recording.screen import bar, line_plot, render, resample, watch
 from asyncgrpo.recording.text import line_of, summary
 
 
@@ -47,11 +58,8 @@ RUN = [START, *(event for n in range(1, 21) for event in (step(n), sync(n))), EV
 
 
 def page(events: list[Event], width: int = 80, now: float | None = None) -> str:
-    screen = Screen()
-    for event in events:
-        screen.update(event)
     console = Console(file=io.StringIO(), width=width, height=40)
-    console.print(screen.render(now))
+    console.print(render(Progress.of(events), now))
     return console.file.getvalue()
 
 
@@ -161,7 +169,7 @@ def test_large_numbers_are_printed_shortly(tmp_path):
     stop = threading.Event()
     stop.set()
     watch(tmp_path / "metrics.jsonl", console=Console(file=lines, width=200), stop=stop)
-    for text in (page(events), summary(events), lines.getvalue()):
+    for text in (page(events), summary(Progress.of(events)), lines.getvalue()):
         assert "-2.5e+300" in text and "1e+308" in text
         assert "00000" not in text
 
@@ -196,7 +204,7 @@ def test_a_rewound_file_is_told_from_the_start():
 
 def test_a_step_shown_again_replaces_what_followed_it():
     progress = Progress.of([START, step(1), step(2), step(3), step(2, reward_mean=0.9)])
-    assert progress.rewards() == [0.05, 0.9]
+    assert list(progress.curves["reward"]) == [(1, 0.05), (2, 0.9)] and progress.step == 2
 
 
 def test_time_between_a_stop_and_a_resume_is_not_training():
@@ -333,7 +341,7 @@ def test_the_summary_says_what_the_run_did(tmp_path):
     (tmp_path / "samples" / "step_000001.parquet").touch()
     (tmp_path / "metrics.jsonl").touch()
     checkpoint = {"event": "checkpoint", "time": 1040.0, "step": 20, "path": "runs/demo/checkpoints/20", "seconds": 1.0}
-    text = summary([*RUN[:-1], checkpoint, END], tmp_path)
+    text = summary(Progress.of([*RUN[:-1], checkpoint, END]), tmp_path)
     rows = {line[:14].strip(): line[14:] for line in reversed(text.splitlines())}
     assert rows["run"] == "demo: done at step 20 of 20, 40.0 s of training"
     assert rows["reward"] == "0.150 -> 0.900 (means of 5 first and last steps)"
@@ -369,18 +377,18 @@ def generators(in_flight: float) -> dict[str, float]:
 def test_the_page_and_the_summary_tell_percentiles_of_the_lag_beside_the_bound_in_force():
     events = [START, step(1), flow(2), flow(3, max_lag=6)]
     assert "p50 0, p90 3, max 4 of 6" in page([START, flow(1), flow(2, max_lag=6)])
-    assert "lag           mean 1.57, p50 2, p90 3, max 4 of 6 steps\n" in summary(events)
+    assert "lag           mean 1.57, p50 2, p90 3, max 4 of 6 steps\n" in summary(Progress.of(events))
     assert "p50 2, p90 2, max 2" in page([START, step(1)]), "an older release does not tell the bound"
 
 
 def test_the_page_and_the_summary_tell_how_many_groups_are_under_way_and_how_long_they_wait_ready():
     events = [START, *(flow(n) for n in range(1, 4))]
     assert "under way 11 of 12 wanted, ready 0.6 s" in page(events)
-    assert "under way     mean 11.0 groups of 12.0 wanted; a group waits ready 0.60 s\n" in summary(events)
+    assert "under way     mean 11.0 groups of 12.0 wanted; a group waits ready 0.60 s\n" in summary(Progress.of(events))
     eager = [START, *(flow(n, wanted=None) for n in range(1, 4))]
     assert "under way 11 of 40 slots, ready 0.6 s" in page(eager)
-    assert "under way     mean 11.0 groups of 40.0 slots; a group waits ready 0.60 s\n" in summary(eager)
-    assert "under way" not in page([START, step(1)]) + summary([START, step(1)])
+    assert "under way     mean 11.0 groups of 40.0 slots; a group waits ready 0.60 s\n" in summary(Progress.of(eager))
+    assert "under way" not in page([START, step(1)]) + summary(Progress.of([START, step(1)]))
 
 
 def test_the_page_and_the_summary_tell_what_generators_do():
@@ -388,9 +396,9 @@ def test_the_page_and_the_summary_tell_what_generators_do():
     events = [START, flow(1), *(flow(n, generators=generators(30) | busy) for n in range(2, 4))]
     assert "sampling 75%, scoring 12%" in page(events)
     assert "generators    sampling 75%, only scoring 12%, changing weights 2%, idle 10% of their time\n" in summary(
-        events
+        Progress.of(events)
     )
-    assert "sampling" not in page([START, flow(1)]) + summary([START, step(1)])
+    assert "sampling" not in page([START, flow(1)]) + summary(Progress.of([START, step(1)]))
 
 
 ADVICE = {
@@ -402,7 +410,7 @@ ADVICE = {
 def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
     events = [START, *(flow(n) for n in range(1, 4)), ADVICE]
     assert "advice  1 of 4 generators would do" in page(events)
-    assert "advice        1 of 4 generators would do (the learner waits 5 %)" in summary(events)
+    assert "advice        1 of 4 generators would do (the learner waits 5 %)" in summary(Progress.of(events))
     assert line_of(ADVICE, Progress.of(events)) == "advice  1 of 4 generators would do"
     assert len(page([*events, sync(1), sync(2), sync(3), *[{**END, "event": "restart"}] * 4]).splitlines()) <= 24
     paused = {"event": "rewards_paused", "time": 1.0, "actor": "generator-0", "reason": "no", "probe_in_s": 2.0}
@@ -411,26 +419,26 @@ def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
 
 
 def test_the_summary_of_a_run_that_never_stepped_says_so():
-    assert summary([START]) == "run  demo: not ended at step 0 of 20, 0.0 s of training"
+    assert summary(Progress.of([START])) == "run  demo: not ended at step 0 of 20, 0.0 s of training"
 
 
 def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run():
     first = step(1, filtered={"all_equal_low": 3}, tokens={"generated": 1600, "trained": 100, "filtered": 1500})
     end = END | {"filtered": {"all_equal_high": 1, "all_equal_low": 1}}
-    text = summary([START, first, end])
+    text = summary(Progress.of([START, first, end]))
     assert "5 groups without signal: all_equal_high 1, all_equal_low 4" in text and "1,500 filtered" in text
-    assert "5 groups" not in summary([START, first])
-    assert "2 groups without signal" in summary([START, end]), "also when no step could be made"
+    assert "5 groups" not in summary(Progress.of([START, first]))
+    assert "2 groups without signal" in summary(Progress.of([START, end])), "also when no step could be made"
 
 
 def test_the_summary_of_a_run_of_an_older_release_adds_nothing_up():
-    text = summary([START, {**step(1), "tokens": None}])
+    text = summary(Progress.of([START, {**step(1), "tokens": None}]))
     assert "120 generated, 100 trained" in text and " = " not in text
 
 
 def test_the_summary_counts_a_bad_sync_and_a_restart():
     restart = {"event": "restart", "time": 1.0, "actor": "generator-0", "reason": "signal 9"}
-    text = summary([START, step(1), sync(1), sync(2, checksum="mismatch"), restart])
+    text = summary(Progress.of([START, step(1), sync(1), sync(2, checksum="mismatch"), restart]))
     assert "1 of 2 proved by checksum" in text and "restarts      1" in text
 
 
@@ -444,7 +452,7 @@ def test_a_publication_that_missed_a_generator_is_a_warning_with_its_name():
 
 @pytest.mark.parametrize("events", [[], [START, step(1, lags={}, reward_mean=None)], RUN])
 def test_curves_are_drawn_whatever_there_is(events, tmp_path):
-    path = plot(events, tmp_path / "curves.png")
+    path = plot(Progress.of(events), tmp_path / "curves.png")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [p.name for p in Path(tmp_path).iterdir()] == ["curves.png"]
 
@@ -476,9 +484,116 @@ def test_a_bar_fills_its_share():
     assert bar(0.125, 1) == "▏"
 
 
-def test_a_run_of_months_keeps_a_bounded_number_of_steps():
-    screen = Screen()
-    for n in range(1, 5_101):
-        screen.update(step(n))
-    assert len(screen.progress.steps) == 5_000 and screen.progress.step == 5_100
-    screen.render(20_000.0)
+# -- a run of months ---------------------------------------------------------------------------------------------------
+
+
+def month_of(steps: int) -> Iterator[Event]:
+    yield START
+    for n in range(1, steps + 1):
+        yield step(n, generators={"generate": 3.0, "idle": 1.0}, under_way=9, slots=12, max_lag=4, dropped={"stale": 1})
+        yield sync(n, gap_max=1e-5 * n)
+        if n % 10 == 0:
+            yield {**EVAL, "step": n, "reward_mean": n / steps}
+            yield {"event": "checkpoint", "time": 1000.0 + 2 * n, "step": n, "path": f"checkpoints/{n}", "seconds": 1.0}
+        if n % 50 == 0:
+            yield {"event": "fault", "time": 1000.0 + 2 * n, "fault": "kill", "actor": "learner-0"}
+            yield {"event": "recovered", "time": 1000.0 + 2 * n, "fault": "kill", "actor": "learner-0", "seconds": 2.0}
+
+
+def bytes_of(progress: Progress) -> int:
+    return len(msgspec.json.encode(progress, enc_hook=list))
+
+
+def test_a_run_of_months_takes_no_more_room_than_one_of_days():
+    short, long = (Progress.of(month_of(steps)) for steps in (2_000, 16_000))
+    assert long.step == 16_000 and len(long.steps) == 11
+    assert bytes_of(long) < 1.5 * bytes_of(short)
+    assert max(len(curve.x) for curve in long.curves.values()) <= MOST_POINTS
+    render(long)
+
+
+def test_sums_and_ends_of_a_long_run_are_exact():
+    events = list(month_of(5_000))
+    steps = [event for event in events if event["event"] == "step"]
+    progress = Progress.of(events)
+    assert progress.tokens_trained == sum(event["tokens_trained"] for event in steps)
+    assert progress.untrained("dropped") == {"stale": 5_000} and sum(progress.lags().values()) == sum(
+        sum(event["lags"].values()) for event in steps
+    )
+    assert progress.first_rewards == [n / 20 for n in range(1, 6)]
+    assert progress.last_rewards == [n / 20 for n in range(4_996, 5_001)]
+    assert progress.mean("under_way") == 9 and progress.generator_shares() == {"generate": 0.75, "idle": 0.25}
+    assert (progress.num_steps, progress.num_faults, progress.num_recoveries) == (5_000, 100, 100)
+
+
+def test_a_curve_becomes_coarser_and_keeps_mean_and_maximum():
+    mean, most = Curve(), Curve(is_max=True)
+    for x in range(1, 10 * MOST_POINTS + 4):
+        for curve in (mean, most):
+            curve.add(x, float(x % 7))
+    assert mean.every == most.every == 16 and len(mean.x) <= MOST_POINTS
+    assert mean.x[-1] == 10 * MOST_POINTS + 3 and set(most.y) == {6.0}
+    whole = mean.y[:-1]
+    assert sum(whole) / len(whole) == pytest.approx(3.0, abs=1e-3)
+    for x in range(20):
+        most.add(10 * MOST_POINTS - 50 + x, 99.0)
+    assert max(most.x) == 10 * MOST_POINTS - 31 and sorted(set(most.y)) == [6.0, 99.0], "values shown again replace"
+
+
+def test_the_layers_of_a_steps_time_have_the_same_points():
+    """An activity may come for the first time after a thousand steps, as an evaluation does."""
+    progress = Progress()
+    for n in range(1, 2_345):
+        progress.update(step(n, seconds={"train": 1.0} | ({"eval": 3.0} if n % 1_500 == 0 else {})))
+    assert progress.seconds["eval"].x == progress.seconds["train"].x
+    assert sum(progress.seconds["eval"].y) * progress.seconds["eval"].every == pytest.approx(3.0)
+
+
+def write_events(path: Path, events: Iterable[Event]) -> None:
+    with open(path, "ab") as file:
+        file.writelines(json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events)
+
+
+def test_progress_that_was_kept_is_that_of_all_events(tmp_path, monkeypatch):
+    path, events = tmp_path / "metrics.jsonl", list(month_of(3_000))
+    write_events(path, events[:4_000])
+    following = Following(path)
+    for event in following.poll():
+        if event["event"] == "checkpoint":
+            following.keep()
+    write_events(path, events[4_000:])
+    read: list[Event] = []
+    monkeypatch.setattr(
+        Progress, "update", lambda self, event, real=Progress.update: (read.append(event), real(self, event))
+    )
+    again = progress_of(path)
+    assert 1_000 < len(read) < 3_000, "only those after the last checkpoint that was kept"
+    assert again == Progress.of(events)
+
+
+def test_kept_progress_counts_only_while_the_events_before_it_are_the_same(tmp_path):
+    path, events = tmp_path / "metrics.jsonl", list(month_of(40))
+    write_events(path, events)
+    following = Following(path)
+    list(following.poll())
+    following.keep()
+    EventLog(path).resume_at(20)  # the checkpoints after it are broken
+    write_events(path, events[-100:])
+    assert progress_of(path) == Progress.of(read_events(path))
+    kept = tmp_path / "progress.json"
+    for text in (b"", b"{", kept.read_bytes().replace(b'"release":"', b'"release":"0')):
+        kept.write_bytes(text)
+        assert progress_of(path) == Progress.of(read_events(path))
+
+
+def test_what_is_followed_goes_on_from_what_was_kept_after_a_resume(tmp_path):
+    path, events = tmp_path / "metrics.jsonl", list(month_of(40))
+    write_events(path, events)
+    following = Following(path)
+    for event in following.poll():
+        if event["event"] == "checkpoint" and event["step"] == 30:
+            following.keep()
+    EventLog(path).resume_at(30)
+    again = [event["event"] for event in following.poll()]
+    assert again[0] == "rewound" and len(again) < 20 and again.count("step") == 0
+    assert following.progress == Progress.of(read_events(path)) and following.progress.step == 30

@@ -275,6 +275,7 @@ class World:
             prompts=source.state(),
         )
         with self.disk.letting_go():
+            whole = read_history(self.disk.folder)
             reopened = reopen(
                 self.disk.folder,
                 began,
@@ -312,7 +313,7 @@ class World:
         self.publisher = Publisher(self, rng)
         self._line = LearnerLine(self.loop, self._from_learner)
         step = 0 if state is None else state.step
-        self.checker.started(self._lineage, step, buffer, source, reopened.history)
+        self.checker.started(self._lineage, step, buffer, source, whole)
         there = {host.name: host for host in self._hosts.values() if host.is_alive and not host.is_orphan}
         for index in range(self.config.generators.count):
             if (host := there.get(f"generator-{index}")) is not None:
