@@ -109,32 +109,46 @@ class Run:
         logs.setup("driver", None, self._folder.path)
         retire_targets_beside(self._folder.path, is_abandoned)
         config, before = self._config, self._folder.checkpoint()
-        # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
-        with ray_session_of(config), _on_signals(self._stop):
+        with ray_session_of(config):
             self._config = config = decide_device(config)
-            placement = Placement(config, learner_on_gpu=uses_cuda(config))
-            targets = MISSED  # unless it ends in order
+            placement = Placement(
+                config, learner_on_gpu=uses_cuda(config)
+            )  # may wait for GPUs: a signal ends it at once
             try:
-                check_bind_reaches(config, placement.addresses)
-                status = self._keep_going(placement, tell)
-                targets = {}
-            except KeyboardInterrupt:
-                targets = {}
-                if self._asked_to_stop > 1:
-                    raise
-                status = "drained"  # asked while a core was starting: nothing was trained since the last checkpoint
-                self._events.write("end", status=status, step=self._step_so_far())
-            except AsyncGRPOError as error:
-                reason = str(error)
-                if self._folder.checkpoint() != before:
-                    step = self._step_so_far()
-                    reason += f"; checkpoint of step {step} written; the same command goes on from there"
-                self._events.write("end", status="failed", step=self._step_so_far(), reason=reason)
-                raise AsyncGRPOError(reason) from error
+                # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
+                with _on_signals(self._stop):
+                    status = self._until_it_ends(placement, before, tell)
             finally:
                 placement.release()
-                write_targets(self._folder.path, targets)
         return Outcome(status, self._folder.path)
+
+    def _until_it_ends(self, placement: Placement, before: Path | None, tell: Callable[[str], None]) -> str:
+        """Returns how the run ended: `done` or `drained`. Its `end` event and its targets for Prometheus say it too.
+
+        Args:
+            before: the newest checkpoint of earlier starts.
+        """
+        targets = MISSED  # unless it ends in order
+        try:
+            check_bind_reaches(self._config, placement.addresses)
+            status = self._keep_going(placement, tell)
+            targets = {}
+        except KeyboardInterrupt:
+            targets = {}
+            if self._asked_to_stop > 1:
+                raise
+            status = "drained"  # asked while a core was starting: nothing was trained since the last checkpoint
+            self._events.write("end", status=status, step=self._step_so_far())
+        except AsyncGRPOError as error:
+            reason = str(error)
+            if self._folder.checkpoint() != before:
+                step = self._step_so_far()
+                reason += f"; checkpoint of step {step} written; the same command goes on from there"
+            self._events.write("end", status="failed", step=self._step_so_far(), reason=reason)
+            raise AsyncGRPOError(reason) from error
+        finally:
+            write_targets(self._folder.path, targets)
+        return status
 
     def _keep_going(self, placement: Placement, tell: Callable[[str], None]) -> str:
         """Run one core after another until one has ended training. The generators live on between them."""
