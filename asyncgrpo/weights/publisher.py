@@ -22,8 +22,9 @@ from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
+from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot, same_machine
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot
 from asyncgrpo.weights.check import SyncCheck
 from asyncgrpo.weights.delta import Delta, State
 from asyncgrpo.weights.digest import digest_pieces
