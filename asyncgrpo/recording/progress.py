@@ -51,6 +51,8 @@ class Progress:
     recoveries: list[Event] = field(default_factory=list)
     paused: dict[str, Event] = field(default_factory=dict)
     """The last `rewards_paused` event of each generator whose rewards are paused, with the time `since` when."""
+    is_paused: bool = False
+    """True between the commands `pause` and `resume`."""
     advice: Event | None = None
     """The last `advice` event of the present start."""
     curriculum: Event | None = None
@@ -92,7 +94,7 @@ class Progress:
         self.total_steps, self.total_prompts = event.get("steps"), event.get("prompts")
         self.undone_steps += event.get("undone_steps") or 0
         self.end = self.advice = None
-        self.paused = {}
+        self.paused, self.is_paused = {}, False
         self._resumed = True
 
     def _on_step(self, event: Event) -> None:
@@ -132,6 +134,10 @@ class Progress:
 
     def _on_advice(self, event: Event) -> None:
         self.advice = event
+
+    def _on_command(self, event: Event) -> None:
+        if event["command"] in ("pause", "resume") and not event["refused"]:
+            self.is_paused = event["command"] == "pause"
 
     def _on_curriculum(self, event: Event) -> None:
         self.curriculum = event

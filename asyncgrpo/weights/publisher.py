@@ -155,7 +155,7 @@ class Publisher:
         started, told_s = time.monotonic(), 0.0
         while len(self._members) < count and (waited := time.monotonic() - started) < timeout_s:
             if waited >= told_s:
-                tell(f"generators to start, {len(self._members)} of {count} have", waited)
+                tell(f"generators to start ({len(self._members)} of {count} have)", waited)
                 told_s = waited + 1.0
             time.sleep(0.02)
         if not self._members:

@@ -45,6 +45,7 @@ class FakeOperator:
             generators_max=8,
             settings={"learner.lr": 1e-3, "buffer.max_lag": 2, "generators.groups_in_flight": 32},
             processes=tuple(ProcessStatus(name=name, state="working", pid=100, heard_s=0.4) for name in names),
+            waits_for="generator-0, generator-1" if self.state == "starting" else "",
             advice=(
                 Advice(
                     bottleneck="generators",

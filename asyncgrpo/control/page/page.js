@@ -38,7 +38,7 @@ function drawHead(status) {
   say("state", status.state);
   byId("state").className = `chip ${status.state}`;
   const rate = events.stepsPerHour;
-  say("step", `step ${status.step}${status.steps ? ` of ${status.steps}` : ""}, reward ${figure(events.last.reward_mean)}`
+  say("step", status.state === "starting" ? `waits for ${status.waits_for}` : `step ${status.step}${status.steps ? ` of ${status.steps}` : ""}, reward ${figure(events.last.reward_mean)}`
     + (rate == null ? "" : `, ${figure(rate, 0)} steps/h`));
   byId("done").hidden = !status.steps;
   byId("done").value = status.steps ? status.step / status.steps : 0;
