@@ -182,7 +182,8 @@ def _of_data(events: Iterable[Event], progress: Progress, now: float) -> Iterato
     if (gap := progress.mean("logprob_gap_mean", RECENT)) is not None and gap > 0.1:
         yield problem("LogprobGap", f"engine and learner differ by {gap:.2f} nats a token")
     warnings = [_of_warning(e) for e in events if e["event"] == "warning" and e["time"] > now - WARNING_S]
-    yield from [warning for warning in warnings if has_signal or warning.name not in _SIGNAL][-2:]
+    newest = {warning.name: warning for warning in warnings if has_signal or warning.name not in _SIGNAL}
+    yield from list(newest.values())[-2:]
 
 
 def _of_warning(warning: Event) -> Problem:

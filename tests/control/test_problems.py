@@ -84,6 +84,8 @@ def test_groups_without_signal_are_reported_once_with_one_figure():
     (found,) = problems_in(events(LITTLE, zero_signal_groups=8), status(), now=NOW, free_bytes=1e12)
     assert found.name == "NoSignal" and "of the last 80 groups" in found.text
     assert names(events(LITTLE)) == ["LittleSignal"]
+    (newest,) = problems_in(events(LITTLE, LITTLE | {"text": "only 5%"}), status(), now=NOW, free_bytes=1e12)
+    assert newest.text == "only 5%"
 
 
 def test_a_run_that_starts_waits_without_a_problem_for_ten_minutes():

@@ -2,7 +2,7 @@
 
 import {get} from "/api.js";
 import {drawControls, drawProcesses, drawSettings} from "/controls.js";
-import {drawCurves, resizeCurves} from "/curves.js";
+import {drawCurves} from "/curves.js";
 import {byId, duration, figure, say} from "/dom.js";
 import {Events} from "/events.js";
 import {drawFlow} from "/flow.js";
@@ -68,11 +68,6 @@ async function goOn() {
   setTimeout(goOn, EVERY_MS);
 }
 
-let resizing;
-addEventListener("resize", () => {
-  clearTimeout(resizing);
-  resizing = setTimeout(resizeCurves, 100);
-});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   drawCurves(events);
   drawShares(events);
