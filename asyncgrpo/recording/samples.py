@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncgrpo.config.schema import RunConfig
-from asyncgrpo.types import Group, Prompt
+from asyncgrpo.types import Completion, Group, Prompt
 from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ class Sample:
     """Sampled tokens."""
     parts: str
     """The named parts of the reward as JSON."""
+    observed: str = "[]"
+    """What an environment said: `[start, end]` of each observation in the characters of `completion`, as JSON. Of an
+    evaluation's completions it is not known."""
 
 
 _INT32 = ("lag", "num_tokens")
@@ -80,6 +83,7 @@ def samples_of(
     samples = []
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         completion, score = rollout.completion, rollout.score
+        text, observed = _text_of(completion, decode)
         spans = completion.spans
         samples.append(
             Sample(
@@ -91,7 +95,7 @@ def samples_of(
                 prompt_id=group.prompt.prompt_id,
                 source=group.prompt.source,
                 prompt=prompt,
-                completion=decode(completion.all_token_ids.tolist()),
+                completion=text,
                 ground_truth=truth,
                 reward=score.value,
                 advantage=None if advantage is None else float(advantage),
@@ -99,9 +103,20 @@ def samples_of(
                 finish_reason=completion.finish_reason,
                 num_tokens=len(completion.token_ids),
                 parts=json.dumps(score.parts, ensure_ascii=False),
+                observed=json.dumps(observed),
             )
         )
     return samples
+
+
+def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a completion, and the characters of it that an environment said."""
+    text, observed = "", []
+    for token_ids, is_observed in completion.pieces:
+        start, text = len(text), text + decode(token_ids.tolist())
+        if is_observed:
+            observed.append((start, len(text)))
+    return text, observed
 
 
 def held_out_samples(group: Deliver, step: int) -> list[Sample]:
