@@ -1,6 +1,7 @@
 """Whole runs from the command line, with everything real: what a newcomer types, and what ends a run."""
 
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -89,6 +90,8 @@ def test_a_resume_trains_with_what_may_change_and_samples_anew_what_no_longer_fi
     arguments = ["demo", *SHORT, "--out", "run", "run.eval_every=100"]
     first = asyncgrpo(*arguments, "--steps", "2", cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
+    phases = re.findall(r"start: (.+) took [\d.]+ s", (tmp_path / "run" / "logs" / "driver.log").read_text())
+    assert phases[:2] == ["checks and files", "Ray"] and phases[-1] == "first step" and len(phases) == 5
     again = asyncgrpo(*arguments, "--steps", "4", "algorithm.group_size=8", "learner.lr=0.004", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "changed: algorithm.group_size 16 -> 8" in again.stdout
