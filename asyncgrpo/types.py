@@ -191,16 +191,6 @@ class Completion:
         )
 
     @property
-    def pieces(self) -> list[tuple[np.ndarray, bool]]:
-        """The same in runs, in order: token ids, and True if an environment said them."""
-        sampled = np.split(self.token_ids, [one.at for one in self.observations])
-        between = [one.token_ids for one in self.observations]
-        runs = [(sampled[0], False)]
-        for observed, turn in zip(between, sampled[1:], strict=True):
-            runs += [(observed, True), (turn, False)]
-        return [(token_ids, is_observed) for token_ids, is_observed in runs if len(token_ids)]
-
-    @property
     def sampled_at(self) -> np.ndarray:
         """[L] int64, the place of each sampled token in `all_token_ids`."""
         places = np.arange(len(self.token_ids))

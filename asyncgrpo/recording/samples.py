@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -111,11 +112,12 @@ def samples_of(
 
 def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> tuple[str, list[tuple[int, int]]]:
     """The text of a completion, and the characters of it that an environment said."""
-    text, observed = "", []
-    for token_ids, is_observed in completion.pieces:
-        start, text = len(text), text + decode(token_ids.tolist())
-        if is_observed:
-            observed.append((start, len(text)))
+    first, *turns = np.split(completion.token_ids, [one.at for one in completion.observations])
+    text, observed = decode(first.tolist()), []
+    for one, turn in zip(completion.observations, turns, strict=True):
+        said = decode(one.token_ids.tolist())
+        observed.append((len(text), len(text) + len(said)))
+        text += said + decode(turn.tolist())
     return text, observed
 
 
