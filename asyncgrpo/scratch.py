@@ -2,13 +2,17 @@
 
 Each process holds a lock on its folder, which the kernel releases when the process ends. The next process that needs a
 folder removes those whose lock is free, and the shared memory whose names contain their mark. Nothing else is removed.
-Locks work between containers, where process ids do not.
+Locks work between containers, where process ids do not. Folders made under another `/dev/shm` stay: only a process that
+sees their shared memory can remove both.
 
     <tmp>/asyncgrpo-<uid>/              only ours to read
         .lock                           held while folders are made and removed
-        k3v9x2ab/.lock                  held by the process whose folder it is
+        k3v9x2ab/.lock                  held by the process whose folder it is; names its /dev/shm and its owner
         k3v9x2ab/...                    Ray's session, SGLang's sockets
     /dev/shm/*asyncgrpo-k3v9x2ab*
+
+A command that starts processes also starts a janitor (`tidy_at_end`), which runs this file alone: it waits for the lock
+of the command, kills what the command started, and removes the folders of all of them.
 """
 
 import atexit
@@ -16,19 +20,24 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncgrpo.errors import ConfigError
-
 SHARED_MEMORY = Path("/dev/shm")
+OWNER = "ASYNCGRPO_OWNER"
+"""Environment variable of the processes that a command starts: the name of the command's folder."""
 _LOCK = ".lock"
 _KEEP = "keep"
 
 _own: tuple[int, Path] | None = None
 """Process id and folder of this process. In a forked child it is still the parent's."""
+_janitor: "subprocess.Popen[bytes] | None" = None
 
 
 def folder() -> Path:
@@ -43,7 +52,9 @@ def folder() -> Path:
         with _locked(root / _LOCK):
             _remove_dead(root)
             made = Path(tempfile.mkdtemp(prefix="", dir=root))
-            fcntl.flock(os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)  # until the process ends
+            lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends
+            os.write(lock, f"{same_machine()} {os.environ.get(OWNER, '')}".encode())
         _own = os.getpid(), made
         atexit.register(_remove_own, _own)
     return _own[1]
@@ -57,6 +68,29 @@ def mark() -> str:
 def keep() -> None:
     """Keep this process's folder for a person to look into: nothing removes it."""
     (folder() / _KEEP).touch()
+
+
+def same_machine() -> str:
+    """What two processes have in common exactly if they share `/dev/shm`: containers of one machine may not."""
+    device = SHARED_MEMORY.stat()
+    return f"{_boot_id()}-{device.st_dev}-{device.st_ino}"
+
+
+def tidy_at_end() -> None:
+    """Start a janitor, which ends what this process starts and removes what is left, however this process ends.
+
+    It kills the processes that were started with `OWNER` in their environment, so after this call.
+    """
+    global _janitor
+    made = folder()
+    if os.environ.get(OWNER) == made.name:
+        return
+    os.environ[OWNER] = made.name
+    nowhere = subprocess.DEVNULL
+    command = [sys.executable, "-I", "-S", __file__, str(made)]  # 10 MB: nothing but the standard library
+    _janitor = subprocess.Popen(
+        command, env={}, cwd="/", stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
+    )
 
 
 def is_unheld(lock: Path) -> bool:
@@ -78,6 +112,8 @@ def _root() -> Path:
         root.mkdir(mode=0o700)
     there = root.lstat()
     if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o022:
+        from asyncgrpo.errors import ConfigError  # the janitor cannot import it
+
         raise ConfigError(f"{root} is no folder that only you can write to; remove it, or set TMPDIR to another place")
     root.chmod(0o700)
     return root
@@ -99,10 +135,19 @@ def _remove_dead(root: Path) -> None:
             _remove(there)
 
 
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def _is_dead(there: Path) -> bool:
-    """Whether no process holds this folder's lock. Folders are made and locked under the root's lock: the caller's."""
+    """True if no process holds this folder's lock, and no other `/dev/shm` may have memory with its mark.
+
+    Folders are made and locked under the root's lock, which the caller holds.
+    """
     try:
-        return is_unheld(there / _LOCK)
+        made_under = (there / _LOCK).read_text().partition(" ")[0]
+        is_elsewhere = made_under != same_machine() and made_under.startswith(_boot_id())  # a boot empties each of them
+        return not is_elsewhere and is_unheld(there / _LOCK)
     except FileNotFoundError:  # its process was killed before it made the lock
         return True
     except OSError:
@@ -121,3 +166,42 @@ def _remove(there: Path) -> None:
             with contextlib.suppress(OSError):
                 name.unlink()
     shutil.rmtree(there, ignore_errors=True)
+
+
+# -- the janitor, in a process of its own ------------------------------------------------------------------------------
+
+_KILLS_S = 20.0
+"""Time after which the janitor leaves processes that SIGKILL does not end."""
+
+
+def _tidy(made: Path) -> None:
+    """Wait for the end of the process whose folder this is, then end what it started, and remove what is left."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shutdown sends them to all, and the run drains
+        signal.signal(ignored, signal.SIG_IGN)
+    with contextlib.suppress(FileNotFoundError), _locked(made / _LOCK):
+        pass
+    name, root, deadline = made.name, made.parent, time.monotonic() + _KILLS_S
+    while time.monotonic() < deadline:
+        for pid in (owned := _owned_by(name)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with _locked(root / _LOCK):
+            _remove_dead(root)
+        # A process that is being ended has no environment any more, and holds its lock for a moment.
+        if not owned and not any(lock.read_text().endswith(f" {name}") for lock in root.glob(f"*/{_LOCK}")):
+            break
+        time.sleep(0.1)
+
+
+def _owned_by(name: str) -> list[int]:
+    """The processes that were started with this owner in their environment. One that has ended has none."""
+    owned = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{OWNER}={name}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                owned.append(int(process.name))
+    return owned
+
+
+if __name__ == "__main__":
+    _tidy(Path(sys.argv[1]))

@@ -1,18 +1,32 @@
 """Whole runs from the command line, with everything real: what a newcomer types, and what ends a run."""
 
 import json
+import re
 import signal
 import statistics
 import subprocess
+import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from asyncgrpo import scratch
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.recording.events import read_events
-from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, marked, replay, start, wait_until
+from tests.runs import (
+    assert_nothing_left,
+    asyncgrpo,
+    command_of,
+    events,
+    left_behind,
+    marked,
+    replay,
+    start,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,10 +63,35 @@ def test_with_real_sglang_engines_the_learner_agrees_with_them_on_every_token_un
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize("signals", [[signal.SIGINT] * 2, [signal.SIGKILL]])
+def test_a_run_that_is_cut_off_leaves_no_process_shared_memory_or_folder_behind(tmp_path: Path, monkeypatch, signals):
+    """SGLang's processes and the learner's weights have both, and nothing else starts afterwards."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a path that is short enough for Ray's sockets
+        monkeypatch.setenv("TMPDIR", temporary)
+        process = start("demo", "--engine", "sglang", "--out", "run", cwd=tmp_path)
+        wait_until(lambda: bool(events(tmp_path / "run", "step")), "first step", 200.0)
+        (root,) = Path(temporary).glob("asyncgrpo-*")
+        marks = [folder.name for folder in root.iterdir() if folder.is_dir()]
+        assert len(marks) > 2 and memory_of(marks)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.3)
+        process.wait(timeout=60)
+        wait_until(lambda: not left_behind(tmp_path), lambda: f"end of {left_behind(tmp_path)}", 20.0)
+        wait_until(lambda: [path.name for path in root.iterdir()] == [".lock"], lambda: f"removal of {marks}", 10.0)
+        assert not memory_of(marks)
+
+
+def memory_of(marks: list[str]) -> list[Path]:
+    return [path for path in scratch.SHARED_MEMORY.iterdir() if any(mark in path.name for mark in marks)]
+
+
 def test_a_resume_trains_with_what_may_change_and_samples_anew_what_no_longer_fits(tmp_path: Path):
     arguments = ["demo", *SHORT, "--out", "run", "run.eval_every=100"]
     first = asyncgrpo(*arguments, "--steps", "2", cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
+    phases = re.findall(r"start: (.+) took [\d.]+ s", (tmp_path / "run" / "logs" / "driver.log").read_text())
+    assert phases[:2] == ["checks and files", "Ray"] and phases[-1] == "first step" and len(phases) == 5
     again = asyncgrpo(*arguments, "--steps", "4", "algorithm.group_size=8", "learner.lr=0.004", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "changed: algorithm.group_size 16 -> 8" in again.stdout

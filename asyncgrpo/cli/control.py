@@ -77,7 +77,7 @@ def _lines(look: "Look") -> list[str]:
     assert now is not None
     rows = [("step", f"{look.position}, start number {now.lineage}"), *look.rows()]
     rows.append(("settings", ", ".join(f"{key}={value}" for key, value in now.settings.items())))
-    odd = [p for p in now.processes if p.state != "working"]
+    odd = [p for p in now.processes if p.state != "working" and now.state != "starting"]
     rows += [("process", f"{p.name} is {p.state}, {p.restarts} restarts") for p in odd]
     rows += [("advice", text) for text in look.advice()]
     rows += [("problem", text) for text in look.warnings()]

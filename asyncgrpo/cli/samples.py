@@ -1,5 +1,6 @@
 """`asyncgrpo samples`: the completions of a step, with their rewards and their lag."""
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -100,13 +101,25 @@ def _print(rows: list[Row], of: list[Row], length: int | None) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        for name in ("prompt", "completion", "ground_truth"):
-            text = visible(str(row[name]).strip())
+        for name, said in (
+            ("prompt", row["prompt"]),
+            ("completion", _marked(row)),
+            ("ground_truth", row["ground_truth"]),
+        ):
+            text = visible(str(said).strip())
             grid.add_row(f"  {name.replace('_', ' ')}", Text(text if length is None else shorten(text, length)))
         console.print(grid)
         console.print()
     for line in _last_lines(rows, of):
         console.print(Text(line, style="dim"))
+
+
+def _marked(row: Row) -> str:
+    """The completion, with what an environment said between `[environment: ` and `]`."""
+    text = str(row["completion"])
+    for start, end in reversed(json.loads(row.get("observed") or "[]")):  # a file of an older release has none
+        text = f"{text[:start]}[environment: {text[start:end]}]{text[end:]}"
+    return text
 
 
 def _last_lines(rows: list[Row], of: list[Row]) -> Iterator[str]:

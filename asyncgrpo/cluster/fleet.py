@@ -186,8 +186,12 @@ class Fleet:
                 self._start(index)
 
     def shut_down(self, timeout_s: float) -> None:
-        """Wait for the generators to end by themselves."""
-        references = [generator.running for generator in self._running.values()]
+        """Wait for the generators that serve to end by themselves. One that still loads its engine holds nothing."""
+        references = [
+            generator.running
+            for index, generator in self._running.items()
+            if self._watch.has_begun(f"generator-{index}", generator.incarnation)
+        ]
         if references:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 

@@ -83,6 +83,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             check_ray(address)
             ray.init(address=address, **common)
         else:
+            scratch.tidy_at_end()  # Ray's agents would outlive a killed driver by a minute
             os.environ.pop(_MODE, None)  # without it, Ray asks for a token and sets it again
             if is_loopback(bind):
                 _keep_on_loopback()

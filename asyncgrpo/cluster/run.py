@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from asyncgrpo import logs, metrics
 from asyncgrpo.cluster.core import Budget, Core, Cores
 from asyncgrpo.cluster.fleet import Fleet
@@ -97,6 +99,8 @@ class Run:
         self._asked_to_stop = 0
         self._targets: dict[str, tuple[str, int]] = {}
         self._events = EventLog(folder.path / "metrics.jsonl")
+        self._phases: set[str] = set()
+        self._phase_began = psutil.Process().create_time()
 
     def execute(self, tell: Callable[[str], None] = lambda text: None) -> Outcome:
         """Run to the end.
@@ -107,34 +111,50 @@ class Run:
             AsyncGRPOError: one sentence that says what ended the run.
         """
         logs.setup("driver", None, self._folder.path)
+        self._end_phase("checks and files")
         retire_targets_beside(self._folder.path, is_abandoned)
         config, before = self._config, self._folder.checkpoint()
-        # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
-        with ray_session_of(config), _on_signals(self._stop):
+        with ray_session_of(config):
+            self._end_phase("Ray")
             self._config = config = decide_device(config)
-            placement = Placement(config, learner_on_gpu=uses_cuda(config))
-            targets = MISSED  # unless it ends in order
+            placement = Placement(
+                config, learner_on_gpu=uses_cuda(config)
+            )  # may wait for GPUs: a signal ends it at once
             try:
-                check_bind_reaches(config, placement.addresses)
-                status = self._keep_going(placement, tell)
-                targets = {}
-            except KeyboardInterrupt:
-                targets = {}
-                if self._asked_to_stop > 1:
-                    raise
-                status = "drained"  # asked while a core was starting: nothing was trained since the last checkpoint
-                self._events.write("end", status=status, step=self._step_so_far())
-            except AsyncGRPOError as error:
-                reason = str(error)
-                if self._folder.checkpoint() != before:
-                    step = self._step_so_far()
-                    reason += f"; checkpoint of step {step} written; the same command goes on from there"
-                self._events.write("end", status="failed", step=self._step_so_far(), reason=reason)
-                raise AsyncGRPOError(reason) from error
+                # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
+                with _on_signals(self._stop):
+                    status = self._until_it_ends(placement, before, tell)
             finally:
                 placement.release()
-                write_targets(self._folder.path, targets)
         return Outcome(status, self._folder.path)
+
+    def _until_it_ends(self, placement: Placement, before: Path | None, tell: Callable[[str], None]) -> str:
+        """Returns how the run ended: `done` or `drained`. Its `end` event and its targets for Prometheus say it too.
+
+        Args:
+            before: the newest checkpoint of earlier starts.
+        """
+        targets = MISSED  # unless it ends in order
+        try:
+            check_bind_reaches(self._config, placement.addresses)
+            status = self._keep_going(placement, tell)
+            targets = {}
+        except KeyboardInterrupt:
+            targets = {}
+            if self._asked_to_stop > 1:
+                raise
+            status = "drained"  # asked while a core was starting: nothing was trained since the last checkpoint
+            self._events.write("end", status=status, step=self._step_so_far())
+        except AsyncGRPOError as error:
+            reason = str(error)
+            if self._folder.checkpoint() != before:
+                step = self._step_so_far()
+                reason += f"; checkpoint of step {step} written; the same command goes on from there"
+            self._events.write("end", status="failed", step=self._step_so_far(), reason=reason)
+            raise AsyncGRPOError(reason) from error
+        finally:
+            write_targets(self._folder.path, targets)
+        return status
 
     def _keep_going(self, placement: Placement, tell: Callable[[str], None]) -> str:
         """Run one core after another until one has ended training. The generators live on between them."""
@@ -233,6 +253,10 @@ class Run:
         def look_around() -> None:
             watch.listen()
             fleet.reconcile(may_restart=not self._asked_to_stop)
+            if fleet.is_up:
+                self._end_phase("first engine")
+            if (core.steps_done or 0) > core.first_step:
+                self._end_phase("first step")
             self._steering.reconcile(core if core.seconds else None, fleet, watch)
 
         def while_starting() -> None:
@@ -241,6 +265,7 @@ class Run:
                 raise KeyboardInterrupt
 
         ready, leaders = core.start(while_starting)
+        self._end_phase("buffer and learner")
         for name, address in core.addresses.items():
             self._export_from(name, address)
         self._say(ready, tell)
@@ -320,6 +345,16 @@ class Run:
         else:
             self._targets[name] = address
         write_targets(self._folder.path, self._targets)
+
+    def _end_phase(self, name: str) -> None:
+        """Log a phase of the start, with its seconds since the phase before, when it ends for the first time."""
+        if name in self._phases:
+            return
+        began, now = self._phase_began, time.time()
+        self._phases.add(name)
+        self._phase_began = now
+        since_command = now - psutil.Process().create_time()
+        log.info("start: %s took %.1f s (%.1f s since the command)", name, now - began, since_command)
 
     def _step_so_far(self) -> int:
         checkpoint = self._folder.checkpoint()

@@ -320,8 +320,10 @@ class Steering:
             state = "draining"
         elif self._steer.is_paused:
             state = "paused"
-        elif core is not None:
+        elif core is not None and fleet is not None and (fleet.is_up or (core.steps_done or 0) > core.first_step):
             state = "training"
+        processes = tuple(self._processes(core, fleet, watch)) if fleet is not None and watch is not None else ()
+        starting = [process.name for process in processes if process.state == "starting"]
         return Status(
             run=self._folder.path.name,
             folder=str(self._folder.path),
@@ -334,8 +336,9 @@ class Steering:
             generators_min=least,
             generators_max=most,
             settings={key: _value(self.config, key) for key in CHANGEABLE},
-            processes=tuple(self._processes(core, fleet, watch)) if fleet is not None and watch is not None else (),
-            advice=self._advice,
+            processes=processes,
+            waits_for=", ".join(starting) if state == "starting" else "",
+            advice=self._advice if state == "training" else (),
         )
 
     def _processes(self, core: Core | None, fleet: Fleet, watch: Watch) -> list[ProcessStatus]:

@@ -74,7 +74,10 @@ class Look:
         return 3600 * (len(recent) - 1) / seconds
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The figures, each with its name. Shares and means are over the last ten steps."""
+        """The figures, each with its name. Shares and means are over the last ten steps. A run that is starting has none."""
+        if self.status is not None and self.status.state == "starting":
+            yield "waits for", self.status.waits_for
+            return
         progress = self.progress
         generated, _ = progress.tokens_per_second()
         evaluation = f", evaluation {number(progress.last_eval['reward_mean'])}" if progress.last_eval else ""

@@ -113,8 +113,10 @@ class Status(Struct, frozen=True, kw_only=True):
     settings: dict[str, float | int | str]
     """Of `CHANGEABLE`, in force. `buffer.max_lag` may be `auto`."""
     processes: tuple[ProcessStatus, ...] = ()
+    waits_for: str = ""
+    """What a run that is starting waits for; empty in every other state."""
     advice: tuple[Advice, ...] = ()
-    """Most urgent first."""
+    """Most urgent first; () unless the run trains."""
 
 
 class Operator(Protocol):

@@ -36,6 +36,8 @@ FREE_BYTES = 5e9
 PROMETHEUS_S = 2.0
 
 
+_SIGNAL = {"LittleSignal", "NoSignal"}
+"""Both count groups without signal, over other steps and so with other figures: one of them is shown."""
 _PACKAGE = Path(__file__).parent.parent
 _RUNBOOKS = (_PACKAGE.parent / "docs" / "runbooks", _PACKAGE / "runbooks")
 """Of a checkout, and of an installed package."""
@@ -85,6 +87,8 @@ def problems(run_dir: Path, status: Status) -> list[Problem]:
     events = read_tail(run_dir / "metrics.jsonl", -RECENT_BYTES).events
     found = [] if prometheus is None else list(_alerts(prometheus, run_dir.name))
     told = {alert.name for alert in found}
+    if told & _SIGNAL:
+        told |= _SIGNAL
     own = problems_in(events, status, now=time.time(), free_bytes=shutil.disk_usage(run_dir).free)
     return [*found, *(one for one in own if one.name not in told)]
 
@@ -119,11 +123,13 @@ def _of_progress(events: Iterable[Event], progress: Progress, status: Status, no
         asked = [e["time"] for e in events if e["event"] == "command" and e["command"] == "pause" and not e["refused"]]
         if asked and now - asked[-1] > PAUSED_S:
             yield problem("RunPaused", f"paused for {(now - asked[-1]) / 3600:.1f} hours", asked[-1])
-    if status.state != "training":
+    if status.state not in ("training", "starting"):
         return
     moved = max((e["time"] for e in events if e["event"] in ("step", "start")), default=status.started)
     if now - moved > NO_STEP_S:
         yield problem("NoProgress", f"no optimizer step for {(now - moved) / 60:.0f} minutes", moved)
+    if status.state == "starting":  # the status says what it waits for
+        return
     stall = next((e for e in reversed(list(events)) if e["event"] in ("stall", "step", "start")), None)
     if stall is not None and stall["event"] == "stall":
         text = f"the learner has waited for {stall['what']} for {now - stall['time'] + stall['seconds']:.0f} s"
@@ -162,9 +168,10 @@ def _of_weights(progress: Progress, now: float) -> Iterator[Problem]:
 def _of_data(events: Iterable[Event], progress: Progress, now: float) -> Iterator[Problem]:
     steps = progress.steps[-RECENT:]
     trained = sum(progress.lags(RECENT).values())
+    has_signal = True
     if len(steps) == RECENT and trained:
         without = sum(step.get("zero_signal_groups") or 0 for step in steps)
-        if without > 0.95 * trained:
+        if not (has_signal := without <= 0.95 * trained):
             yield problem("NoSignal", f"{without} of the last {trained} groups had one reward for all completions")
         dropped = sum((Counter(step.get("dropped") or {}) for step in steps), Counter[str]())
         if dropped.total() > 0.2 * (trained + dropped.total()):
@@ -174,8 +181,9 @@ def _of_data(events: Iterable[Event], progress: Progress, now: float) -> Iterato
             )
     if (gap := progress.mean("logprob_gap_mean", RECENT)) is not None and gap > 0.1:
         yield problem("LogprobGap", f"engine and learner differ by {gap:.2f} nats a token")
-    for warning in [e for e in events if e["event"] == "warning" and e["time"] > now - WARNING_S][-2:]:
-        yield _of_warning(warning)
+    warnings = [_of_warning(e) for e in events if e["event"] == "warning" and e["time"] > now - WARNING_S]
+    newest = {warning.name: warning for warning in warnings if has_signal or warning.name not in _SIGNAL}
+    yield from list(newest.values())[-2:]
 
 
 def _of_warning(warning: Event) -> Problem:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 _PLOT_HEIGHT = 5
+_SIDE_BY_SIDE = 110
+"""Columns from which the figures have room beside the curve."""
 _COLOURS = {"training": "green", "paused": "yellow", "draining": "yellow", "starting": "cyan", "no reply": "red"}
 _COMMANDS: dict[str, tuple[str, Command]] = {"p": ("pause", Pause()), "r": ("resume", Resume())}
 
@@ -84,20 +86,16 @@ class Top:
 
 
 def _panel(look: Look, *, is_selected: bool) -> Panel:
-    body = Table.grid(expand=True, padding=(0, 2))
-    body.add_column(ratio=1)
-    body.add_column(ratio=1)
     figures = Table.grid(padding=(0, 2))
     figures.add_column(style="dim", no_wrap=True)
-    figures.add_column(overflow="ellipsis", no_wrap=True)
+    figures.add_column(overflow="fold")
     for name, text in look.rows():
-        figures.add_row(name, Text(text))
-    body.add_row(_Reward(look.progress.rewards.y), figures)
+        figures.add_row(name, Text(visible(text)))
     title = Text.assemble(
         (look.name, "bold cyan"), f"  step {look.position}  ", (look.state, f"bold {_COLOURS.get(look.state, 'white')}")
     )
     return Panel(
-        Group(body, _notes(look)),
+        Group(_Body(_Reward(look.progress.rewards.y), figures), _notes(look)),
         title=title,
         title_align="left",
         border_style="cyan" if is_selected else "dim",
@@ -113,6 +111,23 @@ def _notes(look: Look) -> RenderableType:
         for i, line in enumerate(lines):
             notes.add_row("" if i else name, Text(visible(line), style=style))
     return notes
+
+
+class _Body:
+    """The curve beside the figures, or above them where the terminal is narrow."""
+
+    def __init__(self, curve: RenderableType, figures: RenderableType) -> None:
+        self._curve, self._figures = curve, figures
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < _SIDE_BY_SIDE:
+            yield from (self._curve, self._figures)
+            return
+        body = Table.grid(expand=True, padding=(0, 2))
+        body.add_column(ratio=1)
+        body.add_column(ratio=1)
+        body.add_row(self._curve, self._figures)
+        yield body
 
 
 class _Reward:

@@ -410,6 +410,7 @@ _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]
     "verl": (lambda row: "prompt" in row and "reward_model" in row, _verl),
     "skyrl": (lambda row: "prompt" in row and "reward_spec" in row, _skyrl),
     "plain": (lambda row: "prompt" in row and "ground_truth" in row, _plain),
+    "trl, answer": (lambda row: {"prompt", "answer"} <= row.keys() and not row.keys() & {"info", "task"}, _verifiers),
     "verifiers": (
         lambda row: "question" in row or ("prompt" in row and ("answer" in row or "info" in row)),
         _verifiers,

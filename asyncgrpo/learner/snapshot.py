@@ -21,13 +21,14 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, PublishedAdapters, PublishedWeights, fill_arena, fill_parts
 from asyncgrpo.learner.rows import RowReceiver, RowSender, wait_until
-from asyncgrpo.weights.arena import IsWritten, Layout, MappedArenas, same_machine
+from asyncgrpo.scratch import same_machine
+from asyncgrpo.weights.arena import IsWritten, Layout, MappedArenas
 from asyncgrpo.weights.publisher import READ_BYTES_PER_S
 
 log = logging.getLogger(__name__)
 
 MACHINE_BYTES = 128
-"""Of a machine's name (`arena.same_machine`), which has about 60."""
+"""Of a machine's name (`scratch.same_machine`), which has about 60."""
 
 
 class Snapshot:

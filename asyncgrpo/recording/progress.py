@@ -136,6 +136,8 @@ class Progress:
     """The newest: fault and role, and the seconds it took."""
     paused: dict[str, Event] = field(default_factory=dict)
     """The last `rewards_paused` event of each generator whose rewards are paused, with the time `since` when."""
+    is_paused: bool = False
+    """True between the commands `pause` and `resume`."""
     advice: Event | None = None
     """The last `advice` event, until something changes that it was about."""
     curriculum: Event | None = None
@@ -179,7 +181,7 @@ class Progress:
         self.total_steps, self.total_prompts = event.get("steps"), event.get("prompts")
         self.undone_steps += event.get("undone_steps") or 0
         self.end = self.advice = None
-        self.paused = {}
+        self.paused, self.is_paused = {}, False
         self.resumed = True
 
     def _on_step(self, event: Event) -> None:
@@ -259,8 +261,11 @@ class Progress:
             self.largest_gap = max(gap, self.largest_gap or 0.0)
 
     def _on_command(self, event: Event) -> None:
-        if not event["refused"]:
-            self.advice = None
+        if event["refused"]:
+            return
+        self.advice = None
+        if event["command"] in ("pause", "resume"):
+            self.is_paused = event["command"] == "pause"
 
     def _warn(self, text: str) -> None:
         _keep(self.warnings, text, 5)

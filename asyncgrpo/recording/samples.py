@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncgrpo.config.schema import RunConfig
 from asyncgrpo.recording.sample_search import SampleFiles, path_of
-from asyncgrpo.types import Group, Prompt
+from asyncgrpo.types import Completion, Group, Prompt
 from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ class Sample:
     """Sampled tokens."""
     parts: str
     """The named parts of the reward as JSON."""
+    observed: str = "[]"
+    """What an environment said: `[start, end]` of each observation in the characters of `completion`, as JSON. Of an
+    evaluation's completions it is not known."""
 
 
 _INT32 = ("lag", "num_tokens")
@@ -82,6 +86,7 @@ def samples_of(
     samples = []
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         completion, score = rollout.completion, rollout.score
+        text, observed = _text_of(completion, decode)
         spans = completion.spans
         samples.append(
             Sample(
@@ -93,7 +98,7 @@ def samples_of(
                 prompt_id=group.prompt.prompt_id,
                 source=group.prompt.source,
                 prompt=prompt,
-                completion=decode(completion.all_token_ids.tolist()),
+                completion=text,
                 ground_truth=truth,
                 reward=score.value,
                 advantage=None if advantage is None else float(advantage),
@@ -101,9 +106,21 @@ def samples_of(
                 finish_reason=completion.finish_reason,
                 num_tokens=len(completion.token_ids),
                 parts=json.dumps(score.parts, ensure_ascii=False),
+                observed=json.dumps(observed),
             )
         )
     return samples
+
+
+def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a completion, and the characters of it that an environment said."""
+    first, *turns = np.split(completion.token_ids, [one.at for one in completion.observations])
+    text, observed = decode(first.tolist()), []
+    for one, turn in zip(completion.observations, turns, strict=True):
+        said = decode(one.token_ids.tolist())
+        observed.append((len(text), len(text) + len(said)))
+        text += said + decode(turn.tolist())
+    return text, observed
 
 
 def held_out_samples(group: Deliver, step: int) -> list[Sample]:

@@ -145,7 +145,7 @@ def _header(progress: Progress, now: float | None) -> RenderableType:
     if progress.end:
         state = Text(progress.end.get("status", "ended"), style="bold green" if _is_done(progress) else "bold red")
     else:
-        state = Text("starting" if not progress.steps else "training", style="bold")
+        state = Text("paused" if progress.is_paused else "training" if progress.steps else "starting", style="bold")
     head.add_row(
         Text.assemble((progress.run or "run", "bold cyan"), f"  step {position(progress)}  ", state),
         ProgressBar(total=1.0, completed=share or 0.0) if share is not None else "",
@@ -269,7 +269,7 @@ def _notes(progress: Progress, now: float | None) -> RenderableType:
     notes = Table.grid(padding=(0, 2))
     notes.add_column(style="dim", no_wrap=True)
     notes.add_column(no_wrap=True, overflow="ellipsis")
-    advice = None if progress.paused else progress.advice
+    advice = None if progress.paused or progress.is_paused else progress.advice
     sources = sources_line(progress.last)
     often = curriculum_line(progress.curriculum) if progress.curriculum is not None else None
     num_notes = bool(progress.paused or advice) + (sources is not None) + (often is not None)

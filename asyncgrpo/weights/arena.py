@@ -175,13 +175,6 @@ class Staging:
         return [(info.name, view) for info, view in self.layout.views(self.flat)]
 
 
-def same_machine() -> str:
-    """What two processes have in common exactly if they share `/dev/shm`: containers of one machine may not."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    device = SHARED_MEMORY.stat()
-    return f"{boot}-{device.st_dev}-{device.st_ino}"
-
-
 def allocate(file: Path, size: int) -> None:
     """Create a file in memory whose pages are all there: writing into memory that is full would kill this process.
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
+from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot, same_machine
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot
 from asyncgrpo.weights.check import SyncCheck
 from asyncgrpo.weights.delta import Delta, State
 from asyncgrpo.weights.digest import digest_pieces
@@ -154,7 +155,7 @@ class Publisher:
         started, told_s = time.monotonic(), 0.0
         while len(self._members) < count and (waited := time.monotonic() - started) < timeout_s:
             if waited >= told_s:
-                tell(f"generators to start, {len(self._members)} of {count} have", waited)
+                tell(f"generators to start ({len(self._members)} of {count} have)", waited)
                 told_s = waited + 1.0
             time.sleep(0.02)
         if not self._members:

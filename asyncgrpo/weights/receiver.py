@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.errors import WeightsError, WireError
+from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.adapters import AdapterMerger, content_digest
-from asyncgrpo.weights.arena import Layout, MappedArenas, Staging, same_machine
+from asyncgrpo.weights.arena import Layout, MappedArenas, Staging
 from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.delta import Delta, State, apply
 from asyncgrpo.weights.digest import BLOCK, add_digests, digest, digest_pieces

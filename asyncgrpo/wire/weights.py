@@ -17,7 +17,7 @@ class Join(Message):
     generator_id: Name
     incarnation: Name
     machine: str = ""
-    """`weights.arena.same_machine()`, by which the publisher sees whether it can map the learner's memory."""
+    """`scratch.same_machine()`, by which the publisher sees whether it can map the learner's memory."""
 
 
 class Alive(Message):

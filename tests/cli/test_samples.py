@@ -86,6 +86,17 @@ def without_signal(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_what_an_environment_said_is_marked(asyncgrpo, tmp_path):
+    (tmp_path / "samples").mkdir()
+    rows = [
+        row(0, 1, completion="look up 7seven.is it", observed="[[9, 15]]"),
+        row(1, 1, completion="seven", observed="[]"),
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples" / "step_000001.parquet")
+    text = shown(asyncgrpo, tmp_path)
+    assert "look up 7[environment: seven.]is it" in text and text.count("[environment") == 1
+
+
 def test_the_same_completion_is_shown_once_with_its_count(asyncgrpo, without_signal):
     out = shown(asyncgrpo, without_signal, "--best", "--limit", 1)
     assert out.count("the same") == 1

@@ -22,7 +22,7 @@ from asyncgrpo import scratch
 from asyncgrpo.cluster import ray_session as ray_session_module
 from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, session_beside
 from asyncgrpo.errors import ConfigError, ProcessLost
-from tests.runs import assert_nothing_left, environment
+from tests.runs import environment, left_behind, wait_until
 
 PROGRAM = """
 import contextlib, os, pathlib, stat, time
@@ -98,7 +98,8 @@ def short_temporary(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_session_of_a_killed_driver_is_removed_by_the_next_start(tmp_path, short_temporary):
+def test_a_killed_driver_leaves_no_process_and_no_session(tmp_path, short_temporary):
+    """Ray's agents would try for 60 s to report to a GCS that is gone."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD], env=environment(tmp_path), stdout=subprocess.PIPE, text=True
     ) as driver:
@@ -106,10 +107,9 @@ def test_the_session_of_a_killed_driver_is_removed_by_the_next_start(tmp_path, s
         sessions = list(short_temporary.glob("asyncgrpo-*/*/session_*"))
         driver.send_signal(signal.SIGKILL)
     assert sessions, "it was below our folder"
-    assert_nothing_left(tmp_path)
-    own = scratch.folder()
-    assert [path for path in own.parent.iterdir() if path.is_dir()] == [own]
-    assert [path for path in short_temporary.iterdir() if path != own.parent] == []
+    wait_until(lambda: not left_behind(tmp_path), lambda: f"end of {left_behind(tmp_path)}", 20.0)
+    (root,) = short_temporary.iterdir()
+    wait_until(lambda: [path.name for path in root.iterdir()] == [".lock"], "removal of the session", 10.0)
 
 
 def test_a_cluster_that_is_not_there_is_known_at_once():

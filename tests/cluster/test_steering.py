@@ -18,12 +18,14 @@ from asyncgrpo.control.operator import (
     DrainRun,
     Evaluate,
     Pause,
+    ProcessStatus,
     Resume,
     Scale,
     Status,
     WriteCheckpoint,
 )
 from asyncgrpo.errors import CommandRefused
+from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.adviser import LOOK_S
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.recording.progress import Progress
@@ -57,13 +59,15 @@ class Fleet:
 
     def __init__(self, wanted: int) -> None:
         self.wanted, self.leaving = wanted, ()
+        self.is_up = True
 
     def scale(self, count: int) -> None:
         self.leaving = tuple(f"generator-{i}-1.0" for i in range(count, self.wanted))
         self.wanted = count
 
-    def processes(self) -> list:
-        return []
+    def processes(self) -> list[ProcessStatus]:
+        state = "working" if self.is_up else "starting"
+        return [ProcessStatus(name=f"generator-{i}", state=state) for i in range(self.wanted)]
 
 
 class Run:
@@ -123,6 +127,24 @@ def test_a_pause_reaches_the_buffer_and_ends_with_resume(run: Run):
         ("pause", True),
         ("resume", False),
     ]
+
+
+def test_a_run_is_starting_until_an_engine_serves_and_says_what_it_waits_for(run: Run):
+    run.fleet.is_up, run.core.steps_done = False, 0
+    assert (run.status.state, run.status.waits_for) == ("starting", "generator-0")
+    run.fleet.is_up = True
+    assert (run.status.state, run.status.waits_for) == ("training", "")
+    run.fleet.is_up, run.core.steps_done = False, 1
+    assert run.status.state == "training", "it has trained, so generators that are replaced do not start it anew"
+
+
+def test_only_a_run_that_trains_has_advice(run: Run):
+    run.steering._advice = (Advice(bottleneck="learner", sentence="learner.ranks=2", evidence=""),)
+    assert run.status.advice
+    run.ask(Pause())
+    assert run.status.advice == ()
+    run.ask(Resume())
+    assert run.status.advice
 
 
 def test_what_a_busy_learner_has_not_done_yet_is_answered_as_begun(run: Run):

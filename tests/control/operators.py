@@ -25,6 +25,16 @@ class FakeOperator:
         self.told: list[Command] = []
         self.state: Any = "training"
         self.generators = 2
+        self.advice = (
+            Advice(
+                bottleneck="generators",
+                sentence="a third generator would make steps 18 % shorter; a fifth nothing",
+                evidence="the learner waits 31 % of its time, and the generators sample for 96 % of theirs",
+                gain=0.18,
+                command="scale generators 3",
+                generators=3,
+            ),
+        )
         self.failure: Exception | None = None
         self.released = threading.Event()
         self.released.set()
@@ -45,16 +55,8 @@ class FakeOperator:
             generators_max=8,
             settings={"learner.lr": 1e-3, "buffer.max_lag": 2, "generators.groups_in_flight": 32},
             processes=tuple(ProcessStatus(name=name, state="working", pid=100, heard_s=0.4) for name in names),
-            advice=(
-                Advice(
-                    bottleneck="generators",
-                    sentence="a third generator would make steps 18 % shorter; a fifth nothing",
-                    evidence="the learner waits 31 % of its time, and the generators sample for 96 % of theirs",
-                    gain=0.18,
-                    command="scale generators 3",
-                    generators=3,
-                ),
-            ),
+            waits_for="generator-0, generator-1" if self.state == "starting" else "",
+            advice=self.advice,
         )
 
     def carry_out(self, command: Command) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from asyncgrpo.control.operator import ChangeSettings, Pause, Scale
 from asyncgrpo.errors import CommandRefused
+from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.samples import SCHEMA, Sample
 from tests.control.browser import CHROMIUM, Page, browser
@@ -194,6 +195,16 @@ def test_what_a_model_wrote_is_only_text(page: Page):
     assert page.value("document.title") != "taken"
 
 
+def test_what_an_environment_said_is_set_apart(tab: Page, url: str, operator: FakeOperator):
+    rows = [sample(completion="look up 7seven.is it", observed="[[9, 15]]")]
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    pq.write_table(table, operator.run_dir / "samples" / "step_000012.parquet")
+    tab.open(f"{url}/#token={TOKEN}")
+    tab.click(".sample summary")
+    assert tab.text(".sample .observed") == "seven."
+    assert tab.value("document.querySelector('.sample').innerText").count("look up 7seven.is it") == 2
+
+
 def test_a_wrong_token_is_said_with_the_way_out(tab: Page, url: str):
     tab.open(f"{url}/#token=wrong")
     assert "the token is not that of this run: `asyncgrpo page RUN` prints the address with it" in tab.text("#banner")
@@ -206,6 +217,23 @@ def test_a_run_that_ends_is_said_to_be_silent(tab: Page, operator: FakeOperator)
         tab.wait("document.querySelectorAll('.sample').length")
     tab.wait("document.querySelector('#banner').innerText.includes('does not reply')")
     assert tab.value("document.querySelector('#pause').disabled")
+
+
+def test_curves_fit_their_cards_where_the_window_tells_of_no_change(page: Page):
+    """A scroll bar comes once there is something to scroll, and headless Chromium gets its width late."""
+    page.value("document.querySelector('#curves').style.width = '300px'")
+    charts = "[...document.querySelectorAll('.card .uplot')]"
+    page.wait(f"{charts}.every(c => c.getBoundingClientRect().right <= c.parentElement.getBoundingClientRect().right)")
+    assert page.value(f"{charts}.length") == 6
+
+
+def test_advice_says_each_thing_once(tab: Page, url: str, operator: FakeOperator):
+    why = "generator-0 was started again 9 s ago (it ended)"
+    operator.advice = (
+        Advice(bottleneck="health", sentence=f"{why}; tuning can wait until this is over", evidence=why),
+    )
+    tab.open(f"{url}/#token={TOKEN}", width=420)
+    assert tab.text(".note.advice").count(why) == 1
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 800)])

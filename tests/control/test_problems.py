@@ -77,6 +77,26 @@ def test_each_is_told_by_the_name_of_its_alert(of, now, free, name):
     assert names(of, now, free) == [name]
 
 
+LITTLE = at("warning", about="signal", text="only 3% of the groups of the last 20 steps have two different rewards")
+
+
+def test_groups_without_signal_are_reported_once_with_one_figure():
+    (found,) = problems_in(events(LITTLE, zero_signal_groups=8), status(), now=NOW, free_bytes=1e12)
+    assert found.name == "NoSignal" and "of the last 80 groups" in found.text
+    assert names(events(LITTLE)) == ["LittleSignal"]
+    (newest,) = problems_in(events(LITTLE, LITTLE | {"text": "only 5%"}), status(), now=NOW, free_bytes=1e12)
+    assert newest.text == "only 5%"
+
+
+def test_a_run_that_starts_waits_without_a_problem_for_ten_minutes():
+    stall = at("stall", what="generators to start (0 of 2 have)", seconds=90.0)
+    start = [{"event": "start", "time": NOW - 100, "run": "demo", "step": 0}]
+    assert names([*start, stall], status(state="starting")) == []
+    assert names([*start, stall], status(state="training")) == ["Waiting"]
+    start[0]["time"] = NOW - 700
+    assert names([*start, stall], status(state="starting")) == ["NoProgress"]
+
+
 def test_a_run_that_saves_nothing_is_told():
     early = {"event": "start", "time": NOW - 8000, "run": "demo", "step": 0}
     assert names([early, *events()[1:]]) == ["CheckpointTooOld"]

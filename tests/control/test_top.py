@@ -29,8 +29,8 @@ def operators(tmp_path: Path) -> Iterator[list[FakeOperator]]:
         yield made
 
 
-def shown(top: Top) -> str:
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def shown(top: Top, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(top.render())
     return console.export_text()
 
@@ -43,6 +43,14 @@ def test_every_run_has_its_panel(operators: list[FakeOperator]):
     assert "one  step 12/60  training" in page
     assert "two  step 12/60  paused" in page
     assert page.count("p50 1, p90 2, max 2 of 2") == 2
+
+
+def test_on_a_terminal_of_80_columns_nothing_is_cut(operators: list[FakeOperator]):
+    top = Top([operators[0].run_dir])
+    top.refresh()
+    words = [word for name, text in top.selected.rows() for word in (name, *text.split())]
+    page = shown(top, width=80)
+    assert [word for word in words if word not in page] == [] and "…" not in page
 
 
 def test_a_key_asks_before_it_pauses(operators: list[FakeOperator]):

@@ -49,6 +49,15 @@ def test_trl_keeps_every_column_for_the_reward(prompt):
     assert first_record({"prompt": prompt}) == ("trl", Record(prompt, None, "", {}))
 
 
+def test_a_prompt_with_an_answer_is_not_called_a_file_of_verifiers():
+    """So are many files made for TRL, whose reward functions take any column."""
+    assert first_record({"prompt": TURN, "answer": "4", "level": 1}) == (
+        "trl, answer",
+        Record(TURN, "4", "", {"level": 1}),
+    )
+    assert first_record({"prompt": TURN, "answer": "4", "task": "sums"})[0] == "verifiers"
+
+
 @pytest.mark.parametrize("info", [{"unit": "m"}, json.dumps({"unit": "m"})])
 @pytest.mark.parametrize("row", [{"prompt": TURN}, {"question": "2+2?"}])
 def test_verifiers(row, info):

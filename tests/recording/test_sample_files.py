@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +15,7 @@ from asyncgrpo.errors import DataError
 from asyncgrpo.recording import sample_search
 from asyncgrpo.recording.sample_search import SampleFiles, path_of, search
 from asyncgrpo.recording.samples import SCHEMA, SampleWriter, samples_of
-from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
+from asyncgrpo.types import Completion, Group, Observation, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
 
 def rollout(index: int, tokens: list[int], spans: tuple[VersionSpan, ...], score: Score) -> Rollout:
@@ -54,10 +55,20 @@ def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
     assert first == {
         "step": 18, "version_oldest": "1.16", "version_newest": "1.17", "lag": 2, "group_id": "g1",
         "prompt_id": "train/17", "source": "reverse", "prompt": "hi", "completion": "abc", "reward": 1.0,
-        "advantage": 0.7, "failure": None, "finish_reason": "stop", "num_tokens": 3,
+        "advantage": 0.7, "failure": None, "finish_reason": "stop", "num_tokens": 3, "observed": "[]",
     }  # fmt: skip
     assert (second["reward"], second["advantage"], second["failure"]) == (None, None, "timeout")
     assert (second["completion"], second["version_oldest"], second["num_tokens"]) == ("", "", 0)
+
+
+def test_a_row_says_which_characters_an_environment_said(group):
+    """One observation follows the first turn; one ends the completion, as where its last turn found no room."""
+    said = (Observation(2, np.array([46, 33], np.int32)), Observation(3, np.array([63], np.int32)))
+    first = group.rollouts[0]
+    spoken = replace(first, completion=replace(first.completion, observations=said))
+    row = samples(replace(group, rollouts=(spoken, group.rollouts[1])))[0]
+    assert (row.completion, json.loads(row.observed), row.num_tokens) == ("ab.!c?", [[2, 4], [5, 6]], 3)
+    assert row.completion == "".join(map(chr, spoken.completion.all_token_ids))
 
 
 def test_the_file_has_the_schema_even_when_a_step_has_no_sample(tmp_path):

@@ -407,6 +407,19 @@ ADVICE = {
 }  # fmt: skip
 
 
+def command(name: str, **more) -> Event:
+    return {"event": "command", "time": 1035.0, "command": name, "by": "person", "reply": "", "refused": False, **more}
+
+
+def test_a_paused_run_is_shown_as_paused_and_gets_no_advice():
+    running = [*RUN[:31], ADVICE]
+    paused = page([*running, command("pause")])
+    assert "15/20  paused" in paused and ADVICE["sentence"] not in paused
+    for again in (command("resume"), START):
+        assert "15/20  training" in page([*running, command("pause"), again])
+    assert "training" in page([*running, command("pause", refused=True)])
+
+
 def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
     events = [START, *(flow(n) for n in range(1, 4)), ADVICE]
     assert "advice  1 of 4 generators would do" in page(events)

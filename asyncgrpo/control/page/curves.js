@@ -96,7 +96,8 @@ function draw(card, events) {
   plot?.chart.destroy();
   const made = {place, shape, lines};
   plots.set(card.title, made);
-  made.chart = new uPlot(options(card, made, place.clientWidth - 22), data, place);
+  made.chart = new uPlot(options(card, made, widthIn(place)), data, place);
+  if (!plot) new ResizeObserver(() => fit(plots.get(card.title))).observe(place);
 }
 
 function options(card, made, width) {
@@ -135,6 +136,9 @@ function range(card, low, high) {
   return [card.from0 ? 0 : bottom - room, top + room];
 }
 
-export function resizeCurves() {
-  for (const {chart, place} of plots.values()) chart.setSize({width: place.clientWidth - 22, height: HEIGHT});
+const widthIn = (place) => Math.max(1, place.clientWidth - 22);
+
+/** A card gets another width by the window, by its scroll bar, and by a phone that is turned. */
+function fit({chart, place}) {
+  if (chart.width !== widthIn(place)) chart.setSize({width: widthIn(place), height: HEIGHT});
 }

@@ -17,8 +17,8 @@ function advice(one) {
   const command = commandOf(one.command);
   const button = command && make("button", {class: "strong", onclick: () => askAndTell(`${one.sentence}. Do it: ${one.command}?`, command)},
     one.command);
-  return make("div", {class: "note advice"}, make("b", {}, "advice"),
-    make("span", {class: "text"}, one.sentence, make("small", {}, one.evidence)), button);
+  const evidence = one.sentence.includes(one.evidence) ? null : make("small", {}, one.evidence);
+  return make("div", {class: "note advice"}, make("b", {}, "advice"), make("span", {class: "text"}, one.sentence, evidence), button);
 }
 
 /** A command as typed, for the API: `scale generators 3`, `set buffer.max_lag=4`, `pause`. Null for any other. */

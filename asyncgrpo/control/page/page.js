@@ -2,7 +2,7 @@
 
 import {get} from "/api.js";
 import {drawControls, drawProcesses, drawSettings} from "/controls.js";
-import {drawCurves, resizeCurves} from "/curves.js";
+import {drawCurves} from "/curves.js";
 import {byId, duration, figure, say} from "/dom.js";
 import {Events} from "/events.js";
 import {drawFlow} from "/flow.js";
@@ -38,7 +38,7 @@ function drawHead(status) {
   say("state", status.state);
   byId("state").className = `chip ${status.state}`;
   const rate = events.stepsPerHour;
-  say("step", `step ${status.step}${status.steps ? ` of ${status.steps}` : ""}, reward ${figure(events.last.reward_mean)}`
+  say("step", status.state === "starting" ? `waits for ${status.waits_for}` : `step ${status.step}${status.steps ? ` of ${status.steps}` : ""}, reward ${figure(events.last.reward_mean)}`
     + (rate == null ? "" : `, ${figure(rate, 0)} steps/h`));
   byId("done").hidden = !status.steps;
   byId("done").value = status.steps ? status.step / status.steps : 0;
@@ -68,11 +68,6 @@ async function goOn() {
   setTimeout(goOn, EVERY_MS);
 }
 
-let resizing;
-addEventListener("resize", () => {
-  clearTimeout(resizing);
-  resizing = setTimeout(resizeCurves, 100);
-});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   drawCurves(events);
   drawShares(events);

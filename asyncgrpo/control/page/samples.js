@@ -115,8 +115,20 @@ function sample(row, searched) {
     make("span", {class: "preview"}, row.completion.slice(0, 300)));
   const parts = [["prompt", row.prompt], ["completion", row.completion], ["answer", row.ground_truth], ["parts", row.parts],
     ["weights", row.version_oldest === row.version_newest ? row.version_newest : `${row.version_oldest} to ${row.version_newest}`]];
-  const shown = list(parts.map(([name, text]) => [name, marked(text, searched)]));
+  const shown = list(parts.map(([name, text]) => [name, name === "completion" ? withObserved(row, searched) : marked(text, searched)]));
   return make("details", {class: "card sample"}, summary, shown);
+}
+
+/** The completion, with what an environment said set apart. A file of an older release does not say what that was. */
+function withObserved({completion, observed}, searched) {
+  const parts = [];
+  let from = 0;
+  for (const [start, end] of JSON.parse(observed ?? "[]")) {
+    parts.push(...marked(completion.slice(from, start), searched),
+      make("span", {class: "observed", title: "said by the environment"}, ...marked(completion.slice(start, end), searched)));
+    from = end;
+  }
+  return [...parts, ...marked(completion.slice(from), searched)];
 }
 
 /** The text with what was searched for marked. */
