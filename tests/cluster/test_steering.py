@@ -25,7 +25,6 @@ from asyncgrpo.control.operator import (
     WriteCheckpoint,
 )
 from asyncgrpo.errors import CommandRefused
-from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.adviser import LOOK_S
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.recording.progress import Progress
@@ -136,15 +135,6 @@ def test_a_run_is_starting_until_an_engine_serves_and_says_what_it_waits_for(run
     assert (run.status.state, run.status.waits_for) == ("training", "")
     run.fleet.is_up, run.core.steps_done = False, 1
     assert run.status.state == "training", "it has trained, so generators that are replaced do not start it anew"
-
-
-def test_only_a_run_that_trains_has_advice(run: Run):
-    run.steering._advice = (Advice(bottleneck="learner", sentence="learner.ranks=2", evidence=""),)
-    assert run.status.advice
-    run.ask(Pause())
-    assert run.status.advice == ()
-    run.ask(Resume())
-    assert run.status.advice
 
 
 def test_what_a_busy_learner_has_not_done_yet_is_answered_as_begun(run: Run):
