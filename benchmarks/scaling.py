@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncgrpo.recording.adviser import LOOK_S, Autopilot
+from asyncgrpo.recording.adviser import Autopilot
 from benchmarks.bottlenecks import Case, reward_of, slept
 from benchmarks.measuring import rounded, show, where
 from benchmarks.trials import Fence, audited, events
@@ -50,7 +50,7 @@ AUTOPILOT = [
 """Beside `SETTINGS`. A completion has the demo's 4 tokens, so one generator samples 4 groups in 1.6 s: a step in 3.2 s."""
 TRAIN_S = 0.9
 """What the learner sleeps in a step of these: with three generators it waits no more."""
-SETTLED_S = 4 * Autopilot.LOOKS * LOOK_S
+SETTLED_S = 4 * Autopilot.LOOKS * Autopilot.EVERY_S
 GIVE_UP_S = 1800.0
 
 

@@ -16,7 +16,7 @@ from asyncgrpo.recording.advice import MOST_GENERATORS, Advice, Bottleneck, advi
 from asyncgrpo.recording.events import Event, EventLog, Follower
 from asyncgrpo.recording.pace import EVENTS
 
-LOOK_S = 20.0
+LOOK_S = 5.0
 """How often to look."""
 TELL_S = 60.0
 """An event is written at most so often."""
@@ -69,10 +69,11 @@ class Adviser:
 class Autopilot:
     """Decides when to follow the advice on the number of generators. It goes by one at a time, and never to and fro.
 
-    A look counts once the advice has been the same in `LOOKS` of them. After a change it rests for `REST_S`, in which the
+    It looks every `EVERY_S`, and goes by advice that was the same in `LOOKS` looks. After a change it rests for `REST_S`, in which the
     new steps show what it did. A number that turned out too small is not tried again for `RETRY_S`.
     """
 
+    EVERY_S = 20.0
     LOOKS = 3
     REST_S = 120.0
     RETRY_S = 3600.0
@@ -80,7 +81,7 @@ class Autopilot:
     def __init__(self, fewest: int, most: int | None) -> None:
         self._fewest, self._most = fewest, most or MOST_GENERATORS
         self._direction, self._looks = 0, 0
-        self._changed_s = float("-inf")
+        self._changed_s = self._looked_s = float("-inf")
         self._shrunk_to: int | None = None
         self._too_few: tuple[int, float] = (0, float("-inf"))
 
@@ -92,6 +93,9 @@ class Autopilot:
             generators: how many the run is to have at present.
             now_s: of any clock.
         """
+        if now_s - self._looked_s < self.EVERY_S:
+            return None
+        self._looked_s = now_s
         direction = self._asked(advice, generators)
         self._looks = self._looks + 1 if direction == self._direction else 1
         self._direction = direction
