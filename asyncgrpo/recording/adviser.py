@@ -69,8 +69,8 @@ class Adviser:
 class Autopilot:
     """Decides when to follow the advice on the number of generators. It goes by one at a time, and never to and fro.
 
-    It looks every `EVERY_S`, and goes by advice that was the same in `LOOKS` looks. After a change it rests for `REST_S`, in which the
-    new steps show what it did. A number that turned out too small is not tried again for `RETRY_S`.
+    It looks every `EVERY_S`, and goes by advice that was the same in `LOOKS` looks. After a change it rests for `REST_S`, in
+    which the new steps show what it did. A number that turned out too small is not tried again for `RETRY_S`.
     """
 
     EVERY_S = 20.0
