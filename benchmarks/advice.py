@@ -8,7 +8,8 @@ others the `fake` engine, the learner, the reward function or the judge sleep, s
 The learning rate is next to nothing, so that the task stays as it is. In `scaled` and `paused` commands are given at the
 tenth step; the advice is of the steps after them.
 
-Each piece that names a setting is followed in a run of its own. Compared are mean seconds of a step in the same window
+Each piece that names a setting is followed in a run of its own. Where it says that no core is free for another process, that
+process is added all the same: a gain of 0 is predicted. Compared are mean seconds of a step in the same window
 (`recording/pace.py`); for `algorithm.filter_zero_signal`, the time for a group with signal. `agree`: the last `advice` event,
 `plan --from`, the summary, and `status` in the last seconds of the run.
 """
@@ -107,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         before = run(setting)
         show({"setting": name, "step_s": rounded(before.pace.step_s, 3), "agree": before.agree} | where())
         for piece in before.advice:
-            if piece.command or "=" in piece.sentence:
-                show({"setting": name} | follow(setting, before, piece))
+            if change := change_of(piece, before.pace):
+                show({"setting": name} | follow(setting, before, piece, change))
             else:
                 show({"setting": name, "advice": piece.sentence})
 
@@ -122,9 +123,17 @@ class Ran:
     agree: dict[str, bool]
 
 
-def follow(setting: Setting, before: Ran, piece: Advice) -> dict[str, Any]:
-    """Run again with what the advice names, and compare."""
-    change = followed(piece)
+def change_of(piece: Advice, pace: Pace) -> str:
+    """The setting that the advice names, or that it says gains nothing for lack of a core; empty: there is none."""
+    if piece.bottleneck == "cores" and "learner rank" in piece.sentence:
+        return f"learner.ranks={pace.ranks + 1}"
+    if piece.bottleneck == "cores" and "generator" in piece.sentence:
+        return f"generators.count={pace.generators + 1}"
+    return followed(piece) if piece.command or "=" in piece.sentence else ""
+
+
+def follow(setting: Setting, before: Ran, piece: Advice, change: str) -> dict[str, Any]:
+    """Run again with a change, and compare."""
     after = run(setting, change)
     share = 1.0
     if piece.bottleneck == "signal":
