@@ -221,27 +221,26 @@ class Pace:
             reward, checkpoint: share of the time that they would take.
             cores: False: as if there were always a free one.
         """
-        count, bound = generators or self.generators, self.max_lag if max_lag is None else max_lag
-        if (count, ranks or self.ranks, bound, reward, checkpoint) == (
-            self.generators, self.ranks, self.max_lag, 1.0, 1.0,
-        ):  # fmt: skip
-            return self.step_s, self.limit
-        is_bound = self.limit in ("bound", "lengths")
-        fewer = self.generators / count
+        ranks = ranks or self.ranks
+        fewer = self.generators / (generators or self.generators)
         scored = 1 - self.scoring * (1 - reward)
-        wider = ((self.max_lag + 1) / (bound + 1)) ** (TAIL if self.is_held_up else 1.0)
-        saved_s = (1 - self.ranks / (ranks or self.ranks)) * self.train_s + (1 - checkpoint) * self.checkpoint_s
+        wider = (self.max_lag + 1) / (self.max_lag + 1 if max_lag is None else max_lag + 1)
+        wider **= TAIL if self.is_held_up else 1.0
+        saved_s = (1 - self.ranks / ranks) * self.train_s + (1 - checkpoint) * self.checkpoint_s
+        bound: Limit = "lengths" if self.is_held_up else "bound"
+
+        def now(term: Limit, share: float) -> float:
+            """What the term is at present: T if it limits the run, else its share of T."""
+            return self.step_s * (1.0 if term == self.limit else share)
+
         terms: dict[Limit, float] = {
-            "learner": (self.learn_s if self.lacks_groups else self.step_s) - saved_s,
-            "generators": (1.0 if self.limit == "generators" else self.saturation) * self.step_s * fewer,
-            ("lengths" if self.is_held_up else "bound"): (1.0 if is_bound else self._room_taken)
-            * self.step_s
-            * wider
-            * scored,
-            "cores": cores * self.work * self.step_s,
+            "learner": now("learner", 1 - self.wait) - saved_s,
+            "generators": now("generators", self.saturation) * fewer,
+            bound: now(bound, self._room_taken) * wider * scored,
+            "reward": now("reward", 0.0) * scored * fewer,
+            "cores": now("cores", cores * self.work),
+            "none": now("none", 0.0),
         }
-        if self.limit == "reward":
-            terms["reward"] = self.step_s * scored * fewer
         limit = max(terms, key=lambda term: terms[term])
         return terms[limit], limit
 
@@ -249,7 +248,7 @@ class Pace:
     def _room_taken(self) -> float:
         """The share of T that the bound leaves, however many generators there are: the slots of a batch in training are
         not free, and a group that now takes `oldest` steps may take L + 1 shorter ones."""
-        room = max(self.groups, self.slots - self.groups)
+        room = max(1.0, self.groups, self.slots - self.groups)
         return min(1.0, max(self.in_flight / room, self.oldest / (self.max_lag + 1)))
 
     def gain(self, step_s: float) -> float:
