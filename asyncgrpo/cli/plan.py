@@ -12,6 +12,7 @@ from asyncgrpo.cli.output import JsonOption, command, print_json
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from asyncgrpo.planner.from_run import RunPace
     from asyncgrpo.planner.plan import Option, Plan
     from asyncgrpo.planner.profile import Profile
     from asyncgrpo.recording.advice import Option as SplitOfRun
@@ -175,9 +176,8 @@ def _profile(file: Path | None, run: Path | None, preset: str | None) -> "Profil
 
 
 def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, changes: list[str], as_json: bool) -> None:
-    from asyncgrpo.planner.from_run import pace_of_run, profile_of_run
-    from asyncgrpo.planner.model import Split, predict
-    from asyncgrpo.planner.what_if import what_if
+    """Print the splits of a run, those of the changed task, and the advice."""
+    from asyncgrpo.planner.from_run import pace_of_run
     from asyncgrpo.recording.advice import splits
 
     found = pace_of_run(run)
@@ -186,53 +186,60 @@ def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, changes: list
         raise ConfigError(
             f"{run} uses no GPU, so there are none to share: its splits are those that its cores have room for"
         )
-    rows = _rows_of_run(pace, splits(pace, config, gpus or found.gpus, max_lag))
-    other: list[dict[str, Any]] = []
-    if changes:
-        profile = profile_of_run(run)
-        changed, other_gpus = what_if(profile, gpus, changes)
-        in_flight = config.generators.groups_in_flight
-
-        def scaled(row: dict[str, Any]) -> dict[str, Any]:
-            """The row, with its step as much longer as the closed form makes the changed task."""
-            bound = pace.max_lag if max_lag is None else max_lag
-            split = Split(row["generators"], row["ranks"], in_flight, bound, profile.admission, profile.policy)
-            after = predict(changed, split)
-            factor = after.step_s / predict(profile, split).step_s
-            return row | {"step_s": factor * row["step_s"], "limit": after.bottleneck}
-
-        options = _rows_of_run(pace, splits(pace, config, other_gpus or found.gpus, max_lag))
-        other = sorted(map(scaled, options), key=lambda row: row["step_s"])
+    options = splits(pace, config, gpus or found.gpus, max_lag)
+    other = _changed_splits(run, found, gpus, max_lag, changes) if changes else []
     if as_json:
-        advice = [msgspec.to_builtins(piece) for piece in found.advice]
-        window = {"steps": pace.steps, "step_s": pace.step_s, "limit": pace.limit}
-        print_json({"run": str(run), **window, "options": rows, "advice": advice}
-                   | ({"what_if": {"changes": changes, "options": other}} if changes else {}))  # fmt: skip
-        return
+        of_run = {"run": str(run), "steps": pace.steps, "step_s": pace.step_s, "limit": pace.limit}
+        what_if = {"what_if": {"changes": changes, "options": _plain(other, pace)}} if changes else {}
+        advice = {"advice": [msgspec.to_builtins(piece) for piece in found.advice]}
+        return print_json(of_run | {"options": _plain(options, pace)} | advice | what_if)
     now = f"{pace.generators} generator{'s' * (pace.generators > 1)}, {pace.ranks} learner rank{'s' * (pace.ranks > 1)}"
     cores = pace.learner_cores
     used = f"; {1 - cores.spare:.0%} of {cores.count:.0f} cores used" if cores is not None else ""
     typer.echo(f"{run}, steps {pace.steps[0]} to {pace.steps[1]}: {_seconds(pace.step_s)} s a step with {now}{used}")
-    typer.echo(columns([_row_of_run(row, pace.step_s) for row in rows[:SHOWN]]))
+    typer.echo(columns([_row_of_run(option, pace.step_s) for option in options[:SHOWN]]))
     for piece in found.advice:
         typer.echo(f"advice: {piece.sentence} ({piece.evidence})")
     if changes:
         typer.echo(f"\nwhat if {', '.join(changes)}")
-        typer.echo(columns([_row_of_run(row, pace.step_s) for row in other[:SHOWN]]))
+        typer.echo(columns([_row_of_run(option, pace.step_s) for option in other[:SHOWN]]))
 
 
-def _rows_of_run(pace: "Pace", options: "list[SplitOfRun]") -> list[dict[str, Any]]:
+def _changed_splits(
+    run: Path, found: "RunPace", gpus: int | None, max_lag: int | None, changes: list[str]
+) -> "list[SplitOfRun]":
+    """The splits of the changed task, best first: each step is as much longer as the closed form makes it."""
+    from asyncgrpo.planner.from_run import profile_of_run
+    from asyncgrpo.planner.model import Split, predict
+    from asyncgrpo.planner.what_if import what_if
+    from asyncgrpo.recording.advice import splits
+
+    profile = profile_of_run(run)
+    changed, gpus = what_if(profile, gpus, changes)
+    options = []
+    for option in splits(found.pace, found.config, gpus or found.gpus, max_lag):
+        bound = found.pace.max_lag if max_lag is None else max_lag
+        split = Split(
+            option.generators, option.ranks, profile.groups_in_flight, bound, profile.admission, profile.policy
+        )
+        after = predict(changed, split)
+        step_s = option.step_s * after.step_s / predict(profile, split).step_s
+        options.append(msgspec.structs.replace(option, step_s=step_s, limit=after.bottleneck))
+    return sorted(options, key=lambda option: option.step_s)
+
+
+def _plain(options: "list[SplitOfRun]", pace: "Pace") -> list[dict[str, Any]]:
     """The options as plain fields, each with the share by which its step is shorter."""
     return [msgspec.to_builtins(option) | {"gain": 1 - option.step_s / pace.step_s} for option in options]
 
 
-def _row_of_run(row: dict[str, Any], now_s: float) -> dict[str, str]:
-    change = row["step_s"] / now_s - 1
+def _row_of_run(option: "SplitOfRun", now_s: float) -> dict[str, str]:
+    change = option.step_s / now_s - 1
     return {
-        "generators:ranks": f"{row['generators']}:{row['ranks']}",
-        "s/step": _seconds(row["step_s"]),
+        "generators:ranks": f"{option.generators}:{option.ranks}",
+        "s/step": _seconds(option.step_s),
         "change": f"{change:+.0%}" if abs(change) >= 0.005 else "none",
-        "limited by": row["limit"],
+        "limited by": option.limit,
     }
 
 

@@ -289,16 +289,14 @@ def free_gpus(config: Config, gpus: int | None) -> int:
     return max(0, gpus - used)
 
 
-def splits(
-    pace: Pace, config: Config, gpus: int | None = None, max_lag: int | None = None, *, cores: bool = True
-) -> list[Option]:
+def splits(pace: Pace, config: Config, gpus: int | None = None, max_lag: int | None = None) -> list[Option]:
     """Return the splits for which there is room, the shortest step first, then the fewest processes.
 
-    With GPUs all are used: those of the run, or `gpus`. On CPUs there are at most twice as many of a kind as now.
+    With GPUs all are used: those of the run, or `gpus`. On CPUs a new process needs a free core, and there are at most
+    twice as many of a kind as now.
 
     Args:
         max_lag: the bound; None: as it is.
-        cores: a new process needs a free core.
     """
     each = config.generators.gpus_each
     if each:
@@ -306,7 +304,7 @@ def splits(
         pairs = [(count, total - count * each) for count in range(1, (total - 1) // each + 1)]
     else:
         both = itertools.product(range(1, 2 * pace.generators + 1), range(1, 2 * pace.ranks + 1))
-        pairs = [(count, ranks) for count, ranks in both if not cores or pace.has_cores(count, ranks)]
+        pairs = [(count, ranks) for count, ranks in both if pace.has_cores(count, ranks)]
     options = []
     for count, ranks in pairs:
         step_s, limit = pace.predict(generators=count, ranks=ranks, max_lag=max_lag)
