@@ -37,7 +37,6 @@ _KEEP = "keep"
 
 _own: tuple[int, Path] | None = None
 """Process id and folder of this process. In a forked child it is still the parent's."""
-_janitor: "subprocess.Popen[bytes] | None" = None
 
 
 def folder() -> Path:
@@ -81,16 +80,14 @@ def tidy_at_end() -> None:
 
     It kills the processes that were started with `OWNER` in their environment, so after this call.
     """
-    global _janitor
     made = folder()
     if os.environ.get(OWNER) == made.name:
         return
     os.environ[OWNER] = made.name
     nowhere = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", __file__, str(made)]  # 10 MB: nothing but the standard library
-    _janitor = subprocess.Popen(
-        command, env={}, cwd="/", stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
-    )
+    # It goes on in a child of its own, so that it is no child of this process, which may count those that it has.
+    subprocess.run(command, env={}, cwd="/", stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 def is_unheld(lock: Path) -> bool:
@@ -203,5 +200,5 @@ def _owned_by(name: str) -> list[int]:
     return owned
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and os.fork() == 0:
     _tidy(Path(sys.argv[1]))

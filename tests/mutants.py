@@ -248,12 +248,6 @@ MUTANTS: dict[str, Mutant] = {
         "True",
         "rewards/test_breaker.py::test_probes_try_other_prompts_than_the_one_that_worked_last",
     ),
-    "a cancelled caller cancels its call": Mutant(
-        "rewards.pool:Pool.call",
-        "await asyncio.wait({running})",
-        "await running",
-        "rewards/test_pool.py::test_a_cancelled_caller_leaves_the_pool_usable",
-    ),
     # -- the journal ---------------------------------------------------------------------------------------------------
     "a damaged record hides those behind it": Mutant(
         "journal.format:scan",

@@ -96,7 +96,7 @@ def test_each_start_goes_on_from_the_newest_checkpoint(killed: Killed):
 def test_no_prompt_is_trained_twice(killed: Killed):
     """Of the first epoch, among those that count, in whichever process they were trained."""
     seen: list[str] = []
-    for path in sorted((killed.run / "samples").glob("*.parquet")):
+    for path in sorted((killed.run / "samples").rglob("*.parquet")):
         seen += sorted(set(pq.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist()))
     assert len(seen) == len(set(seen)) == STEPS * PROMPTS
 

@@ -14,7 +14,8 @@ from asyncgrpo.errors import ConfigError
 from tests.runs import environment, left_behind, wait_until
 
 PROCESS = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background has it ignored
 from asyncgrpo import scratch
 
 folder = scratch.folder()

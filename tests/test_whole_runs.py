@@ -238,7 +238,7 @@ def test_mixed_sources_go_round_by_themselves_over_a_resume(tmp_path: Path):
     assert audited.returncode == 0, audited.stdout
     seen = Counter(
         row["prompt_id"]
-        for file in sorted((run / "samples").glob("*.parquet"))
+        for file in sorted((run / "samples").rglob("*.parquet"))
         for row in pq.read_table(file, columns=["prompt_id"]).to_pylist()
     )
     of_file = [seen[f"train/{row}"] / 2 for row in range(60)]

@@ -108,7 +108,9 @@ def plan(
     save: Annotated[Path | None, typer.Option("--save", help="Write the profile that was used.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Rank ways to split GPUs between generators and learner, and print the settings of the best.
+    """Rank ways to split GPUs between generators and learner.
+
+    The settings of the best one are printed.
 
     From a profile, all splits are predicted in closed form, and the best ones are simulated with the product's own
     scheduler on a virtual clock.

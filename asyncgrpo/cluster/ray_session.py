@@ -268,8 +268,8 @@ def decide_device(config: Config) -> Config:
 
 
 def cluster_gpus() -> int:
-    """Return the GPUs of the cluster, those of other jobs included."""
-    return int(ray.cluster_resources().get("GPU", 0))
+    """Return the GPUs of the cluster, those of other jobs included. 0 without a session."""
+    return int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
 
 
 def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:

@@ -106,7 +106,7 @@ def _panel(look: Look, *, is_selected: bool) -> Panel:
 def _notes(look: Look) -> RenderableType:
     notes = Table.grid(padding=(0, 2))
     notes.add_column(style="dim", no_wrap=True)
-    notes.add_column()
+    notes.add_column(overflow="fold")
     for name, lines, style in (("advice", look.advice(), "green"), ("problems", look.warnings(), "bold yellow")):
         for i, line in enumerate(lines):
             notes.add_row("" if i else name, Text(visible(line), style=style))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncgrpo.cli import doctor, options, running
-from asyncgrpo.config import shapes
+from asyncgrpo.config import reach, shapes
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB
 from asyncgrpo.config.shapes import PUBLISHED
@@ -88,6 +88,7 @@ def test_gpus_are_split_by_the_size_of_the_model(model, cards):
 
 def test_a_model_that_is_not_here_is_looked_up_and_else_split_in_halves(monkeypatch, model, cards):
     cards(8, 79)
+    monkeypatch.setattr(reach, "why_no_hub", lambda: None)
     flags = options.train_overrides(model="Qwen/Qwen3-32B", data="d", n_gpus=8)
     config = load_config(None, flags)
     monkeypatch.setattr(shapes, "_downloaded", lambda hub_id: None)

@@ -156,7 +156,7 @@ def bound_starts_anew() -> list[Change]:
 @mutant
 def recovered_under_the_bound_of_now() -> list[Change]:
     """A group that came back gets the bound in force, whatever it was leased under."""
-    return [(recovery, "bound_of", lambda record, start: start.max_lag)]
+    return [(recovery, "bound_of", lambda lease_id, max_lag, start: start.max_lag)]
 
 
 @mutant
