@@ -26,25 +26,26 @@ def step(
 
 
 CASES = {
-    "wrong": (step(0.0, 0, 1, 0, 1), 1.0, 2 / 48),
-    "wrong, one of -2": (step(0.0, -2, 1, 0, 1), 1.0, 2 / 48),
-    "wrong, one of -1e6": (step(0.0, -1e6, 1, 0, 1), 1.0, 2 / 48),
-    "wrong, one of 3": (step(0.0, 0, 3, 0, 1), 1.0, 2 / 48),
-    "wrong, one full overlong penalty": (step(0.0, 0, 1, 0, 1, long=1), 1.0, 2 / 48),
-    "wrong, all of one group cut": (step(0.0, 0, 1, 0, 1, long=4), 1.0, 2 / 48),
-    "wrong at 0.1": (step(0.1, 0, 1, 0, 1), 1.0, 2 / 48),
-    "right": (step(1.0, 0, 1, 0, 1), FEW, 1.0),
-    "right, one of -2": (step(1.0, -2, 1, 0, 1), FEW, 1.0),
-    "right, one of 3": (step(1.0, 0, 3, 0, 1), FEW, 1.0),
-    "right, one of 1e6": (step(1.0, 0, 1e6, 0, 1), FEW, 1.0),
-    "right, one full overlong penalty": (step(1.0, 0, 1, 0, 1, long=1), FEW, 1.0),
-    "right, and all are cut": (step(1.0, 0, 1, 0, 1, lengths=LONG), FEW, 1.0),
-    "right, and cut completions count 0": (step(1.0, 0, 1, 0, 1, shaping=Shaping("zero")), FEW, 1.0),
+    "wrong": (lambda: step(0.0, 0, 1, 0, 1), 1.0, 2 / 48),
+    "wrong, one of -2": (lambda: step(0.0, -2, 1, 0, 1), 1.0, 2 / 48),
+    "wrong, one of -1e6": (lambda: step(0.0, -1e6, 1, 0, 1), 1.0, 2 / 48),
+    "wrong, one of 3": (lambda: step(0.0, 0, 3, 0, 1), 1.0, 2 / 48),
+    "wrong, one full overlong penalty": (lambda: step(0.0, 0, 1, 0, 1, long=1), 1.0, 2 / 48),
+    "wrong, all of one group cut": (lambda: step(0.0, 0, 1, 0, 1, long=4), 1.0, 2 / 48),
+    "wrong at 0.1": (lambda: step(0.1, 0, 1, 0, 1), 1.0, 2 / 48),
+    "right": (lambda: step(1.0, 0, 1, 0, 1), FEW, 1.0),
+    "right, one of -2": (lambda: step(1.0, -2, 1, 0, 1), FEW, 1.0),
+    "right, one of 3": (lambda: step(1.0, 0, 3, 0, 1), FEW, 1.0),
+    "right, one of 1e6": (lambda: step(1.0, 0, 1e6, 0, 1), FEW, 1.0),
+    "right, one full overlong penalty": (lambda: step(1.0, 0, 1, 0, 1, long=1), FEW, 1.0),
+    "right, and all are cut": (lambda: step(1.0, 0, 1, 0, 1, lengths=LONG), FEW, 1.0),
+    "right, and cut completions count 0": (lambda: step(1.0, 0, 1, 0, 1, shaping=Shaping("zero")), FEW, 1.0),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_completion_does_not_decide_what_46_groups_are(case):
-    batch, lr_factor, entropy_factor = CASES[case]
+    make, lr_factor, entropy_factor = CASES[case]
+    batch = make()
     assert min(1.0, math.sqrt(batch.signal_share)) == pytest.approx(lr_factor)
     assert batch.bonus_share == pytest.approx(entropy_factor)
