@@ -256,8 +256,8 @@ def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> tuple[Ad
         cores: of the machine where it would run; None: not known.
         step_s: that a step would take if there were free cores.
     """
-    if cores is None or pace.gain(step_s) < WORTH:
-        return ()
+    if cores is None or (cores.room >= 1 and 1 - pace.work >= WORTH) or pace.gain(step_s) < WORTH:
+        return ()  # not known, or something else than cores is missing
     advice = Advice(
         bottleneck="cores",
         sentence=f"no core is free for another {what}: {cores.idle:.1f} of {cores.count:.0f} idle, "

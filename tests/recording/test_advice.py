@@ -366,6 +366,18 @@ def test_a_gpu_that_is_not_free_is_not_advised():
     assert found.sentence == "3 generators would make steps 30 % shorter, but the free GPUs allow no more"
 
 
+def test_cores_are_not_to_blame_where_gpus_or_a_setting_are():
+    idle = {"count": 64, "rank": 1.0, "generator": 1.0, "idle": 50.0}
+    four = config(learner=LearnerConfig(ranks=4))
+    (found,) = advise(on_cores(wait=0.7, full=1.0, **idle), four, gpus=8)
+    assert found.sentence.startswith("no GPU is free, but another split")
+    most = config(generators=GeneratorConfig(count=2, max=2))
+    (found,) = advise(on_cores(wait=0.38, full=1.0, **idle), most)
+    assert found.sentence.endswith("but generators.max=2 allows no more")
+    advice = advise(on_cores(wait=0.01, full=0.8, **idle), four, gpus=8)
+    assert [one.bottleneck for one in advice if one.bottleneck == "cores"] == []
+
+
 def test_an_environment_names_no_reward_worker():
     slow = run(wait=0.8, full=0.2, generators={"sampling": 100.0, "scoring": 900.0, "generate": 20.0, "reward": 0.0})
     assert "reward.workers" in first(slow).sentence
