@@ -40,6 +40,7 @@ LAYERS = {
     "cores": 0,
     "errors": 0,
     "importing": 0,
+    "warm": 0,
 }
 
 # library -> modules that may import it, as the start of a dotted name below `asyncgrpo`.

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,8 +86,14 @@ def demo(
             if not is_made:
                 _make(Path(elsewhere), seed)
             return preview(configured(folder if is_made else Path(elsewhere)), algorithm, shown=config)
-    with nullcontext() if is_made else _made(config, folder, seed):
-        finished = execute(config, Console(), algorithm=algorithm, chaos=_plan(chaos, seed, faults), observe=observe)
+    finished = execute(
+        config,
+        Console(),
+        algorithm=algorithm,
+        make=None if is_made else partial(_make, folder, seed),
+        chaos=_plan(chaos, seed, faults),
+        observe=observe,
+    )
     if chaos is not None:
         report(finished.run_dir)
     is_done = finished.status == "done"
@@ -129,8 +135,8 @@ def _choose_engine(asked: str | None) -> str:
     """The engine asked for, or the best that can run here. Prints why if that is not SGLang."""
     if asked is not None:
         return asked
-    with importing():
-        from asyncgrpo.engines.build import why_sglang_cannot_run
+    from asyncgrpo.engines.installed import why_sglang_cannot_run
+
     why = why_sglang_cannot_run()
     if why is None:
         return "sglang"
@@ -145,15 +151,6 @@ def _files_in(folder: Path) -> list[str]:
         f"data.train={folder / 'data' / 'train.jsonl'}",
         f"data.eval={folder / 'data' / 'eval.jsonl'}",
     ]
-
-
-def _made(config: Config, folder: Path, seed: int) -> AbstractContextManager[None]:
-    """Make the demo's files while Ray starts. Settings that only a person can have wrong are checked before."""
-    from asyncgrpo.cli.running import check_settings
-    from asyncgrpo.cluster.ray_session import session_beside
-
-    check_settings(config)
-    return session_beside(lambda: _make(folder, seed), config)
 
 
 def _make(folder: Path, seed: int) -> None:

@@ -8,7 +8,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from asyncgrpo import scratch, warm
 from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.cores import cores
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.importing import importing
+from asyncgrpo.importing import has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.folder import RunFolder
@@ -92,7 +93,7 @@ def check_inputs(config: Config) -> str:
     from asyncgrpo.config.reach import find_model
     from asyncgrpo.config.rules import check_model
     from asyncgrpo.data.demo import demo_rules
-    from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
+    from asyncgrpo.engines.installed import check_extra, why_sglang_cannot_run
     from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
     from asyncgrpo.rewards import build_reward
     from asyncgrpo.weights.files import check_weight_files
@@ -340,53 +341,74 @@ def execute(
     console: Console,
     *,
     algorithm: str | None = None,
+    make: Callable[[], None] | None = None,
     chaos: "Plan | None" = None,
     observe: bool = False,
 ) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, with the screen on `console`.
 
-    An unfinished run in the folder goes on from its newest checkpoint.
+    An unfinished run in the folder goes on from its newest checkpoint. The run is checked while Ray starts.
 
     Args:
         algorithm: name of the preset that `config` was made with, to be printed with the sizes.
+        make: makes the files that `config` names. It can be pickled.
         chaos: faults to inject into the run.
         observe: start Prometheus beside the run, and Grafana if it is installed.
     Raises:
         AsyncGRPOError: one sentence that says what ended the run.
     """
-    from asyncgrpo.cli.observe import observed
     from asyncgrpo.cluster.folder import RunFolder, look, record
-    from asyncgrpo.cluster.run import Run
-    from asyncgrpo.data.kept import prepare_if_small
-    from asyncgrpo.wire.sockets import is_loopback
+    from asyncgrpo.config.reach import find_model
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    with importing():
-        reward = check_run(config)
-    sizes = sizes_in_words(config, algorithm)
+    check_settings(config)
+    if make is None:
+        find_model(config.model.path)
     folder = RunFolder(Path(config.run.out))
-    folder.claim()
-    try:
-        standing = look(config, folder)
-        for line in (
-            sizes,
-            f"reward: {reward}",
-            *filter(None, [memory_table(config)]),
-            *standing.lines(config.run.out),
-        ):
-            say(line)
-        record(config, folder, standing)
-        prepare_if_small(config, folder.path)
-        with_token = not is_loopback(config.cluster.bind)
-        watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
-        with watched, _screen(folder, console):
-            outcome = Run(config, folder, sizes, chaos).execute(tell=say)
-    finally:
-        folder.release()
+    folder.check_free()
+    say("checking the run and starting Ray")
+    _warm_up(config)
+    from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
+
+    with session_beside(lambda: warm.call(_check, config, make), config) as (reward, table):
+        from asyncgrpo.cli.observe import observed
+        from asyncgrpo.cluster.run import Run
+        from asyncgrpo.data.kept import prepare_if_small
+        from asyncgrpo.wire.sockets import is_loopback
+
+        sizes = sizes_in_words(config, algorithm)
+        folder.claim()
+        try:
+            standing = look(config, folder)
+            for line in (sizes, f"reward: {reward}", *filter(None, [table]), *standing.lines(config.run.out)):
+                say(line)
+            record(config, folder, standing)
+            warm.call(prepare_if_small, config, folder.path)
+            with_token = not is_loopback(config.cluster.bind)
+            watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
+            with watched, _screen(folder, console):
+                outcome = Run(config, folder, sizes, chaos).execute(tell=say)
+        finally:
+            folder.release()
     say(_summary(folder))
     return outcome
+
+
+def _warm_up(config: Config) -> None:
+    """Start the warm process of a run on the CPU of this machine, which imports while this one goes on."""
+    if config.cluster.ray_address is None and not config.generators.gpus_each and not has_gpu():
+        scratch.tidy_at_end()
+        warm.begin(config.generators.engine, scratch.folder())
+
+
+def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str]:
+    """Make the files of a run, check it, and return what scores its completions and the table of its memory."""
+    with importing():
+        if make is not None:
+            make()
+        return check_run(config), memory_table(config)
 
 
 @contextmanager

@@ -15,21 +15,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ray
 from msgspec.structs import replace
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from asyncgrpo import scratch
+from asyncgrpo import scratch, warm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, WeightsError, WireError
+from asyncgrpo.importing import QUIET
 from asyncgrpo.wire.sockets import is_loopback
+
+T = TypeVar("T")
 
 # -- the session -------------------------------------------------------------------------------------------------------
 
-_QUIET = {
+_QUIET = QUIET | {
     "RAY_USAGE_STATS_ENABLED": "0",  # a run must not need the internet
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
@@ -39,11 +42,6 @@ _QUIET = {
     # Of what a worker prints, such as a reward function in it; else without end.
     "RAY_ROTATION_MAX_BYTES": str(64 * 2**20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
-    "RAY_LOG_MONITOR_MAX_OPEN_FILES": "0",  # it would keep two files of each worker open, dead or not, and nobody reads them
-    "PYTHONWARNINGS": "ignore",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # nobody sees them, and Ray writes stderr to files whose disk may be full
-    "TOKENIZERS_PARALLELISM": "false",
 }
 _MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -87,6 +85,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             os.environ.pop(_MODE, None)  # without it, Ray asks for a token and sets it again
             if is_loopback(bind):
                 _keep_on_loopback()
+            _start_only_what_is_used()
             ray.init(
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -116,16 +115,25 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
 
 
 @contextmanager
-def session_beside(work: Callable[[], None], config: Config) -> Iterator[None]:
-    """The session of a run, which starts while `work` is done in a thread: Ray lets this process wait for seconds.
+def session_beside(work: Callable[[], T], config: Config) -> Iterator[T]:
+    """The session of a run, and what `work` returns, which a thread does while Ray starts if a warm process takes it.
 
     Ray has to be started from the main thread, because it handles signals. What `work` raises is raised here.
     """
+    if not warm.is_on():
+        result = work()
+        with ray_session_of(config):
+            yield result
+        return
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(work)
-        with ray_session_of(config):
-            working.result()
-            yield
+        try:
+            with ray_session_of(config):
+                if working.exception() is None:
+                    yield working.result()
+        finally:
+            warm.end()  # the thread may wait for it
+        working.result()
 
 
 def ray_session_of(config: Config) -> AbstractContextManager[None]:
@@ -159,6 +167,16 @@ def _keep_on_loopback() -> None:
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for Ray's processes
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, which read it when it imported Ray
+
+
+def _start_only_what_is_used() -> None:
+    """Have Ray start without its autoscaler, log monitor and dashboard server, and its workers from the warm process.
+
+    Each is a Python process. Ray has no public switch for them.
+    """
+    for unused in ("start_monitor", "start_log_monitor", "start_api_server"):
+        setattr(ray._private.node.Node, unused, lambda self, **how: None)
+    ray._private.ray_constants.SETUP_WORKER_FILENAME = warm.__file__
 
 
 def _protect_token() -> None:

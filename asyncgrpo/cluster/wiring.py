@@ -37,7 +37,7 @@ from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.table import PromptTable
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
-from asyncgrpo.importing import importing
+from asyncgrpo.importing import has_gpu, importing
 from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import LoopProgress
@@ -168,10 +168,8 @@ def uses_cuda(config: Config) -> bool:
     In a run this is decided (`ray_session.decide_device`). Before one, `auto` asks this machine; what is checked for a
     cluster that is not connected yet is checked as for GPUs.
     """
-    import torch
-
     if config.learner.device == "auto":
-        return config.cluster.ray_address is not None or torch.cuda.is_available()
+        return config.cluster.ray_address is not None or has_gpu()
     return config.learner.device == "cuda"
 
 

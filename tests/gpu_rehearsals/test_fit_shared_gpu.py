@@ -9,7 +9,8 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB, Card, engine_gpu, learner_rank
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, shape_at
-from asyncgrpo.engines.build import SHARED_FRACTION, build_engine, check_extra
+from asyncgrpo.engines.build import SHARED_FRACTION, build_engine
+from asyncgrpo.engines.installed import check_extra
 
 
 @pytest.fixture

@@ -15,11 +15,12 @@ import os
 import signal
 import tempfile
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
-from asyncgrpo import scratch
+from asyncgrpo import scratch, warm
 from asyncgrpo.engines.sglang import parts
 from asyncgrpo.errors import EngineError
 from asyncgrpo.importing import importing
@@ -126,6 +127,9 @@ class OurWeightChecker(WeightChecker):
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run a scheduler process: this is its main function."""
+    if (starter := multiprocessing.parent_process()) is not None:
+        warm.end_with_parent()
+        scheduler.psutil = SimpleNamespace(Process=lambda: SimpleNamespace(parent=lambda: psutil.Process(starter.pid)))
     model_runner.WeightChecker = OurWeightChecker
     register_attention_backend("torch_native")(BatchedTorchAttention)
     scheduler.Scheduler = OurScheduler
@@ -188,6 +192,8 @@ def launch(**arguments: Any) -> OurEngine:
     before = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGQUIT)
     engine.PortArgs = OurPortArgs
+    if warm.is_on():
+        engine.mp = warm.Context()
     multiprocessing.current_process()._config["semprefix"] = f"/{scratch.mark()}"  # type: ignore[attr-defined]
     logging.getLogger(Engine.__module__).setLevel(logging.CRITICAL)  # it logs the handler of SIGQUIT as an error
     try:
