@@ -339,7 +339,7 @@ def virtual_events(case: Case, steps: int) -> list[Event]:
 SHARED = (
     f"buffer.prompts_per_step={PER_STEP}", f"algorithm.group_size={GROUP_SIZE}", "sampling.max_tokens=400",
     "run.eval_every=100000", "run.checkpoint_every=100000", "run.epochs=null", "control.port=null",
-    "cluster.standby_after_s=null", "buffer.durability=memory", "buffer.keep_journal=false",
+    "buffer.durability=memory", "buffer.keep_journal=false",
 )  # fmt: skip
 
 SITE = '''"""Changes modules when they are imported. Python imports this one when it starts."""

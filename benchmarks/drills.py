@@ -67,7 +67,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 SMALL = [
     *("buffer.prompts_per_step=4", "algorithm.group_size=4", "sampling.max_tokens=8", "buffer.keep_journal=false"),
-    *("generators.count=2", "generators.extra.seconds_per_token=0.05", "cluster.standby_after_s=null"),
+    *("generators.count=2", "generators.extra.seconds_per_token=0.05"),
     *("reward.function=judge.py", "run.eval_every=1000000", "run.checkpoint_every=1000", "weights.timeout_s=10"),
 ]
 

@@ -16,7 +16,7 @@ import psutil
 
 EVERY_S = 10.0
 WARM_UP_S = 120.0
-"""Left out of the fits: engines load, the standby starts."""
+"""Left out of the fits: engines load."""
 BINS = 20
 """Means of so many equal times are fitted: looks that follow each other are not independent."""
 T_95 = 2.101

@@ -36,7 +36,7 @@ BASE = 100
 SHIFTED = ("tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_done")
 """Fields of a step that are totals of the run."""
 GROUPS_PER_STEP, STEPS_PER_SEGMENT = 64, 20
-SMALL = ("buffer.prompts_per_step=16", "algorithm.group_size=4", "cluster.standby_after_s=100000")
+SMALL = ("buffer.prompts_per_step=16", "algorithm.group_size=4")
 WITHIN_S = 1800.0
 NAMES = {"asyncgrpo": "driver", "ray::BufferActor": "buffer", "ray::LearnerActor": "learner"}
 

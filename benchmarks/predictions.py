@@ -160,7 +160,6 @@ def run_here(one: Any) -> None:
         "run.eval_every": 100_000,
         "run.checkpoint_every": 100_000,
         "run.epochs": "null",
-        "cluster.standby_after_s": "null",  # its processes would take CPU
     }
     arguments = ["demo", "--engine", "fake", "--out", folder, "--seed", str(seed), "--steps", str(steps)]
     arguments += ["--max-lag", str(setting.max_lag), *(f"{key}={value}" for key, value in settings.items())]

@@ -59,23 +59,6 @@ def restarts(run: Path) -> list[tuple[str, str]]:
     return [(event["actor"], event["reason"]) for event in events(run, "restart") if "count" in event]
 
 
-def test_buffer_and_learner_that_stood_by_take_over(tmp_path: Path):
-    run = tmp_path / "run"
-    process = start("demo", *QUICK, *SMALL, "--steps", "60", "cluster.standby_after_s=0", cwd=tmp_path)
-    wait_until(lambda: steps(run) >= 6, "sixth step", 200.0)
-    roles = "BufferActor", "LearnerActor"
-    wait_until(lambda: all(len(actors(tmp_path, role)) == 2 for role in roles), "two that stand by", 60.0)
-    standby = [actors(tmp_path, role)[1].pid for role in roles]
-    actors(tmp_path, "BufferActor")[0].kill()
-    wait_until(lambda: len(events(run, "start")) >= 2, "second start", 120.0)
-    working = lambda: [process.pid for role in roles for process in actors(tmp_path, role)[:1]]  # noqa: E731
-    wait_until(lambda: working() == standby, "end of those before", 30.0)
-    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
-    assert [e["step"] for e in events(run, "step")] == list(range(1, 61))
-    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
-    assert_nothing_left(tmp_path)
-
-
 def test_a_frozen_generator_is_left_out_named_and_replaced_as_soon_as_a_publication_misses_it(tmp_path: Path):
     """Long before it has been silent for `cluster.silent_timeout_s`: what the learner finds, buffer and driver know."""
     run = tmp_path / "run"

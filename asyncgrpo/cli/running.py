@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -357,7 +357,7 @@ def execute(
     Raises:
         AsyncGRPOError: one sentence that says what ended the run.
     """
-    from asyncgrpo.cluster.folder import RunFolder, look, record
+    from asyncgrpo.cluster.folder import RunFolder, Standing, look, record
     from asyncgrpo.config.reach import find_model
 
     def say(text: str) -> None:
@@ -368,20 +368,26 @@ def execute(
         find_model(config.model.path)
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
-    say("checking the run and starting Ray")
-    _warm_up(config)
-    from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
+    with ExitStack() as claim:
 
-    with session_beside(lambda: warm.call(_check, config, make), config) as (reward, table):
-        from asyncgrpo.cli.observe import observed
-        from asyncgrpo.cluster.run import Run
-        from asyncgrpo.data.kept import prepare_if_small
-        from asyncgrpo.wire.sockets import is_loopback
+        def claimed() -> Standing:
+            folder.claim()
+            claim.callback(folder.release)
+            return look(config, folder)
 
-        sizes = sizes_in_words(config, algorithm)
-        folder.claim()
-        try:
-            standing = look(config, folder)
+        standing = claimed() if folder.path.is_dir() else None  # what is wrong with a resume is said at once
+        say("checking the run and starting Ray")
+        _warm_up(config)
+        from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
+
+        with session_beside(lambda: warm.call(_check, config, make), config) as (reward, table):
+            from asyncgrpo.cli.observe import observed
+            from asyncgrpo.cluster.run import Run
+            from asyncgrpo.data.kept import prepare_if_small
+            from asyncgrpo.wire.sockets import is_loopback
+
+            sizes = sizes_in_words(config, algorithm)
+            standing = standing or claimed()
             for line in (sizes, f"reward: {reward}", *filter(None, [table]), *standing.lines(config.run.out)):
                 say(line)
             record(config, folder, standing)
@@ -390,8 +396,6 @@ def execute(
             watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
             with watched, _screen(folder, console):
                 outcome = Run(config, folder, sizes, chaos).execute(tell=say)
-        finally:
-            folder.release()
     say(_summary(folder))
     return outcome
 

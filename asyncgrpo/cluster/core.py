@@ -2,7 +2,7 @@
 
 Buffer and learner cannot be restarted alone: a learner that starts again goes back to a checkpoint, and the buffer's
 prompts have to go back with it. The groups that the buffer had acknowledged are in its journal, so the next core begins
-with them. A standby core has started its processes and imported everything before it is needed.
+with them.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ import ray
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import environment_to_share
 from asyncgrpo.cluster.ray_session import NO_PLACE_S, Placement, Reference, has_ended, result, results
-from asyncgrpo.cluster.wiring import BufferActor, BufferReady, LearnerActor, LearnerReady, Setup, uses_cuda
-from asyncgrpo.config.schema import Config
+from asyncgrpo.cluster.wiring import BufferActor, BufferReady, LearnerActor, LearnerReady, Setup
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.wire.sockets import Client
@@ -29,19 +28,18 @@ log = logging.getLogger(__name__)
 
 
 class Core:
-    """One core. It can start once `assign` has told it its lineage."""
+    """One core: a lineage, which begins with a checkpoint."""
 
-    setup: Setup
-    first_step: int
-    """The step of the checkpoint that it starts from."""
-
-    def __init__(self, ranks: int, placement: Placement, watch: Watch) -> None:
-        self._placement, self._watch = placement, watch
+    def __init__(self, setup: Setup, placement: Placement, watch: Watch) -> None:
+        self.setup, self._placement, self._watch = setup, placement, watch
+        # Read now: newer checkpoints replace this one while the core trains.
+        self.first_step = read_state(setup.checkpoint).step if setup.checkpoint is not None else 0
+        """The step of the checkpoint that it starts from."""
         environment = environment_to_share()
         self._buffer = ray.remote(BufferActor).options(**placement.here()).remote(environment)
         self._learners = [
             ray.remote(LearnerActor).options(**placement.learner(rank)).remote(environment, rank)
-            for rank in range(ranks)
+            for rank in range(setup.config.learner.ranks)
         ]
         self._training: list[Reference] = []
         self._began_s: float | None = None
@@ -51,17 +49,6 @@ class Core:
         """Where its processes export their metrics, by name."""
         self.endpoints = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
         """What a generator must know to work for this core; empty before its start."""
-
-    def warm_up(self) -> None:
-        """Have its learners import everything now, before they are needed. The buffer imports little."""
-        for learner in self._learners:
-            learner.warm_up.remote()
-
-    def assign(self, setup: Setup) -> None:
-        """Set the lineage, the checkpoint and the configuration that it works on."""
-        self.setup = setup
-        # Read now: newer checkpoints replace this one while the core trains.
-        self.first_step = read_state(setup.checkpoint).step if setup.checkpoint is not None else 0
 
     def start(self, while_waiting: Callable[[], None]) -> tuple[BufferReady, list[LearnerReady]]:
         """Start its processes and bind everything that others connect to. Raises AsyncGRPOError."""
@@ -193,38 +180,6 @@ class Core:
             self._control = None
         for actor in (self._buffer, *self._learners):
             ray.kill(actor)
-
-
-class Cores:
-    """Makes one core after another. Without GPUs, the next one stands by while a core trains."""
-
-    def __init__(self, config: Config, placement: Placement, watch: Watch) -> None:
-        self._placement = placement
-        self._watch = watch
-        self._ranks = config.learner.ranks
-        self._after_s = None if uses_cuda(config) else config.cluster.standby_after_s
-        self._standby: Core | None = None
-
-    def next(self, setup: Setup) -> Core:
-        """The core of a new lineage: the standby, or else a new one."""
-        core, self._standby = self._standby or self._make(), None
-        core.assign(setup)
-        return core
-
-    def reconcile(self, core: Core) -> None:
-        """Start a standby once `core` has trained for `cluster.standby_after_s`."""
-        if self._standby is None and self._after_s is not None and core.seconds >= self._after_s:
-            self._standby = self._make()
-            self._standby.warm_up()
-
-    def end(self) -> None:
-        """End the standby: no further core is wanted."""
-        if self._standby is not None:
-            self._standby.end()
-            self._standby = None
-
-    def _make(self) -> Core:
-        return Core(self._ranks, self._placement, self._watch)
 
 
 # -- the limit on restarts ---------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import psutil
 
 from asyncgrpo import logs, metrics
-from asyncgrpo.cluster.core import Budget, Core, Cores
+from asyncgrpo.cluster.core import Budget, Core
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.heartbeat import Watch
@@ -178,7 +178,6 @@ class Run:
             config, self._given, self._folder, self._events, drain=self._ask_to_stop, gpus=cluster_gpus()
         )
         chaos = self._plan.begin(watch, fleet, self._events) if self._plan is not None else None
-        cores = Cores(config, placement, watch)
         try:
             with serving(steering, self._folder.path, config.control) as url:
                 if url is not None:
@@ -186,7 +185,7 @@ class Run:
                     folder = shlex.quote(os.path.relpath(self._folder.path))
                     tell(f"watch it with `asyncgrpo top {folder}`, or in a browser: `asyncgrpo page {folder}`")
                 tell("the buffer, the learner and the engines are starting")
-                return self._one_after_another(setup, cores, fleet, watch, chaos, tell)
+                return self._one_after_another(setup, placement, fleet, watch, chaos, tell)
         except AsyncGRPOError as error:
             log.error("the run ends: %s", error, exc_info=error.__cause__)
             watch.dump_stacks(str(error))
@@ -194,7 +193,6 @@ class Run:
             raise
         finally:
             steering.end()
-            cores.end()
             if chaos is not None:
                 chaos.end()
             watch.close()
@@ -202,7 +200,7 @@ class Run:
     def _one_after_another(
         self,
         setup: Setup,
-        cores: Cores,
+        placement: Placement,
         fleet: Fleet,
         watch: Watch,
         chaos: Faults | None,
@@ -212,9 +210,9 @@ class Run:
         budget, losses_in_a_row = Budget("buffer and learner", setup.config.cluster.restarts), 0
         metrics.restarts_spent_ratio.labels(of="core").set_function(lambda: budget.spent)
         while True:
-            core = cores.next(setup)
+            core = Core(setup, placement, watch)
             try:
-                return self._train(core, cores, fleet, watch, chaos, tell)
+                return self._train(core, fleet, watch, chaos, tell)
             except ProcessLost as loss:
                 has_trained = (core.steps_done or 0) > core.first_step
                 losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
@@ -245,9 +243,7 @@ class Run:
         self._export_from("driver", (host, metrics.serve("driver", host=host, token=token)))
         return token
 
-    def _train(
-        self, core: Core, cores: Cores, fleet: Fleet, watch: Watch, chaos: Faults | None, tell: Callable[[str], None]
-    ) -> str:
+    def _train(self, core: Core, fleet: Fleet, watch: Watch, chaos: Faults | None, tell: Callable[[str], None]) -> str:
         """Train with one core. Raises ProcessLost where another core may go on, another AsyncGRPOError where none can."""
 
         def look_around() -> None:
@@ -277,9 +273,7 @@ class Run:
             look_around()
             if chaos is not None:
                 chaos.reconcile(core, may_strike=not self._asked_to_stop)
-            if not self._asked_to_stop:
-                cores.reconcile(core)
-            elif not is_draining:
+            if self._asked_to_stop and not is_draining:
                 is_draining = True
                 self._steering.draining()
                 core.drain("asked to stop")

@@ -494,11 +494,6 @@ class LearnerActor:
         self._service: LearnerService | None = None
         self._publisher: Publisher | None = None
 
-    def warm_up(self) -> None:
-        """Import what takes long."""
-        with importing():
-            import asyncgrpo.learner.service  # noqa: F401
-
     def start(self, setup: Setup) -> LearnerReady:
         """Listen before the model is loaded, so that all processes can start at once."""
         with importing():

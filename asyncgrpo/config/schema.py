@@ -770,12 +770,6 @@ class ClusterConfig(Section, frozen=True):
     restarts: Annotated[
         int, Meta(ge=0, description="restarts of buffer and learner within an hour before the run gives up")
     ] = 10
-    standby_after_s: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(
-            description="after so long without a loss the next buffer and learner stand by, if on CPU, seconds; null: never"
-        ),
-    ] = 60.0
 
 
 class ControlConfig(Section, frozen=True):

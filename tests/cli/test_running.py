@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,8 @@ from asyncgrpo.data.demo import make_demo_model, write_demo_task
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list:
-    """The runs that were started. Each ends at once, drained, with a checkpoint of step 2."""
-    from asyncgrpo.cluster import run
+    """The runs that were started, without Ray. Each ends at once, drained, with a checkpoint of step 2."""
+    from asyncgrpo.cluster import ray_session, run
     from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 
     started = []
@@ -27,6 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
         return run.Outcome("drained", self._folder.path)
 
     monkeypatch.setattr(run.Run, "execute", execute)
+    monkeypatch.setattr(ray_session, "ray_session_of", lambda config: nullcontext())
     return started
 
 

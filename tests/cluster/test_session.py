@@ -176,19 +176,21 @@ def fake_session(monkeypatch, seen: list[str], started: threading.Event) -> None
             seen.append("down")
 
     monkeypatch.setattr(ray_session_module, "ray_session_of", session)
+    monkeypatch.setattr(ray_session_module.warm, "is_on", lambda: True)
 
 
 def test_work_is_done_while_the_session_starts(monkeypatch):
     seen, started = [], threading.Event()
     fake_session(monkeypatch, seen, started)
 
-    def work() -> None:
+    def work() -> str:
         assert started.wait(30.0), "the session waits for the work"
         seen.append("worked")
+        return "made"
 
-    with session_beside(work, None):  # type: ignore[arg-type]
-        seen.append("inside")
-    assert seen == ["up", "worked", "inside", "down"]
+    with session_beside(work, None) as made:  # type: ignore[arg-type]
+        seen.append(f"inside, {made}")
+    assert seen == ["up", "worked", "inside, made", "down"]
 
 
 def test_work_that_fails_ends_the_session_and_says_why(monkeypatch):

@@ -61,7 +61,6 @@ APPLIED = frozenset({
     "weights.check_every", "weights.check_limit",
     "cluster.bind", "cluster.ray_address", "cluster.share_gpu", "cluster.gpu_memory_gb", "cluster.stall_timeout_s",
     "cluster.silent_timeout_s", "cluster.restarts",
-    "cluster.standby_after_s",
 })
 # fmt: on
 
