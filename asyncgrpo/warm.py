@@ -80,7 +80,7 @@ def call(function: Callable[..., Result], *args: Any) -> Result:
     """Return what the function returns in a fork of the warm process; without one, here.
 
     Raises:
-        ChildProcessError: the fork died.
+        AsyncGRPOError: the fork died.
         Exception: what the function raises.
     """
     if not is_on():
@@ -92,7 +92,9 @@ def call(function: Callable[..., Result], *args: Any) -> Result:
         writer.close()
         result, error = reader.recv()
     except (EOFError, OSError) as lost:
-        raise ChildProcessError(f"the process that ran {function.__name__} died") from lost
+        from asyncgrpo.errors import AsyncGRPOError  # not in the script
+
+        raise AsyncGRPOError(f"the process that was to run {function.__name__} died") from lost
     if error is not None:
         raise error
     return result

@@ -1,10 +1,14 @@
 """The time from Enter to the first step of the demo, and from a data file to prompts that can be leased.
 
 python -m benchmarks.start --engines torch sglang --runs 3
+python -m benchmarks.start --engines torch sglang --kills 10
 python -m benchmarks.start --rows 1000000
 
 A demo is a new folder, so it makes its model and its task too. Its line has the wall seconds to each mark of the start, and the
 CPU seconds of each kind of process up to the first step: on a machine that others use, the wall says little.
+
+With `--kills`, one process of a start is killed so many times, each time later: the driver, the warm process, the learner, a
+generator. A driver must leave nothing after 10 s, and its command go on. Any other run must end well by itself.
 
 A row is 240 characters of plain JSON Lines, which are 242 tokens of the demo's tokenizer. What is measured of rows is from the
 configuration to a prompt source with its first prompt, in a process of its own: without a kept file, and with one.
@@ -30,8 +34,8 @@ from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.recording.events import read_events
-from benchmarks.measuring import ROOT, PeakMemory, line, show
-from benchmarks.trials import Fence
+from benchmarks.measuring import ROOT, PeakMemory, line, show, where
+from benchmarks.trials import Fence, audited, events
 
 LIMIT_S = 300.0
 LOOK_EVERY_S = 0.25
@@ -42,12 +46,16 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=[], choices=["torch", "sglang", "fake"])
     parser.add_argument("--rows", nargs="*", type=int, default=[])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ready", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.ready is not None:
         return show(ready(arguments.ready))
     for engine in arguments.engines:
+        if arguments.kills:
+            show_kills(engine, [kill(engine, who, at_s) for who in VICTIMS for at_s in moments(arguments.kills)])
+            continue
         starts = [first_step(engine, arguments.seed) for _ in range(arguments.runs)]
         show_starts(engine, starts, arguments.seed)
     for count in arguments.rows:
@@ -100,9 +108,64 @@ def _kind(command: str) -> str:
         return named[1]
     if "-m asyncgrpo" in command:
         return "driver"
+    if "forkserver" in command:
+        return "warm and its forks"
     if "sglang" in command or "multiprocessing" in command:
         return "engine"
     return "ray"
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+VICTIMS = ("driver", "warm", "Learner", "Generator")
+LAST_KILL_S = 6.0
+"""After the process was seen."""
+
+
+def moments(count: int) -> list[float]:
+    return [round(LAST_KILL_S * i / count, 2) for i in range(count)]
+
+
+def kill(engine: str, who: str, at_s: float) -> dict:
+    """Start a demo, kill one of its processes so long after it was seen, and say how the run ended and what it left."""
+    with Fence() as fence:
+        run = fence.work / "run"
+        typed = ["demo", "--engine", engine, "--out", str(run), "--steps", "4"]
+        command = fence.start(*typed)
+        while not (victims := [process for process in fence.processes() if _is(who, process)]):
+            time.sleep(0.05)
+        time.sleep(at_s)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by itself
+            victims[0].kill()
+        code = command.wait(timeout=LIMIT_S)
+        left = fence.left(within_s=10.0, clear=False) if who == "driver" else {}
+        if who == "driver":
+            code = fence.run(*typed).exit
+        differences = audited(fence, run)["differences"]
+        restarts = [e["actor"] for e in events(run) if e["event"] == "restart"]
+        return {
+            "engine": engine,
+            "killed": who,
+            "at_s": at_s,
+            "exit": code,
+            "left": [names for found in (left, fence.left(within_s=10.0)) for names in found.values() if names],
+            "differences": differences,
+            "restarts": restarts,
+        }
+
+
+def _is(who: str, process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        command = " ".join(process.cmdline())
+        return "forkserver" in command if who == "warm" else _kind(command) == who
+    return False
+
+
+def show_kills(engine: str, found: list[dict]) -> None:
+    bad = [one for one in found if one["exit"] != 0 or one["left"] or one["differences"]]
+    for one in bad:
+        show(one)
+    show({"benchmark": "kills of a start", "engine": engine, "kills": len(found), "bad": len(bad)} | where())
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

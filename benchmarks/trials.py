@@ -185,7 +185,8 @@ class Fence:
     def _files(self) -> list[str]:
         """Files beside the work and beside what is Ray's, by their place in the fence, two folders deep."""
         paths = [path.relative_to(self.root) for top in ("home", "tmp") for path in (self.root / top).rglob("*")]
-        files = [path for path in paths if not (self.root / path).is_dir()]
+        # The lock of our temporary folders stays: to remove it while others wait for it would give two of them the lock.
+        files = [path for path in paths if not (self.root / path).is_dir() and path.name != ".lock"]
         places = {Path(*path.parts[:3]) for path in files if not any(part.startswith(EXPECTED) for part in path.parts)}
         return sorted(map(str, places))
 

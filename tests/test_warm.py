@@ -1,0 +1,93 @@
+"""The warm process: a fork of it does what was asked, and where it is missing everything goes on without it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncgrpo import warm
+from asyncgrpo.errors import AsyncGRPOError, ConfigError
+from tests.runs import assert_nothing_left, asyncgrpo, environment, events, marked, start, wait_until
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory):
+    warm.begin("torch", tmp_path_factory.mktemp("warm"))
+    yield
+    warm.end()
+    assert not warm.is_on()
+
+
+def look() -> dict:
+    tasks = Path(f"/proc/{os.getppid()}/task")
+    return {
+        "parent": os.getppid(),
+        "group": os.getpgrp() == os.getpgid(os.getppid()),
+        "imported": "torch" in sys.modules,
+        "threads": [
+            Path(f"/proc/{os.getppid()}/task/{task}/comm").read_text()
+            for task in os.listdir(f"/proc/{os.getppid()}/task")
+        ],
+        "HELLO": os.environ.get("HELLO"),
+    }
+
+
+def refuse() -> None:
+    raise ConfigError("no")
+
+
+def test_without_a_warm_process_a_call_is_made_here():
+    assert not warm.is_on()
+    assert warm.call(os.getpid) == os.getpid()
+
+
+def test_a_fork_has_everything_imported_and_the_environment_of_who_asks(begun, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HELLO", "there")
+    seen = warm.call(look)
+    assert seen["imported"] and seen["HELLO"] == "there" and seen["group"]
+    assert seen["parent"] != os.getpid() and os.getpgid(seen["parent"]) != os.getpgrp(), "Ctrl-C does not reach it"
+    # A fork has the thread that forks alone. The one of jemalloc (pyarrow's) is made anew by itself.
+    assert len([name for name in seen["threads"] if "jemalloc" not in name]) == 1
+
+
+def test_what_a_fork_raises_is_raised_here_with_its_traceback(begun):
+    with pytest.raises(ConfigError, match="no") as raised:
+        warm.call(refuse)
+    assert str(raised.value) == "no" and "in refuse" in raised.value.__notes__[0]
+
+
+def test_a_fork_that_dies_is_said_in_a_sentence(begun):
+    with pytest.raises(AsyncGRPOError, match=r"_exit died"):
+        warm.call(os._exit, 3)
+
+
+def test_a_worker_of_ray_starts_without_the_warm_process_if_it_is_lost(tmp_path: Path):
+    """The script beside the worker's is what Ray runs by itself."""
+    (tmp_path / "setup_worker.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    given = [str(tmp_path / "default_worker.py"), "--language=PYTHON", "--serialized-runtime-env-context={}", "--x=1"]
+    lost = environment() | {warm.ADDRESS: str(tmp_path / "nobody")}
+    said = subprocess.run([sys.executable, warm.__file__, *given], env=lost, capture_output=True, text=True)
+    assert json.loads(said.stdout) == given, said.stderr
+
+
+def test_a_run_goes_on_if_its_warm_process_is_killed_and_processes_that_start_later_do_without(tmp_path: Path):
+    run = tmp_path / "run"
+    process = start("demo", "--engine", "torch", "--out", "run", "--steps", "60", cwd=tmp_path)
+    wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
+    (server,) = [
+        each for each in marked(tmp_path) if "forkserver import main" in " ".join(each.cmdline()) and each.children()
+    ]
+    workers = [each.pid for each in server.children()]
+    assert len(workers) == 4, "buffer, learner and two generators are its forks"
+    server.kill()
+    (generator, *_) = [pid for pid in workers if "Generator" in psutil.Process(pid).cmdline()[0]]
+    os.kill(generator, signal.SIGKILL)
+    wait_until(lambda: bool(events(run, "restart")), "restart", 60.0)
+    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
+    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    assert_nothing_left(tmp_path)
