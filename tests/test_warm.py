@@ -29,10 +29,7 @@ def look() -> dict:
         "parent": os.getppid(),
         "group": os.getpgrp() == os.getpgid(os.getppid()),
         "imported": "torch" in sys.modules,
-        "threads": [
-            Path(f"/proc/{os.getppid()}/task/{task}/comm").read_text()
-            for task in os.listdir(f"/proc/{os.getppid()}/task")
-        ],
+        "threads": [(task / "comm").read_text() for task in tasks.iterdir()],
         "HELLO": os.environ.get("HELLO"),
     }
 
@@ -64,6 +61,16 @@ def test_what_a_fork_raises_is_raised_here_with_its_traceback(begun):
 def test_a_fork_that_dies_is_said_in_a_sentence(begun):
     with pytest.raises(AsyncGRPOError, match=r"_exit died"):
         warm.call(os._exit, 3)
+
+
+def test_a_call_is_made_here_if_the_warm_process_has_died(tmp_path: Path):
+    """In a process of its own, as a process has one fork server."""
+    script = (
+        "import os, pathlib, signal; from asyncgrpo import warm; from multiprocessing import forkserver;"
+        f"warm.begin('torch', pathlib.Path({str(tmp_path)!r})); os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL);"
+        "assert warm.call(os.getpid) == os.getpid() and not warm.is_on()"
+    )
+    subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
 
 
 def test_a_worker_of_ray_starts_without_the_warm_process_if_it_is_lost(tmp_path: Path):
