@@ -27,11 +27,11 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights.boxes import box_digest
 from asyncgrpo.weights.digest import digest
 from asyncgrpo.weights.group import form_group, serve_store, visit_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from asyncgrpo.weights.sums import word_sum
 from benchmarks.measuring import ROOT, line, rounded, show
 from tests.weights.publishing import publish
 
@@ -91,7 +91,9 @@ def copies(device: str, size: int) -> None:
             show_rate("card to /dev/shm, registered", size, device, lambda: shared.copy_(on_card))
             show_rate("/dev/shm, registered, to card", size, device, lambda: on_card.copy_(shared))
             torch.cuda.cudart().cudaHostUnregister(shared.data_ptr())
-    show_rate(f"sums on the {'card' if device == 'cuda' else 'CPU'}", size, device, lambda: word_sum(on_card))
+    matrix = on_card.view(torch.bfloat16).view(-1, 4096)
+    where = "card" if device == "cuda" else "CPU"
+    show_rate(f"box digest on the {where}", size, device, lambda: box_digest(matrix, "w", tuple(matrix.shape), (0, 0)))
     few = pageable[: size // 8]
     show_rate("digest on the host", len(few), device, lambda: digest(few))
 

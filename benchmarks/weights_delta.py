@@ -27,9 +27,9 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights import threads as sharing
 from asyncgrpo.weights.arena import Layout, dtype_of, size_bytes
+from asyncgrpo.weights.boxes import box_digest
 from asyncgrpo.weights.delta import Delta, Span, State, apply, encode
 from asyncgrpo.weights.digest import add_digests, digest, digest_pieces
-from asyncgrpo.weights.sums import word_sum
 from asyncgrpo.weights.threads import spread
 from benchmarks.cells import MODELS, SEED, make_model
 from benchmarks.measuring import line, show
@@ -114,12 +114,14 @@ def by_threads(size: int, rounds: int, count: int) -> None:
     spans, before = [Span(0, size, 2, 0)], State(PolicyVersion(1, 0), "0" * 16)
     delta = Delta(before, State(PolicyVersion(1, 1), "1" * 16), size, encode(new, base, spans))
     pieces = [slice(start, start + size // 16) for start in range(0, size, size // 16)]
+    matrix = new.view(torch.int16).view(-1, 512)
+    rows = [slice(piece.start // 1024, piece.stop // 1024) for piece in pieces]
     kinds: dict[str, Callable[[], object]] = {
         "copy": lambda: list(spread(lambda at: np.copyto(copy[at].numpy(), new[at].numpy()), pieces)),
         "digest": lambda: digest_pieces(new, ((at.start, at.stop) for at in pieces)),
         "compare": lambda: encode(new, base, spans),
         "apply": lambda: apply(delta, base, before),
-        "sums": lambda: list(spread(lambda at: word_sum(new[at]), pieces)),
+        "boxes": lambda: list(spread(lambda at: box_digest(matrix[at], "w", (1, 512), (0, 0)), rows)),
     }
     for what, work in kinds.items():
         seconds = [(timed(work, 1), timed(work, count)) for _ in range(rounds + 1)]

@@ -50,8 +50,8 @@ def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig, monkeyp
     assert rig.run(change((1, 2, 0))) == [one, two, zero] and len({one, two, zero}) == 3
     for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=12)):
         rig.assert_logprobs(PROMPT, completion)
-    parts = rig.engine._parts
-    assert parts.made.keys() == set(parts.names) and parts.made[LAST_NORM].times == {LAST_NORM: 2}
+    proof = rig.engine._proof
+    assert (proof.left_out, proof.untraced, proof.do_not_follow, proof.nowhere) == ([], {}, [], set())
 
 
 def test_an_update_that_one_half_skips_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

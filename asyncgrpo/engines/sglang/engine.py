@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
-from asyncgrpo.engines.sglang.parts import Parts, listed
+from asyncgrpo.engines.sglang.proof import Given, Proof, listed, question
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, PolicyVersion, Sampling, VersionSpan
 
@@ -92,9 +92,8 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self.extra = extra or {}
         self._serial = itertools.count()
         self._engine: Any = None
-        self._is_looked_at = False
-        self._parts: Parts | None = None
-        """Of which tensors the model is made, once weights were written and it could be found out."""
+        self._proof: Proof | None = None
+        """Of which tensors the model is made, once the first weights have come."""
         self._ignores, self._differs = "", ""
 
     @property
@@ -134,10 +133,10 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         await self._manager.freeze_gc()
 
     async def checksum(self) -> str:
-        """Also compares the model with the tensors that were loaded last (`parts.py`): what differs goes into the log."""
+        """Also compares the model with the tensors that were loaded last (`proof.py`): what differs goes into the log."""
         self._require_running()
         ranks, digest = await self._reply(self._check("checksum"))
-        names = self._parts.differing(ranks) if self._parts is not None else []
+        names = self._proof.differing(ranks) if self._proof is not None else []
         self._differs = ""
         if names:
             self._differs = f"{len(names)} parameters are not those of weights {self._version}: {listed(names)}"
@@ -313,45 +312,41 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
     ) -> None:
         given = list(tensors)
-        is_first = not (self._is_looked_at or partial)
-        found = await self._reply(self._replace_weights(given, version, keep_kv, is_first))
-        if is_first:
-            self._is_looked_at, self._parts = True, found
-        if self._parts is not None:  # outside of the pause
-            await asyncio.to_thread(self._parts.published, given, partial=partial)
-        if found is not None:
-            await self._describe(found)
+        if self._proof is not None or partial:
+            await self._write(given, version, keep_kv, partial)
+            return
+        ranks, _ = await self._reply(self._check(question(given)))
+        self._proof = proof = Proof(given, ranks)
+        before, _ = await self._reply(self._check("checksum"))
+        await self._write(given, version, keep_kv, partial)
+        proof.rely_on_what_follows(before, (await self._reply(self._check("checksum")))[0])
+        self._say(proof)
 
-    async def _replace_weights(
-        self, given: list[tuple[str, Tensor]], version: PolicyVersion, keep_kv: bool, is_first: bool
-    ) -> Parts | None:
+    async def _write(self, given: Given, version: PolicyVersion, keep_kv: bool, partial: bool) -> None:
+        await self._reply(self._replace_weights(given, version, keep_kv))
+        if self._proof is not None:  # outside of the pause
+            await asyncio.to_thread(self._proof.published, given, partial=partial)
+
+    async def _replace_weights(self, given: Given, version: PolicyVersion, keep_kv: bool) -> None:
         from asyncgrpo.engines.sglang.weights import replace_weights
 
         async with self._loading:
             self._may_submit.clear()
             try:
-                parts = await replace_weights(
-                    self._manager,
-                    given,
-                    str(version),
-                    keep_kv=keep_kv,
-                    num_schedulers=self.tensor_parallel,
-                    look=self._check if is_first else None,
+                await replace_weights(
+                    self._manager, given, str(version), keep_kv=keep_kv, num_schedulers=self.tensor_parallel
                 )
                 self._version = version
-                return parts
             finally:
                 self._may_submit.set()
 
-    async def _describe(self, parts: Parts) -> None:
+    def _say(self, proof: Proof) -> None:
         """Say in the log what the first weights showed."""
-        ranks, _ = await self._reply(self._check("checksum"))
-        parts.rely_on_what_is_true(ranks)
-        log.info("%s", parts.summary())
-        if parts.nowhere:
-            log.warning("tensors that are in no parameter of SGLang's model: %s", listed(sorted(parts.nowhere)))
-        if parts.do_not_follow:
-            names = listed(parts.do_not_follow)
+        log.info("%s", proof.summary())
+        if proof.nowhere:
+            log.warning("tensors that are in no parameter of SGLang's model: %s", listed(sorted(proof.nowhere)))
+        if proof.do_not_follow:
+            names = listed(proof.do_not_follow)
             self._ignores = f"the weights that were sent are not all of the model: {names} did not follow them"
             log.error("%s", self._ignores)
 

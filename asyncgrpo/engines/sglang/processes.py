@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from asyncgrpo import scratch, warm
-from asyncgrpo.engines.sglang import parts
+from asyncgrpo.engines.sglang.proof import PLAN, Held
 from asyncgrpo.errors import EngineError
 from asyncgrpo.importing import importing
 from asyncgrpo.weights.check import LENGTH, NUM_SEQUENCES
@@ -101,22 +101,20 @@ class OurScheduler(scheduler.Scheduler):
 
 
 class OurWeightChecker(WeightChecker):
-    """SGLang's checksum of a model's weights, by what `parts.py` says of each parameter.
+    """SGLang's checksum of a model's weights, by the plan of `proof.py`. It is asked for the plan by an action of its own."""
 
-    It is `proof` for the action "checksum", and `describe` for `TAGS` and a dtype.
-    """
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self._held = Held()
 
     def handle(self, action: str, *args: Any, role: str, **kwargs: Any) -> dict[str, Any] | None:
         current_platform.synchronize()  # some models are written by several threads
-        if not action.startswith(parts.TAGS):
+        if not action.startswith(PLAN):
             return super().handle(action, *args, role=role, **kwargs)
-        kind = getattr(torch, action.removeprefix(parts.TAGS))
-        parameters = self._get_model().named_parameters()
-        return self._reply({name: parts.describe(t, kind) for name, t in parameters if parts.is_looked_at(t)}, role)
+        return self._reply(self._held.plan(self._get_model(), action.removeprefix(PLAN)), role)
 
     def _compute_checksum(self, skip_tensor_list: list[str] | None = None, *, role: str) -> dict[str, Any]:
-        skipped = self._skip_compare_names(skip_tensor_list)
-        return self._reply({name: parts.proof(t) for name, t in self._model_state() if name not in skipped}, role)
+        return self._reply(self._held.checksum(self._get_model(), self._skip_compare_names(skip_tensor_list)), role)
 
     def _reply(self, content: dict[str, str], role: str) -> dict[str, Any]:
         where = self._parallelism_info(role=role)

@@ -7,10 +7,9 @@ bucket goes inside the message, a larger one into shared memory.
 
 import asyncio
 import itertools
-import logging
 import pickle
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +25,13 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 from torch import Tensor
 
-from asyncgrpo.engines.sglang.parts import TAGS, Given, Parts, Tags, seen
 from asyncgrpo.errors import EngineError
-
-log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 << 20
 """Size of a bucket, unless one tensor is larger. Packing one blocks the event loop for some 20 ms."""
 INLINE_BYTES = 4 << 20
 """Buckets up to this size travel inside the message: 2 ms against 10 ms for a handle of shared memory (measured)."""
 SHARED_MEMORY = "/dev/shm"
-Look = Callable[[str], Awaitable[tuple[list[dict[str, str]], str]]]
-"""Asks all schedulers to look at their parameters, in a way that has a name. Returns what each says, and a digest of it."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +50,7 @@ async def replace_weights(
     *,
     keep_kv: bool,
     num_schedulers: int,
-    look: Look | None = None,
-) -> Parts | None:
+) -> None:
     """Pause between two tokens, write all tensors, go on.
 
     SGLang handles messages in the order in which they were sent, so those of the last bucket are all sent before the
@@ -69,9 +62,6 @@ async def replace_weights(
         tensors: every tensor of the model, read once.
         label: SGLang's name of the new weights; it becomes visible with the last bucket.
         keep_kv: False recomputes keys and values of requests in flight, and drops the prefix cache.
-        look: with it, `parts.py` finds out in the same pause of what the parameters are made.
-    Returns:
-        Of what they are made, as far as it was looked for and found out.
     Raises:
         EngineError: SGLang refused. The weights may be part old, part new.
     """
@@ -83,10 +73,7 @@ async def replace_weights(
     session = _Session(manager)
     session.send("begin_weight_update", BeginWeightUpdateReqInput())
     failure: Exception | None = None
-    parts = None
     try:
-        if look is not None:
-            parts = await _find_parts(session, given, num_schedulers, look)
         await session.write(itertools.chain([first], buckets), label, flush_cache=not keep_kv)
     except Exception as error:
         failure = error
@@ -98,7 +85,6 @@ async def replace_weights(
     for problem in [failure, *results]:
         if problem is not None:
             raise problem
-    return parts
 
 
 class _Session:
@@ -131,30 +117,6 @@ class _Session:
         """Wait for all replies."""
         await asyncio.gather(*self.replies)
         self.replies = []
-
-
-async def _find_parts(session: _Session, given: Given, num_schedulers: int, look: Look) -> Parts | None:
-    """Do what `parts.py` says, up to the weights themselves; None: it could not be found out."""
-    tags = Tags(given)
-    kind = TAGS + str(tags.kind).removeprefix("torch.")
-
-    async def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
-        await session.write(pack(tensors, num_schedulers))
-        await session.settle()
-
-    try:
-        passes = []
-        for number in tags.passes:
-            await write(tags.constants(number))
-            passes.append(seen((await look(kind))[0]))
-        await write(tags.negatives())
-        parts = Parts(tags, passes, negative=seen((await look(kind))[0]))
-        parts.published(tags.negatives(), partial=False)
-        parts.rely_on_what_is_true((await look("checksum"))[0])
-        return parts
-    except EngineError as error:
-        log.warning("of what the model's parameters are made could not be found out: %s", error)
-        return None
 
 
 async def _ask(call: str, communicator: Any, message: Any) -> None:

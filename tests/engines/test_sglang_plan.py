@@ -1,0 +1,230 @@
+"""What a plan says of loaders that fuse, split, transpose and join, and what a proof says of live parameters later.
+
+Small models are in the place of SGLang's. The real engine is in `test_sglang_engine.py` and `test_sglang_follows.py`.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncgrpo.engines.sglang.plan import Box, rest, trace
+from asyncgrpo.engines.sglang.proof import PLAN, Held, Proof, listed, question
+
+Weights = dict[str, Tensor]
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def weights(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Weights:
+    noise = torch.Generator().manual_seed(seed)
+    shapes = {"q": (8, 12), "k": (4, 12), "norm": (12,), "out": (12, 8), "head": (10, 12)}
+    return {name: torch.randn(shape, generator=noise).to(dtype) for name, shape in shapes.items()}
+
+
+class Rank(nn.Module):
+    """One of two processes: rows split and fused, columns split, a norm in each, rows of zeros in the last."""
+
+    def __init__(self, rank: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.rank = rank
+        for name, shape in {"qk": (6, 12), "norm": (12,), "out": (12, 4), "head": (6, 12), "scale": (3,)}.items():
+            fill = torch.ones if name == "scale" else torch.zeros
+            self.register_parameter(name, nn.Parameter(fill(shape, dtype=dtype)))
+
+    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for name, tensor in given:
+                if name == "q":
+                    self.qk[:4].copy_(tensor.chunk(2)[self.rank])
+                elif name == "k":
+                    self.qk[4:].copy_(tensor.narrow(0, 2 * self.rank, 2))
+                elif name == "norm":
+                    self.norm.copy_(tensor)
+                elif name == "out":
+                    self.out.copy_(tensor[:, 4 * self.rank : 4 * self.rank + 4])
+                elif name == "head":
+                    own = tensor[6 * self.rank : 6 * self.rank + 6]
+                    self.head[: len(own)].copy_(own)
+
+
+class Engine:
+    """Two processes, as a generator sees them."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, make: type[Rank] = Rank) -> None:
+        self.ranks = [make(rank, dtype) for rank in range(2)]
+        self.held = [Held(), Held()]
+
+    def asked(self, given: Weights) -> Proof:
+        text = question(list(given.items())).removeprefix(PLAN)
+        pairs = zip(self.held, self.ranks, strict=True)
+        return Proof(list(given.items()), [held.plan(rank, text) for held, rank in pairs])
+
+    def load(self, given: Weights) -> None:
+        for rank in self.ranks:
+            rank.load_weights(given.items())
+
+    @property
+    def checksums(self) -> list[dict[str, str]]:
+        return [held.checksum(rank, ()) for held, rank in zip(self.held, self.ranks, strict=True)]
+
+    def first(self, given: Weights) -> Proof:
+        """What the engine does with its first weights."""
+        proof, before = self.asked(given), self.checksums
+        self.load(given)
+        proof.published(given.items(), partial=False)
+        proof.rely_on_what_follows(before, self.checksums)
+        return proof
+
+
+@dtypes
+def test_a_plan_reads_and_writes_nothing_and_names_every_box(dtype):
+    rank = Rank(1, dtype)
+    parts, untraced = trace(rank, [(name, str(dtype)[6:], tuple(t.shape)) for name, t in weights(dtype).items()])
+    assert not untraced and not any(p.any() for name, p in rank.named_parameters() if name != "scale")
+    assert [(part.box, part.parameter) for part in parts] == [
+        (Box("q", (4, 0), (4, 12)), "qk"),
+        (Box("k", (2, 0), (2, 12)), "qk"),
+        (Box("norm", (0,), (12,)), "norm"),
+        (Box("out", (0, 4), (12, 4)), "out"),
+        (Box("head", (6, 0), (4, 12)), "head"),
+    ]
+    assert {name: left.tolist() for name, left in rest(rank, parts).items()} == {"head": [0.0] * 24, "scale": [1.0] * 3}
+
+
+@dtypes
+def test_later_weights_are_proved_and_one_element_that_is_not_theirs_is_named(dtype):
+    engine = Engine(dtype)
+    proof = engine.first(weights(dtype))
+    assert (proof.do_not_follow, proof.left_out, proof.nowhere, proof.untraced) == ([], [], set(), {})
+    assert proof.summary() == "each version is proved in 4 parameters of the model"
+    for seed in range(1, 4):
+        new = weights(dtype, seed)
+        engine.load(new)
+        proof.published(new.items(), partial=False)
+        assert proof.differing(engine.checksums) == []
+        with torch.no_grad():
+            engine.ranks[1].qk.view(torch.int32 if dtype == torch.float32 else torch.int16)[0, 3] += 1
+        assert proof.differing(engine.checksums) == ["qk"]
+    engine.load(new)
+    proof.published([("q", weights(dtype)["q"])], partial=True)
+    assert proof.differing(engine.checksums) == ["qk"]
+    engine.load({"q": weights(dtype)["q"]})
+    assert proof.differing(engine.checksums) == []
+
+
+def test_rows_that_changed_places_and_slices_of_another_process_are_found():
+    engine = Engine()
+    proof = engine.first(weights())
+    good = engine.ranks[0].qk.detach().clone()
+    for changed in (good[[1, 0, 2, 3, 4, 5]], good.roll(1, 1), engine.ranks[1].qk.detach()):
+        engine.ranks[0].qk.data.copy_(changed)
+        assert proof.differing(engine.checksums) == ["qk"]
+
+
+def test_a_parameter_of_another_dtype_is_compared_with_what_is_rounded_to_it():
+    engine, given = Engine(torch.bfloat16), weights(torch.float32)
+    proof = engine.first(given)
+    assert proof.differing(engine.checksums) == [] == proof.left_out
+
+
+def test_tensors_that_a_loader_ignores_and_parameters_that_are_not_written_are_named():
+    given = weights()
+    given["unknown"] = given.pop("k")
+    engine = Engine()
+    for rank in engine.ranks:
+        rank.qk.data.copy_(torch.randn(6, 12))
+    proof = engine.first(given)
+    assert proof.nowhere == {"unknown"} and proof.do_not_follow == ["qk"], "a scale of ones is nobody's"
+
+
+class Skips(Rank):
+    """Its loader takes the tensor of queries only without elements."""
+
+    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights((name, t) for name, t in given if name != "q" or type(t) is not Tensor)
+
+
+class Computes(Rank):
+    """Its loader changes the norm after it has written it."""
+
+    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(given)
+        if self.norm.any():
+            self.norm.data += 1
+
+
+class Reads(Rank):
+    """Its loader looks at what it loads."""
+
+    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        given = dict(given)
+        if "norm" in given and given["norm"].sum() == 0:
+            raise AssertionError
+        super().load_weights(given.items())
+
+
+def test_first_weights_that_are_skipped_name_their_parameter():
+    assert Engine(make=Skips).first(weights()).do_not_follow == ["qk"]
+
+
+def test_what_is_computed_after_the_copy_is_left_out():
+    engine = Engine(make=Computes)
+    proof = engine.first(weights())
+    assert (proof.left_out, proof.do_not_follow) == (["norm"], [])
+    assert "not in norm, which the loader changes" in proof.summary()
+    assert proof.differing(engine.checksums) == []
+
+
+def test_a_tensor_that_cannot_be_followed_is_named_and_the_others_are_proved():
+    proof = Engine(make=Reads).first(weights())
+    assert list(proof.untraced) == ["norm"] and "is read by aten.sum" in proof.untraced["norm"]
+    assert proof.summary() == "each version is proved in 3 parameters of the model, not of norm"
+
+
+class Odd(nn.Module):
+    """Its loader works in threads, transposes, splits and merges dimensions, and joins tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"a": (8, 6), "e": (2, 6, 8), "h": (4, 3, 5), "f": (20,), "j": (5, 6), "n": ()}.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        joined = {}
+        with ThreadPoolExecutor() as pool, torch.no_grad():
+            for name, tensor in given:
+                if name == "a":
+                    pool.submit(self.a.data.narrow(0, 0, 4).copy_, tensor[4:]).result()
+                    self.a.data[4:].copy_(tensor[:4])
+                elif name == "e":
+                    self.e.data.copy_(tensor.transpose(1, 2))
+                elif name == "h":
+                    self.h.data.copy_(tensor.view(4, 3, 5))
+                elif name == "f":
+                    self.f.data.copy_(tensor[1:3].reshape(-1))
+                elif name == "n":
+                    self.n.data.copy_(tensor)
+                else:
+                    joined[name] = tensor
+            self.j.data.copy_(torch.cat([joined["x"], joined["y"]], 0)[1:6])
+
+
+def test_copies_by_the_plan_are_those_of_the_loader():
+    shapes = {"a": (8, 6), "e": (2, 8, 6), "h": (12, 5), "f": (4, 10), "x": (3, 6), "y": (4, 6), "n": ()}
+    given = {name: torch.randn(shape) for name, shape in shapes.items()}
+    loaded, copied = Odd(), Odd()
+    parts, untraced = trace(copied, [(name, "float32", shape) for name, shape in shapes.items()])
+    assert not untraced and len(parts) == 8
+    loaded.load_weights(given.items())
+    parameters = dict(copied.named_parameters())
+    for part in parts:
+        part.of(parameters[part.parameter]).copy_(part.box.of(given[part.box.tensor]))
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameters[name], parameter), name
+
+
+def test_a_long_list_of_names_is_cut():
+    assert listed(["a", "b"]) == "a, b"
+    assert listed([f"w{i}" for i in range(23)]).endswith("w19 and 3 more")
