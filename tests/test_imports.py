@@ -36,11 +36,11 @@ LAYERS = {
     "scratch": 2,
     "algorithms": 1,
     "wire": 1,
+    "warm": 1,
     "types": 0,
     "cores": 0,
     "errors": 0,
     "importing": 0,
-    "warm": 0,
 }
 
 # library -> modules that may import it, as the start of a dotted name below `asyncgrpo`.

@@ -57,6 +57,8 @@ RESEND_AFTER_S = 15.0
 PROBE_EVERY_S = 5.0
 SCORE_WITHIN_S = 5.0
 """For an engine to score the check sequences; a newer version waits for it."""
+FIRST_SCORE_WITHIN_S = 110.0
+"""For its first ones, before which it may compile kernels."""
 SHUTDOWN_S = 5.0
 """How long the end of a run waits for a change of weights that is in flight."""
 MAX_FAILED_LEASES = 5
@@ -125,6 +127,7 @@ class GeneratorService:
         self._host, self._keys = host, keys
         self._num_failed = 0  # leases in a row whose requests failed
         self._version: PolicyVersion | None = None
+        self._has_scored = False
         self._working: dict[str, Work] = {}
         self._unacknowledged: dict[str, Unacknowledged] = {}
         self._wake: Callable[[], object] = lambda: None  # there is no loop to wake yet
@@ -393,7 +396,10 @@ class GeneratorService:
 
     def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         """Score sequences under the present weights. The receiver's thread calls this, between two swaps."""
-        return asyncio.run_coroutine_threadsafe(self._engine.score(sequences, start), self._loop).result(SCORE_WITHIN_S)
+        within_s = SCORE_WITHIN_S if self._has_scored else FIRST_SCORE_WITHIN_S
+        scores = asyncio.run_coroutine_threadsafe(self._engine.score(sequences, start), self._loop).result(within_s)
+        self._has_scored = True
+        return scores
 
     async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
         partial = self._merger is not None  # tensors that are not adapted stay as the engine loaded them at its start

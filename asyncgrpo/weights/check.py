@@ -23,6 +23,8 @@ LENGTH = 32
 VERSIONS_KEPT = 64
 CHECK_WITHIN_S = 10.0
 """An engine that has not scored the sequences so long after its swap says nothing of this version."""
+FIRST_CHECK_WITHIN_S = 120.0
+"""The same before the first gap of a run: the first sequences may wait until an engine's kernels are compiled."""
 TIMES_THE_FIRST = 4.0
 BOUNDS = {"float32": (3e-5, 1e-3), "bfloat16": (1e-2, 1e-1), "float16": (3e-3, 3e-2)}
 """Least and largest limit of the mean gap by the dtype of the weights, nats. docs/weights.md has what was measured."""
@@ -82,13 +84,13 @@ class GapLimit:
         """
         self._least, self._most = BOUNDS.get(dtype, BOUNDS["bfloat16"])
         self.nats = self._most if limit is None else limit
-        self._is_found = limit is not None
+        self.is_found = limit is not None
 
     def find(self, first: SyncGap) -> None:
         """Set the limit by the first gap of the run; later calls change nothing."""
-        if not self._is_found:
+        if not self.is_found:
             self.nats = min(max(TIMES_THE_FIRST * first.mean, self._least), self._most)
-            self._is_found = True
+            self.is_found = True
 
 
 class SyncCheck:
@@ -125,7 +127,8 @@ class SyncCheck:
 
     def awaits(self, version: PolicyVersion, generators: Iterable[str], since_s: float) -> bool:
         """Whether a score is still to come from the learner or from one of these, which swapped at `since_s` the latest."""
-        if not is_checked(version, self.every) or time.monotonic() - since_s > CHECK_WITHIN_S:
+        within_s = CHECK_WITHIN_S if self.limit.is_found else FIRST_CHECK_WITHIN_S
+        if not is_checked(version, self.every) or time.monotonic() - since_s > within_s:
             return False
         return version not in self._expected or not self._scored.get(version, {}).keys() >= set(generators)
 

@@ -263,6 +263,16 @@ def test_what_is_no_number_is_infinitely_far():
     assert SyncGap.between([-1.0] * 4, [-1.0] * 8) == nothing
 
 
+def test_the_first_gap_is_awaited_as_long_as_kernels_compile_and_later_ones_are_not(monkeypatch: pytest.MonkeyPatch):
+    check = SyncCheck(CheckSequences.draw(260, 64), every=1, limit=GapLimit("float32"))
+    now = iter((60.0, 130.0, 60.0))
+    monkeypatch.setattr("asyncgrpo.weights.check.time.monotonic", lambda: next(now))
+    version = PolicyVersion(1, 0)
+    assert check.awaits(version, ["a"], since_s=0.0) and not check.awaits(version, ["a"], since_s=0.0)
+    check.limit.find(SyncGap(1e-6, 1e-6))
+    assert not check.awaits(version, ["a"], since_s=0.0)
+
+
 def test_the_first_gap_sets_the_limit_within_the_bounds_of_the_dtype():
     for first, expected in ((1e-9, 1e-2), (0.005, 0.02), (5.0, 0.1), (math.inf, 0.1)):
         limit = GapLimit("bfloat16")

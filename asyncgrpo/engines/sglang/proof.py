@@ -87,7 +87,7 @@ class _Kind(NamedTuple):
 
 
 class Proof:
-    """Of what the parameters of one engine are made, and the digests of what it was sent last."""
+    """The boxes of which the parameters of one engine are made, and the digests of what it was sent last."""
 
     def __init__(self, given: Given, ranks: Sequence[Mapping[str, str]]) -> None:
         """
