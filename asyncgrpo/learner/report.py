@@ -158,7 +158,7 @@ def build_report(
 
 
 class PhaseClock:
-    """Seconds by phase; on a GPU a phase ends when its work is done."""
+    """Seconds by phase; on a GPU a phase ends when its work is done. Other streams, as that of a broadcast, are not awaited."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
@@ -170,5 +170,5 @@ class PhaseClock:
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

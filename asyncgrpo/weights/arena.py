@@ -5,8 +5,11 @@ generators still read the other. Generators on the same machine map the file and
 its bytes are broadcast. Each generator keeps what it received in a `Staging`, whose pages SGLang's processes map in their turn.
 """
 
+import contextlib
 import itertools
+import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -21,6 +24,8 @@ from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.delta import Span, State
 from asyncgrpo.weights.digest import add_digests, digest
+
+log = logging.getLogger(__name__)
 
 IsWritten = Callable[[], bool]
 """Whether every byte of an arena is there. Raises WeightsError: it will not be."""
@@ -99,7 +104,7 @@ class Arenas:
         else:
             self.file, self.trouble = name, ""
             memory = _map(SHARED_MEMORY / name, SLOTS * self._stride + PAGE)
-        _pin(memory)
+        self._unpin = pin(memory)
         self.slots = [memory[i * self._stride :][: layout.num_bytes] for i in range(SLOTS)]
 
     def start_of(self, slot: int) -> int:
@@ -107,6 +112,7 @@ class Arenas:
         return slot * self._stride
 
     def close(self) -> None:
+        self._unpin()
         self.slots = []
         if self.file:
             (SHARED_MEMORY / self.file).unlink(missing_ok=True)
@@ -144,7 +150,7 @@ class MappedArenas:
 
     def pin(self) -> None:
         """Lock the pages, in a process whose GPU writes into them."""
-        _pin(self._memory)
+        weakref.finalize(self, pin(self._memory)).atexit = False
 
     def read(self, start: int, size: int) -> Tensor:
         """[size] uint8 from byte `start` of the file on. Raises WeightsError: the file is shorter."""
@@ -167,8 +173,7 @@ class Staging:
             layout.num_bytes < there.f_bavail * there.f_frsize
         ):  # writing into shared memory that is full kills the process
             self.flat = self.flat.share_memory_()
-        if torch.cuda.is_available():
-            torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), layout.num_bytes, 0)
+        weakref.finalize(self, pin(self.flat)).atexit = False
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Every tensor by its name, as views of the memory."""
@@ -191,10 +196,23 @@ def allocate(file: Path, size: int) -> None:
         os.close(descriptor)
 
 
-def _pin(memory: Tensor) -> None:
-    """Lock the pages for the GPU, which then writes them at full speed, beside whatever the learner does next."""
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+def pin(memory: Tensor) -> Callable[[], object]:
+    """Lock the pages for the GPU, which then copies them at full speed, beside whatever else it does.
+
+    Args:
+        memory: [n] uint8 on the CPU.
+    Returns:
+        What unlocks them again. It must be called while the memory is there.
+    """
+    if not torch.cuda.is_available() or not memory.numel():
+        return lambda: None
+    runtime, place = torch.cuda.cudart(), memory.data_ptr()
+    if (error := int(runtime.cudaHostRegister(place, memory.numel(), 0))) == 0:
+        return lambda: runtime.cudaHostUnregister(place)
+    log.warning("%.0f MiB are not pinned (CUDA error %d): copies to the GPU are slower", memory.numel() / 2**20, error)
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # CUDA tells of an error again at the next call, whose caller did nothing wrong
+    return lambda: None
 
 
 def _map(file: Path, size: int) -> Tensor:

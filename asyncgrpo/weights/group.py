@@ -64,6 +64,9 @@ class WeightGroup(Protocol):
             RuntimeError: a member is gone or late. The group is of no further use.
         """
 
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        """A block whose copies to and from `device` do not wait for what this process computes there."""
+
     def cancel(self) -> None:
         """End the broadcast under way, if it can be, because a member of it is gone. May be called from any thread."""
 
@@ -104,6 +107,9 @@ class GlooGroup:
     def broadcast(self, flat: Tensor) -> None:
         self._group.broadcast([flat], _from_rank_0(self._timeout)).wait(self._timeout)
 
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def cancel(self) -> None:
         """Gloo ends a broadcast at its deadline only."""
 
@@ -123,6 +129,7 @@ class NcclGroup:
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self.device)
         self._timeout_s = timeout_s
         self._is_cancelled = False
         options: Any = dist.ProcessGroupNCCL.Options()
@@ -140,6 +147,9 @@ class NcclGroup:
                 self._group.abort()
                 raise RuntimeError(f"a broadcast of NCCL was {_ended(self._is_cancelled, self._timeout_s)}")
             time.sleep(POLL_S)
+
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
 
     def cancel(self) -> None:
         self._is_cancelled = True

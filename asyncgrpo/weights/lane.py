@@ -100,8 +100,9 @@ class GroupLane:
             )
 
         def work() -> WeightGroup:
-            for start, end in layout.slices(self._piece_bytes):
-                group.broadcast(flat[start:end].to(group.device))
+            with group.beside():
+                for start, end in layout.slices(self._piece_bytes):
+                    group.broadcast(flat[start:end].to(group.device))
             return group
 
         self._job = self._pool.submit(work)

@@ -6,6 +6,7 @@ NCCL does not run without GPUs: its process group is a fake that keeps what it w
 import os
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -50,6 +51,7 @@ class Nccl:
 def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
     monkeypatch.setattr(Nccl, "made", [])
     return Nccl
 
@@ -65,6 +67,12 @@ def test_the_communicator_is_made_at_once_and_without_blocking(nccl):
     (group,) = nccl.made
     assert group.calls == ["connect cuda:0"]
     assert group.options.config.blocking == 0
+
+
+def test_copies_for_a_broadcast_have_a_stream_of_their_own(nccl, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    with nccl_group().beside() as stream:
+        assert stream == "a stream of cuda:0"
 
 
 def test_a_failed_communicator_ends_no_process(nccl, monkeypatch):
