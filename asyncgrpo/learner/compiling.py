@@ -1,8 +1,9 @@
-"""torch.compile of the decoder layers: where it pays, where its programs are kept, and what happens if it cannot be had.
+"""torch.compile of the decoder layers and the head's loss: where it pays, where its programs are kept, what if it fails.
 
 One program serves all layers and all lengths; attention stays outside it. It fuses what lies between the matrix products:
-norms, SwiGLU, rotary embedding, casts. The first step of a process is made without it, so that it is not late, and all
-later ones with it: so a replay, which starts processes where the run did, makes every step by the same program.
+norms, SwiGLU, rotary embedding, casts. The head has programs of its own (`head`). The first step of a process is made
+without them, so that it is not late, and all later ones with them: so a replay, which starts processes where the run did,
+makes every step by the same programs.
 """
 
 import logging

@@ -130,13 +130,14 @@ class Learner:
         )
 
     def compile(self) -> None:
-        """Compile the layers, if every rank can. Collective; `step` calls it where the configuration asks for it."""
+        """Compile the layers and the head's loss, if every rank can. Collective; `step` calls it where it is configured."""
         self._compiles = False
         can = torch.tensor(float(compiling.works(self.device)), device=self.device)
         dist.all_reduce(can, dist.ReduceOp.MIN)
         if can.item():
             for model in (self.model, self._reference):
                 compiling.compile_layers(decoder_layers(model) if model else [])
+            self.model.is_compiled = True
 
     def set_lr(self, lr: float) -> None:
         """Set the peak learning rate; warm-up and schedule go on from where they are. The same on every rank."""
