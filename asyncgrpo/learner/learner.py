@@ -75,7 +75,9 @@ class Learner:
         if self.has_reference and not config.model.lora.rank:  # with adapters the reference is the model without them
             self._reference = build_model(config.model.path, dtype, self.device, mesh, config, trainable=False)
         wish = config.learner.compile
-        self._compiles = compiling.pays(config, decoder_layers(self.model), self.device) if wish is None else wish
+        vocabulary = self.model.head.out_features
+        pays = compiling.pays(config, decoder_layers(self.model), vocabulary, self.device)
+        self._compiles = pays if wish is None else wish
         self._has_stepped = has_stepped
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
