@@ -68,11 +68,11 @@ def layers(weights: int) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("expected", "weights", "vocabulary", "steps", "changed"),
     [
-        (True, 2**22, 512, 120, {}),
+        (True, 2**22, 512, 400, {}),
         (True, 2**22, 512, None, {}),
-        (False, 2**22, 512, 60, {}),  # too short
-        (False, 2**22, 512, 120, {"sampling": {"max_tokens": 4}}),
-        (True, 2**25, 512, 20, {}),
+        (False, 2**22, 512, 200, {}),  # too short
+        (False, 2**22, 512, 400, {"sampling": {"max_tokens": 4}}),
+        (True, 2**25, 512, 60, {}),
         (True, 2**22, 151_936, 10, {}),  # for the head
         (False, 2**22, 151_936, 1, {}),
         (False, 2**19, 151_936, None, {}),  # too small
