@@ -73,7 +73,7 @@ def layers(weights: int) -> list[nn.Module]:
         (False, 2**22, 512, 200, {}),  # too short
         (False, 2**22, 512, 400, {"sampling": {"max_tokens": 4}}),
         (True, 2**25, 512, 60, {}),
-        (True, 2**22, 151_936, 10, {}),  # for the head
+        (True, 2**22, 151_936, 12, {}),  # for the head
         (False, 2**22, 151_936, 1, {}),
         (False, 2**19, 151_936, None, {}),  # too small
         (False, 2**22, 512, None, {"learner": {"device": "cuda"}}),  # nothing was measured there
