@@ -14,6 +14,8 @@ first. The last lines have, for each pair, the median, least and largest of the 
     supervised            the floor with the head that others have: all logits of a row, in float32, torch's own
     supervised compiled   cross-entropy and autograd
     trl async, trl grpo   `benchmarks/trl_learner.py`, where --trl-python names a Python that has trl
+
+`--operators` adds the operators of one more step: the share that each takes of its wall-clock time.
 """
 
 import argparse
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=2048, help="learner.tokens_per_microbatch")
     parser.add_argument("--cells", nargs="+", help="only these")
     parser.add_argument("--trl-python", help="a Python that has trl; none: only our cells")
+    parser.add_argument("--operators", action="store_true", help="also each operator's share of one more step")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help="where models are kept; none: a temporary folder")
     arguments = parser.parse_args(argv)
@@ -83,6 +86,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             found = _run(arguments, cell, model, folder)
             seconds[cell].append(median := statistics.median(found["cpu_s"]))
             sizes = {"tokens_per_s": round(tokens / median), "peak_mb": round(found["peak_mb"]), **about}
+            sizes |= {"operators": found["operators"]} if found.get("operators") else {}
             show(line("learner step", found["cpu_s"], "CPU s", seed=SEED, cell=cell, round=number, **sizes))
     for one, other in PAIRS:
         if seconds.get(one) and seconds.get(other):
@@ -97,7 +101,7 @@ def _run(arguments: argparse.Namespace, cell: str, model: Path, folder: Path) ->
         command += [*shared, "--out", str(folder / "trl")]
     else:
         command = [sys.executable, "-m", "benchmarks.learner_step", "--cell", cell]
-        command += [*shared, "--budget", str(arguments.budget)]
+        command += [*shared, "--budget", str(arguments.budget), *(["--operators"] if arguments.operators else [])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith('{"cpu_s"')]
@@ -137,7 +141,21 @@ def run_cell(arguments: argparse.Namespace) -> None:
         started = time.process_time()
         step(learner, groups, version)
         seconds.append(time.process_time() - started)
-    show({"cpu_s": seconds[1:], "peak_mb": memory.mb()})
+    found: dict[str, Any] = {"cpu_s": seconds[1:], "peak_mb": memory.mb()}
+    if arguments.operators:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            step(learner, groups, version)
+        found["operators"] = _shares({one.key: one.self_cpu_time_total for one in profiler.key_averages()})
+    show(found)
+
+
+def _shares(microseconds: dict[str, float]) -> dict[str, float]:
+    """Of the ten operators that take the most; all compiled programs are one."""
+    total, by_name = sum(microseconds.values()), dict[str, float]()
+    for name, own in microseconds.items():
+        name = "compiled programs" if "CompiledFxGraph" in name else name
+        by_name[name] = by_name.get(name, 0.0) + own / total
+    return {name: round(by_name[name], 3) for name in sorted(by_name, key=by_name.__getitem__, reverse=True)[:10]}
 
 
 def _without_rl(learner: Any, groups: list[Any], version: Any) -> None:

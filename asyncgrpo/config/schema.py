@@ -682,8 +682,8 @@ class LearnerConfig(Section, frozen=True):
     compile: Annotated[
         bool | None,
         Meta(
-            description="torch.compile of the decoder layers, from the second step of a start on; none: on a CPU, where the "
-            "run is long and the model large enough to gain by it"
+            description="torch.compile of the decoder layers and the head's loss, from the second step of a start on; none: on "
+            "a CPU, where the run is long and the model large enough to gain by it"
         ),
     ] = None
     activation_checkpointing: Annotated[

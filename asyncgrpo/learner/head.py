@@ -8,9 +8,14 @@ token, H the entropy and KL = Σ p (log p - log q) for a reference q,
 So, while a tile of logits is there, log-probs are computed of it, the objective answers with its gradients by them, these become
 the gradient by the logits, in their place, and that becomes its share of the gradients by h and W. Backward only hands
 those out. Statistics are float32 (float64 for float64 weights), block by block.
+
+Compiled, a tile is one block: one program reads the logits for the scores, and another recomputes p and overwrites them with
+the gradient. No float32 tensor of that size exists.
 """
 
 import copy
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -98,13 +103,15 @@ def fused_loss(
     *,
     temperature: float,
     reference: Reference | None = None,
+    is_compiled: bool = False,
 ) -> tuple[Tensor, TokenScores]:
     """A scalar whose gradient is the loss's, and the scores. Arguments as in `score`.
 
     The scalar is 0: the loss's value is for the objective to report. `backward` takes no other root than this scalar or
-    a multiple of it.
+    a multiple of it. Compiled, it runs the programs at the end of this file; with a reference it never does.
     """
-    root, *scores = _FusedLoss.apply(hidden, weight, targets, objective, temperature, reference)
+    runs_programs = is_compiled and reference is None
+    root, *scores = _FusedLoss.apply(hidden, weight, targets, objective, temperature, reference, runs_programs)
     return root, TokenScores(*scores)
 
 
@@ -118,14 +125,16 @@ class _FusedLoss(torch.autograd.Function):
         objective: Objective,
         temperature: float,
         reference: Reference | None,
+        is_compiled: bool,
     ) -> tuple[Tensor, ...]:
-        rows = _Rows(weight, sums_gradient=weight.requires_grad)
+        rows = _Rows(weight, sums_gradient=weight.requires_grad, is_whole=is_compiled)
         # Not a list of small tensors: glibc leaves holes between those that the next block's logits do not fit into.
         kept = [hidden.new_empty(len(hidden), dtype=_exact(weight.dtype)) for _ in range(2 + (reference is not None))]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if weight.requires_grad else None
         is_exact = weight.dtype == _exact(weight.dtype)
         share = None if is_exact or grad_weight is None else torch.empty_like(weight)  # of a tile, always in one memory
+        add = _compiled(_add) if is_compiled else _add
         for tile in rows.tiles(len(targets)):
             logits, there = rows.logits(hidden[tile], weight), None
             if reference is not None:
@@ -133,19 +142,24 @@ class _FusedLoss(torch.autograd.Function):
             grad_logits = logits if logits.dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
             for block in rows.blocks(len(logits)):
                 here = slice(tile.start + block.start, tile.start + block.stop)
-                found, log_p, p = _statistics(rows.exact(logits[block], temperature), targets[here])
-                gap = None
-                if there is not None:
-                    gap = log_p - rows.exact(there[block], temperature).log_softmax(-1)
-                    found = found._replace(reference_kl=_dot(p, gap))
-                gradients = objective(here, found)
-                grad_logits[block] = _grad_logits(gradients, found, log_p, p, gap, targets[here], temperature)
+                if is_compiled and len(logits) > 1:  # of 0 or 1 rows the compiler would make programs of their own
+                    found, log_sum = _compiled(_scores)(logits[block], targets[here], 1 / temperature)
+                    parts = (*objective(here, found)[:2], found.entropy, log_sum, targets[here], 1 / temperature)
+                    _compiled(_write_gradient)(logits[block], grad_logits[block], *parts)
+                else:
+                    found, log_p, p = _statistics(rows.exact(logits[block], temperature), targets[here])
+                    gap = None
+                    if there is not None:
+                        gap = log_p - rows.exact(there[block], temperature).log_softmax(-1)
+                        found = found._replace(reference_kl=_dot(p, gap))
+                    gradients = objective(here, found)
+                    grad_logits[block] = _grad_logits(gradients, found, log_p, p, gap, targets[here], temperature)
                 for whole, part in zip(kept, found, strict=False):
                     if part is not None:
                         whole[here] = part
             torch.mm(grad_logits, weight, out=grad_hidden[tile])
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.t(), hidden[tile], share)
+                _add_product(grad_weight, grad_logits.t(), hidden[tile], share, add)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(*kept)
         return hidden.new_zeros((), dtype=torch.float32), *kept
@@ -156,16 +170,18 @@ class _FusedLoss(torch.autograd.Function):
         for gradient in (grad_hidden, grad_weight):
             if gradient is not None:
                 gradient.mul_(gradients[0])
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 class _Rows:
     """Cuts tokens into tiles and tiles into blocks, and makes logits, of a tile always in the same memory."""
 
-    def __init__(self, weight: Tensor, *, sums_gradient: bool = False) -> None:
+    def __init__(self, weight: Tensor, *, sums_gradient: bool = False, is_whole: bool = False) -> None:
         vocabulary, device = weight.shape[0], weight.device.type
         self._in_block = max(FEWEST_ROWS, BLOCK_LOGITS[device] // vocabulary)
         self._in_tile = max(self._in_block, TILE_LOGITS[device] // vocabulary, SUMMED_ROWS if sums_gradient else 0)
+        if is_whole:
+            self._in_block = self._in_tile
         self._memory: Tensor | None = None
         self._reference: _Rows | None = None
 
@@ -205,12 +221,12 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, share: Tensor | None) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, share: Tensor | None, add: Callable[..., Any]) -> None:
     """`total += a @ b`, by way of `share` where their dtype is narrower than that of the sum."""
     if share is None:
         total.addmm_(a, b)
     else:
-        total += torch.mm(a, b, out=share)
+        add(total, torch.mm(a, b, out=share))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -250,6 +266,51 @@ def _grad_logits(
     if gap is not None and gradients.reference_kl is not None:
         weights = gap.add_(weights)
     return p.mul_(weights).scatter_add_(-1, targets[:, None], gradient)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One program for all numbers of rows."""
+    return torch.compile(function, dynamic=True)
+
+
+def _scores(logits: Tensor, targets: Tensor, inverse: float) -> tuple[TokenScores, Tensor]:
+    """Scores of logits [n, V] before the temperature, `1 / inverse`, and the logarithm [n] of the softmax denominator."""
+    exact = logits.to(_exact(logits.dtype)) * inverse
+    largest = exact.amax(-1, keepdim=True)
+    centred = exact - largest
+    e = centred.exp()
+    total = e.sum(-1)
+    log_total = total.log()
+    logprobs = centred.gather(-1, targets[:, None]).squeeze(-1) - log_total
+    entropy = log_total - (e * centred).sum(-1) / total
+    return TokenScores(logprobs, entropy), largest.squeeze(-1) + log_total
+
+
+def _write_gradient(
+    logits: Tensor,
+    out: Tensor,
+    by_logprobs: Tensor,
+    by_entropy: Tensor | None,
+    entropy: Tensor,
+    log_sum: Tensor,
+    targets: Tensor,
+    inverse: float,
+) -> None:
+    """`_grad_logits` of logits before the temperature, into `out`, which may be their memory."""
+    log_p = logits.to(_exact(logits.dtype)) * inverse - log_sum[:, None]
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    gradient = by_logprobs[:, None] * (is_target.to(log_p.dtype) - log_p.exp())
+    if by_entropy is not None:
+        gradient = gradient - by_entropy[:, None] * log_p.exp() * (log_p + entropy[:, None])
+    out.copy_(gradient * inverse)
+
+
+def _add(total: Tensor, share: Tensor) -> None:
+    total.add_(share)
 
 
 def _concatenated(tiles: list[TokenScores]) -> TokenScores:

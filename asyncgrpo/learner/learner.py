@@ -75,7 +75,9 @@ class Learner:
         if self.has_reference and not config.model.lora.rank:  # with adapters the reference is the model without them
             self._reference = build_model(config.model.path, dtype, self.device, mesh, config, trainable=False)
         wish = config.learner.compile
-        self._compiles = compiling.pays(config, decoder_layers(self.model), self.device) if wish is None else wish
+        vocabulary = self.model.head.out_features
+        pays = compiling.pays(config, decoder_layers(self.model), vocabulary, self.device)
+        self._compiles = pays if wish is None else wish
         self._has_stepped = has_stepped
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
@@ -130,13 +132,14 @@ class Learner:
         )
 
     def compile(self) -> None:
-        """Compile the layers, if every rank can. Collective; `step` calls it where the configuration asks for it."""
+        """Compile the layers and the head's loss, if every rank can. Collective; `step` calls it where it is configured."""
         self._compiles = False
         can = torch.tensor(float(compiling.works(self.device)), device=self.device)
         dist.all_reduce(can, dist.ReduceOp.MIN)
         if can.item():
             for model in (self.model, self._reference):
                 compiling.compile_layers(decoder_layers(model) if model else [])
+            self.model.is_compiled = True
 
     def set_lr(self, lr: float) -> None:
         """Set the peak learning rate; warm-up and schedule go on from where they are. The same on every rank."""

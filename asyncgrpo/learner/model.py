@@ -56,6 +56,8 @@ class TokenScorer(nn.Module):
         super().__init__()
         self.language_model = language_model
         self.temperature = temperature
+        self.is_compiled = False
+        """True if the head's loss is compiled."""
         self.value_head: nn.Linear | None = None
         if has_critic:  # begins at 0: before it has learned anything, every value is the same
             self.value_head = nn.Linear(self.head.in_features, 1)
@@ -93,7 +95,13 @@ class TokenScorer(nn.Module):
         if not is_elementwise:
             objective.use_scores(score(hidden.detach(), weight, batch.targets, temperature=self.temperature))
         loss, scores = fused_loss(
-            hidden, weight, batch.targets, objective, temperature=self.temperature, reference=reference
+            hidden,
+            weight,
+            batch.targets,
+            objective,
+            temperature=self.temperature,
+            reference=reference,
+            is_compiled=self.is_compiled,
         )
         return Scored(loss, scores, self._values(hidden), hidden.detach())
 

@@ -66,21 +66,30 @@ def layers(weights: int) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize(
-    ("expected", "weights", "steps", "device", "lora"),
+    ("expected", "weights", "vocabulary", "steps", "changed"),
     [
-        (True, 2**22, 1000, "cpu", 0),
-        (True, 2**22, None, "cpu", 0),
-        (False, 2**22, 200, "cpu", 0),  # too short
-        (True, 2**25, 200, "cpu", 0),
-        (False, 2**19, None, "cpu", 0),  # too small
-        (False, 2**22, None, "cuda", 0),  # nothing was measured there
-        (False, 2**22, None, "cpu", 8),
+        (True, 2**22, 512, 400, {}),
+        (True, 2**22, 512, None, {}),
+        (False, 2**22, 512, 200, {}),  # too short
+        (False, 2**22, 512, 400, {"sampling": {"max_tokens": 4}}),
+        (True, 2**25, 512, 60, {}),
+        (True, 2**22, 151_936, 12, {}),  # for the head
+        (False, 2**22, 151_936, 1, {}),
+        (False, 2**19, 151_936, None, {}),  # too small
+        (False, 2**22, 512, None, {"learner": {"device": "cuda"}}),  # nothing was measured there
+        (False, 2**22, 512, None, {"model": {"path": "m", "lora": {"rank": 8}}}),
     ],
 )
-def test_it_pays_where_the_run_is_long_and_the_model_large_enough(expected, weights, steps, device, lora):
-    sections = {"run": {"steps": steps}, "buffer": {"prompts_per_step": 8}, "algorithm": {"group_size": 8}}
-    settings = config("m", model={"path": "m", "lora": {"rank": lora}}, **sections)
-    assert compiling.pays(settings, layers(weights), torch.device(device)) == expected
+def test_it_pays_where_the_run_is_long_and_the_model_large_enough(expected, weights, vocabulary, steps, changed):
+    sections = {
+        "run": {"steps": steps},
+        "buffer": {"prompts_per_step": 8},
+        "algorithm": {"group_size": 8},
+        "sampling": {"max_tokens": 1024},
+    }
+    settings = config("m", **sections | changed)
+    device = torch.device(settings.learner.device)
+    assert compiling.pays(settings, layers(weights), vocabulary, device) == expected
 
 
 def test_where_nothing_can_be_compiled_the_layers_run_as_they_are_with_one_warning(path, monkeypatch, caplog, tmp_path):

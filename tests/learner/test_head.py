@@ -266,3 +266,27 @@ def test_a_uniform_distribution_has_the_entropy_of_its_vocabulary():
     scores = score(hidden, torch.zeros_like(weight), targets, temperature=0.3)
     torch.testing.assert_close(scores.entropy, torch.full((11,), math.log(VOCAB), dtype=torch.float64))
     torch.testing.assert_close(scores.logprobs, -scores.entropy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_gradients_are_the_same(monkeypatch, tmp_path_factory, dtype):
+    """Tiles of three tokens, so that programs run for whole tiles, and the last one has two."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "head"))
+    cut_head(monkeypatch, VOCAB, tile=3 * VOCAB)
+    for entropy in (False, True):
+        found: list[list[Tensor]] = []
+        for is_compiled in (False, True):
+            objective = Objective(entropy=entropy, full_kl=False)
+            hidden, weight, targets, _ = inputs(dtype)
+            root, scores = fused_loss(hidden, weight, targets, objective, temperature=0.7, is_compiled=is_compiled)
+            root.backward()
+            found.append([hidden.grad, weight.grad, scores.logprobs, scores.entropy])
+            assert len(objective.tiles) == (4 if is_compiled else 11)
+        for eager, compiled in zip(*found, strict=True):
+            assert (compiled.double() - eager.double()).norm() < (
+                1e-6 if dtype == torch.float32 else 2e-3
+            ) * eager.norm()
+            assert compiled.norm().item() == pytest.approx(
+                eager.norm().item(), rel=1e-6 if dtype == torch.float32 else 1e-3
+            )
