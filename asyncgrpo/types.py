@@ -69,6 +69,7 @@ class Prompt(Frozen):
     prompt_id: str
     """An id that is stable over restarts and unique in a run, for example `train/17` (row 17 of the training file)."""
     token_ids: tuple[int, ...]
+    """Empty for one that is longer than `data.max_prompt_tokens`, which is dropped when it is due."""
     text: str = ""
     """The prompt before tokenisation, where the row has a text."""
     turns: tuple[dict[str, Any], ...] = ()
