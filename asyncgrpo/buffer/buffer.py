@@ -7,7 +7,8 @@ method. Every way out is counted in `outcomes`, whatever the policy (`admission.
     leased + recovered = leased now + ready now + taken now + trained + filtered_zero_signal + dropped_* + requeued,
 
 and the journal is told at once of what is kept or dropped. (A prompt that is in quarantine or too long counts as leased and
-dropped in one step.) The tokens of all groups that came, including those of completions left out of them, balance in the same way:
+dropped in one step.) The tokens of all groups that came, including those of completions left out of them, balance in the same
+way:
 
     generated + recovered = trained + masked + filtered + stale + failed + aborted + duplicate + unusable + in flight.
 

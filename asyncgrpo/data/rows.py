@@ -31,8 +31,7 @@ _MOST_BYTES = PROMPT_BYTES - 2**16
 _encoder = msgspec.msgpack.Encoder()
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """One row, whatever its schema was."""
 
     prompt: str | list[Message]
@@ -75,10 +74,15 @@ class _Misfit(Exception):
 
 def _check_values(record: Record) -> None:
     """Raise _Misfit for a prompt without text, or an answer that is no number."""
-    if not any(message["content"].strip() for message in record.messages):
+    prompt = record.prompt
+    if _is_blank(prompt) if isinstance(prompt, str) else all(_is_blank(turn["content"]) for turn in prompt):
         raise _Misfit("its prompt is empty")
     if isinstance(record.answer, float) and not math.isfinite(record.answer):
         raise _Misfit(f"its answer is {record.answer}; write null where a row has none")
+
+
+def _is_blank(text: str) -> bool:
+    return not text or text.isspace()
 
 
 def _check_size(record: Record) -> None:
