@@ -51,6 +51,8 @@ def main() -> None:
                     (Path(folder) / "count").touch()
             if command.returncode:
                 raise SystemExit(fence.said())
+            if events.read_text().count('"event":"start"') > 1:
+                raise SystemExit("a process was lost and started again, so imports were counted: measure again")
         found: dict[str, Counter[str]] = {}
         for file in Path(folder).glob("*.json"):
             kind, seconds = json.loads(file.read_text())
