@@ -4,7 +4,6 @@ Every row goes through the same code as in a run, so a file that passes here loa
 """
 
 import asyncio
-import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,10 +17,10 @@ import typer
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption, one_or_all
 from asyncgrpo.cli.output import JsonOption, print_json, shorten
 from asyncgrpo.config.schema import Config, DataConfig
-from asyncgrpo.data.prompts import AT_ONCE, all_too_long, open_source
+from asyncgrpo.data.prompts import all_too_long, open_source, rendered_rows
 from asyncgrpo.data.rows import Record, Schema
 from asyncgrpo.data.sources import DataRows
-from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render_all
+from asyncgrpo.data.tokenizer import Rendered, load_tokenizer
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
 from asyncgrpo.rewards.rules import reference_of
@@ -155,19 +154,12 @@ def _prompt_of(record: Record, rendered: Rendered) -> Prompt:
 def _rendered(
     path: str | Path, schema: Schema, rows: DataRows, model_path: str | None, config: DataConfig
 ) -> Iterator[tuple[Record, Rendered]]:
-    """Yield each record with its prompt as the model would see it; without a model, the contents of its turns."""
-    records = (schema.to_record(row, index) for index, row in enumerate(rows))
+    """Each record with its prompt as the model would see it; without a model, the contents of its turns."""
     if model_path is None:
-        yield from ((record, _without_template(record, config.system_prompt)) for record in records)
-        return
+        records = (schema.to_record(row, index) for index, row in enumerate(rows))
+        return ((record, _without_template(record, config.system_prompt)) for record in records)
     tokenizer = load_tokenizer(model_path, config.chat_template_kwargs)
-    for begin in itertools.count(0, AT_ONCE):
-        if not (some := tuple(itertools.islice(records, AT_ONCE))):
-            return
-        messages = [record.messages for record in some]
-        where = [f"{path}, row {begin + place}" for place in range(len(some))]
-        rendered = render_all(tokenizer, messages, config.system_prompt, where=where, longest=config.max_prompt_tokens)
-        yield from zip(some, rendered, strict=True)
+    return rendered_rows(path, schema, rows, tokenizer, config)
 
 
 def _without_template(record: Record, system_prompt: str | None) -> Rendered:

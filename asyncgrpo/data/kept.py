@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import msgspec
 import xxhash
@@ -26,9 +26,6 @@ from asyncgrpo.data.sources import digest_of, digest_of_file
 from asyncgrpo.data.table import About, Prepared, PromptTable
 from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
 from asyncgrpo.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +105,7 @@ def prepare(config: Config, run_dir: Path) -> Prompts:
     for split in missing:
         key = _key(config, split)
         if split.name == "train" and is_lazy(config):
-            table = PromptTable.without_prompts(split.name, _check(config, split, key, tokenizer, stops, log.info))
+            table = PromptTable.without_prompts(split.name, check(config, run_dir)["train"])
         else:
             table = load_prompts(split.sources, split.name, tokenizer, config.data, split.limit, stop_token_ids=stops)
         if key is not None and key == _key(config, split):  # else a file was changed meanwhile
@@ -131,7 +128,7 @@ def prepare_if_small(config: Config, run_dir: Path) -> None:
         _keep(PromptTable.without_prompts(train.name, about), _place(config, run_dir, train, key), key)
 
 
-def check(config: Config, run_dir: Path, tell: Callable[[str], object]) -> dict[str, About]:
+def check(config: Config, run_dir: Path, tell: Callable[[str], object] = log.info) -> dict[str, About]:
     """Refuse what `prepare` would refuse, within seconds and without writing anything.
 
     Args:
@@ -143,43 +140,31 @@ def check(config: Config, run_dir: Path, tell: Callable[[str], object]) -> dict[
     """
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
+    size = vocabulary_size(config.model.path)
     kept, found = look(config, run_dir), dict[str, About]()
     for split in _splits(config):
+        key = _key(config, split)
         if split.name in kept:  # they passed this check before they were kept
             found[split.name] = kept[split.name].about
+        elif key is not None and key in _checked:
+            found[split.name] = _checked[key]
         else:
-            found[split.name] = _check(config, split, _key(config, split), tokenizer, stops, tell)
+            read = [
+                check_prompts(source, tokenizer, config.data, vocabulary=size, limit=split.limit, tell=tell)
+                for source in split.sources
+            ]
+            found[split.name] = about = About(
+                schema_name=", ".join(dict.fromkeys(one.schema_name for one in read)),
+                sizes=tuple(one.rows for one in read),
+                num_rows=sum(one.rows for one in read),
+                longest=0,
+                sources=tuple(sorted(set().union(*(one.sources for one in read)))),
+                fingerprint="",
+                stop_token_ids=stops,
+            )
+            if key is not None and key == _key(config, split):  # else a file was changed meanwhile
+                _checked[key] = about
     return found
-
-
-def _check(
-    config: Config,
-    split: _Split,
-    key: str | None,
-    tokenizer: "PreTrainedTokenizerBase",
-    stops: tuple[int, ...],
-    tell: Callable[[str], object],
-) -> About:
-    """What is known of a split whose rows are all read, once in a process."""
-    if key is not None and key in _checked:
-        return _checked[key]
-    size = vocabulary_size(config.model.path)
-    read = [
-        check_prompts(source, tokenizer, config.data, vocabulary=size, limit=split.limit, tell=tell)
-        for source in split.sources
-    ]
-    about = About(
-        schema_name=", ".join(dict.fromkeys(one.schema_name for one in read)),
-        sizes=tuple(one.rows for one in read),
-        num_rows=sum(one.rows for one in read),
-        longest=0,
-        sources=tuple(sorted(set().union(*(one.sources for one in read)))),
-        fingerprint="",
-        stop_token_ids=stops,
-    )
-    if key is not None and key == _key(config, split):
-        _checked[key] = about
-    return about
 
 
 def look(config: Config, run_dir: Path) -> dict[str, PromptTable]:

@@ -6,7 +6,7 @@ the buffer drops it for good.
 
 import bisect
 import itertools
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -48,15 +48,7 @@ class LazyPrompts(Prepared):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        """Return one prompt, or several. Raises DataError where a file was changed meanwhile."""
-        if isinstance(index, slice):
-            return tuple(self[at] for at in range(len(self))[index])
-        at = range(len(self))[index]  # raises IndexError
+    def _prompt(self, at: int) -> Prompt:
         place = bisect.bisect_right(self._ends, at)
         source, schema, rows = self._sources[place]
         row = at - (self._ends[place] - len(rows))

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,7 @@ from asyncgrpo.data.mixing import Mixture
 from asyncgrpo.data.rows import Record, Schema, recognise
 from asyncgrpo.data.sources import DataRows, read_source
 from asyncgrpo.data.table import PromptTable, TableBuilder, fingerprint_of
-from asyncgrpo.data.tokenizer import render, render_all
+from asyncgrpo.data.tokenizer import Rendered, render, render_all
 from asyncgrpo.errors import CheckpointError, ConfigError, DataError
 from asyncgrpo.types import Frozen, Prompt
 
@@ -58,22 +58,13 @@ def load_prompts(
     """
     builder = TableBuilder(split, config.max_prompt_tokens)
     for source in (sources,) if isinstance(sources, str | Path) else sources:
-        schema, records = _records(source, config, limit)
+        schema, rows = open_source(source, config)
         builder.begin_source(schema.name)
-        row = 0
-        while some := tuple(itertools.islice(records, AT_ONCE)):
-            rendered = render_all(
-                tokenizer,
-                [record.messages for record in some],
-                config.system_prompt,
-                where=[f"{source}, row {number}" for number in range(row, row + len(some))],
-                longest=config.max_prompt_tokens,
-            )
-            for record, (_, token_ids) in zip(some, rendered, strict=True):
-                builder.add(token_ids, record.prompt, record.answer, record.source, record.info)
-            row += len(some)
+        for record, (_, token_ids) in rendered_rows(source, schema, itertools.islice(rows, limit), tokenizer, config):
+            builder.add(token_ids, record.prompt, record.answer, record.source, record.info)
         if not builder.prompts_of_source:
-            raise all_too_long(source, row, builder.longest_of_source, config)
+            count = len(rows) if limit is None else min(limit, len(rows))
+            raise all_too_long(source, count, builder.longest_of_source, config)
     return builder.table(stop_token_ids)
 
 
@@ -147,9 +138,24 @@ def open_source(source: str | Path, config: DataConfig) -> tuple[Schema, DataRow
     return recognise(rows, columns, str(source)), rows
 
 
-def _records(source: str | Path, config: DataConfig, limit: int | None) -> tuple[Schema, Iterator[Record]]:
-    schema, rows = open_source(source, config)
-    return schema, (schema.to_record(row, index) for index, row in enumerate(itertools.islice(rows, limit)))
+def rendered_rows(
+    source: str | Path,
+    schema: Schema,
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+) -> Iterator[tuple[Record, Rendered]]:
+    """Yield each row with its prompt as the model sees it; `AT_ONCE` are tokenised together."""
+    numbered = enumerate(rows)
+    while some := {index: schema.to_record(row, index) for index, row in itertools.islice(numbered, AT_ONCE)}:
+        rendered = render_all(
+            tokenizer,
+            [record.messages for record in some.values()],
+            config.system_prompt,
+            where=[f"{source}, row {index}" for index in some],
+            longest=config.max_prompt_tokens,
+        )
+        yield from zip(some.values(), rendered, strict=True)
 
 
 def token_ids_of(

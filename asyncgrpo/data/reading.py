@@ -4,28 +4,24 @@ A `DataError` names the file, the line or row, and what was expected there.
 """
 
 import base64
-import bisect
 import codecs
 import datetime
 import decimal
 import difflib
+import io
 import json
-import os
 import re
-import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, overload
-
-import xxhash
+from typing import Any
 
 from asyncgrpo.errors import DataError
 
-_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1024, 2**20
-"""Rows of Parquet, and bytes of JSON Lines, that are parsed at once."""
+_ROWS_AT_ONCE = 1024
+"""Rows of Parquet that are parsed at once."""
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -41,13 +37,8 @@ class Rows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(self._size)[index]]
+    def __getitem__(self, index: Any) -> Any:
+        """Return one row. Slices are not supported."""
         at = range(self._size)[index]  # raises IndexError
         return next(self._read(at, at + 1))
 
@@ -116,82 +107,39 @@ def _read_parquet(path: Path) -> Rows:
     return Rows(len(table), read)
 
 
-class _Lines:
-    """The rows of a JSON Lines file, by where each begins. The file stays open, so that another may take its name."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, digest = path, xxhash.xxh3_128()
-        with path.open("rb") as file:
-            self._file = os.dup(file.fileno())
-            weakref.finalize(self, os.close, self._file)
-            self._stat = self._stat_now()
-            at = len(codecs.BOM_UTF8) if file.peek(3).startswith(codecs.BOM_UTF8) else 0
-            self._begins = array("q")
-            digest.update(file.read(at))
-            for line in file:
-                if not line.isspace():
-                    self._begins.append(at)
-                at += len(line)
-                digest.update(line)
-        self._begins.append(at)
-        self._digest = digest.digest()
-
-    def __len__(self) -> int:
-        return len(self._begins) - 1
-
-    def read(self, begin: int, end: int) -> Iterator[dict[str, Any]]:
-        """Parse the rows from `begin` up to `end`. Raises DataError, also where the file was changed since."""
-        while begin < end:
-            first = self._begins[begin]
-            stop = min(end, max(begin + 1, bisect.bisect(self._begins, first + _BYTES_AT_ONCE) - 1))
-            data = os.pread(self._file, self._begins[stop] - first, first)
-            self._refuse_another_content()
-            for row in range(begin, stop):
-                yield self._parse(data[self._begins[row] - first : self._begins[row + 1] - first], self._begins[row])
-            begin = stop
-
-    def _parse(self, line: bytes, at: int) -> dict[str, Any]:
-        try:
-            row = _OBJECTS.decode(line.decode().rstrip())
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self._path} is not UTF-8 text: byte {at + error.start} cannot be decoded") from error
-        except json.JSONDecodeError as error:
-            raise DataError(f"{self._line(at)}, column {error.colno}: broken JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self._line(at)}: broken JSON: {_unreadable(error)}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{self._line(at)}: expected a JSON object, got {kind(row)}")
-        return row
-
-    def _line(self, at: int) -> str:
-        before = os.pread(self._file, at, 0).count(b"\n")
-        return f"{self._path}, line {before + 1}"
-
-    def _stat_now(self) -> tuple[int, int]:
-        now = os.fstat(self._file)
-        return now.st_size, now.st_mtime_ns
-
-    def _refuse_another_content(self) -> None:
-        """Raise DataError if the bytes that the rows were found in are others by now; more bytes behind them are not."""
-        if (now := self._stat_now()) == self._stat:
-            return
-        digest, at = xxhash.xxh3_128(), 0
-        while chunk := os.pread(self._file, min(_BYTES_AT_ONCE, self._begins[-1] - at), at):
-            digest.update(chunk)
-            at += len(chunk)
-        if digest.digest() != self._digest:
-            raise DataError(
-                f"{self._path} was changed while its rows were in use; start again to use what it holds now"
-            )
-        self._stat = now
-
-
 def _read_jsonl(path: Path) -> Rows:
+    data, begins = _bytes(path), array("q")
+    at = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
+    for line in io.BytesIO(data[at:]):
+        if not line.isspace():
+            begins.append(at)
+        at += len(line)
+    begins.append(at)
+
+    def read(begin: int, end: int) -> Iterator[dict[str, Any]]:
+        for row in range(begin, end):
+            yield _parse(path, data, begins[row], begins[row + 1])
+
+    return Rows(len(begins) - 1, read)
+
+
+def _parse(path: Path, data: bytes, begin: int, end: int) -> dict[str, Any]:
+    """The object in a line of JSON Lines, which lies there in the file."""
+    problem = ""
     try:
-        lines = _Lines(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return Rows(len(lines), lines.read)
+        row = _OBJECTS.decode(data[begin:end].decode().rstrip())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {begin + error.start} cannot be decoded") from error
+    except json.JSONDecodeError as error:
+        problem = f", column {error.colno}: broken JSON: {error.msg}"
+    except (ValueError, RecursionError) as error:
+        problem = f": broken JSON: {_unreadable(error)}"
+    else:
+        if isinstance(row, dict):
+            return row
+        problem = f": expected a JSON object, got {kind(row)}"
+    line = data.count(b"\n", 0, begin) + 1
+    raise DataError(f"{path}, line {line}{problem}")
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
@@ -221,9 +169,14 @@ _READERS: dict[str, Callable[[Path], Sequence[dict[str, Any]]]] = {
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return _bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,20 +88,13 @@ def _is_blank(text: str) -> bool:
 
 def _check_size(record: Record) -> None:
     """Raise _Misfit for a record that no message to a generator can hold."""
-    if _encodes_within(record, _MOST_BYTES):
-        return
+    with suppress(UnicodeEncodeError, OverflowError):  # one encoding is enough for nearly all
+        if len(_encoder.encode((record.prompt, record.answer, record.source, record.info))) <= _MOST_BYTES:
+            return
     fields = {"prompt": record.prompt, "answer": record.answer, "source": record.source, "info": record.info}
     sizes = {name: _encoded_bytes(name, value) for name, value in fields.items()}
     if (beside := sizes["answer"] + sizes["info"]) > _MOST_BYTES:
         raise _Misfit(f"its answer and info have {beside:,} bytes; a message holds {_MOST_BYTES:,} of them")
-
-
-def _encodes_within(record: Record, size: int) -> bool:
-    """True if the whole record can be encoded and has at most this many bytes: one encoding instead of four."""
-    try:
-        return len(_encoder.encode((record.prompt, record.answer, record.source, record.info))) <= size
-    except (UnicodeEncodeError, OverflowError):
-        return False
 
 
 def _encoded_bytes(name: str, value: Any) -> int:

@@ -92,6 +92,18 @@ class Prepared(Sequence[Prompt]):
 
     about: About
 
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        if isinstance(index, slice):
+            return tuple(self._prompt(at) for at in range(len(self))[index])
+        return self._prompt(range(len(self))[index])  # raises IndexError
+
+    def _prompt(self, at: int) -> Prompt:
+        raise NotImplementedError
+
     @property
     def dropped_too_long(self) -> int:
         """Rows that are no prompts, because they have too many tokens."""
@@ -116,14 +128,7 @@ class PromptTable(Prepared):
     def __len__(self) -> int:
         return len(self._columns.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        at = range(len(self))[index]
+    def _prompt(self, at: int) -> Prompt:
         columns = self._columns
         prompt, answer, source, info = msgspec.msgpack.decode(
             columns.records[columns.places[at] : columns.places[at + 1]].data

@@ -53,27 +53,20 @@ def test_a_row_is_the_same_whether_it_is_asked_for_or_iterated(tmp_path, name, c
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / name, row_group_size=700)
     read = read_rows(tmp_path / name)
     assert list(read) == rows and len(read) == count
-    assert [read[place] for place in range(count)] == rows and read[-1] == rows[-1] and read[:2] == rows[:2]
+    assert [read[place] for place in range(count)] == rows and read[-1] == rows[-1]
     with pytest.raises(IndexError):
         read[count]
 
 
-def test_rows_of_json_lines_in_use_stay_or_say_that_they_were_changed(file, tmp_path):
-    path = file("rows.jsonl", '{"prompt": "a"}\n{"prompt": "b"}')
-    with open(path, "a") as appended:
-        rows = read_rows(path)
-        appended.write('\n{"prompt": "c"}')
-    assert list(rows) == [{"prompt": "a"}, {"prompt": "b"}], "what is appended is for the next reader"
-    (tmp_path / "new").write_text('{"prompt": "x"}\n')
-    (tmp_path / "new").rename(path)
-    assert rows[1] == {"prompt": "b"}, "another file of the same name changes nothing"
-    rows = read_rows(path)
-    file("rows.jsonl", '{"prompt": "y"}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl was changed while its rows were in use; start again"):
-        rows[0]
-    file("rows.jsonl", "")
-    with pytest.raises(DataError, match="was changed while its rows were in use"):
-        rows[0]
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rows_in_use_stay_whatever_becomes_of_their_file(tmp_path, name):
+    if name == "rows.jsonl":
+        (tmp_path / name).write_text('{"prompt": "a"}\n{"prompt": "b"}')
+    else:
+        pq.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / name)
+    rows = read_rows(tmp_path / name)
+    (tmp_path / name).write_bytes(b"")
+    assert list(rows) == [{"prompt": "a"}, {"prompt": "b"}] and rows[1] == {"prompt": "b"}
 
 
 def test_parquet_values_become_what_json_can_hold(tmp_path):
@@ -151,7 +144,7 @@ def test_a_file_that_may_not_be_read_is_named(file, name, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     monkeypatch.setattr(pq, "read_table", refuse)
     with pytest.raises(DataError, match=rf"{name}.*Permission denied"):
         read_rows(path)

@@ -144,8 +144,7 @@ def test_a_file_that_changes_while_the_run_starts_or_goes_on_is_not_taken_for_th
 ):
     train = prepare(config, tmp_path).train
     write(tmp_path / "train.jsonl", ROWS[::-1])
-    with pytest.raises(DataError, match=r"train\.jsonl was changed while its rows were in use"):
-        train[100]
+    assert train[100].prompt_id == "train/100" and train[100].info == {"n": 100}, "the rows that were read"
     check_prompts = kept.check_prompts
 
     def changing(source, *arguments, **named):
@@ -165,3 +164,13 @@ def test_a_long_check_tells_how_far_it_is(config, tmp_path, monkeypatch):
     told = []
     check(config, tmp_path, told.append)
     assert told == [f"{tmp_path / 'train.jsonl'}: 0 of 200 rows are checked"]
+
+
+def test_without_a_key_as_of_a_model_to_be_downloaded_each_split_is_still_known_for_itself(
+    config, tmp_path, monkeypatch
+):
+    write(tmp_path / "eval.jsonl", ROWS[:3])
+    config = configured(tmp_path, f"data.eval={tmp_path / 'eval.jsonl'}")
+    monkeypatch.setattr(kept, "_key", lambda config, split: None)
+    assert {name: about.num_rows for name, about in check(config, tmp_path).items()} == {"train": 200, "eval": 3}
+    assert len(prepare(config, tmp_path).train) == 200 and not (tmp_path / "prompts").exists()
