@@ -115,7 +115,8 @@ GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
                   "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
                   "dropped_lease_timeout", "filtered_zero_signal", "requeued",
                   "recovered", "dropped_superseded", "dropped_resume", "dropped_incompatible", "dropped_ahead",
-                  "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined")
+                  "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined",
+                  "dropped_too_long")
 TOKEN_FATES = ("generated", "recovered", "trained", "masked", "filtered", "stale", "aborted", "failed", "duplicate",
                "unusable")
 groups_total = _counter(

@@ -69,6 +69,7 @@ class Prompt(Frozen):
     prompt_id: str
     """An id that is stable over restarts and unique in a run, for example `train/17` (row 17 of the training file)."""
     token_ids: tuple[int, ...]
+    """Empty for one that is longer than `data.max_prompt_tokens`, which is dropped when it is due."""
     text: str = ""
     """The prompt before tokenisation, where the row has a text."""
     turns: tuple[dict[str, Any], ...] = ()
@@ -207,7 +208,10 @@ class Completion:
     @property
     def turns(self) -> list[np.ndarray]:
         """The sampled tokens of each turn, without what the environment said between them."""
-        return [turn for turn in np.split(self.token_ids, [one.at for one in self.observations]) if len(turn)]
+        split = (
+            np.split(self.token_ids, [one.at for one in self.observations]) if self.observations else [self.token_ids]
+        )
+        return [turn for turn in split if len(turn)]
 
 
 @dataclass(frozen=True)

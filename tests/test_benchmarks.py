@@ -20,7 +20,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from asyncgrpo.data.rows import read_rows, recognise
+from asyncgrpo.data.reading import read_rows
+from asyncgrpo.data.rows import recognise
 from asyncgrpo.journal.format import BatchIssued, delivered
 from asyncgrpo.learner.packing import pack
 from benchmarks import (

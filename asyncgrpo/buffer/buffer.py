@@ -6,8 +6,9 @@ method. Every way out is counted in `outcomes`, whatever the policy (`admission.
 
     leased + recovered = leased now + ready now + taken now + trained + filtered_zero_signal + dropped_* + requeued,
 
-and the journal is told at once of what is kept or dropped. (A prompt in quarantine counts as leased and dropped in one
-step.) The tokens of all groups that came, including those of completions left out of them, balance in the same way:
+and the journal is told at once of what is kept or dropped. (A prompt that is in quarantine or too long counts as leased and
+dropped in one step.) The tokens of all groups that came, including those of completions left out of them, balance in the same
+way:
 
     generated + recovered = trained + masked + filtered + stale + failed + aborted + duplicate + unusable + in flight.
 
@@ -162,7 +163,7 @@ class Buffer:
         Raises:
             DataError: no prompt is left that may be leased, in this epoch or any other.
         """
-        prompts, num_quarantined = self._prompts, 0
+        prompts, num_dropped = self._prompts, 0
         may_join, may_be_alone = self._isolated.may_lease(
             holder, self._held[holder], is_waiting=self._needs_a_free_generator
         )
@@ -177,13 +178,14 @@ class Buffer:
             if issued is None:
                 return None
             prompt_index, prompt = issued
-            if prompt.prompt_id in self._quarantine:
+            unusable = "quarantined" if prompt.prompt_id in self._quarantine else "" if prompt.token_ids else "too_long"
+            if unusable:
                 self.outcomes["leased"] += 1
                 lease_id = f"{self._lineage}.{prompt_index}.{self._ended[prompt_index]}"
-                self._record_drop(lease_id, prompt_index, "quarantined", is_final=True)
-                self._finish(prompt_index, "dropped_quarantined")
-                num_quarantined += 1
-                if num_quarantined > prompts.longest_gap:
+                self._record_drop(lease_id, prompt_index, unusable, is_final=True)
+                self._finish(prompt_index, f"dropped_{unusable}")
+                num_dropped += 1
+                if num_dropped > prompts.longest_gap:
                     raise DataError(
                         f"every prompt of data.train is in quarantine ({QUARANTINE_FILE} in the run's folder says why)"
                     )

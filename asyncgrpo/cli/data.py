@@ -4,8 +4,9 @@ Every row goes through the same code as in a run, so a file that passes here loa
 """
 
 import asyncio
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,10 +17,10 @@ import typer
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption, one_or_all
 from asyncgrpo.cli.output import JsonOption, print_json, shorten
 from asyncgrpo.config.schema import Config, DataConfig
-from asyncgrpo.data.prompts import all_too_long
-from asyncgrpo.data.rows import Record, recognise
-from asyncgrpo.data.sources import read_source
-from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render
+from asyncgrpo.data.prompts import all_too_long, open_source, rendered_rows
+from asyncgrpo.data.rows import Record, Schema
+from asyncgrpo.data.sources import DataRows
+from asyncgrpo.data.tokenizer import Rendered, load_tokenizer
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
 from asyncgrpo.rewards.rules import reference_of
@@ -93,17 +94,19 @@ def check_file(
         DataError: the file or one of its rows cannot be used.
         ConfigError: the model's tokenizer cannot be loaded.
     """
-    rows, columns = read_source(str(path), config.columns)
-    schema = recognise(rows, columns, str(path))
-    records = [schema.to_record(row, index) for index, row in enumerate(rows)]
-    rendered = _rendered(path, records, model_path, config)
-    lengths = [len(text) if model_path is None else len(token_ids) for text, token_ids in rendered]
+    schema, rows = open_source(path, config)
+    first, lengths, sources, missing = None, array("q"), Counter[str](), list[int]()
+    for record, rendered in _rendered(path, schema, rows, model_path, config):
+        first = first or (_prompt_of(record, rendered), rendered.text)
+        if record.answer in (None, ""):
+            missing.append(len(lengths))
+        lengths.append(len(rendered.text if model_path is None else rendered.token_ids))
+        sources[record.source] += 1
+    assert first is not None, "a source has a row"
+    prompt, prompt_text = first
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="higher")
     over_long = None if model_path is None else sum(length > config.max_prompt_tokens for length in lengths)
-    sources = Counter(record.source for record in records)
-    missing = [index for index, record in enumerate(records) if record.answer in (None, "")]
-    first = _prompt_of(records[0], rendered[0])
-    reference, scored_as = reference_of(first)
+    reference, scored_as = reference_of(prompt)
     problem, scored = "", None
     try:
         if over_long == len(rows):
@@ -112,7 +115,7 @@ def check_file(
     except AsyncGRPOError as error:
         problem = str(error)
     else:
-        scored = None if score is None else score(first, reference)
+        scored = None if score is None else score(prompt, reference)
     if scored is not None and scored.failure is not None:
         problem = f"{path}: the ground truth of row 0, as a completion, could not be scored{_why(scored)}"
     return CheckReport(
@@ -126,9 +129,9 @@ def check_file(
         sources=dict(sources.most_common()),
         answers_missing=len(missing),
         first_missing=tuple(missing[:SHOWN_ROWS]),
-        prompt_text=rendered[0].text,
+        prompt_text=prompt_text,
         prompt_tokens=None if model_path is None else lengths[0],
-        answer="" if first.answer is None else str(first.answer),
+        answer="" if prompt.answer is None else str(prompt.answer),
         scored_answer=None if scored is None else reference,
         scored_as="" if scored is None else scored_as,
         score=scored,
@@ -149,16 +152,14 @@ def _prompt_of(record: Record, rendered: Rendered) -> Prompt:
 
 
 def _rendered(
-    path: str | Path, records: Sequence[Record], model_path: str | None, config: DataConfig
-) -> list[Rendered]:
-    """The prompts as the model would see them; without a model, the contents of their turns."""
+    path: str | Path, schema: Schema, rows: DataRows, model_path: str | None, config: DataConfig
+) -> Iterator[tuple[Record, Rendered]]:
+    """Each record with its prompt as the model would see it; without a model, the contents of its turns."""
     if model_path is None:
-        return [_without_template(record, config.system_prompt) for record in records]
-    tokenizer, longest = load_tokenizer(model_path, config.chat_template_kwargs), config.max_prompt_tokens
-    return [
-        render(tokenizer, record.messages, config.system_prompt, where=f"{path}, row {index}", longest=longest)
-        for index, record in enumerate(records)
-    ]
+        records = (schema.to_record(row, index) for index, row in enumerate(rows))
+        return ((record, _without_template(record, config.system_prompt)) for record in records)
+    tokenizer = load_tokenizer(model_path, config.chat_template_kwargs)
+    return rendered_rows(path, schema, rows, tokenizer, config)
 
 
 def _without_template(record: Record, system_prompt: str | None) -> Rendered:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.folder import RunFolder
     from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.config.memory import Card
+    from asyncgrpo.data.table import About
     from asyncgrpo.rewards import ConfiguredReward
     from asyncgrpo.tools.chaos import Plan
 
@@ -118,26 +119,13 @@ def check_inputs(config: Config) -> str:
 
 
 def _check_prompts(config: Config, reward: "ConfiguredReward | None") -> None:
-    from asyncgrpo.data.kept import look
-    from asyncgrpo.data.prompts import Checked, check_prompts
-    from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
+    from asyncgrpo.data.kept import check
 
-    tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
-    kept = look(config, Path(config.run.out))
-    stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
-    vocabulary = vocabulary_size(config.model.path)
-    splits = {"train": config.data.sources} | {name: (source,) for name, source in config.data.suites.items()}
-    for split, sources in splits.items():
-        limit = None if split == "train" else config.data.eval_rows
-        if split in kept:  # they passed this check before they were kept
-            about = kept[split].about
-            read = [Checked(about.num_rows, set(about.sources))]
-        else:
-            read = [check_prompts(s, tokenizer, config.data, vocabulary=vocabulary, limit=limit) for s in sources]
+    found = check(config, Path(config.run.out), lambda line: typer.echo(line, err=True))
+    for about in found.values():
         if reward is not None:
-            reward.check_sources(set().union(*(one.sources for one in read)))
-        if split == "train":
-            _check_step(config, sum(one.rows for one in read))
+            reward.check_sources(set(about.sources))
+    _check_step(config, found["train"].num_rows)
 
 
 def _check_step(config: Config, rows: int) -> None:
@@ -279,6 +267,7 @@ def preview(config: Config, algorithm: str | None = None, *, shown: Config | Non
 
 def _files(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
     from asyncgrpo.config.rules import local_model
+    from asyncgrpo.data.kept import is_lazy
     from asyncgrpo.data.prompts import load_prompts
     from asyncgrpo.data.tokenizer import load_tokenizer
 
@@ -292,7 +281,9 @@ def _files(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
     sources = [*config.data.sources, *config.data.suites.values()]
     for (split, name), source in zip(named, sources, strict=True):
         text = str(Path(name).absolute()) if is_file(name) else name
-        if tokenizer is not None:
+        if split == "train" and is_lazy(config):
+            text += ": rows are tokenised when they are due"
+        elif tokenizer is not None:
             limit = None if split == "train" else config.data.eval_rows
             loaded = load_prompts(source, split, tokenizer, config.data, limit=limit)
             text += f": {len(loaded):,} prompts, {loaded.dropped_too_long:,} longer than data.max_prompt_tokens"
@@ -380,7 +371,7 @@ def execute(
         _warm_up(config)
         from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
 
-        with session_beside(lambda: warm.call(_check, config, make), config) as (reward, table):
+        with session_beside(lambda: warm.call(_check, config, make), config) as (reward, table, checked):
             from asyncgrpo.cli.observe import observed
             from asyncgrpo.cluster.run import Run
             from asyncgrpo.data.kept import prepare_if_small
@@ -391,7 +382,7 @@ def execute(
             for line in (sizes, f"reward: {reward}", *filter(None, [table]), *standing.lines(config.run.out)):
                 say(line)
             record(config, folder, standing)
-            warm.call(prepare_if_small, config, folder.path)
+            warm.call(prepare_if_small, config, folder.path, checked)
             with_token = not is_loopback(config.cluster.bind)
             watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
             with watched, _screen(folder, console):
@@ -407,12 +398,18 @@ def _warm_up(config: Config) -> None:
         warm.begin(config.generators.engine, scratch.folder())
 
 
-def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str]:
-    """Make the files of a run, check it, and return what scores its completions and the table of its memory."""
+def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str, "dict[str, About]"]:
+    """Make the files of a run and check it.
+
+    Returns:
+        What scores the completions, the table of its memory, and what was found in data files.
+    """
+    from asyncgrpo.data.kept import checked
+
     with importing():
         if make is not None:
             make()
-        return check_run(config), memory_table(config)
+        return check_run(config), memory_table(config), checked
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.data.table import PromptTable
+from asyncgrpo.data.table import Prepared
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
 from asyncgrpo.importing import has_gpu, importing
 from asyncgrpo.journal.format import FORMAT, RunStarted
@@ -257,7 +257,7 @@ class BufferActor:
             self._eval_samples.close()
 
 
-def _recovered_buffer(setup: Setup, prompts: PromptTable, sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
+def _recovered_buffer(setup: Setup, prompts: Prepared, sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
     """The buffer as checkpoint and journal say, and the counts of the groups of earlier starts (`BufferReady`)."""
     config, state = setup.config, read_state(setup.checkpoint) if setup.checkpoint is not None else None
     source = PromptSource(

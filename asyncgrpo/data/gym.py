@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from asyncgrpo.config.explain import near
-from asyncgrpo.data.rows import one_line
+from asyncgrpo.data.reading import one_line
 from asyncgrpo.errors import ConfigError, DataError
 
 ROWS, SEED = 1000, 0

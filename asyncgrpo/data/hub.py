@@ -3,13 +3,14 @@
 An id is looked for in the cache of `datasets` where the hub cannot be reached.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncgrpo.config.explain import near
 from asyncgrpo.config.reach import go_offline, why_no_hub
-from asyncgrpo.data.rows import one_line, plain_value
+from asyncgrpo.data.reading import Rows, one_line, plain_value
 from asyncgrpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ PARAMETERS = ("split", "name", "revision")
 """What a source may say: `split` (without it `train`), the `name` of a configuration, and a `revision` of the hub."""
 
 
-def read(source: str, name: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
+def read(source: str, name: str, parameters: dict[str, str]) -> Rows:
     """The rows of one split. Rows of a hub id without `data_source` get the id, by which rules of rewards are chosen.
 
     Args:
@@ -33,7 +34,12 @@ def read(source: str, name: str, parameters: dict[str, str]) -> list[dict[str, A
     if not len(data):
         raise DataError(f"{source} holds no rows")
     origin = {} if Path(name).is_dir() else {"data_source": name}
-    return [origin | {key: plain_value(value) for key, value in row.items()} for row in data]
+
+    def read(begin: int, end: int) -> Iterator[dict[str, Any]]:
+        for row in data if end - begin == len(data) else (data[place] for place in range(begin, end)):
+            yield origin | {key: plain_value(value) for key, value in row.items()}
+
+    return Rows(len(data), read)
 
 
 def digest(source: str, name: str, parameters: dict[str, str]) -> str:

@@ -8,7 +8,8 @@ moment skips none: a prompt that was not done is issued again, one that was done
 import heapq
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,10 +20,10 @@ import numpy as np
 from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.data.curriculum import SOLVED_EVERY, Curriculum
 from asyncgrpo.data.mixing import Mixture
-from asyncgrpo.data.rows import Record, recognise
-from asyncgrpo.data.sources import read_source
+from asyncgrpo.data.rows import Record, Schema, recognise
+from asyncgrpo.data.sources import DataRows, read_source
 from asyncgrpo.data.table import PromptTable, TableBuilder, fingerprint_of
-from asyncgrpo.data.tokenizer import render, render_all
+from asyncgrpo.data.tokenizer import Rendered, render, render_all
 from asyncgrpo.errors import CheckpointError, ConfigError, DataError
 from asyncgrpo.types import Frozen, Prompt
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 256
 """Rows that are tokenised at once."""
+TELL_EVERY_S = 2.0
 
 
 def load_prompts(
@@ -56,28 +58,20 @@ def load_prompts(
     """
     builder = TableBuilder(split, config.max_prompt_tokens)
     for source in (sources,) if isinstance(sources, str | Path) else sources:
-        schema_name, records = _records(source, config, limit)
-        builder.begin_source(schema_name)
-        row = 0
-        while some := tuple(itertools.islice(records, AT_ONCE)):
-            rendered = render_all(
-                tokenizer,
-                [record.messages for record in some],
-                config.system_prompt,
-                where=[f"{source}, row {number}" for number in range(row, row + len(some))],
-                longest=config.max_prompt_tokens,
-            )
-            for record, (_, token_ids) in zip(some, rendered, strict=True):
-                builder.add(token_ids, record.prompt, record.answer, record.source, record.info)
-            row += len(some)
+        schema, rows = open_source(source, config)
+        builder.begin_source(schema.name)
+        for record, (_, token_ids) in rendered_rows(source, schema, itertools.islice(rows, limit), tokenizer, config):
+            builder.add(token_ids, record.prompt, record.answer, record.source, record.info)
         if not builder.prompts_of_source:
-            raise all_too_long(source, row, builder.longest_of_source, config)
+            count = len(rows) if limit is None else min(limit, len(rows))
+            raise all_too_long(source, count, builder.longest_of_source, config)
     return builder.table(stop_token_ids)
 
 
 class Checked(NamedTuple):
     """What `check_prompts` has read of a source."""
 
+    schema_name: str
     rows: int
     sources: set[str]
     """Every `data_source` of its rows."""
@@ -90,6 +84,7 @@ def check_prompts(
     *,
     vocabulary: int | None,
     limit: int | None = None,
+    tell: Callable[[str], object] = log.info,
 ) -> Checked:
     """Refuse what `load_prompts` would refuse of one source, but faster: every row is read, and few are tokenised.
 
@@ -99,22 +94,29 @@ def check_prompts(
     Args:
         vocabulary: size of the model's vocabulary, if it is known.
         limit: rows of the source to use, from its start; None: all.
+        tell: is given a line about the progress every few seconds.
     Raises:
         DataError: where `load_prompts` would raise it.
         ConfigError: the tokenizer gives tokens that the model does not have.
     """
-    _, records = _records(source, config, limit)
-    rendered, sources = set[tuple[str, ...]](), set[str]()
+    schema, rows = open_source(source, config)
+    count = len(rows) if limit is None else min(limit, len(rows))
+    rendered, sources = set[str | tuple[str, ...]](), set[str]()
     longest, fits, index, unanswered = 0, False, -1, list[int]()
-    for index, record in enumerate(records):
+    told_s = time.monotonic()
+    for index, row in enumerate(itertools.islice(rows, limit)):
+        if index % AT_ONCE == 0 and time.monotonic() > told_s + TELL_EVERY_S:
+            told_s = time.monotonic()
+            tell(f"{source}: {index:,} of {count:,} rows are checked")
+        record = schema.to_record(row, index)
         sources.add(record.source)
         if record.answer in (None, ""):
             unanswered.append(index)
-        roles = tuple(turn["role"] for turn in record.messages)
+        roles = "user" if isinstance(record.prompt, str) else tuple(turn["role"] for turn in record.prompt)
         if fits and roles in rendered:
             continue
         rendered.add(roles)
-        token_ids = _token_ids(source, index, record, tokenizer, config)
+        token_ids = token_ids_of(source, index, record, tokenizer, config)
         if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
             raise ConfigError(
                 f"{source}, row {index}: the tokenizer of model.path gives token {max(token_ids)}, but the vocabulary of "
@@ -125,22 +127,41 @@ def check_prompts(
     if not fits:
         raise all_too_long(source, index + 1, longest, config)
     if 0 < len(unanswered) <= index:
-        rows = ", ".join(map(str, unanswered[:10])) + ", ..." * (len(unanswered) > 10)
-        log.warning("%s: %d of %d rows have no answer: %s", source, len(unanswered), index + 1, rows)
-    return Checked(index + 1, sources)
+        which = ", ".join(map(str, unanswered[:10])) + ", ..." * (len(unanswered) > 10)
+        log.warning("%s: %d of %d rows have no answer: %s", source, len(unanswered), index + 1, which)
+    return Checked(schema.name, index + 1, sources)
 
 
-def _records(source: str | Path, config: DataConfig, limit: int | None) -> tuple[str, Iterator[Record]]:
-    """The name of the source's schema, and what its rows hold, one after the other."""
+def open_source(source: str | Path, config: DataConfig) -> tuple[Schema, DataRows]:
+    """Return the schema of a source and its rows. Raises ConfigError, DataError."""
     rows, columns = read_source(str(source), config.columns)
-    rows = rows[:limit]
-    schema = recognise(rows, columns, str(source))
-    return schema.name, (schema.to_record(row, index) for index, row in enumerate(rows))
+    return recognise(rows, columns, str(source)), rows
 
 
-def _token_ids(
+def rendered_rows(
+    source: str | Path,
+    schema: Schema,
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+) -> Iterator[tuple[Record, Rendered]]:
+    """Yield each row with its prompt as the model sees it; `AT_ONCE` are tokenised together."""
+    numbered = enumerate(rows)
+    while some := {index: schema.to_record(row, index) for index, row in itertools.islice(numbered, AT_ONCE)}:
+        rendered = render_all(
+            tokenizer,
+            [record.messages for record in some.values()],
+            config.system_prompt,
+            where=[f"{source}, row {index}" for index in some],
+            longest=config.max_prompt_tokens,
+        )
+        yield from zip(some.values(), rendered, strict=True)
+
+
+def token_ids_of(
     source: str | Path, index: int, record: Record, tokenizer: "PreTrainedTokenizerBase", config: DataConfig
 ) -> tuple[int, ...]:
+    """Return the token ids of a row; of one that is too long, more than `data.max_prompt_tokens` of the first ones."""
     where = f"{source}, row {index}"
     longest = config.max_prompt_tokens
     return render(tokenizer, record.messages, config.system_prompt, where=where, longest=longest).token_ids

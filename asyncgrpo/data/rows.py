@@ -1,179 +1,23 @@
-"""Reads a data file, in any of the field's schemas, as records of one kind.
+"""Reads a row, in any of the field's schemas, as a record of one kind.
 
-The extension decides the format: Parquet, JSON Lines or JSON (a list of objects, or {"data": [...]}). A `DataError` names
-the file, the line or row, and what was expected there.
-
-The first row decides the schema of the whole file. Files of verl, SkyRL, TRL, verifiers and the plain
-`{prompt, ground_truth, data_source}` are recognised; for other files the `data.columns` setting names the columns.
+A `DataError` names the file, the row and what was expected there. The first row decides the schema of the whole file. Files
+of verl, SkyRL, TRL, verifiers and the plain `{prompt, ground_truth, data_source}` are recognised; for other files the
+`data.columns` setting names the columns.
 """
 
-import base64
-import datetime
-import decimal
 import difflib
 import json
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncgrpo.data.reading import kind
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.wire.rollouts import PROMPT_BYTES
-
-# -- reading a file ----------------------------------------------------------------------------------------------------
-
-
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a file, at least one, in the file's order.
-
-    Values are those of JSON: Parquet's dates become ISO text, decimals become floats, and bytes become text (base64 where
-    they are not UTF-8).
-
-    Raises:
-        DataError: the file is missing, empty or broken, its extension is unknown, or a row is no object.
-    """
-    path = Path(path)
-    reader = _READERS.get(path.suffix.lower())
-    if not path.is_file():
-        raise DataError(_why_missing(path, known_extension=reader is not None))
-    if reader is None:
-        raise DataError(f"{path}: unknown extension {path.suffix!r}; expected {', '.join(_READERS)}")
-    if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty (0 bytes)")
-    rows = reader(path)
-    if not rows:
-        raise DataError(f"{path} holds no rows")
-    return rows
-
-
-def _why_missing(path: Path, *, known_extension: bool) -> str:
-    if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _READERS)
-        return f"{path} is a folder; give one file" + (f" of it: {', '.join(inside[:5])}" if inside else "")
-    if not known_extension and not path.parent.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        return (
-            f"{path} is no file; if it is a Hugging Face data set, write hf:{path} (docs/sources.md), or download it and "
-            "give its Parquet or JSONL file"
-        )
-    if not path.parent.is_dir():
-        return f"{path}: no such file, and no folder {path.parent}"
-    close = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_file()], n=3)
-    return f"{path}: no such file" + (f"; did you mean {' or '.join(close)}?" if close else "")
-
-
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        rows = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
-    return [{name: plain_value(value) for name, value in row.items()} for row in rows]
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line, object_pairs_hook=_object_of)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}, column {error.colno}: broken JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}: broken JSON: {_unreadable(error)}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: expected a JSON object, got {_kind(row)}")
-        rows.append(row)
-    return rows
-
-
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = json.loads(_text(path), object_pairs_hook=_object_of)
-    except json.JSONDecodeError as error:
-        hint = " (one object a line? then name the file .jsonl)" if error.msg == "Extra data" else ""
-        raise DataError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}{hint}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: broken JSON: {_unreadable(error)}") from error
-    if isinstance(content, dict) and isinstance(content.get("data"), list):
-        content = content["data"]
-    if not isinstance(content, list):
-        raise DataError(f'{path}: expected a list of objects or {{"data": [...]}}, got {_kind(content)}')
-    for index, row in enumerate(content):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, row {index}: expected a JSON object, got {_kind(row)}")
-    return content
-
-
-_READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
-    ".parquet": _read_parquet,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a key that it has twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        values = " and ".join(repr(value)[:40] for name, value in pairs if name == key)
-        raise ValueError(f"an object has the key {key!r} twice, with {values}")
-    return found
-
-
-def _unreadable(error: ValueError | RecursionError) -> str:
-    """Why JSON that is well formed is refused: an endless number, a key twice, or lists that are nested too deeply."""
-    return "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
-
-
-def plain_value(value: Any) -> Any:
-    """A value of Arrow, or of `datasets`, as one of JSON."""
-    if isinstance(value, dict):
-        return {str(key): plain_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_value(item) for item in value]
-    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    if isinstance(value, decimal.Decimal):
-        return float(value)
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return base64.b64encode(value).decode()
-    return value
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def one_line(error: Exception) -> str:
-    """The error's message on one line, at most 200 characters."""
-    return " ".join(str(error).split())[:200]
-
-
-# -- recognising the schema --------------------------------------------------------------------------------------------
 
 DataRow = Mapping[str, Any]
 Message = dict[str, Any]
@@ -185,10 +29,10 @@ _ANSWER_IS = f"an answer is spelt {', '.join(ANSWER_SPELLINGS)}, or mapped by da
 
 _MOST_BYTES = PROMPT_BYTES - 2**16
 """Limit on answer and info of a row. What remains of a message is for the prompt."""
+_encoder = msgspec.msgpack.Encoder()
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """One row, whatever its schema was."""
 
     prompt: str | list[Message]
@@ -231,14 +75,22 @@ class _Misfit(Exception):
 
 def _check_values(record: Record) -> None:
     """Raise _Misfit for a prompt without text, or an answer that is no number."""
-    if not any(message["content"].strip() for message in record.messages):
+    prompt = record.prompt
+    if _is_blank(prompt) if isinstance(prompt, str) else all(_is_blank(turn["content"]) for turn in prompt):
         raise _Misfit("its prompt is empty")
     if isinstance(record.answer, float) and not math.isfinite(record.answer):
         raise _Misfit(f"its answer is {record.answer}; write null where a row has none")
 
 
+def _is_blank(text: str) -> bool:
+    return not text or text.isspace()
+
+
 def _check_size(record: Record) -> None:
     """Raise _Misfit for a record that no message to a generator can hold."""
+    with suppress(UnicodeEncodeError, OverflowError):  # one encoding is enough for nearly all
+        if len(_encoder.encode((record.prompt, record.answer, record.source, record.info))) <= _MOST_BYTES:
+            return
     fields = {"prompt": record.prompt, "answer": record.answer, "source": record.source, "info": record.info}
     sizes = {name: _encoded_bytes(name, value) for name, value in fields.items()}
     if (beside := sizes["answer"] + sizes["info"]) > _MOST_BYTES:
@@ -247,7 +99,7 @@ def _check_size(record: Record) -> None:
 
 def _encoded_bytes(name: str, value: Any) -> int:
     try:
-        return len(msgspec.msgpack.encode(value))
+        return len(_encoder.encode(value))
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end]
         raise _Misfit(f"its {name} holds {half!r}, half of a surrogate pair, which is no text") from None
@@ -429,7 +281,7 @@ def _prompt(row: DataRow, column: str) -> str | list[Message]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        what = "an empty list" if value == [] else _kind(value)
+        what = "an empty list" if value == [] else kind(value)
         raise _Misfit(f"{column} is {what}; expected text or a list of chat turns, {{role: user, content: ...}}")
     for turn, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -450,7 +302,7 @@ def _required(row: DataRow, key: str, *, shown: str = "") -> Any:
 def _object(row: DataRow, key: str) -> DataRow:
     value = row.get(key)
     if not isinstance(value, dict):
-        problem = f"no {key}" if value is None else f"{key} is {_kind(value)}; expected an object with ground_truth"
+        problem = f"no {key}" if value is None else f"{key} is {kind(value)}; expected an object with ground_truth"
         raise _Misfit(f"{problem}; {_ANSWER_IS}")
     return value
 
@@ -458,7 +310,7 @@ def _object(row: DataRow, key: str) -> DataRow:
 def _source(row: DataRow, key: str) -> str:
     value = row.get(key)
     if isinstance(value, dict | list):
-        raise _Misfit(f"{key} is {_kind(value)}; expected text, by which a reward chooses its rule")
+        raise _Misfit(f"{key} is {kind(value)}; expected text, by which a reward chooses its rule")
     return "" if value is None else str(value)
 
 
@@ -473,7 +325,7 @@ def _info(row: DataRow, key: str) -> dict[str, Any]:
     if not value:
         return {}
     if not isinstance(value, dict):
-        raise _Misfit(f"{key} is {_kind(value)}; expected an object, or the JSON text of one")
+        raise _Misfit(f"{key} is {kind(value)}; expected an object, or the JSON text of one")
     return value
 
 

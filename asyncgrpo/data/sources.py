@@ -15,7 +15,7 @@ import xxhash
 
 from asyncgrpo.config.schema import is_file
 from asyncgrpo.data import gym, hub
-from asyncgrpo.data.rows import read_rows
+from asyncgrpo.data.reading import read_rows
 from asyncgrpo.errors import DataError
 
 DataRows = Sequence[Mapping[str, Any]]

@@ -63,6 +63,21 @@ class About(Frozen):
     """What the same tokenizer ends a completion with, so that a start with kept prompts needs no tokenizer."""
 
 
+def prompt_of(
+    prompt_id: str,
+    token_ids: tuple[int, ...],
+    prompt: str | list[dict[str, Any]],
+    answer: Any,
+    source: str,
+    info: dict[str, Any],
+) -> Prompt:
+    """Return the prompt of a row with this text or these turns."""
+    text, turns = (prompt, ()) if isinstance(prompt, str) else ("", tuple(prompt))
+    return Prompt(
+        prompt_id=prompt_id, token_ids=token_ids, text=text, turns=turns, answer=answer, source=source, info=info
+    )
+
+
 class _Header(Frozen):
     key: str
     split: str
@@ -72,7 +87,30 @@ class _Header(Frozen):
     digest: str
 
 
-class PromptTable(Sequence[Prompt]):
+class Prepared(Sequence[Prompt]):
+    """The prompts of a split, and what is known of their sources."""
+
+    about: About
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        if isinstance(index, slice):
+            return tuple(self._prompt(at) for at in range(len(self))[index])
+        return self._prompt(range(len(self))[index])  # raises IndexError
+
+    def _prompt(self, at: int) -> Prompt:
+        raise NotImplementedError
+
+    @property
+    def dropped_too_long(self) -> int:
+        """Rows that are no prompts, because they have too many tokens."""
+        return self.about.num_rows - len(self)
+
+
+class PromptTable(Prepared):
     """The prompts of a file, in its order, without those that are too long."""
 
     def __init__(self, split: str, columns: Columns, about: About) -> None:
@@ -82,36 +120,21 @@ class PromptTable(Sequence[Prompt]):
         """
         self._split, self._columns, self.about = split, columns, about
 
+    @classmethod
+    def without_prompts(cls, split: str, about: About) -> "PromptTable":
+        """Return a table that only says what is known of its sources."""
+        return cls(split, Columns(*(np.zeros(0, dtype) for dtype in _DTYPES.values())), about)
+
     def __len__(self) -> int:
         return len(self._columns.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        at = range(len(self))[index]
+    def _prompt(self, at: int) -> Prompt:
         columns = self._columns
         prompt, answer, source, info = msgspec.msgpack.decode(
             columns.records[columns.places[at] : columns.places[at + 1]].data
         )
-        turns = () if isinstance(prompt, str) else tuple(prompt)
-        return Prompt(
-            prompt_id=f"{self._split}/{columns.rows[at]}",
-            token_ids=tuple(columns.token_ids[columns.ends[at] : columns.ends[at + 1]].tolist()),
-            text="" if turns else prompt,
-            turns=turns,
-            answer=answer,
-            source=source,
-            info=info,
-        )
-
-    @property
-    def dropped_too_long(self) -> int:
-        """Rows of the file that are no prompts, because they have too many tokens."""
-        return self.about.num_rows - len(self)
+        token_ids = tuple(columns.token_ids[columns.ends[at] : columns.ends[at + 1]].tolist())
+        return prompt_of(f"{self._split}/{columns.rows[at]}", token_ids, prompt, answer, source, info)
 
     # -- in a file -----------------------------------------------------------------------------------------------------
 
@@ -296,7 +319,7 @@ class Fingerprint:
 
 def fingerprint_of(prompts: Sequence[Prompt]) -> str:
     """The fingerprint of these prompts; a table knows its own."""
-    if isinstance(prompts, PromptTable):
+    if isinstance(prompts, Prepared):
         return prompts.about.fingerprint
     fingerprint = Fingerprint()
     for prompt in prompts:

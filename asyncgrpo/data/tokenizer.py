@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncgrpo.config.reach import find_model
-from asyncgrpo.data.rows import one_line
+from asyncgrpo.data.reading import one_line
 from asyncgrpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -262,6 +262,9 @@ def _generation_config_stops(folder: Path) -> list[int]:
 
 def decoder(tokenizer: "PreTrainedTokenizerBase", *, keep_special: bool) -> Callable[[Sequence[int]], str]:
     """A function from token ids to text. People see special tokens (`keep_special`), rewards do not."""
+    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:  # the same text in half the time
+        backend = tokenizer.backend_tokenizer
+        return lambda token_ids: str(backend.decode(list(token_ids), skip_special_tokens=not keep_special))
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=not keep_special))

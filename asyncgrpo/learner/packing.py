@@ -106,11 +106,9 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
     assert all(g.prompt.token_ids for g in groups), (
         "a prompt without tokens gives its completion's first token no context"
     )
-    found = [
-        (number, group.group_id, rollout, _reward(rollout))
-        for number, group in enumerate(groups)
-        for rollout in group.rollouts
-    ]
+    given = [(number, group.group_id, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+    malformed = _are_malformed([rollout.completion for *_, rollout in given])
+    found = [(*one, math.nan if is_bad else _reward(one[2])) for one, is_bad in zip(given, malformed, strict=True)]
     greedy = {number: reward for number, _, r, reward in found if r.completion.index >= group_size}
     sampled = [entry for entry in found if entry[2].completion.index < group_size]
     usable = [entry for entry in sampled if not np.isnan(entry[3])]
@@ -137,21 +135,27 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         lengths=lengths,
         is_trained=is_trained,
         num_unusable=len(sampled) - len(usable),
-        num_malformed=sum(_is_malformed(rollout.completion) for _, _, rollout, _ in sampled),
+        num_malformed=sum(
+            is_bad and one[2].completion.index < group_size for one, is_bad in zip(given, malformed, strict=True)
+        ),
     )
 
 
 def _reward(rollout: Rollout) -> float:
     """NaN where the completion takes no part in training."""
     completion, value = rollout.completion, rollout.score.value
-    if value is None or not math.isfinite(value) or completion.finish_reason == "abort" or _is_malformed(completion):
+    if value is None or not math.isfinite(value) or completion.finish_reason == "abort":
         return math.nan
     return value
 
 
-def _is_malformed(completion: Completion) -> bool:
-    """Whether a number that came as a behaviour log-prob is none: not finite, above 0, or of what is never sampled."""
-    return not bool(((completion.logprobs >= LEAST_LOGPROB) & (completion.logprobs <= ROUNDING)).all())
+def _are_malformed(completions: Sequence[Completion]) -> list[bool]:
+    """True for each with a behaviour log-prob that is none: not finite, above 0, or of what is never sampled."""
+    logprobs = np.concatenate([np.zeros(0, np.float32), *(one.logprobs for one in completions)])
+    is_bad = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))
+    ends = np.cumsum([0, *(len(one.logprobs) for one in completions)])
+    before = np.concatenate([[0], np.cumsum(is_bad)])[ends]
+    return (before[1:] > before[:-1]).tolist()
 
 
 # -- rows of about equal size ------------------------------------------------------------------------------------------

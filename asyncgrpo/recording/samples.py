@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,8 @@ def samples_of(
 
 def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> tuple[str, list[tuple[int, int]]]:
     """The text of a completion, and the characters of it that an environment said."""
+    if not completion.observations:
+        return decode(completion.token_ids.tolist()), []
     first, *turns = np.split(completion.token_ids, [one.at for one in completion.observations])
     text, observed = decode(first.tolist()), []
     for one, turn in zip(completion.observations, turns, strict=True):
@@ -181,7 +183,7 @@ class SampleWriter:
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
         """Write the samples of a step (zstd), remove what is more than is to be kept, and return its path. Raises OSError."""
-        table = pa.Table.from_pylist([asdict(sample) for sample in samples], schema=SCHEMA)
+        table = pa.Table.from_pylist([vars(sample) for sample in samples], schema=SCHEMA)
         path = path_of(self.folder, step)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")

@@ -145,7 +145,7 @@ class Server:
         try:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # a poll costs as much as this
         except zmq.Again:
-            if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            if timeout_s <= 0 or not self._socket.poll(int(timeout_s * 1000)):
                 return None
             identity, *frames = self._socket.recv_multipart(copy=False)
         return identity.bytes.decode(errors="replace"), [frame.buffer for frame in frames]

@@ -1,31 +1,52 @@
 """The buffer loses nothing, trains nothing twice, and says what became of every group."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import MIN_GROUPS
 from asyncgrpo.buffer.groups import State, group_seed, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.journal.format import Dropped, JournalRecord
+from asyncgrpo.journal.log import InMemory
 from asyncgrpo.types import Discarded, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 GROUP_SIZE = 2
 
 
+class Recording(InMemory):
+    """A ledger that shows what it was told."""
+
+    def __init__(self) -> None:
+        self.records: list[JournalRecord] = []
+
+    def append(self, record: JournalRecord) -> None:
+        self.records.append(record)
+
+
 def prompts(count: int) -> tuple[Prompt, ...]:
     return tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1,)) for i in range(count))
 
 
-def make_buffer(count=12, per_step=2, max_lag=1, epochs=1, filters=False, **settings) -> Buffer:
+def make_buffer(
+    count=12, per_step=2, max_lag=1, epochs=1, filters=False, too_long=(), journal=None, **settings
+) -> Buffer:
+    """A buffer over `count` prompts, of which those in `too_long` have no tokens."""
     config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **({"admission": "eager"} | settings))
     algorithm = AlgorithmConfig(group_size=GROUP_SIZE, filter_zero_signal=filters)
-    source = PromptSource(prompts(count), seed=0, shuffle=True, epochs=epochs)
-    return Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
+    some = [
+        msgspec.structs.replace(one, token_ids=()) if i in too_long else one for i, one in enumerate(prompts(count))
+    ]
+    source = PromptSource(some, seed=0, shuffle=True, epochs=epochs)
+    return Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1, journal=journal)
 
 
 def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver:
@@ -68,6 +89,28 @@ def test_nothing_is_leased_before_the_first_publication_and_never_more_than_the_
     assert buffer.lease("g", 0.0) is None
     buffer.trained(v(0))
     assert len(lease_all(buffer)) == 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_without_tokens_was_too_long_and_is_dropped_for_good_when_it_is_due(policy):
+    too_long = set(range(12)) - {0, 3, 6, 9}
+    journal = Recording()
+    buffer = make_buffer(per_step=2, max_lag=0, epochs=2, policy=policy, too_long=too_long, journal=journal)
+    trained, leased = [], []
+    for version in range(4):
+        buffer.trained(v(version))
+        for lease in lease_all(buffer):
+            leased.append(lease.prompt.prompt_id)
+            assert buffer.accept(deliver(lease, version), b"") is None
+        trained += [entry.prompt_index for entry in buffer.take(v(version))]
+    buffer.trained(v(4))
+    assert buffer.lease("g", 0.0) is None and buffer.exhausted
+    assert Counter(leased) == dict.fromkeys(["train/0", "train/3", "train/6", "train/9"], 2)
+    assert (buffer.prompts_done, buffer.outcomes["trained"], buffer.outcomes["dropped_too_long"]) == (24, 8, 16)
+    assert buffer.outcomes["leased"] == 24
+    dropped = [record for record in journal.records if isinstance(record, Dropped)]
+    assert {record.reason for record in dropped} == {"too_long"} and all(record.is_final for record in dropped)
+    assert {record.prompt_index for record in dropped} | set(trained) == set(range(24))
 
 
 def test_a_batch_is_full_oldest_first_and_in_prompt_order():

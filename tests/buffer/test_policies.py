@@ -274,13 +274,14 @@ class AnyPolicy(RuleBasedStateMachine):
         per_step=st.integers(1, 3),
         max_lag=st.integers(0, 2),
         is_auto=st.booleans(),
+        too_long=st.sets(st.integers(0, 13), max_size=6),
     )
-    def start(self, policy, admission, per_step, max_lag, is_auto):
+    def start(self, policy, admission, per_step, max_lag, is_auto, too_long):
         self.policy, self.per_step, self.max_lag, self.count = policy, per_step, max_lag, 14
         self.is_auto = is_auto and policy in ("wait", "window", "drop")
         chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(min=0, max=max_lag)} if self.is_auto else {}
         settings = {"max_lag": max_lag, "policy": policy, "admission": admission, "max_attempts": 3} | chosen
-        self.buffer = make_buffer(self.count, per_step, **settings)
+        self.buffer = make_buffer(self.count, per_step, too_long=too_long, **settings)
         self.bounds: dict[str, int] = {}  # of every lease
         self.version = 0
         self.buffer.trained(v(0))
@@ -367,7 +368,7 @@ class AnyPolicy(RuleBasedStateMachine):
                 assert self.buffer.accept(spanning(lease, self.version), b"") is None
             self.step()
         assert self.buffer.exhausted
-        reasons = ("failed", "always_stale", "poison", "quarantined")
+        reasons = ("failed", "always_stale", "poison", "quarantined", "too_long")
         dropped = sum(self.buffer.outcomes[f"dropped_{reason}"] for reason in reasons)
         assert len(self.trained) == len(set(self.trained)) == self.count - dropped
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncgrpo.data.rows import read_rows
+from asyncgrpo.data.reading import read_rows
 from asyncgrpo.errors import DataError
 
 ROWS = [
@@ -32,15 +32,41 @@ def file(tmp_path):
 
 def test_all_formats_give_the_same_rows(tmp_path, file):
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    assert read_rows(tmp_path / "rows.parquet") == ROWS
-    assert read_rows(file("rows.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS))) == ROWS
-    assert read_rows(file("rows.json", json.dumps(ROWS))) == ROWS
-    assert read_rows(file("wrapped.json", json.dumps({"data": ROWS}))) == ROWS
+    assert list(read_rows(tmp_path / "rows.parquet")) == ROWS
+    assert list(read_rows(file("rows.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)))) == ROWS
+    assert list(read_rows(file("rows.json", json.dumps(ROWS)))) == ROWS
+    assert list(read_rows(file("wrapped.json", json.dumps({"data": ROWS})))) == ROWS
 
 
 def test_jsonl_may_have_blank_lines_a_byte_order_mark_and_odd_line_separators_in_strings(file):
     content = '\ufeff{"prompt": "a\u2028b"}\r\n\n{"prompt": "c"}\n'
-    assert read_rows(file("rows.jsonl", content)) == [{"prompt": "a\u2028b"}, {"prompt": "c"}]
+    assert list(read_rows(file("rows.jsonl", content))) == [{"prompt": "a\u2028b"}, {"prompt": "c"}]
+
+
+@pytest.mark.parametrize("count", [1, 3000])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_row_is_the_same_whether_it_is_asked_for_or_iterated(tmp_path, name, count):
+    rows = [{"prompt": "é" * (number % 1500), "n": number} for number in range(count)]
+    if name == "rows.jsonl":
+        (tmp_path / name).write_text("\n \n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name, row_group_size=700)
+    read = read_rows(tmp_path / name)
+    assert list(read) == rows and len(read) == count
+    assert [read[place] for place in range(count)] == rows and read[-1] == rows[-1]
+    with pytest.raises(IndexError):
+        read[count]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rows_in_use_stay_whatever_becomes_of_their_file(tmp_path, name):
+    if name == "rows.jsonl":
+        (tmp_path / name).write_text('{"prompt": "a"}\n{"prompt": "b"}')
+    else:
+        pq.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / name)
+    rows = read_rows(tmp_path / name)
+    (tmp_path / name).write_bytes(b"")
+    assert list(rows) == [{"prompt": "a"}, {"prompt": "b"}] and rows[1] == {"prompt": "b"}
 
 
 def test_parquet_values_become_what_json_can_hold(tmp_path):
@@ -98,7 +124,7 @@ def test_parquet_values_become_what_json_can_hold(tmp_path):
 def test_a_broken_file_is_named_with_the_place_and_what_was_expected(file, name, content, said):
     path = file(name, content)
     with pytest.raises(DataError) as caught:
-        read_rows(path)
+        list(read_rows(path))
     assert path in str(caught.value)
     assert said in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -108,7 +134,7 @@ def test_text_that_is_none_is_found_in_parquet(tmp_path):
     array = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
     pq.write_table(pa.table({"prompt": array}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet is not a readable Parquet file: .*utf-8"):
-        read_rows(tmp_path / "rows.parquet")
+        list(read_rows(tmp_path / "rows.parquet"))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
@@ -118,7 +144,7 @@ def test_a_file_that_may_not_be_read_is_named(file, name, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     monkeypatch.setattr(pq, "read_table", refuse)
     with pytest.raises(DataError, match=rf"{name}.*Permission denied"):
         read_rows(path)

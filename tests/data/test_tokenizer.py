@@ -1,11 +1,12 @@
 """The token ids of a prompt from its chat turns, and the tokens that end a completion."""
 
 import json
+import random
 import shutil
 
 import pytest
 
-from asyncgrpo.data.tokenizer import load_tokenizer, render, render_all, stop_token_ids, vocabulary_size
+from asyncgrpo.data.tokenizer import decoder, load_tokenizer, render, render_all, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 
 QUESTION = [{"role": "user", "content": "735"}]
@@ -132,3 +133,15 @@ def test_a_hub_id_out_of_reach_says_what_to_give_instead(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="nobody/nothing is neither a folder nor in the local Hugging Face cache"):
         load_tokenizer("nobody/nothing")
+
+
+@pytest.mark.parametrize("cleans_up", [False, True])
+@pytest.mark.parametrize("keep_special", [False, True])
+def test_text_is_what_the_tokenizer_itself_decodes(tokenizer, monkeypatch, keep_special, cleans_up):
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", cleans_up)
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    decode, draw = decoder(tokenizer, keep_special=keep_special), random.Random(0)
+    tokens = [*tokenizer.encode("a b , c ! d", add_special_tokens=False), tokenizer.eos_token_id]
+    for some in (tokens, [], *([draw.randrange(len(tokenizer)) for _ in range(50)] for _ in range(50))):
+        assert decode(tuple(some)) == tokenizer.decode(some, skip_special_tokens=not keep_special)
+    assert decode(tokens).startswith("a b, c! d" if cleans_up else "a b , c ! d")
