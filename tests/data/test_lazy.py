@@ -22,7 +22,7 @@ FITS = [i for i in range(200) if i % 7 <= 2]  # with two tokens of the chat temp
 @pytest.fixture(autouse=True)
 def every_file_is_large(monkeypatch):
     monkeypatch.setattr(kept, "SMALL_BYTES", 10)
-    monkeypatch.setattr(kept, "_checked", {})
+    monkeypatch.setattr(kept, "checked", {})
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_nothing_of_the_rows_is_kept_and_a_later_start_checks_nothing(config, tm
     prepare_if_small(config, tmp_path)
     (file,) = (tmp_path / "prompts").iterdir()
     assert file.stat().st_size < 500
-    monkeypatch.setattr(kept, "_checked", {})  # as in another process
+    monkeypatch.setattr(kept, "checked", {})  # as in another process
     monkeypatch.setattr(kept, "check_prompts", lambda *given, **named: pytest.fail("rows were checked again"))
     assert check(config, tmp_path, print)["train"].num_rows == 200
     assert len(prepare(config, tmp_path).train) == 200
