@@ -360,7 +360,7 @@ class Buffer:
         self.tokens["generated"] += num_tokens
         self.tokens["aborted"] += num_tokens
 
-    def take(self, version: PolicyVersion) -> list[GroupEntry] | None:
+    def take(self, version: PolicyVersion, now_s: float = 0.0) -> list[GroupEntry] | None:
         """The batch of the step that starts at `version`: P groups, as the policy chooses; None if it must wait.
 
         When no prompt is left, the last batch of the run may be smaller. Groups and leases that this step, or the one
@@ -371,10 +371,12 @@ class Buffer:
             return None
         self._give_up_what_is_late_for(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
+        ready = self._policy.available(waiting)
         if version != self._asked_at:
             self._asked_at, self.is_held_back = version, False
-            ready = self._policy.available(waiting)
-            self._admission.batch_asked(len(waiting) - ready, ready)
+            self._admission.batch_asked(len(waiting) - ready, ready, now_s)
+        if ready >= self._config.prompts_per_step:
+            self._admission.batch_ready(now_s)
         batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
         if batch is None:
             self.is_held_back = self._is_bound_to_wait
