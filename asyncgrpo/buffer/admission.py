@@ -264,7 +264,7 @@ class Fresh(Eager):
     STEPS = 12
     STEPS_IN_ORDER = 48
     """With `window`, where one group that takes long holds up all behind it: rarer ones must be foreseen."""
-    MISSED = 3
+    MISSED = 4
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
@@ -280,7 +280,7 @@ class Fresh(Eager):
     def wanted(self) -> int | None:
         if not self._right:
             return None
-        left_out = round(self.MISSED * len(self._right) / (self._right.maxlen or 1))
+        left_out = self.MISSED * len(self._right) // (self._right.maxlen or 1)
         return max(self._per_step, math.ceil(sorted(self._right)[-1 - left_out]))
 
     def batch_asked(self, in_flight: int, ready: int, now_s: float) -> None:
