@@ -39,6 +39,7 @@ For these two, `evict` is a second check: it would catch a generator that sample
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 from asyncgrpo.config.schema import BufferConfig
@@ -251,9 +252,10 @@ class Fresh(Eager):
     many more are trained in that time. A wait counts by the clock, so an engine that delivers a batch at once, a moment too
     late, asks for little. No model of lengths, tails or speeds is needed.
 
-    Idle time of the learner is traded for freshness: of the last `STEPS` steps, the `MISSED` that needed most are left out,
-    and the most of the others is kept under way. A single slow step changes nothing. A step that begins with more under way
-    than that is not counted: leases are held back then, and few in flight does not mean that few are needed.
+    Idle time of the learner is traded for freshness: the fewest are kept under way with which the learner would have waited
+    for `MAY_WAIT` of the last `STEPS` steps. That is the least w with Σ max(0, right - w) <= `MAY_WAIT` P `STEPS`. A short
+    wait changes nothing. A step that begins with more under way is not counted: leases are held back then, and few in
+    flight does not mean that few are needed.
 
     Where the generators cannot keep up, everything goes on as with `Eager`. So it does until the second request of a start,
     the first one before which a step was trained. The bound and its proof are untouched, for this only ever begins fewer
@@ -264,7 +266,8 @@ class Fresh(Eager):
     STEPS = 12
     STEPS_IN_ORDER = 48
     """With `window`, where one group that takes long holds up all behind it: rarer ones must be foreseen."""
-    MISSED = 4
+    MAY_WAIT = 0.05
+    """Share of a step that the learner may wait, as a mean over these steps."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
@@ -280,8 +283,9 @@ class Fresh(Eager):
     def wanted(self) -> int | None:
         if not self._right:
             return None
-        left_out = self.MISSED * len(self._right) // (self._right.maxlen or 1)
-        return max(self._per_step, math.ceil(sorted(self._right)[-1 - left_out]))
+        most_first = accumulate(sorted(self._right, reverse=True))
+        spare = self.MAY_WAIT * self._per_step * len(self._right)
+        return max(self._per_step, math.ceil(max((total - spare) / n for n, total in enumerate(most_first, 1))))
 
     def batch_asked(self, in_flight: int, ready: int, now_s: float) -> None:
         self._asked = in_flight, ready, now_s
