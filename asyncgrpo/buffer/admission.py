@@ -239,18 +239,18 @@ class Eager:
             ready: all others under way.
         """
 
-    def batch_ready(self, now_s: float) -> None:
-        """Note that P groups are ready. The first call after `batch_asked` counts."""
+    def batch_taken(self, now_s: float) -> None:
+        """Note that the learner has its batch."""
 
 
 class Fresh(Eager):
     """Begins a group just in time, so that the bound is insurance against the tail and not where the run operates.
 
     Each step shows how many groups under way would have been right for it. With F groups in flight when the learner asks
-    and P or more ready, F + P would have been: any more wait ready and grow old. Where fewer than P are ready, P groups for
-    the share of the step that the learner waits would have been right in addition to those under way: by Little's law so
-    many more are trained in that time. A wait counts by the clock, so an engine that delivers a batch at once, a moment too
-    late, asks for little. No model of lengths, tails or speeds is needed.
+    and P or more ready, F + P would have been: any more wait ready and grow old. Where the learner waits, P groups for its
+    share of the step would have been right in addition: by Little's law so many more are trained in that time. A wait
+    counts by the clock, so an engine that delivers a batch at once, a moment too late, asks for little. No model of
+    lengths, tails or speeds is needed.
 
     Idle time of the learner is traded for freshness: the fewest are kept under way with which the learner would have waited
     for `MAY_WAIT` of the last `STEPS` steps. That is the least w with Σ max(0, right - w) <= `MAY_WAIT` P `STEPS`. A short
@@ -274,10 +274,10 @@ class Fresh(Eager):
         in_order = POLICIES[config.policy].is_in_order
         self._right: deque[float] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
         """Groups under way that would have been right, at the last steps."""
-        self._asked: tuple[int, int, float] | None = None
-        """Arguments of the last `batch_asked`, until the batch is ready."""
-        self._ready_s: float | None = None
-        """Time at which the batch before was ready."""
+        self._asked = 0, 0, 0.0
+        """Arguments of the last `batch_asked`."""
+        self._taken_s: float | None = None
+        """Time of the last `batch_taken`."""
 
     @property
     def wanted(self) -> int | None:
@@ -290,12 +290,11 @@ class Fresh(Eager):
     def batch_asked(self, in_flight: int, ready: int, now_s: float) -> None:
         self._asked = in_flight, ready, now_s
 
-    def batch_ready(self, now_s: float) -> None:
-        if self._asked is None:
-            return
-        (in_flight, ready, asked_s), before_s = self._asked, self._ready_s
-        self._asked, self._ready_s = None, now_s
-        if before_s is None or (self.wanted is not None and in_flight + ready > self.wanted):
+    def batch_taken(self, now_s: float) -> None:
+        (in_flight, ready, asked_s), before_s = self._asked, self._taken_s
+        self._taken_s = now_s
+        is_over = self.wanted is not None and in_flight + ready > self.wanted
+        if before_s is None or is_over:
             return
         waited = (now_s - asked_s) / max(now_s - before_s, 1e-9)
         self._right.append(in_flight + min(ready, self._per_step) + self._per_step * waited)

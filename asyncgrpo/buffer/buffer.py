@@ -371,16 +371,15 @@ class Buffer:
             return None
         self._give_up_what_is_late_for(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
-        ready = self._policy.available(waiting)
         if version != self._asked_at:
             self._asked_at, self.is_held_back = version, False
+            ready = self._policy.available(waiting)
             self._admission.batch_asked(len(waiting) - ready, ready, now_s)
-        if ready >= self._config.prompts_per_step:
-            self._admission.batch_ready(now_s)
         batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
         if batch is None:
             self.is_held_back = self._is_bound_to_wait
             return None
+        self._admission.batch_taken(now_s)
         for entry in batch:
             assert entry.message is not None
             self._turn(entry, State.TAKEN)
@@ -479,9 +478,12 @@ class Buffer:
 
     @property
     def wanted(self) -> int | None:
-        """Groups that admission wants under way (leased or ready); None: as many as there are slots."""
+        """Groups that admission wants under way (leased or ready); None: as many as there are slots.
+
+        With a bound of one step no group gets older than that, so fewer would only make the learner wait.
+        """
         wanted = self._admission.wanted
-        return None if wanted is None else min(wanted, self.num_slots)
+        return None if wanted is None or self.max_lag <= 1 else min(wanted, self.num_slots)
 
     @property
     def exhausted(self) -> bool:
@@ -544,7 +546,7 @@ class Buffer:
         A prompt that stands before one that has begun was given back, or its group was lost with an earlier start. It is
         always needed, for under `window` the learner waits for it, however many others are ready.
         """
-        wanted = self._admission.wanted
+        wanted = self.wanted
         if wanted is None or self._in_state[State.LEASED] + self._in_state[State.READY] < wanted:
             return self._has_slot(self._prompts.next_ordinary_index if self._policy.is_in_order else None, behind)
         index = self._prompts.next_ordinary_index
