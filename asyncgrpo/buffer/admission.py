@@ -231,12 +231,13 @@ class Eager:
         """Groups to have under way (leased or ready); None: as many as there are slots."""
         return None
 
-    def batch_asked(self, in_flight: int, ready: int, now_s: float) -> None:
+    def batch_asked(self, in_flight: int, ready: int, now_s: float, slots: int) -> None:
         """Note that the learner asks for the batch of its next step.
 
         Args:
             in_flight: groups that are leased; with `window` those behind one that is leased too.
             ready: all others under way.
+            slots: groups that may be under way or in training.
         """
 
     def batch_taken(self, now_s: float) -> None:
@@ -268,13 +269,15 @@ class Fresh(Eager):
     """With `window`, where one group that takes long holds up all behind it: rarer ones must be foreseen."""
     MAY_WAIT = 0.05
     """Share of a step that the learner may wait, as a mean over these steps."""
+    STARVES = 0.25
+    """Where it waits for more, and all slots were taken, more groups would have been right than there are slots."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
         in_order = POLICIES[config.policy].is_in_order
         self._right: deque[float] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
         """Groups under way that would have been right, at the last steps."""
-        self._asked = 0, 0, 0.0
+        self._asked = 0, 0, 0.0, 0
         """Arguments of the last `batch_asked`."""
         self._taken_s: float | None = None
         """Time of the last `batch_taken`."""
@@ -287,17 +290,19 @@ class Fresh(Eager):
         spare = self.MAY_WAIT * self._per_step * len(self._right)
         return max(self._per_step, math.ceil(max((total - spare) / n for n, total in enumerate(most_first, 1))))
 
-    def batch_asked(self, in_flight: int, ready: int, now_s: float) -> None:
-        self._asked = in_flight, ready, now_s
+    def batch_asked(self, in_flight: int, ready: int, now_s: float, slots: int) -> None:
+        self._asked = in_flight, ready, now_s, slots
 
     def batch_taken(self, now_s: float) -> None:
-        (in_flight, ready, asked_s), before_s = self._asked, self._taken_s
+        (in_flight, ready, asked_s, slots), before_s = self._asked, self._taken_s
         self._taken_s = now_s
         is_over = self.wanted is not None and in_flight + ready > self.wanted
         if before_s is None or is_over:
             return
         waited = (now_s - asked_s) / max(now_s - before_s, 1e-9)
-        self._right.append(in_flight + min(ready, self._per_step) + self._per_step * waited)
+        right = in_flight + min(ready, self._per_step) + self._per_step * waited
+        is_full = in_flight + ready + self._per_step >= slots
+        self._right.append(slots if is_full and waited > self.STARVES else right)
 
 
 ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}

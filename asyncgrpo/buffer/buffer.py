@@ -374,7 +374,7 @@ class Buffer:
         if version != self._asked_at:
             self._asked_at, self.is_held_back = version, False
             ready = self._policy.available(waiting)
-            self._admission.batch_asked(len(waiting) - ready, ready, now_s)
+            self._admission.batch_asked(len(waiting) - ready, ready, now_s, self.num_slots)
         batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
         if batch is None:
             self.is_held_back = self._is_bound_to_wait
@@ -478,12 +478,9 @@ class Buffer:
 
     @property
     def wanted(self) -> int | None:
-        """Groups that admission wants under way (leased or ready); None: as many as there are slots.
-
-        With a bound of one step no group gets older than that, so fewer would only make the learner wait.
-        """
+        """Groups that admission wants under way (leased or ready); None: as many as there are slots."""
         wanted = self._admission.wanted
-        return None if wanted is None or self.max_lag <= 1 else min(wanted, self.num_slots)
+        return None if wanted is None else min(wanted, self.num_slots)
 
     @property
     def exhausted(self) -> bool:

@@ -390,10 +390,10 @@ def under_way(buffer: Buffer) -> int:
 
 
 def see_step(
-    fresh: Fresh, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0, is_held_back=False
+    fresh: Fresh, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0, slots: int = 1000
 ) -> int | None:
     """Return what is wanted after a step whose batch the learner asks for at `at_s`, and gets `wait_s` later."""
-    fresh.batch_asked(in_flight, ready, at_s)
+    fresh.batch_asked(in_flight, ready, at_s, slots)
     fresh.batch_taken(at_s + wait_s)
     return fresh.wanted
 
@@ -403,6 +403,16 @@ def begun_fresh(policy: str = "wait") -> Fresh:
     fresh = Fresh(BufferConfig(prompts_per_step=48, policy=policy))
     assert see_step(fresh, 0.0, in_flight=144, ready=0) is None, "no step was trained before the first request"
     return fresh
+
+
+def test_fresh_holds_nothing_back_where_the_learner_starves_with_all_slots_taken():
+    fresh, slots = begun_fresh(), 3 * 48
+    for number in range(1, 4):  # steps of 10 s, of which it waits 4
+        wanted = see_step(fresh, 10.0 * number, in_flight=60, ready=36, wait_s=4.0, slots=slots)
+    assert wanted == slots - 2, "all but those for which the learner may wait"
+    for number in range(4, 4 + Fresh.STEPS):
+        wanted = see_step(fresh, 10.0 * number, in_flight=30, ready=48, wait_s=0.0, slots=slots)
+    assert wanted == 78 - 2, "the slots are enough again"
 
 
 def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
