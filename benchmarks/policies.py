@@ -49,18 +49,21 @@ def main(argv: list[str] | None = None) -> None:
         "--train-s", nargs="+", type=float, default=[12.0], help="seconds of a step, on the virtual clock"
     )
     parser.add_argument("--slowest", nargs="+", type=float, default=[1.0], help=SLOWEST)
+    parser.add_argument("--generators", nargs="+", type=int, default=[4], help="on the virtual clock")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--real", action="store_true", help="real runs instead of the virtual clock")
     parser.add_argument("--out", type=Path, default=Path("runs/policies"), help="folder of the real runs")
     arguments = parser.parse_args(argv)
     logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
+    names = ("sigma", "train_s", "slowest", "generators", "max_lag", "policy", "admission")
     settings = itertools.product(
-        arguments.sigmas, arguments.train_s, arguments.slowest, arguments.lags, arguments.policies, arguments.admissions
-    )
-    for sigma, train_s, slowest, max_lag, policy, admission in settings:
-        how = {"policy": policy, "admission": admission, "train_s": train_s, "slowest": slowest, "sigma": sigma}
-        case = LongTail(max_lag, arguments.steps, 0, **how)
+        arguments.sigmas, arguments.train_s, arguments.slowest, arguments.generators, arguments.lags, arguments.policies,
+        arguments.admissions,
+    )  # fmt: skip
+    for values in settings:
+        how = dict(zip(names, values, strict=True))
+        case = LongTail(steps=arguments.steps, seed=0, **how)
         run = partial(whole_run, out=arguments.out) if arguments.real else virtual_run
         report("whole run" if arguments.real else "virtual clock", case, arguments.seeds, run)
 
@@ -69,7 +72,8 @@ def report(where: str, case: "LongTail", seeds: list[int], run: Callable[["LongT
     """One line: groups trained per second, and the medians of the other figures."""
     found = [run(replace(case, seed=seed)) for seed in seeds]
     medians = {name: rounded(statistics.median(one[name] for one in found), 3) for name in found[0] if name != "rate"}
-    fields = {name: getattr(case, name) for name in ("policy", "admission", "max_lag", "sigma", "train_s", "slowest")}
+    shown = ("policy", "admission", "max_lag", "sigma", "train_s", "slowest", "generators")
+    fields = {name: getattr(case, name) for name in shown}
     rates = [one["rate"] for one in found]
     show(line("groups trained per second", rates, "1/s", seed=seeds[0], where=where, **fields, **medians))
 

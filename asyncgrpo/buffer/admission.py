@@ -36,8 +36,10 @@ prompts that are not trained stand before its own, so it is trained at most L st
 For these two, `evict` is a second check: it would catch a generator that sampled with older weights than it claimed.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 from asyncgrpo.config.schema import BufferConfig
@@ -229,54 +231,78 @@ class Eager:
         """Groups to have under way (leased or ready); None: as many as there are slots."""
         return None
 
-    def batch_asked(self, in_flight: int, ready: int) -> None:
+    def batch_asked(self, in_flight: int, ready: int, now_s: float, slots: int) -> None:
         """Note that the learner asks for the batch of its next step.
 
         Args:
             in_flight: groups that are leased; with `window` those behind one that is leased too.
             ready: all others under way.
+            slots: groups that may be under way or in training.
         """
+
+    def batch_taken(self, now_s: float) -> None:
+        """Note that the learner has its batch."""
 
 
 class Fresh(Eager):
     """Begins a group just in time, so that the bound is insurance against the tail and not where the run operates.
 
-    When the learner asks for a batch, P groups should be ready, no more and no fewer. So with F groups in flight at that
-    moment, F + P groups under way would have been right: had there been fewer, some of the P would be missing; had there
-    been more, they would wait ready and grow old. It is Little's law, measured where it counts: F is what the time of a
-    group, its tail included, and the speed of the learner make it, and no model of either is needed. To lack groups costs
-    more than to have some too many, so the most that was right in the last `STEPS` steps is kept under way.
+    Each step shows how many groups under way would have been right for it. With F groups in flight when the learner asks
+    and P or more ready, F + P would have been: any more wait ready and grow old. Where the learner waits, P groups for its
+    share of the step would have been right in addition: by Little's law so many more are trained in that time. A wait
+    counts by the clock, so an engine that delivers a batch at once, a moment too late, asks for little. No model of
+    lengths, tails or speeds is needed.
 
-    It reacts at once to what takes longer: the ready ones are fewer than P by d then, and F + P is d above what was under
-    way. Since F itself still grows while groups are missing, d is added once more: a change is caught up with in half the
-    steps, and where nothing is missing it costs nothing. What gets quicker shows when the last high value is `STEPS` old.
+    Idle time of the learner is traded for freshness: the fewest are kept under way with which the learner would have waited
+    for `MAY_WAIT` of the last `STEPS` steps. That is the least w with Σ max(0, right - w) <= `MAY_WAIT` P `STEPS`. A short
+    wait changes nothing. A step that begins with more under way is not counted: leases are held back then, and few in
+    flight does not mean that few are needed.
 
-    Where the generators cannot keep up, F is all that they can hold, and everything goes on as with `Eager`. So it does
-    until the second request of a start, the first one before which a step was trained. The bound and its proof are
-    untouched, for this only ever begins fewer groups than the slots allow. A batch always comes: at least P are always
-    under way, and a prompt that others have overtaken begins however many there are.
+    Where the generators cannot keep up, everything goes on as with `Eager`. So it does until the second request of a start,
+    the first one before which a step was trained. The bound and its proof are untouched, for this only ever begins fewer
+    groups than the slots allow. A batch always comes: at least P are always under way, and a prompt that others have
+    overtaken begins however many there are.
     """
 
     STEPS = 12
     STEPS_IN_ORDER = 48
     """With `window`, where one group that takes long holds up all behind it: rarer ones must be foreseen."""
+    MAY_WAIT = 0.05
+    """Share of a step that the learner may wait, as a mean over these steps."""
+    STARVES = 0.25
+    """Where it waits for more, and all slots were taken, more groups would have been right than there are slots."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
         in_order = POLICIES[config.policy].is_in_order
-        self._right: deque[int] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
+        self._right: deque[float] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
         """Groups under way that would have been right, at the last steps."""
-        self._has_begun = False
+        self._asked = 0, 0, 0.0, 0
+        """Arguments of the last `batch_asked`."""
+        self._taken_s: float | None = None
+        """Time of the last `batch_taken`."""
 
     @property
     def wanted(self) -> int | None:
-        return max(self._right, default=None)
+        if not self._right:
+            return None
+        most_first = accumulate(sorted(self._right, reverse=True))
+        spare = self.MAY_WAIT * self._per_step * len(self._right)
+        return max(self._per_step, math.ceil(max((total - spare) / n for n, total in enumerate(most_first, 1))))
 
-    def batch_asked(self, in_flight: int, ready: int) -> None:
-        missing = max(0, self._per_step - ready)
-        if self._has_begun:
-            self._right.append(in_flight + self._per_step + missing)
-        self._has_begun = True
+    def batch_asked(self, in_flight: int, ready: int, now_s: float, slots: int) -> None:
+        self._asked = in_flight, ready, now_s, slots
+
+    def batch_taken(self, now_s: float) -> None:
+        (in_flight, ready, asked_s, slots), before_s = self._asked, self._taken_s
+        self._taken_s = now_s
+        is_over = self.wanted is not None and in_flight + ready > self.wanted
+        if before_s is None or is_over:
+            return
+        waited = (now_s - asked_s) / max(now_s - before_s, 1e-9)
+        right = in_flight + min(ready, self._per_step) + self._per_step * waited
+        is_full = in_flight + ready + self._per_step >= slots
+        self._right.append(slots if is_full and waited > self.STARVES else right)
 
 
 ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}

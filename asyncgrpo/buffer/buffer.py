@@ -362,7 +362,7 @@ class Buffer:
         self.tokens["generated"] += num_tokens
         self.tokens["aborted"] += num_tokens
 
-    def take(self, version: PolicyVersion) -> list[GroupEntry] | None:
+    def take(self, version: PolicyVersion, now_s: float = 0.0) -> list[GroupEntry] | None:
         """The batch of the step that starts at `version`: P groups, as the policy chooses; None if it must wait.
 
         When no prompt is left, the last batch of the run may be smaller. Groups and leases that this step, or the one
@@ -376,11 +376,12 @@ class Buffer:
         if version != self._asked_at:
             self._asked_at, self.is_held_back = version, False
             ready = self._policy.available(waiting)
-            self._admission.batch_asked(len(waiting) - ready, ready)
+            self._admission.batch_asked(len(waiting) - ready, ready, now_s, self.num_slots)
         batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
         if batch is None:
             self.is_held_back = self._is_bound_to_wait
             return None
+        self._admission.batch_taken(now_s)
         for entry in batch:
             assert entry.message is not None
             self._turn(entry, State.TAKEN)
@@ -544,7 +545,7 @@ class Buffer:
         A prompt that stands before one that has begun was given back, or its group was lost with an earlier start. It is
         always needed, for under `window` the learner waits for it, however many others are ready.
         """
-        wanted = self._admission.wanted
+        wanted = self.wanted
         if wanted is None or self._in_state[State.LEASED] + self._in_state[State.READY] < wanted:
             return self._has_slot(self._prompts.next_ordinary_index if self._policy.is_in_order else None, behind)
         index = self._prompts.next_ordinary_index

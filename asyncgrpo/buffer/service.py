@@ -593,7 +593,7 @@ class BufferService:
             return
         if self._batch is None and self._may_take and self._journal.is_blocked is None and not self._steer.is_paused:
             self._may_take = False
-            self._batch = self._buffer.take(self._take.version)
+            self._batch = self._buffer.take(self._take.version, now_s)
             if self._batch is not None and self._buffer.is_held_back:
                 self._held_back_s = now_s - self._asked_s
         if self._batch is not None and self._journal.is_blocked is None:  # so its manifest is written

@@ -26,11 +26,10 @@ The mean lag counts publications from a group's lease to its step. By Little's l
 
     where generation decides     M / B' + 1 − idle_l
     where the learner decides    `buffer.admission: eager`: max_lag, for every slot is filled
-                                 `fresh`: 1 + Σ p_k + 3.26 √(Σ p_k (1 − p_k) / B),   p_k = P(R > k T), k = 1, 2, ...
+                                 `fresh`: 1 + Σ p_k,   p_k = P(R > k T), k = 1, 2, ...
 
-and at most max_lag. `fresh` keeps B + F groups under way, F of them in flight when the learner asks, the most of twelve steps,
-which is 1.63 standard deviations above the mean; and where some were missing it adds these once more. So its lag is the steps
-that a group takes to generate, and not the bound.
+and at most max_lag. `fresh` keeps B + F groups under way, F of them in flight when the learner asks. So its lag is the steps
+that a group takes to generate, and not the bound. The learner may wait for 5 % of its time, which keeps the margin small.
 
 Sources: Little (1961) for M = R / T; the rest is worked out here, checked against `simulate.py` in tests/planner, and against
 runs in docs/tuning.md.
@@ -48,8 +47,6 @@ ROUNDS = 24
 DRAWN = 4096
 """Groups of which the time is drawn for the lag."""
 SMOOTH = 6
-MOST_OF_TWELVE = 1.63
-"""Expected largest of twelve normal variables, in standard deviations; `admission.Fresh.STEPS` is twelve."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +193,8 @@ def _fresh_lag(profile: Profile, running: float, step_s: float) -> tuple[float, 
     """Mean lag and its 99th percentile where generators begin groups just in time."""
     longest = profile.lengths.sample(DRAWN, profile.group_size).max(axis=1)
     steps = (longest * profile.decode.token_seconds(running) + profile.reward_s) / step_s
-    late = np.array([(steps > k).mean() for k in range(1, math.ceil(float(steps.max())) + 1)])
-    spare = 2 * MOST_OF_TWELVE * math.sqrt(float((late * (1 - late)).sum()) / profile.prompts_per_step)
-    return 1 + float(late.sum()) + spare, math.ceil(float(np.quantile(steps, 0.99)) + spare)
+    late = sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
+    return 1 + late, math.ceil(float(np.quantile(steps, 0.99)))
 
 
 def _prediction(

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -390,20 +390,30 @@ def under_way(buffer: Buffer) -> int:
     return buffer.count(State.LEASED) + buffer.count(State.READY)
 
 
-def fresh_step(buffer: Buffer, version: int, leases: list[Lease], *, done: int, room: int = 1000) -> None:
-    """One step of a learner that asks while all but the `done` oldest leases are in flight; generators hold `room`."""
-    for lease in leases[:done]:
-        assert buffer.accept(spanning(lease, version), b"") is None
-    del leases[:done]
-    if buffer.take(v(version)) is None:  # asked for, and not there yet
-        missing = buffer._config.prompts_per_step - buffer.count(State.READY)
-        for lease in leases[:missing]:
-            assert buffer.accept(spanning(lease, version), b"") is None
-        del leases[:missing]
-        assert buffer.take(v(version)) is not None
-    buffer.trained(v(version + 1))
-    while len(leases) < room and (lease := buffer.lease("g", 0.0)) is not None:
-        leases.append(lease)
+def see_step(
+    fresh: Fresh, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0, slots: int = 1000
+) -> int | None:
+    """Return what is wanted after a step whose batch the learner asks for at `at_s`, and gets `wait_s` later."""
+    fresh.batch_asked(in_flight, ready, at_s, slots)
+    fresh.batch_taken(at_s + wait_s)
+    return fresh.wanted
+
+
+def begun_fresh(policy: str = "wait") -> Fresh:
+    """Return an admission of P = 48 that has seen the first request of a start, at 0 s."""
+    fresh = Fresh(BufferConfig(prompts_per_step=48, policy=policy))
+    assert see_step(fresh, 0.0, in_flight=144, ready=0) is None, "no step was trained before the first request"
+    return fresh
+
+
+def test_fresh_holds_nothing_back_where_the_learner_starves_with_all_slots_taken():
+    fresh, slots = begun_fresh(), 3 * 48
+    for number in range(1, 4):  # steps of 10 s, of which it waits 4
+        wanted = see_step(fresh, 10.0 * number, in_flight=60, ready=36, wait_s=4.0, slots=slots)
+    assert wanted == slots - 2, "all but those for which the learner may wait"
+    for number in range(4, 4 + Fresh.STEPS):
+        wanted = see_step(fresh, 10.0 * number, in_flight=30, ready=48, wait_s=0.0, slots=slots)
+    assert wanted == 78 - 2, "the slots are enough again"
 
 
 def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
@@ -412,24 +422,63 @@ def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
     leases = lease_all(buffer)
     assert len(leases) == 9 * 4, "as many as there are slots: nothing is measured yet"
     for version in range(2 * Fresh.STEPS):  # whatever is leased is ready when the learner asks
-        fresh_step(buffer, version, leases, done=len(leases))
-    assert buffer._admission.wanted == under_way(buffer) == 4
+        for lease in leases:
+            assert buffer.accept(spanning(lease, version), b"") is None
+        assert step(buffer, version) is not None
+        leases = lease_all(buffer)
+    assert buffer.wanted == under_way(buffer) == 4
 
 
 def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
-    buffer = make_buffer(count=300, per_step=4, max_lag=20, admission="fresh")
-    buffer.trained(v(0))
-    leases = [buffer.lease("g", 0.0) for _ in range(8)]
-    wanted = []
-    for version in range(12):  # of a batch one group is ready in time: three are missing, and three more will be
-        fresh_step(buffer, version, leases, done=1, room=1000 if version else 8)
-        wanted.append(buffer._admission.wanted)
-    assert wanted[:4] == [None, 14, 20, 26], "no step was trained before the first request"
-    assert under_way(buffer) == buffer._admission.wanted <= 21 * 4
-    most = buffer._admission.wanted
-    for version in range(12, 12 + Fresh.STEPS):  # and now all of a batch are
-        fresh_step(buffer, version, leases, done=8 - buffer.count(State.READY))
-    assert 4 <= buffer._admission.wanted < most
+    """It keeps 2.4 groups less: with 48 groups a step, they are 5 % of it."""
+    fresh = begun_fresh()
+    assert see_step(fresh, 1.0, in_flight=60, ready=90) == 60 + 48 - 2
+    for second in range(2, 2 + Fresh.STEPS):
+        wanted = see_step(fresh, second, in_flight=10, ready=60)
+    assert wanted == 10 + 48 - 2
+
+
+def test_fresh_adds_a_batch_for_the_share_of_a_step_that_the_learner_waited():
+    fresh = begun_fresh()
+    assert see_step(fresh, 0.75, in_flight=64, ready=0, wait_s=0.25) == 64 + 48 * 0.25 - 2
+    assert see_step(fresh, 1.5, in_flight=28, ready=46, wait_s=0.5) == 74 + 48 * 0.5 - 4, "of which two were missing"
+
+
+def test_fresh_lets_the_learner_wait_for_a_twentieth_of_its_time():
+    fresh = begun_fresh()
+    for second in range(1, 13):
+        see_step(fresh, second, in_flight=0, ready=48)
+    for wait_s in (0.2, 0.2, 0.19):
+        second += 1
+        assert see_step(fresh, second, in_flight=48, ready=0, wait_s=wait_s) == 48
+    assert see_step(fresh, second + 1, in_flight=48, ready=0, wait_s=0.2) > 48
+
+
+@pytest.mark.parametrize("policy", ["wait", "window"])
+@given(steps=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0.0, 0.9)), min_size=1, max_size=60))
+def test_fresh_keeps_the_fewest_with_which_the_learner_would_have_waited_for_a_twentieth(policy, steps):
+    fresh, seen = begun_fresh(policy), []
+    before_s = 0.0
+    for second, (in_flight, ready, wait_s) in enumerate(steps, 1):
+        wait_s = wait_s if ready < 48 else 0.0
+        if fresh.wanted is None or in_flight + ready <= fresh.wanted:
+            seen.append(in_flight + min(ready, 48) + 48 * wait_s / (second + wait_s - before_s))
+        wanted, before_s = see_step(fresh, second, in_flight, ready, wait_s), second + wait_s
+    seen = seen[-(48 if policy == "window" else 12) :]
+    allowed = 0.05 * 48 * len(seen)
+    assert wanted >= 48 and sum(max(0.0, right - wanted) for right in seen) <= allowed + 1e-6
+    assert wanted == 48 or sum(max(0.0, right - wanted + 1) for right in seen) > allowed - 1e-6
+
+
+def test_fresh_learns_nothing_from_a_step_at_which_it_held_leases_back():
+    """Few are in flight then because none may begin, and not because few are needed."""
+    fresh = begun_fresh()
+    most = see_step(fresh, 1.0, in_flight=60, ready=200)
+    for second in range(2, 14):
+        assert see_step(fresh, second, in_flight=0, ready=150) == most
+    for second in range(14, 14 + Fresh.STEPS):
+        wanted = see_step(fresh, second, in_flight=0, ready=48)
+    assert wanted == 48
 
 
 def test_fresh_does_not_grow_while_the_generators_have_no_room():
@@ -437,16 +486,16 @@ def test_fresh_does_not_grow_while_the_generators_have_no_room():
     buffer = make_buffer(count=300, per_step=4, max_lag=20, admission="fresh")
     buffer.trained(v(0))
     leases = [buffer.lease("g", 0.0) for _ in range(6)]
-    for version in range(30):  # the generators hold six groups at most
+    for version in range(30):  # the generators hold six groups at most, and the learner waits for half of each step
         done = leases[:4]
         del leases[:4]
-        assert buffer.take(v(version)) is None
+        assert buffer.take(v(version), version) is None
         for lease in done:
             assert buffer.accept(spanning(lease, version), b"") is None
-        assert buffer.take(v(version)) is not None
+        assert buffer.take(v(version), version + 0.5) is not None
         buffer.trained(v(version + 1))
         leases += [buffer.lease("g", 0.0) for _ in range(6 - len(leases))]
-    assert buffer._admission.wanted == 6 + 4 + 4
+    assert buffer.wanted == 6 + 4 * 0.5, "and the fifth of a group that may be missing"
 
 
 def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready():
@@ -474,5 +523,7 @@ def test_under_window_a_group_behind_one_in_flight_counts_as_in_flight():
     assert step(buffer, 0) is not None
     for lease in [leases[2], *leases[4:]]:
         buffer.accept(spanning(lease, 0), b"")
-    assert buffer.take(v(1)) is None, "of its batch the second prompt is missing"
-    assert buffer._admission.wanted == 7 + 2 + 1, "all from that one on, a batch, and what is missing of it"
+    assert buffer.take(v(1), 1.0) is None, "of its batch the second prompt is missing"
+    buffer.accept(spanning(leases[3], 0), b"")
+    assert buffer.take(v(1), 2.0) is not None
+    assert buffer.wanted == 7 + 1 + 2 * 0.5, "all from that one on, the first, and a wait of half a step"
