@@ -254,13 +254,19 @@ def _expand(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Ten
     return key.index_select(0, segments.key_positions), value.index_select(0, segments.key_positions)
 
 
+def _as_wide(value: Tensor, key: Tensor) -> Tensor:
+    """Values with zeros up to the width of the keys, which is what these kernels take (MLA: keys of 192, values of 128)."""
+    return F.pad(value, (0, key.shape[-1] - value.shape[-1])) if value.shape[-1] < key.shape[-1] else value
+
+
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """The flash_attn package: causal is aligned to the last key, which is what a prefix needs."""
     function = flash_function()
     assert function is not None, "chosen only where it is installed"
-    key, value = _expand(key, value, segments)
+    width = value.shape[-1]
+    key, value = _expand(key, _as_wide(value, key), segments)
     lengths = (segments.queries, segments.keys, segments.longest_query, segments.longest_key)
-    return function(query, key, value, *lengths, softmax_scale=scale, causal=True)
+    return function(query, key, value, *lengths, softmax_scale=scale, causal=True)[..., :width]
 
 
 @cache
@@ -281,7 +287,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale
     """torch's own kernel of the same kind, for GPUs where flash_attn is not installed."""
     function = varlen_function()
     assert function is not None, "chosen only where it is installed"
-    key, value = _expand(key, value, segments)
+    width = value.shape[-1]
+    key, value = _expand(key, _as_wide(value, key), segments)
     heads, groups = query.shape[1], key.shape[1]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
     if heads != groups and "enable_gqa" in inspect.signature(function).parameters:
@@ -289,7 +296,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale
     elif heads != groups:  # torch 2.11
         key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
     lengths = (segments.queries, segments.keys, segments.longest_query, segments.longest_key)
-    return function(query, key, value, *lengths, **options)
+    return function(query, key, value, *lengths, **options)[..., :width]
 
 
 @cache

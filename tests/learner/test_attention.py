@@ -254,3 +254,20 @@ def test_varlen_repeats_keys_only_where_the_kernel_cannot_share_them(monkeypatch
     found = KERNELS["varlen"](query, key, value, segments, 0.25)
     torch.testing.assert_close(found, plain(visible(segments), 0.25)(query, key, value))
     assert set(given.values()) == {groups if has_gqa else heads}
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attention_2"])
+def test_kernels_that_need_equal_widths_get_values_with_zeros_and_return_their_own_width(monkeypatch, kernel):
+    """As in latent attention: keys of 12, values of 8."""
+    query, key, value = torch.randn(10, 4, 12), torch.randn(10, 4, 12), torch.randn(10, 4, 8)
+    segments = Segments.of([Family((0, 0), (0, 4)), Family((0, 4), (4, 7, 10))])
+
+    def equal_widths(q, k, v, *lengths, **options):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1], "the kernel's condition"
+        return attention._sdpa(q, k, v, replace(segments, key_positions=None), 0.3)
+
+    monkeypatch.setattr(attention, "varlen_function", lambda: equal_widths)
+    monkeypatch.setattr(attention, "flash_function", lambda: equal_widths)
+    found = KERNELS[kernel](query, key, value, segments, 0.3)
+    assert found.shape == value.shape
+    torch.testing.assert_close(found, KERNELS["sdpa"](query, key, value, segments, 0.3))
