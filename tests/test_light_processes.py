@@ -43,6 +43,18 @@ ready = BufferActor({{}}).start(setup)
 assert (ready.prompts, ready.dropped_too_long, ready.schema) == (8, 0, "plain"), ready
 """
 
+DRIVER = """
+import sys
+import asyncgrpo.cli.running
+import asyncgrpo.cli.demo
+import asyncgrpo.cluster.ray_session, asyncgrpo.cluster.run, asyncgrpo.cli.observe, asyncgrpo.recording.screen
+from asyncgrpo.cluster.wiring import uses_cuda
+from asyncgrpo.config.load import load_config
+from asyncgrpo.engines.installed import why_sglang_cannot_run
+assert not uses_cuda(load_config(None, ["model.path=x", "data.train=y", "learner.device=cpu"]))
+why_sglang_cannot_run()
+"""
+
 SAY = """
 import json, os
 print("HEAVY", json.dumps([name for name in {heavy} if name in sys.modules]), flush=True)
@@ -70,6 +82,10 @@ def test_a_command_that_only_looks_imports_nothing_heavy(tmp_path, arguments):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert heavy_in(COMMAND.format(arguments=", ".join(map(repr, arguments))), tmp_path) == []
+
+
+def test_a_driver_without_gpus_leaves_what_is_heavy_to_the_warm_process(tmp_path):
+    assert heavy_in(DRIVER, tmp_path) == []
 
 
 def test_the_buffer_of_a_run_whose_prompts_are_kept_needs_no_tokenizer(tmp_path):
