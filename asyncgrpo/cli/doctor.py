@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import sys
@@ -18,10 +19,17 @@ import typer
 
 from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
 from asyncgrpo.cores import cores
+from asyncgrpo.importing import has_gpu
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 
 GIB = 1024**3
+LEAST_DRIVER = {"13": (580, 65), "12": (525, 60)}
+"""By the major version of CUDA (NVIDIA's release notes of CUDA 12.0 and 13.0)."""
+LEAST_GLIBC = (2, 34)
+"""For the wheels of SGLang's kernels."""
+CONTAINER = "docker run --gpus all --ipc=host lmsysorg/sglang:latest"
+"""The image has driver libraries, compilers and kernels that fit each other."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_fit()
     yield check_gloo()
     yield check_nccl()
+    yield check_kernels()
     yield check_torch_engine()
     yield check_sglang()
     yield check_offline()
@@ -179,7 +188,21 @@ def check_cuda() -> Finding:
     if torch.version.cuda is None:
         fix = "pip install --force-reinstall torch"
         return Finding("GPUs", "failed", "there is a driver, but torch is built for the CPU", fix, needed=False)
+    driver, needs = driver_version(), LEAST_DRIVER.get(torch.version.cuda.partition(".")[0], (0, 0))
+    if driver is not None and driver < needs:
+        detail = f"the driver is {_dotted(driver)}, and CUDA {torch.version.cuda} of this torch needs {_dotted(needs)}"
+        return Finding("GPUs", "failed", detail, f"apt-get install nvidia-driver-{needs[0]}", needed=False)
     return Finding("GPUs", "failed", "there is a driver, but torch sees no device", "nvidia-smi", needed=False)
+
+
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> tuple[int, int] | None:
+    """The first two numbers of the version of NVIDIA's driver; None: unknown."""
+    found = re.search(r"Kernel Module\D*(\d+)\.(\d+)", file.read_text()) if file.is_file() else None
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def check_fit() -> Finding:
@@ -251,6 +274,24 @@ def check_nccl() -> Finding:
     except Exception as error:
         return Finding("nccl", "failed", _one_line(error), "NCCL_DEBUG=INFO asyncgrpo doctor", needed=False)
     return Finding("nccl", "ok", f"{version}, one rank reduced on cuda:0")
+
+
+def check_kernels(libc: str | None = None) -> Finding:
+    """What SGLang compiles its kernels with when it starts on a GPU: its wheels bring no compiler."""
+    if not has_gpu():
+        return Finding("kernels", "note", "nothing is compiled for a GPU")
+    libc = libc or os.confstr("CS_GNU_LIBC_VERSION") or "an unknown C library"
+    found = re.fullmatch(r"glibc (\d+)\.(\d+)", libc)
+    if found is None or (int(found[1]), int(found[2])) < LEAST_GLIBC:
+        detail = f"this system has {libc}, and SGLang's kernels need glibc {_dotted(LEAST_GLIBC)}"
+        return Finding("kernels", "failed", detail, CONTAINER, needed=False)
+    cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    there = {"nvcc": f"{cuda}/bin/nvcc", "ninja": "ninja", "c++": "c++"}
+    missing = [name for name, path in there.items() if not (shutil.which(name) or shutil.which(path))]
+    if missing:
+        detail = f"SGLang compiles kernels when it starts, and there is no {' and no '.join(missing)}"
+        return Finding("kernels", "failed", detail, CONTAINER, needed=False)
+    return Finding("kernels", "ok", "nvcc, ninja and c++ are there")
 
 
 def check_torch_engine() -> Finding:

@@ -77,3 +77,35 @@ def test_a_package_that_is_missing_or_broken_is_found(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     assert "does not import: OSError: libsomething.so is missing" in doctor.check_ray().detail
+
+
+@pytest.mark.parametrize(
+    ("libc", "there", "status", "says"),
+    [
+        ("glibc 2.31", ("nvcc", "ninja", "c++"), "failed", "glibc 2.34"),
+        ("glibc 2.36", ("ninja",), "failed", "no nvcc and no c++"),
+        ("glibc 2.36", ("nvcc", "ninja", "c++"), "ok", "nvcc"),
+    ],
+)
+def test_what_sglang_compiles_with_on_a_gpu_is_looked_for(monkeypatch, libc, there, status, says):
+    assert doctor.check_kernels().status == "note", "nothing is needed without a GPU"
+    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name in there else None)
+    found = doctor.check_kernels(libc)
+    assert found.status == status and says in found.detail and bool(found.fix) == (status == "failed")
+
+
+def test_a_driver_that_is_older_than_cuda_needs_is_named(monkeypatch, tmp_path):
+    import torch
+
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC\n"
+    )
+    assert doctor.driver_version(tmp_path / "version") == (535, 104)
+    monkeypatch.setattr(doctor, "driver_version", lambda: (535, 104))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = doctor.check_cuda()
+    assert (
+        found.status == "failed" and "the driver is 535.104, and CUDA 13.0 of this torch needs 580.65" in found.detail
+    )
