@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 import multiprocessing
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -345,9 +347,17 @@ def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
 def test_weights_may_come_in_many_buckets_of_either_kind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncgrpo.engines.sglang import weights
 
-    for change, (bucket, inline) in enumerate([(1, 1 << 20), (20_000, 0), (1 << 20, 0)]):
+    free = shutil.disk_usage("/dev/shm").free
+    ways = [
+        (1, 1 << 20, free),
+        (20_000, 0, free),
+        (1 << 20, 0, free),
+        (20_000, 0, 10_000),
+    ]  # the last: /dev/shm is full
+    for change, (bucket, inline, room) in enumerate(ways):
         monkeypatch.setattr(weights, "BUCKET_BYTES", bucket)
         monkeypatch.setattr(weights, "INLINE_BYTES", inline)
+        monkeypatch.setattr(weights.shutil, "disk_usage", lambda place, room=room: SimpleNamespace(free=room))
         rig.run(rig.load(change + 3))
         (completion,) = rig.run(rig.sample(PROMPT, max_tokens=20))
         rig.assert_logprobs(PROMPT, completion)

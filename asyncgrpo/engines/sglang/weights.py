@@ -172,7 +172,7 @@ def pack(tensors: Iterable[tuple[str, Tensor]], num_schedulers: int) -> Iterator
                 shared = _share(max(size, BUCKET_BYTES if ahead is not None else 0))
             target = shared[:size]
         content = {"flattened_tensor": target, "metadata": _copy_into(target, taken)}
-        serialize = pickle.dumps if size <= INLINE_BYTES else MultiprocessingSerializer.serialize
+        serialize = MultiprocessingSerializer.serialize if target.is_shared() else pickle.dumps
         yield PackedBucket([serialize(content) for _ in range(num_schedulers)], is_last=ahead is None)
 
 
@@ -193,11 +193,7 @@ def _aligned(size: int) -> int:
 
 
 def _share(size: int) -> Tensor:
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if size > free:
-        # Writing to shared memory that is full kills the process (SIGBUS), so check before.
-        raise EngineError(
-            f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} ({free / 2**20:.0f} MiB free); "
-            "give the container more, for example docker run --shm-size=2g"
-        )
-    return torch.empty(size, dtype=torch.uint8).share_memory_()
+    """[size] uint8 that other processes can map; where it does not fit, memory of this one, to travel inside the message."""
+    memory = torch.empty(size, dtype=torch.uint8)
+    # Writing to shared memory that is full kills the process (SIGBUS), so look before.
+    return memory.share_memory_() if size < shutil.disk_usage(SHARED_MEMORY).free else memory
