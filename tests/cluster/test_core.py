@@ -36,10 +36,9 @@ def start(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, "ray", ray)
         monkeypatch.setattr(module, "results", results)
         monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
-        core = Core(2, placement, watch)
-        config = load_config(None, ["model.path=m", "data.train=t", "cluster.stall_timeout_s=200"])
-        core.assign(Setup(config, Path("run"), 1, None, None, "", 1))
-        core.start(lambda: None)
+        settings = ["model.path=m", "data.train=t", "learner.ranks=2", "cluster.stall_timeout_s=200"]
+        setup = Setup(load_config(None, settings), Path("run"), 1, None, None, "", 1)
+        Core(setup, placement, watch).start(lambda: None)
 
     return begin
 

@@ -21,16 +21,11 @@ def setup_on(bind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     """What the driver tells the processes of a run."""
     told = []
 
-    class Cores:
-        def __init__(self, *_: object) -> None: ...
+    def core(setup: Setup, *_: object) -> None:
+        told.append(setup)
+        raise NoFurther
 
-        def next(self, setup: Setup) -> None:
-            told.append(setup)
-            raise NoFurther
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr(run, "Cores", Cores)
+    monkeypatch.setattr(run, "Core", core)
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), cluster=ClusterConfig(bind=bind))
     with pytest.raises(NoFurther):
         run.Run(config, RunFolder(folder), "")._keep_going(SimpleNamespace(), lambda text: None)  # type: ignore[arg-type]
