@@ -247,7 +247,7 @@ def test_speed_of_digests_and_deltas(capsys):
 def test_work_on_bytes_by_threads(capsys):
     weights_delta.main(["threads", "--mb", "1", "--rounds", "1", "--threads", "3"])
     found = [one["what"].partition(" ")[0] for one in lines(capsys.readouterr().out)]
-    assert found == ["copy", "digest", "compare", "apply", "sums"]
+    assert found == ["copy", "digest", "compare", "apply", "boxes"]
 
 
 def test_arithmetic_of_a_publication(capsys):

@@ -279,6 +279,8 @@ class Run:
                 core.drain("asked to stop")
                 self._events.write("drain", reason="asked to stop")
             time.sleep(POLL_S)
+        if status == "done":
+            self._end_phase("first step")  # it was the last one, too
         self._steering.has_trained()
         fleet.shut_down(SHUTDOWN_S)
         core.shut_down(SHUTDOWN_S)

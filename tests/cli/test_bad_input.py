@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,8 @@ def train(folder: Path, monkeypatch, capsys):
         raise Started
 
     monkeypatch.setattr("asyncgrpo.cluster.run.Run", start)
+    monkeypatch.setattr(running, "_warm_up", lambda config: None)  # the checks are made here, in this process
+    monkeypatch.setattr("asyncgrpo.cluster.ray_session.ray_session_of", lambda config: nullcontext())
     monkeypatch.setattr(running, "REWARD_IMPORT_S", 0.5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

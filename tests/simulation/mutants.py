@@ -35,6 +35,7 @@ from tests.simulation.faults import Outage
 
 MUTANTS: dict[str, Callable[[], list[Change]]] = dict(DISK_MUTANTS)
 SHOWN_UNDER: dict[str, dict[str, Any]] = {
+    "lag_from_newest_token": {"admission": "eager"},
     "raised_whatever_it_does": {"max_lag": "auto"},
     "window_counts_who_overtook": {"max_lag": "auto", "policy": "window"},
     "given_back_is_charged": {"outages": (Outage(0.0, 60.0, ""),)},
