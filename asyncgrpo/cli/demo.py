@@ -81,6 +81,9 @@ def demo(
     is_made = (folder / "model" / "config.json").exists()
     if not is_made:
         typer.echo(f"{'would make' if dry_run else 'making'} a small random Qwen3 and its task in {folder}")
+        if not dry_run:
+            seconds = 15 if config.generators.engine == "sglang" else 10
+            typer.echo(f"the first step takes about {seconds} s on two cores")
     if dry_run:
         with tempfile.TemporaryDirectory() as elsewhere:
             if not is_made:
