@@ -163,7 +163,7 @@ class Fence:
             clear: end and remove what is found, so that the next look finds only what is new.
         """
         deadline = time.monotonic() + within_s
-        while (processes := self.processes()) and time.monotonic() < deadline:
+        while ((processes := self.processes()) or self._is_tidied()) and time.monotonic() < deadline:
             time.sleep(0.3)
         found = {"processes": _command_lines(processes)}
         found["sessions"] = [path.name for path in sorted((self.root / "tmp").glob("**/session_2*")) if path.is_dir()]
@@ -181,6 +181,16 @@ class Fence:
             with contextlib.suppress(OSError):
                 total += (SHM / name).stat().st_blocks * 512
         return round(total / 1e6, 3)
+
+    def _is_tidied(self) -> bool:
+        """True while a command's janitor is at work here. It has no environment, so no mark."""
+        tmp = str(self.root / "tmp")
+        return any(
+            word.startswith(tmp)
+            for process in psutil.process_iter(["cmdline"])
+            if "scratch.py" in " ".join(process.info["cmdline"] or ())
+            for word in process.info["cmdline"]
+        )
 
     def _files(self) -> list[str]:
         """Files beside the work and beside what is Ray's, by their place in the fence, two folders deep."""
