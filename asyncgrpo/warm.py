@@ -216,6 +216,7 @@ def start_worker(arguments: list[str]) -> None:
         with contextlib.suppress(OSError, EOFError):
             worker.start()
             os._exit(0)
+        del os.environ[ADDRESS]  # else the worker would look for it in its turn
     os.execv(sys.executable, [sys.executable, str(Path(arguments[0]).with_name(_SETUP)), *arguments])
 
 
