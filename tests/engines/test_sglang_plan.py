@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncgrpo.engines.sglang.plan import Box, rest, trace
+from asyncgrpo.engines.sglang.plan import Box, left_by, rest, trace
 from asyncgrpo.engines.sglang.proof import PLAN, Held, Proof, listed, question
 
 Weights = dict[str, Tensor]
@@ -90,7 +90,10 @@ def test_a_plan_reads_and_writes_nothing_and_names_every_box(dtype):
         (Box("out", (0, 4), (12, 4)), "out"),
         (Box("head", (6, 0), (4, 12)), "head"),
     ]
-    assert {name: left.tolist() for name, left in rest(rank, parts).items()} == {"head": [0.0] * 24, "scale": [1.0] * 3}
+    assert {name: left.tolist() for name, left in rest(rank, left_by(rank, parts)).items()} == {
+        "head": [0.0] * 24,
+        "scale": [1.0] * 3,
+    }
 
 
 @dtypes
@@ -137,6 +140,17 @@ def test_tensors_that_a_loader_ignores_and_parameters_that_are_not_written_are_n
         rank.qk.data.copy_(torch.randn(6, 12))
     proof = engine.first(given)
     assert proof.nowhere == {"unknown"} and proof.do_not_follow == ["qk"], "a scale of ones is nobody's"
+
+
+def test_engines_whose_buffers_differ_have_other_checksums_unless_they_are_left_out():
+    one, other = Rank(0), Rank(0)
+    for rank, number in ((one, 1.0), (other, 2.0)):
+        rank.register_buffer("derived", torch.full((4,), number))
+    assert Held().checksum(one, ()) != Held().checksum(other, ())
+    assert Held().checksum(one, ["derived"]) == Held().checksum(other, ["derived"])
+    held = Held()
+    told = held.plan(one, question(list(weights().items())).removeprefix(PLAN))
+    assert told["others"] == "[]" and "derived" in held.checksum(one, ())
 
 
 class Skips(Rank):

@@ -80,23 +80,37 @@ def _trace_each(model: nn.Module, infos: list[Published]) -> tuple[list[Part], d
     return parts, untraced
 
 
-def rest(model: nn.Module, parts: Iterable[Part]) -> dict[str, Tensor]:
-    """The elements of parameters of which no part says anything, [n]; only parameters that have some."""
-    parameters = dict(model.named_parameters())
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+Left = dict[str, Tensor | None]
+"""By parameter, the elements of which no part says anything: their places [n] in it, flattened; None: all of them."""
+
+
+def left_by(model: nn.Module, parts: Iterable[Part]) -> Left:
+    """Find the elements of which no part says anything. Only parameters and buffers that have some are in the result."""
     by_parameter: dict[str, list[Part]] = {}
     for part in parts:
         by_parameter.setdefault(part.parameter, []).append(part)
-    left = {}
-    for name, parameter in parameters.items():
-        own = by_parameter.get(name, [])
-        if sum(prod(part.box.size) for part in own) == parameter.numel():
-            continue
-        is_left = torch.ones_like(parameter, dtype=torch.bool)
-        for part in own:
-            part.of(is_left).fill_(False)
-        if is_left.any():
-            left[name] = parameter.detach()[is_left]
+    left: Left = {}
+    for name, parameter in state(model).items():
+        own = by_parameter.get(name)
+        if own is None:
+            left[name] = None
+        elif sum(prod(part.box.size) for part in own) != parameter.numel():
+            is_left = torch.ones_like(parameter, dtype=torch.bool)
+            for part in own:
+                part.of(is_left).fill_(False)
+            left[name] = is_left.reshape(-1).nonzero()[:, 0]
     return left
+
+
+def rest(model: nn.Module, left: Left) -> dict[str, Tensor]:
+    """The elements of `left`, [n]."""
+    flat = {name: p.detach().reshape(-1) for name, p in state(model).items() if name in left}
+    return {name: flat[name] if places is None else flat[name][places] for name, places in left.items()}
 
 
 # -- tensors without elements ------------------------------------------------------------------------------------------
@@ -152,7 +166,8 @@ class _Tracer:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
+        held = reversed(state(model).items())  # a parameter comes before a buffer that shares its memory
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in held}
         self.device = next(model.parameters()).device
         self._shapes: dict[str, Shape] = {}
         self._joined: dict[str, list[tuple[Box, Box]]] = {}
@@ -169,7 +184,7 @@ class _Tracer:
         return Source(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), name, self)
 
     def note(self, target: Tensor, source: Source) -> None:
-        """`source` was to be copied into `target`, a view of a parameter. What is copied elsewhere is no part."""
+        """`source` was to be copied into `target`, a view of a parameter or a buffer. What is copied elsewhere is no part."""
         parameter = self._names.get(target.untyped_storage().data_ptr())
         if parameter is None:
             return

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asyncgrpo.engines.sglang.plan import Box, Part, Published, rest, trace
+from asyncgrpo.engines.sglang.plan import Box, Left, Part, Published, left_by, rest, state, trace
 from asyncgrpo.weights.boxes import box_digest
 from asyncgrpo.weights.threads import spread
 
@@ -34,6 +34,8 @@ class Held:
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
+        self._left: Left | None = None
+        """What is in no part; None: nobody has looked yet."""
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def plan(self, model: nn.Module, asked: str) -> dict[str, str]:
@@ -41,23 +43,26 @@ class Held:
         published: list[Published] = [(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(asked)]
         self._shapes = {name: shape for name, _, shape in published}
         self._parts, untraced = trace(model, published)
-        parameters = dict(model.named_parameters())
-        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parameters.items()}
+        self._left = left_by(model, self._parts)
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state(model).items()}
         made = [[*_plain(part.box), part.parameter, dtypes[part.parameter]] for part in self._parts]
-        others = [name for name, left in rest(model, self._parts).items() if not _is_constant(left)]
+        parameters = {name for name, _ in model.named_parameters()}  # what no tensor is written to may be a buffer
+        looked_at = {name: places for name, places in self._left.items() if name in parameters}
+        others = [name for name, values in rest(model, looked_at).items() if not _is_constant(values)]
         return {"parts": json.dumps(made), "untraced": json.dumps(untraced), "others": json.dumps(others)}
 
     def checksum(self, model: nn.Module, skipped: Iterable[str]) -> dict[str, str]:
-        """A digest of each part, and of the elements of each parameter that are in none."""
-        parameters, leave_out = dict(model.named_parameters()), set(skipped)
+        """A digest of each part, and of the elements of each parameter and buffer that are in none."""
+        tensors, leave_out = state(model), set(skipped)
         said = {}
         for number, part in enumerate(self._parts):
             box = part.box
-            values = part.of(parameters[part.parameter])
+            values = part.of(tensors[part.parameter])
             said[str(number)] = f"{box_digest(values, box.tensor, self._shapes[box.tensor], box.start):016x}"
-        for name, left in rest(model, self._parts).items():
-            if name not in leave_out:
-                said[name] = f"{box_digest(left.reshape(-1), name, (left.numel(),), (0,)):016x}"
+        if self._left is None:
+            self._left = left_by(model, [])
+        for name, values in rest(model, {n: at for n, at in self._left.items() if n not in leave_out}).items():
+            said[name] = f"{box_digest(values, name, (len(values),), (0,)):016x}"
         return said
 
 
@@ -67,8 +72,7 @@ def _plain(box: Box) -> tuple[Any, ...]:
 
 def _is_constant(values: Tensor) -> bool:
     """True of padding and of scales that no checkpoint has."""
-    flat = values.reshape(-1)
-    return bool((flat == flat[0]).all())
+    return bool((values == values[0]).all())
 
 
 # -- in the generator --------------------------------------------------------------------------------------------------
