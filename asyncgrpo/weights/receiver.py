@@ -293,10 +293,11 @@ class Receiver:
         def pieces() -> Iterator[tuple[int, int]]:
             for start, end in layout.slices(offer.piece_bytes):
                 piece = staging.flat[start:end]
-                there = piece if group.device.type == "cpu" else torch.empty_like(piece, device=group.device)
-                group.broadcast(there)
-                if there is not piece:
-                    piece.copy_(there)
+                with group.beside():
+                    there = piece if group.device.type == "cpu" else torch.empty_like(piece, device=group.device)
+                    group.broadcast(there)
+                    if there is not piece:
+                        piece.copy_(there)
                 yield start, end
 
         return digest_pieces(staging.flat, pieces())
