@@ -26,6 +26,12 @@ _OURS = "asyncgrpo setup"
 _INVISIBLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 
 
+def say_warnings() -> None:
+    """Print warnings as `warning: ...` to stderr in a process that has not called `setup`."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
+
+
 def visible(text: str) -> str:
     """`text` with control characters (an escape sequence could rewrite the terminal) shown as `\\x1b`."""
     return _INVISIBLE.sub(lambda match: _escaped(ord(match[0])), text)

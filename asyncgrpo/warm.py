@@ -12,7 +12,6 @@ whose libraries cannot be forked, and on a Ray cluster. Only the standard librar
 
 import atexit
 import contextlib
-import logging
 import multiprocessing
 import os
 import runpy
@@ -121,8 +120,6 @@ def _is_alive() -> bool:
 
 
 def _reply(writer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     result = error = None
     try:
         result = function(*args)

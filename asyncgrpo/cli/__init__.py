@@ -6,7 +6,6 @@ Commands import heavy packages when they run, so that `asyncgrpo --help` is quic
 """
 
 import errno
-import logging
 import os
 import sys
 from typing import Annotated
@@ -17,7 +16,7 @@ from asyncgrpo import __version__
 from asyncgrpo.cli import audit, checkpoints, config, control, data, demo, doctor, plan, replay, samples, train
 from asyncgrpo.cli.output import shorten
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.logs import visible
+from asyncgrpo.logs import say_warnings, visible
 
 
 def _dashes(name: str) -> str:
@@ -75,8 +74,7 @@ _OF_THE_PATH = frozenset(
 
 def main() -> None:
     """Entry point of the `asyncgrpo` script. The exit code is 0 only for success, and 130 after Ctrl-C."""
-    if logging.lastResort is not None:  # prints warnings until a run sets its logging up
-        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
+    say_warnings()
     try:
         app(prog_name="asyncgrpo")
     except AsyncGRPOError as error:

@@ -8,11 +8,13 @@ import os
 os.setpgrp()  # Ctrl-C and the end of a terminal are for the driver
 
 from asyncgrpo.importing import QUIET, importing  # noqa: E402
+from asyncgrpo.logs import say_warnings  # noqa: E402
 from asyncgrpo.warm import ENGINE  # noqa: E402
 
 for _name, _text in {**QUIET, "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}.items():
     os.environ.setdefault(_name, _text)
 
+say_warnings()
 with importing():
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM  # noqa: F401
 
