@@ -29,7 +29,7 @@ LEAST_DRIVER = {"13": (580, 65), "12": (525, 60)}
 LEAST_GLIBC = (2, 34)
 """For the wheels of SGLang's kernels."""
 CONTAINER = "docker run --gpus all --ipc=host lmsysorg/sglang:latest"
-"""The image has driver libraries, compilers and kernels that fit each other."""
+"""SGLang's own image. It was not tried here."""
 
 
 @dataclass(frozen=True)

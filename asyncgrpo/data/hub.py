@@ -35,11 +35,11 @@ def read(source: str, name: str, parameters: dict[str, str]) -> Rows:
         raise DataError(f"{source} holds no rows")
     origin = {} if Path(name).is_dir() else {"data_source": name}
 
-    def read(begin: int, end: int) -> Iterator[dict[str, Any]]:
+    def some(begin: int, end: int) -> Iterator[dict[str, Any]]:
         for row in data if end - begin == len(data) else (data[place] for place in range(begin, end)):
             yield origin | {key: plain_value(value) for key, value in row.items()}
 
-    return Rows(len(data), read)
+    return Rows(len(data), some)
 
 
 def digest(source: str, name: str, parameters: dict[str, str]) -> str:

@@ -5,9 +5,9 @@
 `bits` are those of an element as a whole number, R and C odd numbers that a hash draws for each place. The columns are the last
 dimension, the rows all others. So who holds some boxes computes their digests where they lie, without the rest.
 
-What it finds: any change of one element for certain, since its factor is odd; elements at the place of others, in another
-order, or of another version all but about once in 2^64 (they would have to cancel under factors that nobody chose). It is no
-protection against an adversary.
+What it finds: any change of one element for certain, since its factor is odd. Several changes go unseen if they cancel under
+factors that nobody chose: about once in 2^64, in 2^49 where only signs of 16-bit numbers change, and in 2^33 where only signs
+of 32-bit numbers do, since their bits are then multiples of 2^15 and 2^31. It is no protection against an adversary.
 """
 
 from itertools import product
