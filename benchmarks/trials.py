@@ -84,6 +84,7 @@ class Fence:
         self.kill_all()
         self._over.set()
         self._watch.join()
+        self._clear(tuple(self._shared))
         shutil.rmtree(self.root, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:

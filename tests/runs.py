@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -106,6 +106,16 @@ def left_behind(mark: Path) -> list[str]:
         with contextlib.suppress(psutil.Error):
             lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
     return lines
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> list[Path]:
+    """The files in /dev/shm that these processes have mapped, by their inodes: a semaphore is mapped before it has its name."""
+    inodes = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            inodes |= {int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/" in line}
+    return [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes]
 
 
 def replay(folder: Path, *arguments: str) -> tuple[int, dict]:

@@ -28,6 +28,7 @@ from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling
 from asyncgrpo.weights.check import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
+from tests.runs import shared_memory
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.slow
@@ -101,10 +102,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_process(folder:
 
 
 def test_what_a_killed_engine_would_leave_bears_our_mark(rig: Rig) -> None:
-    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in psutil.Process().children(recursive=True)]
-    # By their inodes: a semaphore is mapped before it has its name.
-    inodes = {int(line.split()[4]) for line in "".join(maps).splitlines() if "/dev/shm/" in line}
-    shared = [path.name for path in scratch.SHARED_MEMORY.iterdir() if path.stat().st_ino in inodes]
+    shared = [path.name for path in shared_memory(psutil.Process().children(recursive=True))]
     assert any(name.startswith("sem.") for name in shared) and any(name.startswith("sglang_") for name in shared)
     assert [name for name in shared if scratch.mark() not in name] == []
     assert any(path.is_socket() for path in scratch.folder().iterdir())

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
+from tests.runs import shared_memory
+
 
 @contextmanager
 def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
@@ -34,9 +38,14 @@ def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
             time.sleep(0.5)
         yield address
     finally:
-        with suppress(ProcessLookupError):
+        shared: list[Path] = []
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            own = psutil.Process(server.pid)
+            shared = shared_memory([own, *own.children(recursive=True)])  # killed, they leave it
             os.killpg(server.pid, 9)
         server.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
 
 
 def _serves(address: str) -> bool:
