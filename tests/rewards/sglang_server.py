@@ -39,9 +39,10 @@ def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
         yield address
     finally:
         shared: list[Path] = []
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        with suppress(psutil.NoSuchProcess):
             own = psutil.Process(server.pid)
             shared = shared_memory([own, *own.children(recursive=True)])  # killed, they leave it
+        with suppress(ProcessLookupError):
             os.killpg(server.pid, 9)
         server.wait()
         for path in shared:
