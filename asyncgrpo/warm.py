@@ -58,6 +58,7 @@ def begin(engine: str, folder: Path) -> None:
     os.environ[ENGINE] = engine
     _server.set_forkserver_preload([_PRELOAD])
     _server.ensure_running()
+    _server.ensure_running = lambda: None  # a lost one is not replaced: workers of Ray would not find the new one
     os.environ[ADDRESS] = _server._forkserver_address
 
 
@@ -74,6 +75,7 @@ def end() -> None:
         with contextlib.suppress(ProcessLookupError):
             kill(_server._forkserver_pid, signal.SIGKILL)
     _server._stop()
+    del _server.ensure_running
 
 
 class Lost(ChildProcessError):
@@ -111,8 +113,8 @@ def call(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def _is_alive() -> bool:
-    """True unless the warm process, which this one has started, ends within a moment."""
-    for _ in range(20):
+    """True unless the warm process, which this one has started, ends within a second."""
+    for _ in range(100):
         if os.waitid(os.P_PID, _server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return False
         time.sleep(0.01)

@@ -63,11 +63,14 @@ def test_a_fork_that_dies_is_said_in_a_sentence(begun):
         warm.call(os._exit, 3)
 
 
-def test_a_call_is_made_here_if_the_warm_process_has_died(tmp_path: Path):
+@pytest.mark.parametrize("gone", [True, False], ids=["it is gone", "it is ending"])
+def test_a_call_is_made_here_if_the_warm_process_was_killed(gone: bool, tmp_path: Path):
     """In a process of its own, as a process has one fork server."""
     script = (
         "import os, pathlib, signal; from asyncgrpo import warm; from multiprocessing import forkserver;"
-        f"warm.begin('torch', pathlib.Path({str(tmp_path)!r})); os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL);"
+        f"warm.begin('torch', pathlib.Path({str(tmp_path)!r})); warm_pid = forkserver._forkserver._forkserver_pid;"
+        "os.kill(warm_pid, signal.SIGKILL);"
+        f"{gone} and os.waitid(os.P_PID, warm_pid, os.WEXITED | os.WNOWAIT);"
         "assert warm.call(os.getpid) == os.getpid() and not warm.is_on()"
     )
     subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
