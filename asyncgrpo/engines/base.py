@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling, VersionSpan
+from asyncgrpo.weights.arena import SharedTensors
 
 # -- the protocol ------------------------------------------------------------------------------------------------------
 
@@ -268,6 +269,8 @@ class EngineBase(Generic[R]):
         self._require_running()
         try:
             await self._load(tensors, version, keep_kv=keep_kv, partial=partial)
+            if isinstance(tensors, SharedTensors):
+                tensors.require_intact()
         except BaseException as error:
             failure = EngineError(f"weights {version} cannot be loaded: {str(error) or type(error).__name__}")
             self._fail(failure)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncgrpo.errors import WeightsError
+from asyncgrpo.types import TensorInfo
 
 # -- the merge ---------------------------------------------------------------------------------------------------------
 
@@ -181,8 +182,13 @@ class AdapterMerger:
         self._base: BaseWeights | None = None
         self._checked: tuple[str, tuple[str, ...]] | None = None
 
-    def merge(self, tensors: Sequence[tuple[str, Tensor]], base: str) -> list[tuple[str, Tensor]]:
-        """Merge adapters on their device. Returns whole weights on the CPU by their names on disk, one for each adapter.
+    def layout(self, tensors: Sequence[tuple[str, Tensor]]) -> list[TensorInfo]:
+        """What `merge` makes of these adapters."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return [TensorInfo(name=name, shape=(len(up), down.shape[1]), dtype=dtype) for name, up, down in pairs(tensors)]
+
+    def merge(self, tensors: Sequence[tuple[str, Tensor]], base: str) -> Iterator[tuple[str, Tensor]]:
+        """Merge adapters on their device. Returns whole weights by their names on disk, one for each adapter.
 
         Args:
             tensors: as `learner.publishing.PublishedAdapters` publishes them, in its order.
@@ -193,7 +199,8 @@ class AdapterMerger:
         adapters = list(pairs(tensors))
         self._base = self._base or BaseWeights(self._path)
         self._check(base, tuple(name for name, _, _ in adapters))
-        return [(name, merge(self._base.tensor(name), up, down, self._dtype).to("cpu")) for name, up, down in adapters]
+        base_of = self._base.tensor
+        return ((name, merge(base_of(name), up, down, self._dtype)) for name, up, down in adapters)
 
     def _check(self, base: str, names: tuple[str, ...]) -> None:
         """Compare the base with the learner's, once: its files are not expected to change below a running engine."""

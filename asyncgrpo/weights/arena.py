@@ -1,8 +1,11 @@
 """Where a publication lies: every tensor at a fixed place of one flat run of bytes, in memory that processes share.
 
 The learner has two such arenas in one file in memory, and a page of flags behind them. It writes its weights into one while
-generators still read the other. Generators on the same machine map the file and copy out of it, each when it likes; to others
-its bytes are broadcast. Each generator keeps what it received in a `Staging`, whose pages SGLang's processes map in their turn.
+generators still read the other. Engines on the same machine map the file and load out of it, each when it likes. To others its
+bytes are broadcast; each of those keeps what it received in a `Staging`, a file of the same kind, which its engine maps.
+
+An arena is not written while an engine that answers reads it. One that was given up may wake in the middle of a read: so the
+learner counts behind the arenas how often it has begun to write each, and who has read compares.
 """
 
 import contextlib
@@ -10,7 +13,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -87,32 +90,42 @@ def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> s
 
 
 class Arenas:
-    """The learner's two arenas, [num_bytes] uint8 each."""
+    """Memory of a publication, `count` times [num_bytes] uint8. Where it fits into shared memory, other processes map it."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, count: int = SLOTS) -> None:
         """Make them in shared memory; where they do not fit, in memory of this process alone."""
         self.layout = layout
         self.file = ""
         """Name of their file in memory; empty: no other process can map them."""
-        self._stride = -(-layout.num_bytes // PAGE) * PAGE
+        self.trouble = ""
+        """Why there is no file."""
+        size = count * stride(layout) + PAGE
         name = f"{scratch.mark()}-weights-{next(_numbers)}"
         try:
-            allocate(SHARED_MEMORY / name, SLOTS * self._stride + PAGE)
+            allocate(SHARED_MEMORY / name, size)
         except RuntimeError as error:
             self.trouble = str(error)
-            memory = torch.zeros(SLOTS * self._stride, dtype=torch.uint8)
+            self.memory = torch.zeros(size, dtype=torch.uint8)
         else:
-            self.file, self.trouble = name, ""
-            memory = _map(SHARED_MEMORY / name, SLOTS * self._stride + PAGE)
-        self._unpin = pin(memory)
-        self.slots = [memory[i * self._stride :][: layout.num_bytes] for i in range(SLOTS)]
+            self.file = name
+            self.memory = _map(SHARED_MEMORY / name, size)
+        self.slots = [self.memory[i * stride(layout) :][: layout.num_bytes] for i in range(count)]
+        self._unpin: Callable[[], object] | None = None
 
-    def start_of(self, slot: int) -> int:
-        """First byte of a slot in the file."""
-        return slot * self._stride
+    def begin(self, slot: int) -> int:
+        """Note that a slot is written anew. Returns how often it has been."""
+        flags = _flags(self.memory)
+        flags[_counter(slot)] += 1
+        return int(flags[_counter(slot)])
+
+    def pin(self) -> None:
+        """Lock the pages for this process's GPU."""
+        if self._unpin is None:
+            self._unpin = pin(self.memory)
 
     def close(self) -> None:
-        self._unpin()
+        if self._unpin is not None:
+            self._unpin()
         self.slots = []
         if self.file:
             (SHARED_MEMORY / self.file).unlink(missing_ok=True)
@@ -123,7 +136,9 @@ class Slot:
     """One arena and what is in it."""
 
     flat: Tensor
-    start: int
+    number: int
+    writes: int = 0
+    """How often it has been written."""
     version: PolicyVersion | None = None
     digest: str = ""
     """Empty: it may not be read yet."""
@@ -134,50 +149,99 @@ class Slot:
     """Whether it is being filled or hashed."""
 
 
+class SharedTensors(list[tuple[str, Tensor]]):
+    """Tensors by name, all of them in one memory, [bytes] uint8."""
+
+    def __init__(
+        self, tensors: Iterable[tuple[str, Tensor]], memory: Tensor, file: str, slot: int = 0, writes: int = 0
+    ) -> None:
+        """
+        Args:
+            file: of the memory, which other processes can map; empty: they cannot.
+            slot, writes: the arena in which they lie, and how often it was written until then.
+        """
+        super().__init__(tensors)
+        self.memory, self.file = memory, file
+        self.slot, self.writes = slot, writes
+        self.owner: object = None
+        """Removes the file when it ends."""
+
+    def require_intact(self) -> None:
+        """Raises WeightsError: the arena has been written again, perhaps while it was read."""
+        if (now := int(_flags(self.memory)[_counter(self.slot)])) != self.writes:
+            raise WeightsError(
+                f"the learner has written over these weights before they were read ({now - self.writes} times)"
+            )
+
+
 class MappedArenas:
-    """Another process's view of the learner's arenas."""
+    """Another process's view of arenas."""
 
     def __init__(self, file: str) -> None:
         """Raises WeightsError: there is no such file here."""
         path = SHARED_MEMORY / Path(file).name
         try:
-            self._memory = _map(path, path.stat().st_size)
+            self.memory = _map(path, path.stat().st_size)
+            """[bytes] uint8, the whole file."""
         except (OSError, RuntimeError) as error:
             raise WeightsError(f"the learner's weights are not in {SHARED_MEMORY} of this machine: {error}") from error
         self.file = file
-        self.flags = self._memory[-PAGE:].view(torch.int64)
-        """[512] behind the arenas: how many snapshots each learner rank has written."""
+        self.flags = _flags(self.memory)
+        """[512] behind the arenas: how many snapshots each learner rank has written, and how often each arena was begun."""
 
     def pin(self) -> None:
-        """Lock the pages, in a process whose GPU writes into them."""
-        weakref.finalize(self, pin(self._memory)).atexit = False
+        """Lock the pages, in a process whose GPU reads them or writes into them."""
+        weakref.finalize(self, pin(self.memory)).atexit = False
 
     def read(self, start: int, size: int) -> Tensor:
         """[size] uint8 from byte `start` of the file on. Raises WeightsError: the file is shorter."""
-        if not 0 <= start <= start + size <= len(self._memory):
-            raise WeightsError(f"the learner's weights end at byte {len(self._memory)} of {self.file}")
-        return self._memory[start : start + size]
+        if not 0 <= start <= start + size <= len(self.memory) - PAGE:
+            raise WeightsError(f"the learner's weights end at byte {len(self.memory) - PAGE} of {self.file}")
+        return self.memory[start : start + size]
+
+    def tensors(self, layout: Layout, slot: int, writes: int) -> SharedTensors:
+        """The tensors of a publication where they lie. Raises WeightsError: they are not there, or not any more."""
+        views = layout.views(self.read(slot * stride(layout), layout.num_bytes))
+        tensors = SharedTensors(((info.name, view) for info, view in views), self.memory, self.file, slot, writes)
+        tensors.require_intact()
+        return tensors
 
 
 class Staging:
-    """What a generator received, [num_bytes] uint8. Where they fit, the pages are shared: an engine's other processes map
-    them."""
+    """What a generator received, [num_bytes] uint8. Where it fits into shared memory, the engine's processes map it."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        self._layout, self._arenas = layout, Arenas(layout, 1)
+        (self.flat,) = self._arenas.slots
         self.holds: State | None = None
         """The weights whose digest was found in it; None: whatever came so far."""
-        there = os.statvfs(SHARED_MEMORY)
-        if (
-            layout.num_bytes < there.f_bavail * there.f_frsize
-        ):  # writing into shared memory that is full kills the process
-            self.flat = self.flat.share_memory_()
-        weakref.finalize(self, pin(self.flat)).atexit = False
+        weakref.finalize(self, self._arenas.close).atexit = False  # a process that ends leaves it to `scratch`
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
+    def pin(self) -> None:
+        """Lock the pages, where a GPU of this process writes them."""
+        self._arenas.pin()
+
+    def tensors(self) -> SharedTensors:
         """Every tensor by its name, as views of the memory."""
-        return [(info.name, view) for info, view in self.layout.views(self.flat)]
+        views = ((info.name, view) for info, view in self._layout.views(self.flat))
+        tensors = SharedTensors(views, self._arenas.memory, self._arenas.file)
+        tensors.owner = self
+        return tensors
+
+
+def stride(layout: Layout) -> int:
+    """Bytes from one arena to the next."""
+    return -(-layout.num_bytes // PAGE) * PAGE
+
+
+def _flags(memory: Tensor) -> Tensor:
+    """[512] int64, the page behind the arenas of a file."""
+    return memory[-PAGE:].view(torch.int64)
+
+
+def _counter(slot: int) -> int:
+    """Which flag counts how often a slot was begun. The first ones belong to the ranks of the learner."""
+    return -1 - slot
 
 
 def allocate(file: Path, size: int) -> None:

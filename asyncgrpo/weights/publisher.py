@@ -119,12 +119,14 @@ class Publisher:
             check: which versions the engines are to score sequences under; `expect` then says what they should find.
         """
         self._layout, self._check = Layout(layout), check or SyncCheck.none()
+        self._is_whole = not base
         self._layout_message = WeightsLayout(tensors=self._layout.tensors, base=base, **self._check.asked())
         self._arenas = Arenas(self._layout)
         if self._maps and not self._arenas.file:
             log.warning("%s; until then weights are broadcast", self._arenas.trouble)
             self._maps = False
-        self._slots = [Slot(flat, self._arenas.start_of(i)) for i, flat in enumerate(self._arenas.slots)]
+        self._arenas.pin()
+        self._slots = [Slot(flat, number) for number, flat in enumerate(self._arenas.slots)]
         self._wake = Client(self.endpoint, "learner", self._keys)
         self._thread.start()
 
@@ -175,6 +177,7 @@ class Publisher:
             if slot is None:
                 return False
             slot.is_ours, slot.version, slot.digest = True, None, ""
+            slot.writes = self._arenas.begin(slot.number)
             if slot is self._newest:
                 self._newest = None
         is_filled = False
@@ -354,7 +357,14 @@ class Publisher:
                     continue
                 slot.readers.add(name)
             self._offered(name, member, slot.version, slot.digest, self._layout.num_bytes)
-            offer = Offer(version=slot.version, digest=slot.digest, file=self._arenas.file, start=slot.start)
+            member.is_staging = not self._is_whole  # an engine loads whole weights from where they lie
+            offer = Offer(
+                version=slot.version,
+                digest=slot.digest,
+                file=self._arenas.file,
+                slot=slot.number,
+                writes=slot.writes,
+            )
             if not self._server.send(member.peer, offer):
                 self._leave_out(name, NOT_CONNECTED)
                 self._tell_of(name, member, NOT_CONNECTED)
@@ -451,6 +461,9 @@ class Publisher:
 
     def _swapped(self, name: str, member: Member, message: Swapped) -> None:
         round_ = self._rounds.get(message.version)
+        if member.is_near and self._is_whole and message.version == member.offered:
+            self._read_by(name)
+            member.loaded = round_.digest if round_ is not None else ""
         if round_ is None or name not in round_.waits_for:
             if message.version == member.offered:  # later than anybody waited for
                 member.offered, member.is_late = None, False
@@ -564,6 +577,7 @@ class Publisher:
             why = f"it did not swap to {member.offered} within {self._config.timeout_s:.0f} s"
             log.warning("%s is left out: %s", name, why)
             self._await_no_more(name)
+            self._read_by(name)
             self._tell_of(name, member, why)
 
     def _leave_out(self, name: str, why: str) -> None:

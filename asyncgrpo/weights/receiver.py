@@ -1,9 +1,10 @@
 """The generator's side of a publication, in two threads of its own beside the engine.
 
-One thread talks to the publisher and stages weights: it copies them out of the learner's memory, takes part in a
-broadcast, or applies deltas to those that it has, in memory of its own, while the engine goes on sampling. If their digest
-is the one that the learner names, the other thread has the engine swap to them, between two tokens. Nobody waits for it
-but this engine. Adapters are merged into their base before the swap. If the learner dies, the engine notices nothing.
+One thread talks to the publisher. On the learner's machine an engine loads weights from where the learner has written them. On
+others this thread stages them: it takes part in a broadcast, or applies deltas to those that it has, in memory of its own,
+while the engine goes on sampling; their digest must be the one that the learner names. Adapters are merged into their base.
+The other thread has the engine swap, between two tokens. Nobody waits for it but this engine. If the learner dies, the engine
+notices nothing.
 """
 
 import logging
@@ -21,7 +22,7 @@ from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.adapters import AdapterMerger, content_digest
-from asyncgrpo.weights.arena import Layout, MappedArenas, Staging
+from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging, stride
 from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.delta import Delta, State, apply
 from asyncgrpo.weights.digest import BLOCK, add_digests, digest, digest_pieces
@@ -91,12 +92,14 @@ class Receiver:
         self._base = ""
         self._arenas: MappedArenas | None = None
         self._stagings: list[Staging] = []
+        self._merged: list[Staging] = []
+        """Whole weights that were made of adapters."""
         self._arriving: Arriving | None = None
         self._group: WeightGroup | None = None
         self._group_number = 0
         # What waits for the engine, and what it is swapping to; a newer version takes the place of one that waits.
-        self._next: tuple[PolicyVersion, list[tuple[str, Tensor]], Staging] | None = None
-        self._swapping: Staging | None = None
+        self._next: tuple[PolicyVersion, SharedTensors] | None = None
+        self._swapping: SharedTensors | None = None
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="weights-swap")
         # Reports of the swap, and None at its end.
         self._done: queue.SimpleQueue[Message | BaseException | None] = queue.SimpleQueue()
@@ -147,7 +150,7 @@ class Receiver:
         if isinstance(message, WeightsLayout):
             self._arriving = None
             try:
-                self._layout, self._base, self._stagings = Layout(message.tensors), message.base, []
+                self._layout, self._base, self._stagings, self._merged = Layout(message.tensors), message.base, [], []
                 self._check = message
             except WeightsError as error:
                 raise WireError(str(error)) from error
@@ -157,6 +160,8 @@ class Receiver:
             self._arriving = None
             if message.transfer:
                 self._expect(self._layout, message)
+            elif message.file and not self._base:
+                self._take(self._layout, message)
             else:
                 self._stage(self._layout, message, lambda layout: self._whole(layout, message))
         elif isinstance(message, DeltaPart) and self._layout is not None:
@@ -189,6 +194,18 @@ class Receiver:
         )
 
     # -- one version ---------------------------------------------------------------------------------------------------
+
+    def _take(self, layout: Layout, offer: Offer) -> None:
+        """Let the engine swap to weights where they lie in the learner's memory."""
+        try:
+            self._next = offer.version, self._mapped(offer.file).tensors(layout, offer.slot, offer.writes)
+        except WeightsError as error:
+            self._failed(0, error)
+
+    def _mapped(self, file: str) -> MappedArenas:
+        if self._arenas is None or self._arenas.file != file:
+            self._arenas = MappedArenas(file)
+        return self._arenas
 
     def _expect(self, layout: Layout, offer: Offer) -> None:
         try:
@@ -225,7 +242,7 @@ class Receiver:
             if self._base:
                 tensors = self._merge(tensors)
                 merged = content_digest(tensors)
-            self._next = offer.version, tensors, staging
+            self._next = offer.version, tensors
         self._client.send(
             Staged(generator_id=self._generator_id, version=offer.version, digest=received, merged=merged)
         )
@@ -239,7 +256,7 @@ class Receiver:
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=False, transfer=transfer))
 
     def _whole(self, layout: Layout, offer: Offer) -> tuple[Staging, str]:
-        staging = self._free_staging(layout)
+        staging = self._free_staging(self._stagings, layout)
         staging.holds = None
         return staging, (self._receive if offer.group_number else self._copy)(layout, offer, staging)
 
@@ -249,8 +266,8 @@ class Receiver:
         if base is None or base.holds is None:
             raise WeightsError(f"deltas from {deltas[0].before.version} came, and no memory here holds it")
         holds, staging = base.holds, base
-        if base is self._swapping:
-            staging = self._free_staging(layout)
+        if self._is_loading(base):
+            staging = self._free_staging(self._stagings, layout)
             staging.flat.copy_(base.flat)
         self._next, staging.holds = None, None
         for delta in deltas:
@@ -258,22 +275,23 @@ class Receiver:
             holds = delta.after
         return staging, digest_pieces(staging.flat, layout.slices(SHARE_BYTES))
 
-    def _free_staging(self, layout: Layout) -> Staging:
-        """Memory from which the engine does not load. What waits there for the engine is overtaken.
+    def _free_staging(self, stagings: list[Staging], layout: Layout) -> Staging:
+        """One of them from which the engine does not load. What waits there for the engine is overtaken.
 
         The second one is made when weights come for the first time while the engine is loading.
         """
         self._next = None
-        for staging in self._stagings:
-            if staging is not self._swapping:
+        for staging in stagings:
+            if not self._is_loading(staging):
                 return staging
-        self._stagings.append(Staging(layout))
-        return self._stagings[-1]
+        stagings.append(Staging(layout))
+        return stagings[-1]
+
+    def _is_loading(self, staging: Staging) -> bool:
+        return self._swapping is not None and self._swapping.memory.data_ptr() == staging.flat.data_ptr()
 
     def _copy(self, layout: Layout, offer: Offer, staging: Staging) -> str:
-        if self._arenas is None or self._arenas.file != offer.file:
-            self._arenas = MappedArenas(offer.file)
-        memory, flat = self._arenas.read(offer.start, layout.num_bytes), staging.flat
+        memory, flat = self._mapped(offer.file).read(offer.slot * stride(layout), layout.num_bytes), staging.flat
 
         def copy(share: tuple[int, int]) -> int:
             total, last = 0, share[1]
@@ -289,6 +307,8 @@ class Receiver:
         group = self._group
         if group is None or offer.group_number != self._group_number:
             raise WeightsError(f"this generator is not in group {offer.group_number}")
+        if group.device.type != "cpu":
+            staging.pin()
 
         def pieces() -> Iterator[tuple[int, int]]:
             for start, end in layout.slices(offer.piece_bytes):
@@ -302,13 +322,18 @@ class Receiver:
 
         return digest_pieces(staging.flat, pieces())
 
-    def _merge(self, adapters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _merge(self, adapters: list[tuple[str, Tensor]]) -> SharedTensors:
         """Make whole weights of adapters. A failure ends this generator: it would fail at every publication."""
         try:
             assert self._merger is not None, "adapters were published, and whole weights expected"
             if torch.cuda.is_available():
                 adapters = [(name, tensor.to("cuda")) for name, tensor in adapters]
-            return self._merger.merge(adapters, self._base)
+            made = self._merger.merge(adapters, self._base)
+            merged = self._free_staging(self._merged, Layout(self._merger.layout(adapters))).tensors()
+            for (name, place), (found, tensor) in zip(merged, made, strict=True):
+                assert name == found
+                place.copy_(tensor)
+            return merged
         except Exception as error:
             self._give_up(error)
             raise
@@ -318,11 +343,11 @@ class Receiver:
     def _swap_next(self) -> None:
         if self._next is None or self._swapping is not None:
             return
-        version, tensors, self._swapping = self._next
+        version, self._swapping = self._next
         self._next = None
-        self._swaps.submit(self._swap, version, tensors)
+        self._swaps.submit(self._swap, version, self._swapping)
 
-    def _swap(self, version: PolicyVersion, tensors: list[tuple[str, Tensor]]) -> None:
+    def _swap(self, version: PolicyVersion, tensors: SharedTensors) -> None:
         """Have the engine swap, in the other thread."""
         started = time.monotonic()
         try:

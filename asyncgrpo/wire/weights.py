@@ -69,14 +69,15 @@ class GroupFormed(Message):
 class Offer(Message):
     """Offers the weights of `version`, whose digest is known.
 
-    They lie in the learner's memory, from byte `start` of `file`; or, with a `group_number`, they are broadcast in
-    pieces of `piece_bytes`; or, with a `transfer`, deltas that lead to them follow in parts (`DeltaPart`).
+    They lie in the learner's memory, in arena `slot` of `file`, which has been written `writes` times. Or, with a `group_number`,
+    they are broadcast in pieces of `piece_bytes`. Or, with a `transfer`, deltas that lead to them follow in parts (`DeltaPart`).
     """
 
     version: PolicyVersion
     digest: str
     file: str = ""
-    start: int = 0
+    slot: int = 0
+    writes: int = 0
     group_number: int = 0
     piece_bytes: int = 0
     transfer: int = 0
@@ -103,8 +104,8 @@ class PartTaken(Message):
 
 
 class Staged(Message):
-    """A generator has received `version`; `digest` is of the bytes as received. If it is not what was offered, they are
-    not loaded."""
+    """A generator has received `version` into memory of its own; `digest` is of the bytes as received. If it is not what was
+    offered, they are not loaded."""
 
     generator_id: Name
     version: PolicyVersion

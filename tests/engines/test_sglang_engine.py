@@ -6,13 +6,12 @@ import asyncio
 import json
 import logging
 import multiprocessing
-import shutil
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,7 +23,7 @@ from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.environments.base import Reply, Task
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.turns import TurnSampler
-from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling
+from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, TensorInfo
 from asyncgrpo.weights.check import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
@@ -342,87 +341,52 @@ def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
     rig.run(leave())
 
 
-def test_weights_may_come_in_many_buckets_of_either_kind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncgrpo.engines.sglang import weights
+@pytest.mark.parametrize("has_room", [True, False], ids=["/dev/shm", "/dev/shm is full"])
+def test_weights_come_where_shared_memory_is_full_too(
+    has_room: bool, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncgrpo.weights import arena
 
-    free = shutil.disk_usage("/dev/shm").free
-    ways = [
-        (1, 1 << 20, free),
-        (20_000, 0, free),
-        (1 << 20, 0, free),
-        (20_000, 0, 10_000),
-    ]  # the last: /dev/shm is full
-    for change, (bucket, inline, room) in enumerate(ways):
-        monkeypatch.setattr(weights, "BUCKET_BYTES", bucket)
-        monkeypatch.setattr(weights, "INLINE_BYTES", inline)
-        monkeypatch.setattr(weights.shutil, "disk_usage", lambda place, room=room: SimpleNamespace(free=room))
-        rig.run(rig.load(change + 3))
-        (completion,) = rig.run(rig.sample(PROMPT, max_tokens=20))
-        rig.assert_logprobs(PROMPT, completion)
+    def refuse(file: Path, size: int) -> None:
+        raise RuntimeError("it is full")
 
-
-def test_only_the_tensors_of_one_bucket_and_one_more_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncgrpo.engines.sglang import weights
-
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 3 * 400)
-    made = 0
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal made
-        for made in range(1, 11):
-            yield f"t{made}", torch.zeros(100)
-
-    seen = [(bucket.is_last, made) for bucket in weights.pack(tensors(), 2)]
-    assert seen == [(False, 4), (False, 7), (False, 10), (True, 10)]
+    if not has_room:
+        monkeypatch.setattr(arena, "allocate", refuse)
+    before = set(os.listdir("/dev/shm"))
+    rig.run(rig.load(3 + has_room))
+    (completion,) = rig.run(rig.sample(PROMPT, max_tokens=20))
+    rig.assert_logprobs(PROMPT, completion)
+    assert set(os.listdir("/dev/shm")) <= before, "what was made for this load is gone"
 
 
-def test_a_packed_bucket_unpacks_to_the_same_bits() -> None:
+def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    from asyncgrpo.engines.sglang.weights import pack
+    from asyncgrpo.engines.sglang import weights
+    from asyncgrpo.weights import arena
 
-    given = {
+    def got(given: arena.SharedTensors) -> dict[str, torch.Tensor]:
+        return dict(mapped.tensors(MultiprocessingSerializer.deserialize(weights.payloads(given, 1)[0])))
+
+    tensors = {
         "a": torch.randn(3, dtype=torch.bfloat16),
         "b": torch.randn(5, 7),
         "c": torch.randn(6, 4).t(),
         "d": torch.ones(()),
     }
-    (bucket,) = pack(given.items(), 1)
-    content = MultiprocessingSerializer.deserialize(bucket.payloads[0])
-    got = dict(FlattenedTensorBucket(**content).reconstruct_tensors())
-    assert got.keys() == given.keys()
-    for name, tensor in given.items():
-        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
-
-
-def test_received_weights_are_not_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang maps the pages into which they were received."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    from asyncgrpo.engines.sglang import weights
-    from asyncgrpo.types import TensorInfo
-    from asyncgrpo.weights.arena import Layout, Staging
-
-    monkeypatch.setattr(weights, "INLINE_BYTES", 0)
-    layout = Layout(
-        [TensorInfo(name="a", shape=(3,), dtype="bfloat16"), TensorInfo(name="b", shape=(5, 7), dtype="float32")]
-    )
-    staging = Staging(layout)
-    given = staging.tensors()
-    for _, tensor in given:
-        tensor.copy_(torch.randn(tensor.shape))
-    memory = weights.shared_run(given)
-    assert memory is not None and memory.data_ptr() == staging.flat.data_ptr()
-    bucket = weights.as_received(given, memory, 1)
-    content = MultiprocessingSerializer.deserialize(bucket.payloads[0])
-    got = dict(FlattenedTensorBucket(**content).reconstruct_tensors())
-    assert all(torch.equal(got[name], tensor) for name, tensor in given)
+    mapped, given = weights.Mapped(), weights.shared(tensors.items())
+    found = got(given)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
     given[0][1].fill_(7.0)
-    assert got["a"].tolist() == [7.0] * 3, "the same pages"
-    assert weights.shared_run([*given, ("c", torch.zeros(3))]) is None
-    assert weights.shared_run([(name, tensor.clone()) for name, tensor in given]) is None
+    assert found["a"].tolist() == [7.0] * 3, "the same pages"
+    first = given.file
+    del given
+    got(weights.shared(tensors.items()))
+    assert first not in mapped._files, "a file that is gone is not kept"
+    with pytest.raises(EngineError, match="no tensors were given"):
+        weights.shared([])
 
 
 def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: Rig) -> None:
@@ -435,28 +399,37 @@ def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: R
 
 
 def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the engine was frozen, and the learner has written new weights over those that it reads."""
     from asyncgrpo.engines.sglang import weights
+    from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas, SharedTensors
 
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 1)
+    given = weights.shared(rig.weights(1).items())
+    layout = Layout([TensorInfo(name=n, shape=tuple(t.shape), dtype=str(t.dtype)[6:]) for n, t in given])
+    arenas, payloads = Arenas(layout), weights.payloads
+    writes = arenas.begin(0)
 
-    async def break_midway() -> PolicyVersion:
-        def half_of_them():
-            yield from list(rig.weights(1).items())[:4]
-            raise ConnectionError("the learner went away")
+    def written_over(tensors: SharedTensors, num_schedulers: int) -> list[bytes]:
+        arenas.begin(0)
+        return payloads(tensors, num_schedulers)
 
+    async def fail() -> PolicyVersion:
         before = rig.engine.version
         running = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
         await rig.sample(PROMPT, max_tokens=3)
-        with pytest.raises(EngineError, match="the learner went away"):
-            await rig.engine.load_weights(half_of_them(), PolicyVersion(0, 999_999))
-        with pytest.raises(EngineError, match="the learner went away"):
+        late = MappedArenas(arenas.file).tensors(layout, 0, writes)
+        monkeypatch.setattr(weights, "payloads", written_over)
+        with pytest.raises(EngineError, match="has written over these weights"):
+            await rig.engine.load_weights(late, PolicyVersion(0, 999_999))
+        with pytest.raises(EngineError, match="has written over these weights"):
             await running
         with pytest.raises(EngineError, match="does not sample"):
             await rig.sample(PROMPT)
+        monkeypatch.undo()
         assert rig.engine.version == before
         return await rig.load(2)
 
-    version = rig.run(break_midway())
+    version = rig.run(fail())
+    arenas.close()
     (completion,) = rig.run(rig.sample(PROMPT, max_tokens=8))
     assert [span.version for span in completion.spans] == [version]
     rig.assert_logprobs(PROMPT, completion)

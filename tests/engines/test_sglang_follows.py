@@ -63,14 +63,13 @@ def test_an_update_that_the_engine_skips_later_is_found_at_once(folder: Path, mo
     """Of a few elements by one unit in the last place, less than any rounding of the log-probs."""
     from asyncgrpo.engines.sglang import weights
 
-    pack, skipped = weights.pack, set[str]()
+    payloads, skipped = weights.payloads, set[str]()
 
-    def pack_as_unknown(tensors, num_schedulers):
-        return pack(
-            (("model.unknown" if name in skipped else name, tensor) for name, tensor in tensors), num_schedulers
-        )
+    def as_unknown(tensors, num_schedulers):
+        tensors[:] = [("model.unknown" if name in skipped else name, tensor) for name, tensor in tensors]
+        return payloads(tensors, num_schedulers)
 
-    monkeypatch.setattr(weights, "pack", pack_as_unknown)
+    monkeypatch.setattr(weights, "payloads", as_unknown)
 
     async def skip_the_second() -> None:
         engine, given = bfloat16_engine(folder)

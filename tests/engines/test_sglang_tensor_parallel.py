@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +36,10 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncgrpo.engines.sglang import weights
+    from asyncgrpo.weights import arena
+
+    def refuse(file: Path, size: int) -> None:
+        raise RuntimeError("it is full")
 
     async def change(changes: tuple[int, ...]) -> list[str]:
         sums = []
@@ -45,8 +49,7 @@ def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig, monkeyp
         return sums
 
     one, two, zero = rig.run(change((1, 2, 0)))
-    monkeypatch.setattr(weights, "INLINE_BYTES", 0)  # through shared memory, which both processes map
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(arena, "allocate", refuse)  # until now both processes mapped shared memory
     assert rig.run(change((1, 2, 0))) == [one, two, zero] and len({one, two, zero}) == 3
     for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=12)):
         rig.assert_logprobs(PROMPT, completion)
@@ -57,19 +60,18 @@ def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig, monkeyp
 def test_an_update_that_one_half_skips_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncgrpo.engines.sglang import weights
 
-    pack = weights.pack
+    payloads = weights.payloads
 
-    def pack_for_the_first(tensors, num_schedulers):
-        given = list(tensors)
-        unknown = [("model.unknown" if name == LAST_NORM else name, tensor) for name, tensor in given]
-        for all_of_them, others in zip(pack(given, 2), pack(unknown, 2), strict=True):
-            yield weights.PackedBucket([all_of_them.payloads[0], others.payloads[1]], all_of_them.is_last)
+    def for_the_first(tensors, num_schedulers):
+        first, _ = payloads(tensors, 2)
+        tensors[:] = [("model.unknown" if name == LAST_NORM else name, tensor) for name, tensor in tensors]
+        return [first, payloads(tensors, 2)[1]]
 
     async def skip() -> list[str]:
         found = []
         for change in (0, -1, -2):  # from the second on only the last norm moves
             if change == -2:
-                monkeypatch.setattr(weights, "pack", pack_for_the_first)
+                monkeypatch.setattr(weights, "payloads", for_the_first)
             await rig.load(change)
             await rig.engine.checksum()
             found.append(rig.engine.does_not_follow)

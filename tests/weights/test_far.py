@@ -412,7 +412,7 @@ def test_deltas_are_applied_in_place_but_never_to_what_the_engine_is_loading():
     delta = a_delta()
     receiver, layout = with_the_base_of(delta)
     (first,) = receiver._stagings
-    receiver._swapping = first
+    receiver._swapping = first.tensors()
     second, found = receiver._updated(layout, [delta])
     assert second is not first and found == delta.after.digest
     assert not first.flat.any() and first.holds == delta.before
@@ -425,7 +425,7 @@ def test_deltas_start_from_the_memory_that_they_name():
     receiver, layout = with_the_base_of(delta)
     receiver._stagings.insert(0, Staging(layout))
     receiver._stagings[0].flat.fill_(5)
-    receiver._swapping = receiver._stagings[1]
+    receiver._swapping = receiver._stagings[1].tensors()
     staging, found = receiver._updated(layout, [delta])
     assert staging is receiver._stagings[0] and found == delta.after.digest
 

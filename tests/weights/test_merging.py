@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncgrpo.errors import WeightsError
+from asyncgrpo.types import TensorInfo
 from asyncgrpo.weights.adapters import SAMPLES, AdapterMerger, BaseWeights, content_digest, fingerprint, merge, pairs
 
 
@@ -118,9 +119,9 @@ def published(rank: int = 3) -> list[tuple[str, torch.Tensor]]:
 def test_a_merger_gives_whole_weights_of_what_is_adapted_and_nothing_else(folder):
     merger = AdapterMerger(str(folder), torch.bfloat16)
     (_, down), (_, up) = published()
-    merged = merger.merge(published(), BaseWeights(str(folder)).fingerprint(["w"]))
-    assert [name for name, _ in merged] == ["w"]
-    assert merged[0][1].equal(merge(random(20, 10), up, down, torch.bfloat16))
+    ((name, merged),) = merger.merge(published(), BaseWeights(str(folder)).fingerprint(["w"]))
+    assert name == "w" and merged.equal(merge(random(20, 10), up, down, torch.bfloat16))
+    assert merger.layout(published()) == [TensorInfo(name="w", shape=(20, 10), dtype="bfloat16")]
 
 
 def test_files_in_several_parts_are_one_base(folder, tmp_path_factory):

@@ -49,8 +49,11 @@ def test_what_is_locked_is_unlocked_and_an_error_is_said_and_kept_from_others(ru
     with caplog.at_level(logging.WARNING):
         arenas = Arenas(LAYOUT)
         mapped = MappedArenas(arenas.file)
-        mapped.pin()
         staging = Staging(LAYOUT)
+        arenas.pin()
+        mapped.pin()
+        staging.pin()
+        staging.pin()
     assert len(runtime.locked) == (0 if runtime.error else 3) and not runtime.pending
     assert caplog.text.count("not pinned (CUDA error 1)") == (3 if runtime.error else 0)
     arenas.close()

@@ -1,5 +1,6 @@
 """Weights reach real receiver threads over a real group, whatever happens to some of them on the way."""
 
+import asyncio
 import os
 import re
 import signal
@@ -14,12 +15,13 @@ import pytest
 import torch
 
 from asyncgrpo.config.schema import WeightsConfig
-from asyncgrpo.errors import WeightsError
+from asyncgrpo.engines.fake import FakeEngine
+from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights import publisher as publishing
 from asyncgrpo.weights import receiver as receiving
-from asyncgrpo.weights.arena import Layout, digest_of
+from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas, digest_of
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -364,6 +366,57 @@ def test_an_arena_that_is_being_read_is_not_written(plane):
     assert sorted(slot.version.number for slot in publisher._slots) == [2, 3]
 
 
+@pytest.mark.parametrize("plane", ["mapped"], indirect=True)
+def test_an_engine_on_the_learners_machine_loads_from_where_the_learner_has_written(plane):
+    """Which it does not do again until the engine has loaded."""
+    places, is_loading, go_on = [], threading.Event(), threading.Event()
+
+    class Looks(Engine):
+        def apply(self, tensors, version: PolicyVersion) -> str:
+            places.append((tensors.file, tensors.slot))
+            is_loading.set()
+            assert go_on.wait(30.0)
+            tensors.require_intact()
+            return super().apply(tensors, version)
+
+    receiver = plane.add("generator-0", Looks())
+    plane.wait_for(1)
+    plane.offer(0)
+    assert is_loading.wait(30.0)
+    for step in (1, 2, 3):
+        plane.offer(step)
+    assert plane.publisher._slots[places[0][1]].version == PolicyVersion(1, 0)
+    go_on.set()
+    wait_until(lambda: plane.publisher.is_idle, "the last version")
+    assert {file for file, _ in places} == {plane.publisher.file} and receiver._stagings == []
+    assert receiver.failure is None
+
+
+def test_an_engine_that_wakes_when_the_arena_was_written_again_fails():
+    layout, engine = Layout(LAYOUT), FakeEngine(max_context=8)
+    arenas = Arenas(layout)
+    writes = arenas.begin(1)
+    mapped = MappedArenas(arenas.file)
+
+    async def load() -> None:
+        await engine.start(PolicyVersion(0, 0))
+        await engine.load_weights(mapped.tensors(layout, 1, writes), PolicyVersion(0, 1))
+        late = mapped.tensors(layout, 1, writes)
+        arenas.begin(0)
+        await engine.load_weights(late, PolicyVersion(0, 2))
+        arenas.begin(1)
+        with pytest.raises(EngineError, match="written over these weights before they were read"):
+            await engine.load_weights(late, PolicyVersion(0, 3))
+
+    asyncio.run(load())
+    with pytest.raises(WeightsError, match="written over"):
+        mapped.tensors(layout, 1, writes)
+    for slot in (2, -1, 2**40):
+        with pytest.raises(WeightsError, match="end at byte"):
+            mapped.tensors(layout, slot, 0)
+    arenas.close()
+
+
 def failure_of(plane: Plane) -> str:
     with pytest.raises(WeightsError) as caught:
         wait_until(lambda: plane.publisher.reports() and False, "failure")
@@ -392,6 +445,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
     assert "still holds the weights before" in failure_of(plane)
 
 
+@pytest.mark.parametrize("plane", ["gloo"], indirect=True)
 def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, monkeypatch):
     came = iter(["0" * 16])
     for real in (receiving.add_digests, receiving.digest_pieces):

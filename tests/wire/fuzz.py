@@ -304,7 +304,7 @@ class Readers:
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
             WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1, check_every=1),
-            Offer(version=version, digest="d", file="f", start=0),
+            Offer(version=version, digest="d", file="f", slot=1, writes=2),
             Offer(version=version, digest="d", group_number=1, piece_bytes=64),
             Offer(version=version, digest="d", transfer=1, delta_bytes=(10, 20)), DeltaPart(transfer=1, start=0),
         ]  # fmt: skip

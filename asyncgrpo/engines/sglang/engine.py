@@ -30,6 +30,7 @@ from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
 from asyncgrpo.engines.sglang.proof import Given, Proof, listed, question
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, PolicyVersion, Sampling, VersionSpan
+from asyncgrpo.weights.arena import SharedTensors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -311,7 +312,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
     async def _load(
         self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
     ) -> None:
-        given = list(tensors)
+        given = tensors if isinstance(tensors, SharedTensors) else list(tensors)
         if self._proof is not None or partial:
             await self._write(given, version, keep_kv, partial)
             return

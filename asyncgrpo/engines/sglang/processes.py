@@ -22,7 +22,7 @@ import psutil
 
 from asyncgrpo import scratch, warm
 from asyncgrpo.engines.sglang.proof import PLAN, Held
-from asyncgrpo.errors import EngineError
+from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.importing import importing
 from asyncgrpo.weights.check import LENGTH, NUM_SEQUENCES
 
@@ -35,6 +35,7 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.managers import scheduler
     from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.model_executor import model_runner
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.server_args import PortArgs
@@ -45,10 +46,15 @@ with importing():  # also in the scheduler's process, which imports this module 
     from torch.nn.functional import scaled_dot_product_attention
     from transformers import AutoConfig, PretrainedConfig
 
+    from asyncgrpo.engines.sglang.weights import Mapped
+
 CONTEXT_RESERVE = 7
 """Tokens by which SGLang's context must exceed the longest prompt plus completion: SGLang reserves them."""
 CACHE_BYTES_ON_CPU = 1 << 30
 """Largest cache of keys and values without a GPU."""
+
+
+mapped = Mapped()
 
 
 class OurScheduler(scheduler.Scheduler):
@@ -100,6 +106,20 @@ class OurScheduler(scheduler.Scheduler):
         super().continue_generation(recv_req)
 
 
+class OurWeightUpdater(WeightUpdater):
+    """SGLang's writer of weights. A bucket says where in shared memory its tensors lie (`weights.py`)."""
+
+    def _update_weights_from_flattened_bucket(self, flattened_tensor_bucket_dict: dict[str, Any]) -> tuple[bool, str]:
+        try:
+            tensors = mapped.tensors(flattened_tensor_bucket_dict)
+            self.get_model().load_weights(tensors)
+            current_platform.synchronize()  # a GPU has read them when it has written its own
+            tensors.require_intact()
+        except WeightsError as error:
+            return False, str(error)
+        return True, "Success"
+
+
 class OurWeightChecker(WeightChecker):
     """SGLang's checksum of a model's weights, by the plan of `proof.py`. It is asked for the plan by an action of its own."""
 
@@ -129,6 +149,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
         warm.end_with_parent()
         scheduler.psutil = SimpleNamespace(Process=lambda: SimpleNamespace(parent=lambda: psutil.Process(starter.pid)))
     model_runner.WeightChecker = OurWeightChecker
+    model_runner.WeightUpdater = OurWeightUpdater
     register_attention_backend("torch_native")(BatchedTorchAttention)
     scheduler.Scheduler = OurScheduler
     scheduler.run_scheduler_process(*args, **kwargs)
