@@ -15,6 +15,7 @@ MODELS = {
     "tiny": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 512},
     "s25m": {"hidden": 512, "layers": 8, "heads": 8, "kv": 4, "inter": 1408, "vocab": 512},
     "s100m": {"hidden": 768, "layers": 12, "heads": 12, "kv": 4, "inter": 2048, "vocab": 32768},
+    "s500m": {"hidden": 1536, "layers": 16, "heads": 24, "kv": 8, "inter": 4352, "vocab": 32768},
     "tiny-v32k": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 32768},
     "tiny-v152k": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 151936},
 }

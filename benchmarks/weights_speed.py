@@ -1,21 +1,23 @@
 """One publication against one flat broadcast of the same bytes: CPU seconds, the learner's stall, the engine's pause.
 
-    python -m benchmarks.weights_speed --millions 28 95 500 --engines 1 2
+    python -m benchmarks.weights_speed --models s25m s100m s500m --engines 1 2
 
-The learner's side is the real publisher, with float32 weights that are cast to bfloat16; each engine is a process with the
-real receiver, whose swap copies every tensor into its place and takes a checksum of all of them. Beside it, in turns, gloo
-broadcasts a flat buffer of as many bytes to as many processes, with nothing else done. CPU seconds are those of all
-processes. `mapped`: generators on the learner's machine copy out of its memory; `broadcast`: gloo brings the bytes;
-`stream`: what of that carries them alone, without cast, digests, swap and checksum; `delta`: 1 % of the elements change
+The learner's side is the real learner of one rank, whose float32 weights are cast to bfloat16, and the real publisher; each
+engine is a process with the real receiver, whose swap copies every tensor into its place and takes a checksum of all of them.
+Beside it, in turns, gloo broadcasts a flat buffer of as many bytes to as many processes, with nothing else done. CPU seconds
+are those of all processes. `mapped`: engines on the learner's machine load out of its memory; `broadcast`: gloo brings the
+bytes; `stream`: what of that carries them alone, without cast, digests, swap and checksum; `delta`: 1 % of the elements change
 from one version to the next, and only they are sent.
 """
 
 import argparse
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,16 +25,21 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
+from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights import digest as hashing
+from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.group import GlooGroup
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
+from benchmarks.cells import MODELS, make_model
 from benchmarks.measuring import show, where
-from tests.weights.publishing import land, publish
+from tests.learner.helpers import config
+from tests.weights.publishing import land
 
 HOST = "127.0.0.1"
 SEED = 0
@@ -41,31 +48,40 @@ LANES = ("mapped", "broadcast", "stream", "delta")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=int, nargs="+", default=[28, 95], help="parameters")
+    parser.add_argument("--models", nargs="+", default=["s25m", "s100m"], choices=MODELS)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--lanes", nargs="+", default=list(LANES), choices=LANES)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for millions in arguments.millions:
-        for engines in arguments.engines:
-            for lane in arguments.lanes:
-                show(measure(millions, engines, lane, arguments.rounds))
+    with tempfile.TemporaryDirectory() as folder:
+        for model in arguments.models:
+            settings = config(make_model(Path(folder), model), model={"dtype": "bfloat16"})
+            learner = Learner(settings, rank=0, world=1, device="cpu")
+            for engines in arguments.engines:
+                for lane in arguments.lanes:
+                    show({"model": model} | measure(learner, engines, lane, arguments.rounds))
 
 
-def layout_of(millions: int) -> list[TensorInfo]:
-    """A model's tensors: mostly matrices of 2M parameters, and a small one beside each."""
-    rows = [TensorInfo(name=f"layer.{i}.weight", shape=(1024, 2000), dtype="bfloat16") for i in range(millions // 2)]
-    norms = [TensorInfo(name=f"layer.{i}.norm", shape=(1024,), dtype="bfloat16") for i in range(millions // 2)]
-    return [info for pair in zip(rows, norms, strict=True) for info in pair]
-
-
-def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, Any]:
+def measure(learner: Learner, engines: int, lane: str, rounds: int) -> dict[str, Any]:
     """Of `rounds` publications, each beside a broadcast: medians."""
-    layout = layout_of(millions)
-    masters = [torch.randn(info.shape, generator=torch.Generator().manual_seed(SEED)) for info in layout]
-    config = WeightsConfig(timeout_s=120.0, deltas=lane == "delta")
-    publisher = Publisher(config, maps=lane == "mapped", backend="gloo", bind=HOST, host=HOST, keys=None)
+    layout = learner.sent.layout()
+    masters = [local(parameter) for parameter in learner.model.parameters()]
+    publisher = Publisher(
+        WeightsConfig(timeout_s=120.0, deltas=lane == "delta"),
+        maps=lane == "mapped",
+        backend="gloo",
+        bind=HOST,
+        host=HOST,
+        keys=None,
+    )
+
+    def fill(layout: Layout, flat: Tensor) -> IsWritten | None:
+        started = time.perf_counter()
+        written = learner.snapshot.write(flat, publisher.file)
+        stalls.append(time.perf_counter() - started)
+        return written
+
     publisher.start(layout)
     num_bytes = publisher._layout.num_bytes
     with (
@@ -80,11 +96,11 @@ def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, An
                 change(master, lane)
             began = cpu_s(processes)
             started = time.perf_counter()
-            stalls.append(0.0)
             if lane == "stream":
+                stalls.append(0.0)
                 publication = land(publisher, PolicyVersion(1, version), lambda layout, flat: None)
             else:
-                publication = publish(publisher, PolicyVersion(1, version), Timed(layout, masters, stalls))
+                publication = land(publisher, PolicyVersion(1, version), fill)
             seconds.append(time.perf_counter() - started)
             ours.append(cpu_s(processes) - began)
             copies.append(one_copy(masters, num_bytes))
@@ -97,7 +113,7 @@ def measure(millions: int, engines: int, lane: str, rounds: int) -> dict[str, An
     pause = [max(p) for p in zip(*pauses, strict=True)][2:]
     return {
         "what": "publication",
-        "parameters_m": millions,
+        "parameters_m": round(sum(master.numel() for master in masters) / 1e6),
         "engines": engines,
         "lane": lane,
         "mb": round(num_bytes / 1e6),
@@ -127,16 +143,10 @@ def change(master: Tensor, lane: str) -> None:
     flat[torch.randperm(len(flat))[: len(flat) // 100]] *= 1.02
 
 
-class Timed:
-    """The tensors of a publication; how long it takes to hand them over is added to the last of `stalls`."""
-
-    def __init__(self, layout: list[TensorInfo], masters: list[Tensor], stalls: list[float]) -> None:
-        self._layout, self._masters, self._stalls = layout, masters, stalls
-
-    def __iter__(self) -> Iterator[tuple[TensorInfo, Tensor]]:
-        started = time.perf_counter()
-        yield from zip(self._layout, self._masters, strict=True)
-        self._stalls[-1] += time.perf_counter() - started
+def local(parameter: Tensor) -> Tensor:
+    """The memory of a parameter."""
+    own = parameter.detach()
+    return own.to_local() if isinstance(own, DTensor) else own
 
 
 def one_copy(masters: list[Tensor], num_bytes: int) -> float:

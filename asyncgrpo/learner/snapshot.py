@@ -56,9 +56,9 @@ class Snapshot:
         self._timeout_s = config.timeout_s + self._layout.num_bytes / READ_BYTES_PER_S
         self._arenas: MappedArenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self.is_by_rows = world > 1 and isinstance(sent, PublishedWeights)
+        self.is_by_rows = isinstance(sent, PublishedWeights)
         """Whether each rank writes its own rows, where the arenas can be mapped."""
-        away = _away(world) if self.is_by_rows else []
+        away = _away(world) if world > 1 and self.is_by_rows else []
         self._near = [other for other in range(1, world) if other not in away]
         self._sender: RowSender | None = None
         self._receivers: list[RowReceiver] = []
@@ -82,9 +82,12 @@ class Snapshot:
             flat: [num_bytes] uint8, the arena.
             file: of the arenas; empty: no other rank can map them, so the weights are gathered.
         """
-        if not file:
+        is_alone = not (self._near or self._receivers)
+        if not self.is_by_rows or not (file or is_alone):
             return fill_arena(self._sent.weights(), self._layout, flat)
         mine = fill_parts(self._parts(), self._layout, flat)
+        if is_alone:
+            return mine
         self._number += 1
         number, flags = self._number, self._mapped(file).flags
         arriving = [receiver.receive(flat) for receiver in self._receivers]
