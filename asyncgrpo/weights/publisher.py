@@ -379,7 +379,8 @@ class Publisher:
         far = self._far()
         if self._lane.state != "none" and not self._lane.names <= far.keys():
             self._drop_group("one of it is gone")
-        paths = {name: self._deltas.path(name, at_most(self._layout.num_bytes, len(far))) for name in far}
+        most = at_most(self._layout.num_bytes, len(far), self._lane.broadcast_s)
+        paths = {name: self._deltas.path(name, most) for name in far}
         for name, path in paths.items():
             if path and far[name].offered is None:
                 self._offer_deltas(name, far[name], path)
@@ -431,7 +432,8 @@ class Publisher:
             if not self._deltas.wants(state):
                 return
             slot.readers.add(COMPARING)
-        self._deltas.follow(state, self._layout, slot.flat, len(far))
+        most = at_most(self._layout.num_bytes, len(far), self._lane.broadcast_s)
+        self._deltas.follow(state, self._layout, slot.flat, most)
 
     def _far(self) -> dict[str, Member]:
         """Members that cannot map the learner's memory."""
