@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,6 +14,7 @@ from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.types import Completion
 from tests.engines.engines import LAST_NORM, MAX_CONTEXT, VOCAB, Rig
 from tests.models import make_tiny_qwen3
+from tests.runs import shared_memory
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.slow
@@ -33,6 +35,14 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         rig.start()
     yield rig
     rig.stop()
+
+
+def test_shared_memory_of_schedulers_bears_the_mark_by_which_it_is_removed(rig: Rig) -> None:
+    """Of some 25 MB for each engine, which SGLang leaves when its processes are killed."""
+    pids = rig.engine._engine.get_all_child_pids()
+    held = shared_memory([psutil.Process(pid) for pid in pids])
+    assert any("mq" in path.name for path in held)
+    assert all("asyncgrpo-" in path.name for path in held), held
 
 
 def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

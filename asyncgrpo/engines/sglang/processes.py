@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import uuid
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ from asyncgrpo.weights.check import LENGTH, NUM_SEQUENCES
 
 with importing():  # also in the scheduler's process, which imports this module first
     import torch
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed.device_communicators import shm_broadcast
     from sglang.srt.entrypoints import engine
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -148,11 +151,18 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     if (starter := multiprocessing.parent_process()) is not None:
         warm.end_with_parent()
         scheduler.psutil = SimpleNamespace(Process=lambda: SimpleNamespace(parent=lambda: psutil.Process(starter.pid)))
+    for module in (parallel_state, shm_broadcast):
+        module.make_shm_name = marked
     model_runner.WeightChecker = OurWeightChecker
     model_runner.WeightUpdater = OurWeightUpdater
     register_attention_backend("torch_native")(BatchedTorchAttention)
     scheduler.Scheduler = OurScheduler
     scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def marked(kind: str) -> str:
+    """A name for shared memory of SGLang's. It is removed when this process is dead: SGLang would leave it."""
+    return f"sgl_{kind}_{scratch.mark()}_{uuid.uuid4().hex[:8]}"
 
 
 def raise_launch_failure(signum: int, frame: object) -> None:
