@@ -4,7 +4,7 @@
 
 Half of the GPUs learn and half generate; with 8 they share a machine, else machines have 8. A learner keeps 16 bytes for
 each parameter, so small fleets cannot train large models. Rates of a core are those that `weights_delta speed` measures; rank 0
-digests and compares all weights, and each generator digests all. Cores share the work as if no thread waited for another. Learner
+digests and compares all weights, and each generator on another machine digests all. Cores share the work as if no thread waited for another. Learner
 ranks on other machines than rank 0 send whole rows, or deltas where deltas are sent, and have one core each for that.
 """
 
@@ -51,7 +51,7 @@ class Fleet(NamedTuple):
 
     @property
     def is_one_machine(self) -> bool:
-        """Generators copy out of the learner's memory."""
+        """Engines load out of the learner's memory, and get no deltas."""
         return self.gpus <= GPUS_OF_A_MACHINE
 
     @property
@@ -84,17 +84,19 @@ class Fleet(NamedTuple):
         return digests + self.away / FEWER / min(wire, TCP) + work
 
     def digests(self, cores: int) -> float:
-        """Of the learner, and of a generator."""
-        return 2 * self.size / (cores * DIGEST)
+        """Of the learner, and of a generator on another machine."""
+        return (1 if self.is_one_machine else 2) * self.size / (cores * DIGEST)
 
     def dense(self, cores: int, wire: float) -> float:
         """Publish to serving. `cores` work for rank 0 and for each generator; every machine receives over one `wire`."""
-        arrival = self.size / (cores * COPY if self.is_one_machine else wire)
+        arrival = 0.0 if self.is_one_machine else self.size / wire
         return self.stall + self.collect(cores, wire, changes=False) + arrival + self.digests(cores) + self.pause
 
     def delta(self, cores: int, wire: float) -> float:
         """The same for a delta."""
-        arrival = self.size / FEWER / (COPY if self.is_one_machine else wire)
+        if self.is_one_machine:
+            return self.dense(cores, wire)
+        arrival = self.size / FEWER / wire
         work = self.size / (cores * ENCODE) + self.size / (cores * APPLY)
         return self.stall + self.collect(cores, wire, changes=True) + arrival + work + self.digests(cores) + self.pause
 
