@@ -56,18 +56,25 @@ def _factors(seed: int, first: int, count: int) -> NDArray[np.uint64]:
 
 
 def _of_matrix(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uint64]) -> int:
+    if values.device.type != "cpu":
+        return _on_device(values, rows, columns)
     size, total = values.element_size(), 0
-    on_cpu = values.device.type == "cpu"
-    step = max(1, (_AT_ONCE if on_cpu else _AT_ONCE_ON_DEVICE) // len(columns))
-    factors = None if on_cpu else torch.from_numpy(columns.view(np.int64)).to(values.device)
+    step = max(1, _AT_ONCE // len(columns))
     for first in range(0, len(rows), step):
-        bits, own = values[first : first + step].contiguous().view(_PATTERN[size]), rows[first : first + step]
-        if factors is None:
-            wide = bits.numpy().view(f"u{size}").astype(np.uint64)
-            total += int(np.dot(own, wide @ columns))
-        else:  # a GPU has no product of matrices of whole numbers
-            there = bits.to(torch.int64)
-            there = there & (2 ** (8 * size) - 1) if size < 8 else there
-            sums = (there * factors).sum(1) * torch.from_numpy(own.view(np.int64)).to(values.device)
-            total += int(sums.sum().item())
+        bits = values[first : first + step].contiguous().view(_PATTERN[size])
+        wide = bits.numpy().view(f"u{size}").astype(np.uint64)
+        total += int(np.dot(rows[first : first + step], wide @ columns))
     return total
+
+
+def _on_device(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uint64]) -> int:
+    """The same by elementwise products: a GPU has no product of matrices of whole numbers. It is waited for once."""
+    size = values.element_size()
+    step = max(1, _AT_ONCE_ON_DEVICE // len(columns))
+    of_columns, of_rows = (torch.from_numpy(each.view(np.int64)).to(values.device) for each in (columns, rows))
+    total = of_rows.new_zeros(())
+    for first in range(0, len(rows), step):
+        bits = values[first : first + step].contiguous().view(_PATTERN[size]).to(torch.int64)
+        bits = bits & (2 ** (8 * size) - 1) if size < 8 else bits
+        total += ((bits * of_columns).sum(1) * of_rows[first : first + step]).sum()
+    return int(total.item())

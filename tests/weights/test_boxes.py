@@ -45,6 +45,15 @@ def test_it_is_what_the_page_says():
     assert whole(tensor) == expected & MASK
 
 
+@dtypes
+def test_a_card_computes_the_same(dtype, monkeypatch):
+    """Its products here, on the CPU; `tests/gpu/test_boxes.py` is for a card."""
+    monkeypatch.setattr(boxes, "_AT_ONCE_ON_DEVICE", 100)
+    tensor = drawn(13, 24, dtype=dtype)
+    rows, columns = (np.random.default_rng(0).integers(0, 2**64, length, np.uint64) for length in tensor.shape)
+    assert boxes._on_device(tensor, rows, columns) & MASK == boxes._of_matrix(tensor, rows, columns) & MASK
+
+
 def test_elements_of_any_strides_are_read_as_they_are():
     tensor = drawn(12, 10)
     assert box_digest(tensor.t().contiguous().t(), "w", (12, 10), (0, 0)) == whole(tensor)
