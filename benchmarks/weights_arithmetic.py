@@ -3,9 +3,10 @@
     python -m benchmarks.weights_arithmetic
 
 Half of the GPUs learn and half generate; with 8 they share a machine, else machines have 8. A learner keeps 16 bytes for
-each parameter, so small fleets cannot train large models. Rates of a core are those that `weights_delta speed` measures; rank 0
-digests and compares all weights, and each generator on another machine digests all. Cores share the work as if no thread waited for another. Learner
-ranks on other machines than rank 0 send whole rows, or deltas where deltas are sent, and have one core each for that.
+each parameter, so small fleets cannot train large models. Rates of a core are those that `weights_delta speed` measures. Rank 0
+digests and compares all weights, and each generator on another machine digests all. On the learner's machine engines load beside
+the digest. Cores share the work as if no thread waited for another. Learner ranks on other machines than rank 0 send whole rows,
+or deltas where deltas are sent, and have one core each for that.
 """
 
 from math import ceil
@@ -85,7 +86,7 @@ class Fleet(NamedTuple):
 
     def digests(self, cores: int) -> float:
         """Of the learner, and of a generator on another machine."""
-        return (1 if self.is_one_machine else 2) * self.size / (cores * DIGEST)
+        return 0.0 if self.is_one_machine else 2 * self.size / (cores * DIGEST)
 
     def dense(self, cores: int, wire: float) -> float:
         """Publish to serving. `cores` work for rank 0 and for each generator; every machine receives over one `wire`."""

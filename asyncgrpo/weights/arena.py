@@ -140,13 +140,15 @@ class Slot:
     writes: int = 0
     """How often it has been written."""
     version: PolicyVersion | None = None
+    is_ready: bool = False
+    """Whether it may be read."""
     digest: str = ""
-    """Empty: it may not be read yet."""
+    """Empty: it is not known yet."""
     is_written: IsWritten | None = None
     """None: every byte is there."""
     readers: set[str] = field(default_factory=set)
     is_ours: bool = False
-    """Whether it is being filled or hashed."""
+    """Whether it is being filled, or its bytes are awaited."""
 
 
 class SharedTensors(list[tuple[str, Tensor]]):

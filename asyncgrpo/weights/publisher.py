@@ -1,14 +1,14 @@
 """The learner's side of a publication: snapshot, offer, compare digests, and note who samples with what.
 
-The learner copies its weights into an arena (`offer`) and trains on. Everything else happens in a thread beside it: the
-digest, the offer to each generator as soon as it has nothing else to do, and the proof. Generators adopt a version at their
+The learner copies its weights into an arena (`offer`) and trains on. Everything else happens in a thread beside it: the offer to
+each generator as soon as it has nothing else to do, the digest, and the proof. Generators adopt a version at their
 own pace; nobody waits for the slowest. If the learner makes versions faster than they travel, the latest wins.
 
     Join -> WeightsLayout -> [ Offer -> Staged -> Swapped ]*
 
-A generator holds a version once it has received the bytes whose digest was offered, its engine has swapped, and the
-engine's checksum is that of the other engines at this version. Whoever says nothing for some seconds is left out, whoever says it
-(this thread, the driver), and is back with its next sign of life.
+A generator holds a version once its engine has swapped to it, out of the arena or of received bytes that have the digest, and the
+engine's checksum is that of the other engines at this version. Whoever says nothing for some seconds is left out, whoever
+says it (this thread, the driver), and is back with its next sign of life.
 """
 
 import logging
@@ -66,8 +66,8 @@ LOOK_EVERY_S = 0.2
 LOOK_WHILE_SENDING_S = 0.02
 LOOK_WHILE_WRITING_S = 0.005
 NOT_CONNECTED = "it is not connected any more"
-COMPARING = "(deltas)"
-"""Reads an arena as generators do, while a delta is made of it."""
+COMPARING, HASHING = "(deltas)", "(digest)"
+"""Read an arena as generators do, while a delta is made of it, or its digest is computed."""
 
 
 class Publisher:
@@ -176,7 +176,7 @@ class Publisher:
             slot = self._free_slot()
             if slot is None:
                 return False
-            slot.is_ours, slot.version, slot.digest = True, None, ""
+            slot.is_ours, slot.is_ready, slot.version, slot.digest = True, False, None, ""
             slot.writes = self._arenas.begin(slot.number)
             if slot is self._newest:
                 self._newest = None
@@ -253,7 +253,7 @@ class Publisher:
         """The arena with the newest version, if that may not be read yet and nobody prepares it."""
         filled = [slot for slot in self._slots if slot.version is not None and not slot.is_ours]
         newest = max(filled, key=lambda slot: cast(PolicyVersion, slot.version), default=None)
-        return None if newest is None or newest.digest else newest
+        return None if newest is None or newest.is_ready else newest
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -331,7 +331,8 @@ class Publisher:
     # -- one version ---------------------------------------------------------------------------------------------------
 
     def _prepare_newest(self) -> None:
-        """Compute the digest of the newest version once all its bytes are there. Then it may be read."""
+        """Let the newest version be read once all its bytes are there, and compute its digest. Engines that load whole weights
+        out of the arena need none, and get it before."""
         if self._preparing is None:
             with self._lock:
                 self._preparing = slot = self._filled()
@@ -340,10 +341,16 @@ class Publisher:
         slot = self._preparing
         if slot is None or not (slot.is_written is None or slot.is_written()):
             return
-        found = digest_pieces(slot.flat, self._layout.slices(SHARE_BYTES))
         with self._lock:
-            slot.is_ours, slot.digest = False, found
+            slot.is_ours, slot.is_ready = False, True
+            slot.readers.add(HASHING)
             self._newest, self._preparing = slot, None
+        if self._is_whole:
+            self._offer_to_near()
+        slot.digest = digest_pieces(slot.flat, self._layout.slices(SHARE_BYTES))
+        if (round_ := self._rounds.get(cast(PolicyVersion, slot.version))) is not None:
+            round_.digest = slot.digest
+        self._read_by(HASHING)
 
     def _offer_to_near(self) -> None:
         for name, member in list(self._members.items()):
