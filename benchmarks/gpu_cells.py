@@ -128,7 +128,6 @@ def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
         "data": {"train": "unused"},
         "sampling": {"max_tokens": LONGEST},
         "algorithm": {"group_size": group_size},
-        "weights": {"adapters_only": False},  # else the folder that generators would read is looked into
         "learner": {
             "device": cell["device"],
             "tokens_per_microbatch": cell["budget"],

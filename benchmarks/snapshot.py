@@ -61,7 +61,7 @@ def rank(number: int, world: int, argument: str) -> None:
         {"model": {"path": path}, "data": {"train": "none"}, "learner": {"device": "cpu"}}, Config
     )
     learner = Learner(settings, rank=number, world=world, device="cpu")
-    layout = Layout(learner.sent.layout())
+    layout = Layout(learner.layout())
     arenas = Arenas(layout) if number == 0 else None
     file = [arenas.file if arenas is not None else ""]
     dist.broadcast_object_list(file)

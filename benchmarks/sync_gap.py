@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from asyncgrpo.config.schema import Config
 from asyncgrpo.engines.torch import decoder
-from asyncgrpo.engines.torch.engine import replace_tensors
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.check import GapLimit, SyncGap
@@ -70,9 +69,11 @@ class Pair:
         self._step += 1
 
     def publish(self, fault: Fault = lambda name: name) -> SyncGap:
-        sent: dict[str, Tensor] = {info.name: tensor for info, tensor in self.learner.sent.weights()}
+        sent: dict[str, Tensor] = {info.name: tensor for info, tensor in self.learner.weights()}
         wrong = ((name, fault(name)) for name in sent)
-        replace_tensors(self._places, ((name, sent[source]) for name, source in wrong if source), partial=True)
+        for name, source in wrong:
+            if source:
+                self._places[name].detach().copy_(sent[source])
         check = self.learner.check
         gap = SyncGap.between(check.score(), self._engine.score(check.sequences.tokens, check.sequences.start))
         self.limit.find(gap)

@@ -65,7 +65,7 @@ def main() -> None:
 
 def measure(learner: Learner, engines: int, lane: str, rounds: int) -> dict[str, Any]:
     """Of `rounds` publications, each beside a broadcast: medians."""
-    layout = learner.sent.layout()
+    layout = learner.layout()
     masters = [local(parameter) for parameter in learner.model.parameters()]
     publisher = Publisher(
         WeightsConfig(timeout_s=120.0, deltas=lane == "delta"),

@@ -57,7 +57,6 @@ if TYPE_CHECKING:  # these import torch, so the actors import them where they us
     from asyncgrpo.learner.learner import Learner
     from asyncgrpo.learner.ranks import Team
     from asyncgrpo.learner.service import LearnerService
-    from asyncgrpo.weights.adapters import AdapterMerger
     from asyncgrpo.weights.group import Backend
     from asyncgrpo.weights.publisher import Publisher
 
@@ -438,7 +437,6 @@ class GeneratorActor:
             turns=build_sampler(config, engine, tokenizer),
             window=config.generators.groups_in_flight,
             keep_kv=config.generators.keep_kv,
-            merger=_adapter_merger(config),
             load_timeout_s=config.weights.timeout_s,
             stuck_after_s=config.cluster.silent_timeout_s,
             buffer_endpoint=self._endpoints.buffer_endpoint,
@@ -465,17 +463,6 @@ def _limit_gpu_memory(config: Config, *, is_learner: bool) -> None:
         torch.cuda.set_per_process_memory_fraction(max(learner_share(config, card), 0.05))
     elif config.generators.engine == "torch":
         torch.cuda.set_per_process_memory_fraction(config.generators.memory_fraction)
-
-
-def _adapter_merger(config: Config) -> "AdapterMerger | None":
-    """What makes whole weights of published adapters; None where whole weights are published."""
-    if not (config.model.lora.rank and config.weights.adapters_only):
-        return None
-    import torch
-
-    from asyncgrpo.weights.adapters import AdapterMerger
-
-    return AdapterMerger(config.model.path, getattr(torch, config.model.dtype))
 
 
 # -- the learner -------------------------------------------------------------------------------------------------------
@@ -574,7 +561,7 @@ class LearnerActor:
         self._publisher.on_left_out = lambda name, incarnation, why: notices.send(
             GeneratorLost(generator_id=name, incarnation=incarnation, reason=why)
         )
-        self._publisher.start(learner.sent.layout(), learner.sent.base, _sync_check(config, learner))
+        self._publisher.start(learner.layout(), _sync_check(config, learner))
         decode = decoder(load_tokenizer(config.model.path), keep_special=True)
         recorder = Recorder(config, setup.run_dir, decode, msgspec.to_builtins(config))
         service = self._service = LearnerService(

@@ -300,6 +300,7 @@ _RENAMED: dict[str, str] = {
     "algorithm.clip_high": "algorithm.loss_args.clip_high, an argument of algorithm.loss",
     "algorithm.importance_cap": "`high_ratio` in an entry of algorithm.corrections, as algorithm.corrections=[{high_ratio: 2.0}]",
     "cluster.standby_after_s": "not needed: without a GPU, processes start in two seconds",
+    "weights.adapters_only": "not needed: the learner merges adapters, and engines get whole weights",
 }
 
 # How alike two names must be, from 0 to 1, to count as one name with a slip: `grp_size` and `group_size` are 0.89,

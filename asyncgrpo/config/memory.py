@@ -314,9 +314,8 @@ def _host(shape: ModelShape, config: Config, ranks: int, generators: int) -> Hol
     moments = rank.moments if config.learner.offload_optimizer else 0
     kept = rank.has_reference_copy and config.learner.offload_reference
     reference = rank.of_each(rank.item * shape.parameters) if kept else 0
-    adapters_only = config.model.lora.rank and config.weights.adapters_only
     has_far = generators < config.generators.count or config.weights.backend in ("gloo", "nccl")
-    arenas = ARENAS + (config.weights.deltas and has_far) if ranks and not adapters_only else 0
+    arenas = ARENAS + (config.weights.deltas and has_far) if ranks else 0
     processes = 1 + ranks + generators * (1 + max(config.generators.gpus_each, 1))
     parts = {
         "moments": ranks * moments,

@@ -729,10 +729,6 @@ class WeightsConfig(Section, frozen=True):
         ),
     ] = True
     bucket_mb: Annotated[int, Meta(ge=1, description="MiB sent at once")] = 64
-    adapters_only: Annotated[
-        bool,
-        Meta(description="with LoRA: send the adapters, and each generator merges them; false: send merged weights"),
-    ] = True
     check_every: Annotated[
         int,
         Meta(ge=0, description="every so many publications learner and engines score the same tokens; 0: never"),

@@ -78,7 +78,6 @@ class Engine(Protocol):
         version: PolicyVersion,
         *,
         keep_kv: bool = True,
-        partial: bool = False,
     ) -> None:
         """Replace the weights between two tokens. Requests in flight go on; their later tokens carry `version`.
 
@@ -86,7 +85,6 @@ class Engine(Protocol):
             tensors: name on disk and CPU tensor, every tensor of the model's checkpoint; read only during the call.
             version: becomes `self.version`, only when all tensors are in place.
             keep_kv: requests in flight go on with the keys and values they have; False recomputes them.
-            partial: tensors that are not given stay as they are; False: all must be given.
         Raises:
             EngineError: the weights may be part old, part new, and the engine does not sample with them.
         """
@@ -264,11 +262,10 @@ class EngineBase(Generic[R]):
         version: PolicyVersion,
         *,
         keep_kv: bool = True,
-        partial: bool = False,
     ) -> None:
         self._require_running()
         try:
-            await self._load(tensors, version, keep_kv=keep_kv, partial=partial)
+            await self._load(tensors, version, keep_kv=keep_kv)
             if isinstance(tensors, SharedTensors):
                 tensors.require_intact()
         except BaseException as error:
@@ -291,9 +288,7 @@ class EngineBase(Generic[R]):
         """Stop whatever still runs for a request that has no caller any more."""
         raise NotImplementedError
 
-    async def _load(
-        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
-    ) -> None:
+    async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
         """Replace the weights, as `Engine.load_weights` says; what it raises makes the engine fail."""
         raise NotImplementedError
 

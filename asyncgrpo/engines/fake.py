@@ -117,9 +117,7 @@ class FakeEngine(EngineBase[FakeRequest]):
         with contextlib.suppress(asyncio.CancelledError):
             await request.sampler
 
-    async def _load(
-        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
-    ) -> None:
+    async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
         self._checksum = weights_digest(tensors)
 
     async def _sample(self, request: FakeRequest) -> None:

@@ -27,7 +27,6 @@ from asyncgrpo.generators.turns import FAILURE, Sampler
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
-from asyncgrpo.weights.adapters import AdapterMerger
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.groups import pack_group
@@ -98,7 +97,6 @@ class GeneratorService:
         *,
         window: int,
         keep_kv: bool,
-        merger: AdapterMerger | None,
         load_timeout_s: float,
         stuck_after_s: float,
         buffer_endpoint: str,
@@ -121,7 +119,7 @@ class GeneratorService:
         self._engine, self._reward, self._decode = engine, reward, decode
         self._window, self._redundancy, self._turns = window, redundancy, turns
         self._cores = cores
-        self._keep_kv, self._merger = keep_kv, merger
+        self._keep_kv = keep_kv
         self._load_timeout_s, self._stuck_after_s = load_timeout_s, stuck_after_s
         self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
         self._host, self._keys = host, keys
@@ -223,7 +221,6 @@ class GeneratorService:
             host=self._host,
             apply=self._apply_weights,
             score=self._score,
-            merger=self._merger,
             keys=self._keys,
         )
 
@@ -402,9 +399,8 @@ class GeneratorService:
         return scores
 
     async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
-        partial = self._merger is not None  # tensors that are not adapted stay as the engine loaded them at its start
         with self._activities.during("weights"):
-            await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv, partial=partial)
+            await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv)
             checksum = await self._engine.checksum()
         self._version = version
         metrics.generator_policy_version.set(version.number)

@@ -36,7 +36,7 @@ from asyncgrpo.learner.model import (
 from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_elementwise, report_not_run
 from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload, learning_rate, make_optimizer
 from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
-from asyncgrpo.learner.publishing import PublishedAdapters, PublishedWeights
+from asyncgrpo.learner.publishing import PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
 from asyncgrpo.types import Group, PolicyVersion
@@ -85,10 +85,7 @@ class Learner:
         self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
         self.layout, self.weights = self._published.layout, self._published.weights
-        only_adapters = config.model.lora.rank and config.weights.adapters_only
-        self.sent = PublishedAdapters(self.model, config.model.path) if only_adapters else self._published
-        """What a publication carries."""
-        self.snapshot = Snapshot(self.sent, config.weights, rank=rank, world=world, device=self.device)
+        self.snapshot = Snapshot(self._published, config.weights, rank=rank, world=world, device=self.device)
         self.check = LearnerCheck(self.model, config.data.max_prompt_tokens + config.sampling.max_tokens, self.device)
 
     def step(self, groups: list[Group], version: PolicyVersion) -> StepReport:

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from asyncgrpo.errors import WeightsError
-from asyncgrpo.weights.adapters import open_tensors
-from asyncgrpo.weights.files import disk_pieces, saved_tensors
+from asyncgrpo.weights.files import disk_pieces, open_tensors, saved_tensors
 
 # -- a model without memory --------------------------------------------------------------------------------------------
 

@@ -1,11 +1,9 @@
-"""What a publication carries: the learner's weights as engines and files know them, or the adapters alone.
+"""What a publication carries: the learner's weights as engines and files know them.
 
 The plan is made once, from the sharded model, and is the same on every rank: so `layout` needs no communication and
 `weights` may gather tensor by tensor. A tied tensor appears once, under its first name. Where a tensor in memory is
-many on disk, as with the experts of a mixture, it is gathered once and given away in pieces.
-
-About 1 % of the bytes of the whole model cross the wire, and no base weight is gathered. Generators merge
-(`weights.base.AdapterMerger`), by the arithmetic with which `PublishedWeights` would have.
+many on disk, as with the experts of a mixture, it is gathered once and given away in pieces. Adapters are merged into their
+base, each row by the rank that has it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,14 +18,12 @@ from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner.loading import Pieces, first_row, pieces_of_rows, views_of_rows
 from asyncgrpo.learner.model import TokenScorer
 from asyncgrpo.types import TensorInfo
-from asyncgrpo.weights.adapters import DOWN, INSTEAD, UP, BaseWeights, fingerprint, merge
+from asyncgrpo.weights.adapters import merge
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.files import disk_pieces, saved_tensors
 
 Part = tuple[str, int, Tensor]
 """Of a tensor that is published: its name, the first element there, and the values, in any dtype."""
-
-# -- whole weights -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,18 +55,27 @@ class _Source:
         up, down = self.adapter.scale * gather(self.adapter.b), gather(self.adapter.a)
         return merge(gather(self.tensor), up, down, self.dtype)
 
+    def rows(self) -> tuple[int, Tensor]:
+        """The first of this rank's rows, and the rows, merged. Collective where there is an adapter."""
+        sharded = cast(DTensor, self.tensor.detach())
+        rows = sharded.to_local()
+        if self.adapter is not None:
+            up = self.adapter.scale * cast(DTensor, self.adapter.b.detach()).to_local()
+            rows = merge(rows, up, gather(self.adapter.a.detach()), self.dtype)
+        return first_row(sharded), rows
+
 
 class PublishedWeights:
     """Every tensor to publish, in a fixed order."""
 
-    base = ""
-    """Needs none: the tensors are whole."""
-
     def __init__(self, scorer: TokenScorer, dtype: torch.dtype) -> None:
-        """Args:
-        scorer: the sharded model. Its tensors are read at each call of `weights`, never copied here.
-        dtype: of the published parameters. Buffers keep their own: a mixture's `e_score_correction_bias` decides
-            between experts that are close, and stays float32 in engines too.
+        """
+        Args:
+            scorer: the sharded model. Its tensors are read at each call of `weights`, never copied here.
+            dtype: of the published parameters. Buffers keep their own: a mixture's `e_score_correction_bias` decides
+                between experts that are close, and stays float32 in engines too.
+        Raises:
+            ConfigError: a tied weight has an adapter.
         """
         self.dtype = dtype
         self._model = model = scorer.language_model
@@ -80,8 +85,13 @@ class PublishedWeights:
             if ".lora_" not in name:
                 plain = name.replace(".base_layer.", ".")
                 published = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-                pieces = None if plain in adapters else _own_rows(model, plain, tensor)
-                self._sources.append(_Source(plain, tensor, adapters.get(plain), published, pieces))
+                adapter = adapters.pop(plain, None)
+                pieces = _own_rows(model, plain, tensor) if adapter is None or _are_rows(adapter.b) else None
+                self._sources.append(_Source(plain, tensor, adapter, published, pieces))
+        if adapters:
+            raise ConfigError(
+                f"model.lora.targets adapts {next(iter(adapters))}, which is tied to another weight; leave it out"
+            )
 
     def layout(self) -> list[TensorInfo]:
         """Name, whole shape and dtype of every tensor, in the order of `weights`; without communication."""
@@ -113,11 +123,10 @@ class PublishedWeights:
                 pieces = disk_pieces(self._model, source.name, source.whole())
                 yield from ((name, 0, piece) for name, piece in pieces.items() if rank == 0)
                 continue
-            sharded = cast(DTensor, source.tensor.detach())
-            start, rows = first_row(sharded), sharded.to_local()
+            start, rows = source.rows()
             if source.pieces.is_same:
                 (name,) = source.pieces.parts
-                yield name, start * sharded.shape[1:].numel(), rows
+                yield name, start * rows.shape[1:].numel(), rows
             else:
                 yield from ((name, 0, view) for name, view in views_of_rows(source.pieces.parts, rows, start))
 
@@ -157,12 +166,17 @@ def copy_parts(pairs: Iterable[tuple[Tensor, Tensor]]) -> IsWritten | None:
 
 def _own_rows(model: Any, name: str, tensor: Tensor) -> Pieces | None:
     """How the rows of a sharded tensor lie on disk; none: it is not sharded, or rows of several ranks make one piece."""
-    if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
+    if not _are_rows(tensor):
         return None
     try:
         return pieces_of_rows(model, name, tensor.shape)
     except WeightsError:
         return None
+
+
+def _are_rows(tensor: Tensor) -> bool:
+    """True if each rank has some rows of it."""
+    return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
 
 
 def copied() -> IsWritten:
@@ -193,68 +207,3 @@ def _is_adapted(module: nn.Module) -> bool:
 def _adapter(layer: Any) -> Adapter:
     (name,) = layer.lora_A.keys()
     return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-
-
-# -- adapters alone ----------------------------------------------------------------------------------------------------
-
-
-class PublishedAdapters:
-    """Both matrices of every adapter, in a fixed order, named after the weight on disk that they belong to."""
-
-    def __init__(self, scorer: TokenScorer, path: str) -> None:
-        """Gathers every adapted base weight once, for its fingerprint. Collective.
-
-        Args:
-            scorer: the sharded model with adapters.
-            path: where its base was loaded from, and where generators will read it.
-        Raises:
-            ConfigError: what would be read there is not what is trained here.
-        """
-        model = scorer.language_model
-        parameters = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
-        self._adapters: dict[str, Adapter] = {}
-        adapted: dict[str, Tensor] = {}
-        for name, adapter in adapters_of(model).items():
-            if name not in parameters:
-                raise ConfigError(f"model.lora.targets adapts {name}, which is tied to another weight; leave it out")
-            pieces = disk_pieces(model, name, torch.empty(parameters[name].shape, device="meta"))
-            if [piece.shape for piece in pieces.values()] != [parameters[name].shape]:
-                raise ConfigError(
-                    f"model.lora.targets adapts {name}, which model.path ({path}) stores as {' and '.join(pieces)}: "
-                    f"{INSTEAD}"
-                )
-            (on_disk,) = pieces
-            self._adapters[on_disk], adapted[on_disk] = adapter, parameters[name]
-        self.base = fingerprint((name, gather(tensor)) for name, tensor in adapted.items())
-        """Fingerprint of the adapted weights without their adapters."""
-        try:
-            stored = BaseWeights(path).fingerprint(self._adapters)
-        except WeightsError as error:
-            raise ConfigError(str(error)) from error
-        if stored != self.base:
-            raise ConfigError(
-                f"model.path ({path}) has tensors that are loaded otherwise than they are stored, so that adapters "
-                f"cannot be merged into them: {INSTEAD}"
-            )
-
-    def layout(self) -> list[TensorInfo]:
-        """Name, whole shape and dtype of every tensor, in the order of `weights`; without communication."""
-        shapes = [
-            shape
-            for name, adapter in self._adapters.items()
-            for shape in ((name + DOWN, adapter.a.shape), (name + UP, adapter.b.shape))
-        ]
-        return [TensorInfo(name=name, shape=tuple(shape), dtype="float32") for name, shape in shapes]
-
-    @torch.no_grad()
-    def weights(self) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Every tensor, whole, on the model's device. Collective: all ranks iterate to the end, in step.
-
-        A tensor may share memory with the model: use or copy it before the next step.
-        """
-        whole = (
-            tensor
-            for adapter in self._adapters.values()
-            for tensor in (gather(adapter.a), adapter.scale * gather(adapter.b))
-        )
-        yield from zip(self.layout(), whole, strict=True)

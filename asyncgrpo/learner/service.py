@@ -220,7 +220,7 @@ class LearnerService:
             self._publisher.expect(self.version, self._learner.check.score())
 
     def _fill_arena(self, layout: Layout, flat: Tensor) -> IsWritten | None:
-        file = self._publisher.file if self._learner.snapshot.is_by_rows else ""
+        file = self._publisher.file
         self._team.tell(RankCommand(what="snapshot", file=file, start=int(flat.storage_offset())))
         return self._learner.snapshot.write(flat, file)
 

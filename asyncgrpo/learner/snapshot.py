@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
-from asyncgrpo.learner.publishing import Part, PublishedAdapters, PublishedWeights, fill_arena, fill_parts
+from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_arena, fill_parts
 from asyncgrpo.learner.rows import RowReceiver, RowSender, wait_until
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.weights.arena import IsWritten, Layout, MappedArenas
@@ -36,7 +36,7 @@ class Snapshot:
 
     def __init__(
         self,
-        sent: PublishedWeights | PublishedAdapters,
+        sent: PublishedWeights,
         config: WeightsConfig,
         *,
         rank: int,
@@ -56,9 +56,7 @@ class Snapshot:
         self._timeout_s = config.timeout_s + self._layout.num_bytes / READ_BYTES_PER_S
         self._arenas: MappedArenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self.is_by_rows = isinstance(sent, PublishedWeights)
-        """Whether each rank writes its own rows, where the arenas can be mapped."""
-        away = _away(world) if world > 1 and self.is_by_rows else []
+        away = _away(world) if world > 1 else []
         self._near = [other for other in range(1, world) if other not in away]
         self._sender: RowSender | None = None
         self._receivers: list[RowReceiver] = []
@@ -83,7 +81,7 @@ class Snapshot:
             file: of the arenas; empty: no other rank can map them, so the weights are gathered.
         """
         is_alone = not (self._near or self._receivers)
-        if not self.is_by_rows or not (file or is_alone):
+        if not (file or is_alone):
             return fill_arena(self._sent.weights(), self._layout, flat)
         mine = fill_parts(self._parts(), self._layout, flat)
         if is_alone:
@@ -136,7 +134,6 @@ class Snapshot:
         flags[self._rank] = number
 
     def _parts(self) -> Iterator[Part]:
-        assert isinstance(self._sent, PublishedWeights)
         return self._sent.parts(self._rank)
 
     def _mapped(self, file: str) -> MappedArenas:

@@ -288,7 +288,7 @@ class VirtualRun:
         self._lines[peer] = socket = GeneratorLine(lambda m, p: self._to_buffer(peer, m, p))
         service = _Generator(
             peer, "0", engine, Breaker(_Reward(case), at_once=10**6), lambda ids: "", window=case.window, keep_kv=True,
-            merger=None, load_timeout_s=1.0, stuck_after_s=1e9, buffer_endpoint="buffer", weights_endpoint="", host="", keys=None,
+            load_timeout_s=1.0, stuck_after_s=1e9, buffer_endpoint="buffer", weights_endpoint="", host="", keys=None,
         )  # fmt: skip
         service.line = socket
         self._loop.create_task(service.run())

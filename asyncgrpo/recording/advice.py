@@ -397,10 +397,7 @@ def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> tuple[Advic
 
 def _weights(pace: Pace, config: Config, share: float) -> Advice:
     """Publications take much of a step. Their cost is that of a step, however large its batch."""
-    if config.model.lora.rank and not config.weights.adapters_only:
-        change = "weights.adapters_only=true sends the adapters alone"
-    else:
-        change = f"buffer.prompts_per_step={2 * config.buffer.prompts_per_step} would halve their share"
+    change = f"buffer.prompts_per_step={2 * config.buffer.prompts_per_step} would halve their share"
     return Advice(
         bottleneck="weights",
         sentence=f"publications take {_percent(share)} of a step: {change}",

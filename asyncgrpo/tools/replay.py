@@ -363,7 +363,7 @@ class Replay:
         if published is None:
             return
         team.tell(RankCommand(what="snapshot"))
-        ours = digest_of(Layout(learner.sent.layout()), learner.sent.weights())
+        ours = digest_of(Layout(learner.layout()), learner.weights())
         if ours == published:
             self._result.same_weights.append(str(version))
         elif not self._result.pairs:

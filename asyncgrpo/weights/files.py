@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncgrpo.errors import ConfigError
-from asyncgrpo.weights.adapters import INDEX, SINGLE
+from asyncgrpo.errors import ConfigError, WeightsError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 # -- tensors by their names on disk ------------------------------------------------------------------------------------
 
@@ -138,3 +141,37 @@ def _check_safetensors(file: Path) -> None:
             f"model.path: {file} is cut short: it has {size:,} bytes, and its header asks for {wanted:,}; "
             "download it again"
         )
+
+
+def open_tensors(path: str) -> dict[str, Any]:
+    """The open safetensors file of every tensor of a model, by the tensor's name on disk. They are mapped, not read.
+
+    Args:
+        path: folder of a model, or a hub id that is in the local cache.
+    Raises:
+        WeightsError: there are no safetensors, or they cannot be opened.
+    """
+    folder = _folder(path)
+    try:
+        if (folder / INDEX).is_file():
+            names: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        else:
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                names = dict.fromkeys(file.keys(), SINGLE)
+        files: dict[str, Any] = {name: safe_open(folder / name, framework="pt") for name in set(names.values())}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise WeightsError(f"{folder} has no readable {SINGLE} or {INDEX}: {error}") from error
+    return {name: files[file] for name, file in names.items()}
+
+
+def _folder(path: str) -> Path:
+    """The folder of a model's files. Raises WeightsError."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception as error:  # of many kinds, for an id that is none and one that is not there
+        raise WeightsError(f"model.path ({path}) is neither a folder nor in the local Hugging Face cache") from error

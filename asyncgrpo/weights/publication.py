@@ -43,7 +43,6 @@ class Round:
     swapped: dict[str, str] = field(default_factory=dict)
     """Checksums by generator."""
     left_out: set[str] = field(default_factory=set)
-    loaded: str = ""
     attempts: int = 1
     sent_bytes: int = 0
     ended_s: float = 0.0

@@ -110,17 +110,15 @@ class Publisher:
 
     # -- what the learner's loop calls ---------------------------------------------------------------------------------
 
-    def start(self, layout: list[TensorInfo], base: str = "", check: SyncCheck | None = None) -> None:
+    def start(self, layout: list[TensorInfo], check: SyncCheck | None = None) -> None:
         """Fix the layout of all publications, and begin to listen.
 
         Args:
             layout: names, shapes and dtypes.
-            base: fingerprint of the weights to which these adapters belong; empty: they are whole weights.
             check: which versions the engines are to score sequences under; `expect` then says what they should find.
         """
         self._layout, self._check = Layout(layout), check or SyncCheck.none()
-        self._is_whole = not base
-        self._layout_message = WeightsLayout(tensors=self._layout.tensors, base=base, **self._check.asked())
+        self._layout_message = WeightsLayout(tensors=self._layout.tensors, **self._check.asked())
         self._arenas = Arenas(self._layout)
         if self._maps and not self._arenas.file:
             log.warning("%s; until then weights are broadcast", self._arenas.trouble)
@@ -331,8 +329,8 @@ class Publisher:
     # -- one version ---------------------------------------------------------------------------------------------------
 
     def _prepare_newest(self) -> None:
-        """Let the newest version be read once all its bytes are there, and compute its digest. Engines that load whole weights
-        out of the arena need none, and get it before."""
+        """Let the newest version be read once all its bytes are there, and compute its digest. Engines that load out of the
+        arena need none, and get it before."""
         if self._preparing is None:
             with self._lock:
                 self._preparing = slot = self._filled()
@@ -345,8 +343,7 @@ class Publisher:
             slot.is_ours, slot.is_ready = False, True
             slot.readers.add(HASHING)
             self._newest, self._preparing = slot, None
-        if self._is_whole:
-            self._offer_to_near()
+        self._offer_to_near()
         slot.digest = digest_pieces(slot.flat, self._layout.slices(SHARE_BYTES))
         if (round_ := self._rounds.get(cast(PolicyVersion, slot.version))) is not None:
             round_.digest = slot.digest
@@ -364,7 +361,7 @@ class Publisher:
                     continue
                 slot.readers.add(name)
             self._offered(name, member, slot.version, slot.digest, self._layout.num_bytes)
-            member.is_staging = not self._is_whole  # an engine loads whole weights from where they lie
+            member.is_staging = False  # its engine loads them from where they lie
             offer = Offer(
                 version=slot.version,
                 digest=slot.digest,
@@ -463,14 +460,11 @@ class Publisher:
             self._again(name, member, f"digest mismatch: sent {round_.digest}, {name} received {message.digest}")
             return
         self._deltas.received(name, State(message.version, message.digest))
-        member.loaded = message.merged or message.digest
-        round_.loaded = round_.loaded or member.loaded
-        if member.loaded != round_.loaded:
-            self._again(name, member, f"the same adapters were merged into different weights at {name}")
+        member.loaded = message.digest
 
     def _swapped(self, name: str, member: Member, message: Swapped) -> None:
         round_ = self._rounds.get(message.version)
-        if member.is_near and self._is_whole and message.version == member.offered:
+        if member.is_near and message.version == member.offered:
             self._read_by(name)
             member.loaded = round_.digest if round_ is not None else ""
         if round_ is None or name not in round_.waits_for:

@@ -2,9 +2,8 @@
 
 One thread talks to the publisher. On the learner's machine an engine loads weights from where the learner has written them. On
 others this thread stages them: it takes part in a broadcast, or applies deltas to those that it has, in memory of its own,
-while the engine goes on sampling; their digest must be the one that the learner names. Adapters are merged into their base.
-The other thread has the engine swap, between two tokens. Nobody waits for it but this engine. If the learner dies, the engine
-notices nothing.
+while the engine goes on sampling; their digest must be the one that the learner names. The other thread has the engine swap,
+between two tokens. Nobody waits for it but this engine. If the learner dies, the engine notices nothing.
 """
 
 import logging
@@ -14,21 +13,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.adapters import AdapterMerger, content_digest
-from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging, stride
+from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging
 from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.delta import Delta, State, apply
-from asyncgrpo.weights.digest import BLOCK, add_digests, digest, digest_pieces
+from asyncgrpo.weights.digest import digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.weights.lane import Arriving
-from asyncgrpo.weights.threads import SHARE_BYTES, spread
+from asyncgrpo.weights.threads import SHARE_BYTES
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.sockets import Client, Keys
@@ -73,27 +70,21 @@ class Receiver:
         host: str,
         apply: Apply,
         keys: Keys | None,
-        merger: AdapterMerger | None = None,
         score: Score | None = None,
     ) -> None:
         """
         Args:
             score: of the engine, for the sync gap; none: it cannot say.
-            merger: makes whole weights of published adapters; None: whole weights are published.
         """
         self._endpoint, self._keys = endpoint, keys
         self._generator_id, self._incarnation = generator_id, incarnation
         self._host = host
         self._apply = apply
-        self._merger = merger
         self._score = score
         self._layout: Layout | None = None
         self._check: WeightsLayout | None = None
-        self._base = ""
         self._arenas: MappedArenas | None = None
         self._stagings: list[Staging] = []
-        self._merged: list[Staging] = []
-        """Whole weights that were made of adapters."""
         self._arriving: Arriving | None = None
         self._group: WeightGroup | None = None
         self._group_number = 0
@@ -150,7 +141,7 @@ class Receiver:
         if isinstance(message, WeightsLayout):
             self._arriving = None
             try:
-                self._layout, self._base, self._stagings, self._merged = Layout(message.tensors), message.base, [], []
+                self._layout, self._stagings = Layout(message.tensors), []
                 self._check = message
             except WeightsError as error:
                 raise WireError(str(error)) from error
@@ -160,10 +151,10 @@ class Receiver:
             self._arriving = None
             if message.transfer:
                 self._expect(self._layout, message)
-            elif message.file and not self._base:
+            elif message.file:
                 self._take(self._layout, message)
             else:
-                self._stage(self._layout, message, lambda layout: self._whole(layout, message))
+                self._stage(self._layout, message, lambda layout: self._broadcast(layout, message))
         elif isinstance(message, DeltaPart) and self._layout is not None:
             self._add_part(self._layout, message, payload)
 
@@ -236,16 +227,10 @@ class Receiver:
         except (WeightsError, WireError, RuntimeError, ValueError) as error:
             self._failed(offer.transfer, error)
             return
-        merged, tensors = "", staging.tensors()
         if received == offer.digest:
             staging.holds = State(offer.version, received)
-            if self._base:
-                tensors = self._merge(tensors)
-                merged = content_digest(tensors)
-            self._next = offer.version, tensors
-        self._client.send(
-            Staged(generator_id=self._generator_id, version=offer.version, digest=received, merged=merged)
-        )
+            self._next = offer.version, staging.tensors()
+        self._client.send(Staged(generator_id=self._generator_id, version=offer.version, digest=received))
 
     def _failed(self, transfer: int, error: Exception) -> None:
         """Weights were not received. The engine has not been touched."""
@@ -255,11 +240,6 @@ class Receiver:
         reason = str(error)[:300]
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=False, transfer=transfer))
 
-    def _whole(self, layout: Layout, offer: Offer) -> tuple[Staging, str]:
-        staging = self._free_staging(self._stagings, layout)
-        staging.holds = None
-        return staging, (self._receive if offer.group_number else self._copy)(layout, offer, staging)
-
     def _updated(self, layout: Layout, deltas: list[Delta]) -> tuple[Staging, str]:
         """Apply deltas to the weights that they start from: in place, unless the engine is loading them."""
         base = next((staging for staging in self._stagings if staging.holds == deltas[0].before), None)
@@ -267,7 +247,7 @@ class Receiver:
             raise WeightsError(f"deltas from {deltas[0].before.version} came, and no memory here holds it")
         holds, staging = base.holds, base
         if self._is_loading(base):
-            staging = self._free_staging(self._stagings, layout)
+            staging = self._free_staging(layout)
             staging.flat.copy_(base.flat)
         self._next, staging.holds = None, None
         for delta in deltas:
@@ -275,36 +255,25 @@ class Receiver:
             holds = delta.after
         return staging, digest_pieces(staging.flat, layout.slices(SHARE_BYTES))
 
-    def _free_staging(self, stagings: list[Staging], layout: Layout) -> Staging:
-        """One of them from which the engine does not load. What waits there for the engine is overtaken.
+    def _free_staging(self, layout: Layout) -> Staging:
+        """Memory from which the engine does not load. What waits there for the engine is overtaken.
 
         The second one is made when weights come for the first time while the engine is loading.
         """
         self._next = None
-        for staging in stagings:
+        for staging in self._stagings:
             if not self._is_loading(staging):
                 return staging
-        stagings.append(Staging(layout))
-        return stagings[-1]
+        self._stagings.append(Staging(layout))
+        return self._stagings[-1]
 
     def _is_loading(self, staging: Staging) -> bool:
         return self._swapping is not None and self._swapping.memory.data_ptr() == staging.flat.data_ptr()
 
-    def _copy(self, layout: Layout, offer: Offer, staging: Staging) -> str:
-        memory, flat = self._mapped(offer.file).read(offer.slot * stride(layout), layout.num_bytes), staging.flat
-
-        def copy(share: tuple[int, int]) -> int:
-            total, last = 0, share[1]
-            for start in range(share[0], last, BLOCK):  # each is hashed while a core still has it in its cache
-                piece = slice(start, min(start + BLOCK, last))
-                np.copyto(flat[piece].numpy(), memory[piece].numpy())
-                total += digest(flat[piece], start)
-            return total
-
-        return add_digests(spread(copy, layout.slices(SHARE_BYTES)))
-
-    def _receive(self, layout: Layout, offer: Offer, staging: Staging) -> str:
-        group = self._group
+    def _broadcast(self, layout: Layout, offer: Offer) -> tuple[Staging, str]:
+        """Take part in a broadcast."""
+        group, staging = self._group, self._free_staging(layout)
+        staging.holds = None
         if group is None or offer.group_number != self._group_number:
             raise WeightsError(f"this generator is not in group {offer.group_number}")
         if group.device.type != "cpu":
@@ -320,23 +289,7 @@ class Receiver:
                         piece.copy_(there)
                 yield start, end
 
-        return digest_pieces(staging.flat, pieces())
-
-    def _merge(self, adapters: list[tuple[str, Tensor]]) -> SharedTensors:
-        """Make whole weights of adapters. A failure ends this generator: it would fail at every publication."""
-        try:
-            assert self._merger is not None, "adapters were published, and whole weights expected"
-            if torch.cuda.is_available():
-                adapters = [(name, tensor.to("cuda")) for name, tensor in adapters]
-            made = self._merger.merge(adapters, self._base)
-            merged = self._free_staging(self._merged, Layout(self._merger.layout(adapters))).tensors()
-            for (name, place), (found, tensor) in zip(merged, made, strict=True):
-                assert name == found
-                place.copy_(tensor)
-            return merged
-        except Exception as error:
-            self._give_up(error)
-            raise
+        return staging, digest_pieces(staging.flat, pieces())
 
     # -- the swap ------------------------------------------------------------------------------------------------------
 

@@ -34,8 +34,6 @@ class WeightsLayout(Message):
     """Room for tens of thousands of tensors."""
 
     tensors: tuple[TensorInfo, ...]
-    base: str = ""
-    """Fingerprint of the weights into which these adapters are to be merged; empty: the tensors are whole weights."""
     check: tuple[tuple[int, ...], ...] = ()
     """Token ids of the sequences that are scored after a swap, from `check_start` on."""
     check_start: int = 1
@@ -110,8 +108,6 @@ class Staged(Message):
     generator_id: Name
     version: PolicyVersion
     digest: str
-    merged: str = ""
-    """Digest of what adapters and base were merged into; empty where whole weights were received."""
 
 
 class Swapped(Message):

@@ -606,7 +606,7 @@ WEIGHTS = Board(
             number(
                 "Sent",
                 "Weights sent over the time shown, each generator counted.",
-                "More than the network should carry: weights.adapters_only sends adapters where LoRA is trained.",
+                "More than the network should carry: on a slow one `weights.deltas` sends what has changed.",
                 "bytes",
                 {"sent": "sum(increase(asyncgrpo_weight_sync_bytes_total[$__range]))"},
                 width=6,

@@ -57,7 +57,7 @@ APPLIED = frozenset({
     "learner.tokens_per_microbatch",
     "learner.share_prompts", "learner.compile", "learner.activation_checkpointing", "learner.offload_reference",
     "learner.offload_optimizer", "learner.ray_resources", "learner.attention",
-    "weights.backend", "weights.deltas", "weights.bucket_mb", "weights.adapters_only", "weights.timeout_s",
+    "weights.backend", "weights.deltas", "weights.bucket_mb", "weights.timeout_s",
     "weights.check_every", "weights.check_limit",
     "cluster.bind", "cluster.ray_address", "cluster.share_gpu", "cluster.gpu_memory_gb", "cluster.stall_timeout_s",
     "cluster.silent_timeout_s", "cluster.restarts",

@@ -386,12 +386,6 @@ class TestModelCheck:
         assert message.endswith("lower sampling.max_tokens to 1024")
         assert "lower data.max_prompt_tokens below 1536" in self.message(model, "data.max_prompt_tokens=2000")
 
-    def test_adapters_are_merged_into_safetensors_or_sent_merged(self, model):
-        assert "holds no *.safetensors; set weights.adapters_only=false" in self.message(model, "model.lora.rank=4")
-        self.check(model, "model.lora.rank=4", "weights.adapters_only=false")
-        (model / "model.safetensors").touch()
-        self.check(model, "model.lora.rank=4")
-
     def test_the_gpus_of_an_engine_share_the_heads(self, model):
         (model / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
         self.check(model, "generators.gpus_each=4")

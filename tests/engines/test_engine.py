@@ -438,23 +438,6 @@ def test_the_checksum_follows_the_weights(rig: Rig) -> None:
 # --- seeds
 
 
-@pytest.mark.parametrize("layers", [("q_proj", "up_proj"), ("v_proj", "o_proj", "down_proj")])
-def test_a_partial_load_leaves_the_rest_as_it_was(model_rig: Rig, layers: tuple[str, ...]) -> None:
-    """Also where an engine keeps some of what is given in one tensor with others that are not."""
-
-    async def both_ways() -> list[str]:
-        base, other = model_rig.weights(0), model_rig.weights(1)
-        some = {name: tensor for name, tensor in other.items() if any(layer in name for layer in layers)}
-        checksums = [await model_rig.engine.checksum()]
-        for tensors, partial in ((some, True), (base, False), (base | some, False)):
-            await model_rig.engine.load_weights(tensors.items(), model_rig.engine.version, partial=partial)
-            checksums.append(await model_rig.engine.checksum())
-        return checksums
-
-    before, part, whole_before, whole = model_rig.run(both_ways())
-    assert before == whole_before and part == whole != before
-
-
 def test_the_same_seed_gives_the_same_completions(seeded_rig: Rig) -> None:
     first, second = (texts(seeded_rig.run(seeded_rig.sample(PROMPT, 4, seed=11, max_tokens=20))) for _ in range(2))
     assert first == second

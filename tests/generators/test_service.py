@@ -75,7 +75,6 @@ class Generator(GeneratorService):
             lambda ids: "",
             window=2,
             keep_kv=True,
-            merger=None,
             load_timeout_s=1.0,
             stuck_after_s=10.0,
             keys=None,

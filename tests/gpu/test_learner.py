@@ -100,19 +100,19 @@ def test_a_digest_is_the_same_wherever_the_bytes_are(device):
 
 def test_what_is_published_from_the_card_has_the_digest_of_the_host(device, model):
     learner = learner_on(device, model)
-    layout = Layout(learner.sent.layout())
+    layout = Layout(learner.layout())
     flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    is_written = fill_arena(learner.sent.weights(), layout, flat)
+    is_written = fill_arena(learner.weights(), layout, flat)
     while is_written is not None and not is_written():
         pass
-    on_host = ((info, tensor.cpu()) for info, tensor in learner.sent.weights())
+    on_host = ((info, tensor.cpu()) for info, tensor in learner.weights())
     assert add_digests([digest(flat)]) == digest_of(layout, on_host)
 
 
 def test_rows_that_come_from_the_card_are_those_of_the_host(device, model, monkeypatch):
     """As from a rank on another machine: copies into page-locked memory, beside which the card goes on, then a delta."""
     learner, wire = learner_on(device, model), SimpleQueue[torch.Tensor]()
-    layout = Layout(learner.sent.layout())
+    layout = Layout(learner.layout())
     monkeypatch.setattr(dist, "send", lambda tensor, to, pair: wire.put(tensor.clone()))
     monkeypatch.setattr(dist, "recv", lambda tensor, rank, pair: tensor.copy_(wire.get(timeout=60)))
     pair = cast(dist.ProcessGroup, None)
@@ -125,7 +125,7 @@ def test_rows_that_come_from_the_card_are_those_of_the_host(device, model, monke
         receiver.receive(flat).result()
         sizes.append(receiver.came_bytes)
         expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        fill_arena(((info, tensor.cpu()) for info, tensor in learner.sent.weights()), layout, expected)
+        fill_arena(((info, tensor.cpu()) for info, tensor in learner.weights()), layout, expected)
         assert torch.equal(flat, expected)
     assert sizes[1] < sizes[0] / 4
     sender.close()

@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> str:
     [
         (4, {"learner.activation_checkpointing": False}),
         (4, {"learner.activation_checkpointing": True}),
-        (4, {"model.lora.rank": 8, "weights.adapters_only": False}),
+        (4, {"model.lora.rank": 8}),
         (1, {"learner.activation_checkpointing": True, "cluster.share_gpu": True}),
         pytest.param(1, {"learner.activation_checkpointing": True}, marks=pytest.mark.slow),
     ],

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import varlen
 
-from asyncgrpo.learner import attention, publishing
+from asyncgrpo.learner import attention
 from asyncgrpo.learner.learner import Learner
 from tests.gpu_rehearsals.fake_cuda import fake_gpu
 from tests.learner.helpers import VERSION, config, random_groups
@@ -59,8 +59,6 @@ def fake_backward(ours: Learner, monkeypatch) -> None:
 def test_a_rank_is_built_steps_and_publishes(tmp_path, monkeypatch, kernels, case):
     if case == "adapters":
         pytest.importorskip("peft")
-    monkeypatch.setattr(publishing, "fingerprint", lambda tensors: str([t.device for _, t in tensors][:0]))
-    monkeypatch.setattr(publishing.BaseWeights, "fingerprint", lambda base, names: "[]")
     path = make_tiny_qwen3(tmp_path)
     with fake_gpu(WORLD):
         ours = learner(path, CASES[case])
@@ -69,8 +67,8 @@ def test_a_rank_is_built_steps_and_publishes(tmp_path, monkeypatch, kernels, cas
         assert ours.model.language_model.is_gradient_checkpointing
         report = ours.step(random_groups(WORLD, 4), VERSION)
         assert report.skipped is None and report.tokens_trained > 0
-        published = list(ours.sent.weights())
-        assert [info for info, _ in published] == ours.sent.layout()
+        published = list(ours.weights())
+        assert [info for info, _ in published] == ours.layout()
         assert {tensor.device for _, tensor in published} == {CARD}
     waiting = {t.device.type for s in ours.optimizer.state.values() for n, t in s.items() if n != "step"}
     assert waiting == {"cpu" if case == "moments on the CPU" else "cuda"}
@@ -82,8 +80,8 @@ def test_a_mixture_is_built_and_publishes(tmp_path, make):
     """Its experts' kernels read how many tokens each has, which fake tensors cannot say."""
     with fake_gpu(WORLD):
         ours = learner(make(tmp_path), {})
-        published = list(ours.sent.weights())
-        assert [info for info, _ in published] == ours.sent.layout()
+        published = list(ours.weights())
+        assert [info for info, _ in published] == ours.layout()
         assert {tensor.device for _, tensor in published} == {CARD}
 
 

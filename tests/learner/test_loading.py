@@ -105,7 +105,7 @@ def check_steps(path: Path, rank: int, world: int, patch: pytest.MonkeyPatch) ->
         ours = Learner(settings, rank=rank, world=world, device="cpu")
         ours.step(groups, VERSION)
         ours.step(groups, VERSION)
-        sent.append({info.name: tensor.clone() for info, tensor in ours.sent.weights()})
+        sent.append({info.name: tensor.clone() for info, tensor in ours.weights()})
     assert len({p.dtype for p in ours.parameters}) == 1 and sent[0]
     assert all(sent[0][name].equal(tensor) for name, tensor in sent[1].items())
 
@@ -254,7 +254,7 @@ def test_a_step_is_bitwise_identical_however_the_frozen_weights_are_kept(tmp_pat
         model = {"path": str(path), "dtype": "bfloat16", "lora": {"rank": lora}}
         ours = learner(path, model=model, algorithm=algorithm, learner={"lr": 1e-2})
         reports = [ours.step(groups, VERSION) for _ in range(2)]
-        sent = {info.name: tensor.clone() for info, tensor in ours.sent.weights()}
+        sent = {info.name: tensor.clone() for info, tensor in ours.weights()}
         results.append(([(r.loss, r.grad_norm, r.kl_reference) for r in reports], sent, weights(ours)))
     (numbers, sent, whole), (expected, expected_sent, expected_whole) = results
     assert numbers == expected

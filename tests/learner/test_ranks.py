@@ -83,7 +83,7 @@ def run_scenario(name: str, folder: Path, rank: int, world: int):
     learner = Learner(config(path, **sections), rank=rank, world=world, device="cpu")
     disturb(learner)
     report, gradient = step_and_gradient(learner, groups)
-    sent = {info.name: tensor.clone() for info, tensor in learner.sent.weights()}
+    sent = {info.name: tensor.clone() for info, tensor in learner.weights()}
     return learner, {"report": asdict(report), "gradient": gradient, "weights": weights(learner), "sent": sent}
 
 

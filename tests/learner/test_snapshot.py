@@ -27,14 +27,13 @@ from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3
 GROUPS = random_groups(4, 4)
 LORA = {"lora": {"rank": 4}}
 CASES = {
-    "qwen3": ("qwen3", {}, {}),
-    "tied": ("tied", {}, {}),
-    "bfloat16": ("qwen3", {"dtype": "bfloat16"}, {}),
-    "small steps": ("qwen3", {"dtype": "bfloat16"}, {}),
-    "experts": ("moe", {}, {}),
-    "latent attention, and buffers": ("deepseek", {"dtype": "bfloat16"}, {}),
-    "lora, merged": ("qwen3", LORA, {"adapters_only": False}),
-    "lora, adapters alone": ("qwen3", LORA, {}),
+    "qwen3": ("qwen3", {}),
+    "tied": ("tied", {}),
+    "bfloat16": ("qwen3", {"dtype": "bfloat16"}),
+    "small steps": ("qwen3", {"dtype": "bfloat16"}),
+    "experts": ("moe", {}),
+    "latent attention, and buffers": ("deepseek", {"dtype": "bfloat16"}),
+    "adapters": ("qwen3", LORA),
 }
 MAKE = {
     "qwen3": make_tiny_qwen3,
@@ -45,12 +44,11 @@ MAKE = {
 
 
 def learner_of(case: str, folder: str, rank: int, world: int) -> Learner:
-    model, model_settings, weights = CASES[case]
+    model, model_settings = CASES[case]
     path = f"{folder}/{model}"
     settings = config(
         path,
         model={"path": path, "dtype": "float32"} | model_settings,
-        weights=weights,
         learner={"device": "cpu", "lr": 1e-6 if case == "small steps" else 1e-2},
     )
     return Learner(settings, rank=rank, world=world, device="cpu")
@@ -70,31 +68,30 @@ def snapshots_on_a_rank(rank: int, world: int, argument: str) -> None:
     snapshot.same_machine = lambda: f"machine {is_away:d}"
     for case in CASES:
         learner = learner_of(case, folder, rank, world)
-        layout = Layout(learner.sent.layout())
+        layout = Layout(learner.layout())
         arenas = Arenas(layout) if rank == 0 else None
         file = [arenas.file if arenas else ""]
         dist.broadcast_object_list(file)
-        assert learner.snapshot.is_by_rows == (case != "lora, adapters alone")
         came: list[int] = []
         for number in range(3):
             learner.step(GROUPS, PolicyVersion(1, number))
             gathered.clear()
-            used = file[0] if learner.snapshot.is_by_rows else ""
             expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
             if arenas is None:
-                learner.snapshot.join(used, number % 2 * arenas_stride(layout))
+                learner.snapshot.join(file[0], number % 2 * arenas_stride(layout))
             else:
                 flat = arenas.slots[number % 2]
                 assert flat.storage_offset() == number % 2 * arenas_stride(layout)
-                wait_until(learner.snapshot.write(flat, used))
+                wait_until(learner.snapshot.write(flat, file[0]))
                 came += [receiver.came_bytes for receiver in learner.snapshot._receivers]
-            assert bool(gathered) == ("lora" in case), f"{case}: {len(gathered)} tensors were gathered"
-            fill_arena(learner.sent.weights(), layout, expected)
+            assert len(gathered) == (14 if case == "adapters" else 0), (
+                "of each adapter the small matrix alone is gathered"
+            )
+            fill_arena(learner.weights(), layout, expected)
             if arenas is not None:
                 assert torch.equal(arenas.slots[number % 2], expected), f"{case}, {number}"
         if came:
-            # Rank 0 writes what adapters were merged into; the rows of the others stay as they are.
-            assert (came[-1] < came[0] / 4) == (case in ("small steps", "lora, merged")), f"{case}: {came}"
+            assert (came[-1] < came[0] / 4) == (case == "small steps"), f"{case}: {came}"
         assert not (is_away and learner.snapshot._arenas), "an arena was mapped that is on another machine"
         learner.snapshot.close()
         if arenas is not None:
@@ -120,7 +117,7 @@ def snapshots_in_a_row(rank: int, world: int, folder: str) -> None:
     """Rank 1, elsewhere, makes three snapshots and does not send: nobody waits for it until it does."""
     snapshot.same_machine = lambda: f"machine {rank}"
     learner = learner_of("qwen3", folder, rank, world)
-    layout = Layout(learner.sent.layout())
+    layout = Layout(learner.layout())
     stride, may_send = arenas_stride(layout), threading.Event()
     if rank == 1:
         assert learner.snapshot._sender is not None
@@ -129,7 +126,7 @@ def snapshots_in_a_row(rank: int, world: int, folder: str) -> None:
     for number in range(2):
         learner.step(GROUPS, PolicyVersion(1, number))
         wanted.append(torch.zeros(layout.num_bytes, dtype=torch.uint8))
-        fill_arena(learner.sent.weights(), layout, wanted[-1])
+        fill_arena(learner.weights(), layout, wanted[-1])
         assert not learner.snapshot.is_behind
         if rank == 1:
             learner.snapshot.join("there", number * stride)
@@ -155,7 +152,7 @@ def test_what_comes_from_another_machine_holds_up_no_rank(tmp_path):
 
 def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypatch):
     learner = learner_of("qwen3", str(make_tiny_qwen3(tmp_path / "qwen3").parent), 0, 1)
-    arenas = Arenas(Layout(learner.sent.layout()))
+    arenas = Arenas(Layout(learner.layout()))
     monkeypatch.setattr(learner.snapshot, "_near", [1])
     monkeypatch.setattr(learner.snapshot, "_timeout_s", 0.1)
     is_written = learner.snapshot.write(arenas.slots[0], arenas.file)

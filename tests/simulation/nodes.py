@@ -101,7 +101,6 @@ class GeneratorHost:
             decode=lambda ids: "x" * sum(ids),
             window=world.window,
             keep_kv=True,
-            merger=None,
             load_timeout_s=10.0,
             stuck_after_s=120.0,
             buffer_endpoint="buffer",

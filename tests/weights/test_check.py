@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch import decoder
-from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
+from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
@@ -46,7 +46,9 @@ class Member:
         given = dict(tensors)
         wrong = ((name, self.fault(name, tensor, given)) for name, tensor in given.items())
         places = disk_tensors(self.model, remove_duplicate=False)
-        replace_tensors(places, ((name, tensor) for name, tensor in wrong if tensor is not None), partial=True)
+        for name, tensor in wrong:
+            if tensor is not None:
+                places[name].detach().copy_(tensor)
         return weights_digest(disk_tensors(self.model).items())
 
 
@@ -64,7 +66,7 @@ class Plane:
         self.publisher = Publisher(
             WeightsConfig(), maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
         )
-        self.publisher.start(self.learner.sent.layout(), self.learner.sent.base, check)
+        self.publisher.start(self.learner.layout(), check)
         self.path, self.dtype = path, getattr(torch, dtype)
         self.members: list[Member] = []
         self.receivers: list[Receiver] = []
@@ -93,7 +95,7 @@ class Plane:
     def offer(self) -> None:
         """Begin to publish the learner's weights as the next version."""
         self.version = PolicyVersion(1, self.version.number + 1)
-        fill = lambda layout, flat: fill_arena(self.learner.sent.weights(), layout, flat)  # noqa: E731
+        fill = lambda layout, flat: fill_arena(self.learner.weights(), layout, flat)  # noqa: E731
         wait_until(lambda: self.publisher.offer(self.version, fill), "an arena")
         self.publisher.expect(self.version, self.learner.check.score())
 

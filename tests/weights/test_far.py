@@ -365,38 +365,6 @@ def test_on_the_learners_machine_nothing_is_compared():
         publisher.close()
 
 
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
-def test_adapters_travel_alike_and_are_merged_as_they_are_staged():
-    class Merger:
-        def merge(self, adapters, base):
-            assert base == "a base"
-            return [(name, tensor.clone()) for name, tensor in adapters]
-
-    fleet = Fleet(WeightsConfig(bucket_mb=1, timeout_s=10.0))
-    fleet.publisher._base = "a base"
-    engine = Engine()
-    receiver = Receiver(
-        fleet.publisher.endpoint,
-        generator_id="g",
-        incarnation="0",
-        host="127.0.0.1",
-        apply=engine.apply,
-        keys=None,
-        merger=Merger(),
-    )
-    receiver.start()
-    fleet.receivers.append(receiver)
-    try:
-        fleet.publish(0, 1.0)
-        assert fleet.publish(1, 0.01) < WHOLE / 10
-        fleet.check(engine)
-        assert len(engine.held) == 2
-    finally:
-        fleet.close()
-
-
 # -- a generator's memory ----------------------------------------------------------------------------------------------
 
 
@@ -431,12 +399,11 @@ def test_deltas_start_from_the_memory_that_they_name():
     assert staging is receiver._stagings[0] and found == delta.after.digest
 
 
-def test_memory_into_which_weights_came_in_part_is_no_base(monkeypatch):
+def test_memory_into_which_weights_came_in_part_is_no_base():
     delta = a_delta()
     receiver, layout = with_the_base_of(delta)
-    monkeypatch.setattr(receiver, "_copy", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        receiver._whole(layout, Offer(version=PolicyVersion(1, 1), digest="", file="f"))
+    with pytest.raises(WeightsError, match="not in group 1"):
+        receiver._broadcast(layout, Offer(version=PolicyVersion(1, 1), digest="", group_number=1))
     with pytest.raises(WeightsError, match="no memory here holds it"):
         receiver._updated(layout, [delta])
 

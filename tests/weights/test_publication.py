@@ -448,8 +448,8 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
 @pytest.mark.parametrize("plane", ["gloo"], indirect=True)
 def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, monkeypatch):
     came = iter(["0" * 16])
-    for real in (receiving.add_digests, receiving.digest_pieces):
-        monkeypatch.setattr(receiving, real.__name__, lambda *given, real=real: next(came, real(*given)))
+    real = receiving.digest_pieces
+    monkeypatch.setattr(receiving, "digest_pieces", lambda *given: next(came, real(*given)))
     plane.add("generator-0", engine := Engine())
     plane.wait_for(1)
     publication = plane.publish(0)

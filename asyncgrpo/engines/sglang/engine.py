@@ -309,24 +309,22 @@ class SGLangEngine(EngineBase[SGLangRequest]):
 
     # -- weights and failures ------------------------------------------------------------------------------------------
 
-    async def _load(
-        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
-    ) -> None:
+    async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
         given = tensors if isinstance(tensors, SharedTensors) else list(tensors)
-        if self._proof is not None or partial:
-            await self._write(given, version, keep_kv, partial)
+        if self._proof is not None:
+            await self._write(given, version, keep_kv)
             return
         ranks, _ = await self._reply(self._check(question(given)))
         self._proof = proof = Proof(given, ranks)
         before, _ = await self._reply(self._check("checksum"))
-        await self._write(given, version, keep_kv, partial)
+        await self._write(given, version, keep_kv)
         proof.rely_on_what_follows(before, (await self._reply(self._check("checksum")))[0])
         self._say(proof)
 
-    async def _write(self, given: Given, version: PolicyVersion, keep_kv: bool, partial: bool) -> None:
+    async def _write(self, given: Given, version: PolicyVersion, keep_kv: bool) -> None:
         await self._reply(self._replace_weights(given, version, keep_kv))
-        if self._proof is not None:  # outside of the pause
-            await asyncio.to_thread(self._proof.published, given, partial=partial)
+        assert self._proof is not None
+        await asyncio.to_thread(self._proof.published, given)  # outside of the pause
 
     async def _replace_weights(self, given: Given, version: PolicyVersion, keep_kv: bool) -> None:
         from asyncgrpo.engines.sglang.weights import replace_weights

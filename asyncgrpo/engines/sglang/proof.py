@@ -124,8 +124,8 @@ class Proof:
         """Parameters that a loader changes after it has written them."""
         self._digests: dict[_Kind, int] = {}
 
-    def published(self, given: Iterable[tuple[str, Tensor]], *, partial: bool) -> None:
-        """Note the digests of tensors that were written; with `partial` the others stay as they were. Reads all of them."""
+    def published(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        """Note the digests of the tensors that were written. Reads all of them."""
         boxes: dict[str, set[_Kind]] = {}
         for made in self._made:
             for _, kind in made.values():
@@ -137,7 +137,7 @@ class Proof:
             values = kind.box.of(tensor).to(kind.dtype)
             return kind, box_digest(values, kind.box.tensor, tuple(tensor.shape), kind.box.start)
 
-        self._digests = (self._digests if partial else {}) | dict(spread(work, wanted))
+        self._digests = dict(spread(work, wanted))
 
     def differing(self, ranks: Sequence[Mapping[str, str]]) -> list[str]:
         """The parameters that are not made of the tensors that were sent last.

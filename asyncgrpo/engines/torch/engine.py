@@ -156,12 +156,10 @@ class TorchEngine(EngineBase[Request]):
     async def _end(self, request: Request) -> None:
         self._abort(request)
 
-    async def _load(
-        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool, partial: bool
-    ) -> None:
+    async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
         assert self._decoder is not None
         # There is no await in here, so `_run` cannot step on half of the weights.
-        replace_tensors(self._places, self._noted(tensors), partial=partial)
+        replace_tensors(self._places, self._noted(tensors))
         self._decoder.change_version(version)
         if not keep_kv:
             self._decoder.recompute()
@@ -224,14 +222,12 @@ def _require_full_attention(model: PreTrainedModel, max_context: int) -> None:
 
 
 @torch.no_grad()
-def replace_tensors(
-    places: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, partial: bool = False
-) -> None:
+def replace_tensors(places: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy every tensor into the place of its name. Of tied tensors, one name or all may be given.
 
     Args:
         places: the model's memory by names on disk.
-        tensors: all of them, or with `partial` some; the others then stay as they are.
+        tensors: all of them.
     Raises:
         EngineError: a name is unknown, repeated or missing, a shape differs, or tied tensors got different values.
             The model is then part old and part new.
@@ -253,7 +249,7 @@ def replace_tensors(
         elif not torch.equal(place, tensor.to(place)):
             raise EngineError(f"new weights give {name} another value than the tensor it is tied to")
     missing = [name for name, place in places.items() if place.data_ptr() not in written]
-    if missing and not partial:
+    if missing:
         raise EngineError(f"new weights lack {len(missing)} of the model's tensors, the first is {missing[0]}")
 
 
