@@ -68,7 +68,7 @@ def _of_matrix(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uin
 
 
 def _on_device(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uint64]) -> int:
-    """The same by elementwise products: a GPU has no product of matrices of whole numbers. It is waited for once."""
+    """Compute it by elementwise products: a GPU has no product of matrices of whole numbers. It is waited for once."""
     size = values.element_size()
     step = max(1, _AT_ONCE_ON_DEVICE // len(columns))
     of_columns, of_rows = (torch.from_numpy(each.view(np.int64)).to(values.device) for each in (columns, rows))
