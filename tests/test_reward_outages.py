@@ -46,7 +46,7 @@ def test_a_function_that_never_works_ends_the_run_within_a_minute_and_says_so(tm
 def test_an_outage_pauses_the_run_and_drops_no_prompt(tmp_path: Path):
     down = write_judge(tmp_path)
     run = tmp_path / "run"
-    process = start(*DEMO, "--steps", "40", "run.checkpoint_every=100", cwd=tmp_path)
+    process = start(*DEMO, "--steps", "20", "run.checkpoint_every=100", cwd=tmp_path)
     wait_until(lambda: len(events(run, "step")) >= 2, "second step", 120.0)
     down.touch()
     wait_until(lambda: bool(events(run, "rewards_paused")), "pause", 30.0)
@@ -57,5 +57,5 @@ def test_an_outage_pauses_the_run_and_drops_no_prompt(tmp_path: Path):
     assert {event["actor"] for event in events(run, "rewards_resumed")} >= {events(run, "rewards_paused")[0]["actor"]}
     dropped = [event["dropped"] for event in [*events(run, "step"), *events(run, "end")] if event.get("dropped")]
     assert dropped == [], "no prompt pays for the outage"
-    assert len(events(run, "step")) == 40
+    assert len(events(run, "step")) == 20
     assert_nothing_left(tmp_path)
