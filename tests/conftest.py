@@ -4,6 +4,7 @@ A file goes to one worker, in order, since its tests share what they start. In a
 of its own, and is dealt alone. The longest go first, so that no worker is still busy when the others have ended.
 """
 
+import os
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from tests.runs import kill_started
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
+
+os.environ["OMP_NUM_THREADS"] = "1"
+"""Two threads of each worker on two cores wait for one another at every operation: tiny models take 100 times as long."""
 
 ALONE = {
     "tests/gpu_rehearsals/test_nodes.py",

@@ -17,7 +17,7 @@ from tests.runs import assert_nothing_left, asyncgrpo, events, replay, start, wa
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS, PROMPTS = 40, 12
+STEPS, PROMPTS = 24, 12
 # Small steps, so that the run is far from its end when it is killed, and one epoch lasts for all of them.
 ARGUMENTS = ["demo", "--engine", "torch", "--max-lag", "2", "--out", "run", "--steps", str(STEPS)]
 ARGUMENTS += ["run.checkpoint_every=4", "run.eval_every=100", f"buffer.prompts_per_step={PROMPTS}"]

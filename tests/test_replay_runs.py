@@ -14,7 +14,7 @@ from tests.runs import assert_nothing_left, asyncgrpo, events, replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 20
+STEPS = 8
 
 
 class Demo(NamedTuple):
@@ -124,8 +124,6 @@ def test_one_changed_reward_is_found_at_its_step(demo: Demo, tmp_path: Path):
     assert {"loss", "grad_norm", "reward_mean"} <= set(different[7])
     assert "reward_mean" not in different[8], "only the weights differ from there on"
     assert found["weights"] == {"equal": ["1.0"], "different": ["1.9"]}
-    said = asyncgrpo("replay", "run", "--to-step", "7", cwd=tmp_path)
-    assert said.returncode == 1 and "1 of 7 steps differ, the first is step 7: reward_mean was" in said.stdout
 
 
 def test_weights_that_the_run_did_not_begin_with_are_refused(demo: Demo, tmp_path: Path):

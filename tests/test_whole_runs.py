@@ -86,37 +86,6 @@ def memory_of(marks: list[str]) -> list[Path]:
     return [path for path in scratch.SHARED_MEMORY.iterdir() if any(mark in path.name for mark in marks)]
 
 
-def test_a_resume_trains_with_what_may_change_and_samples_anew_what_no_longer_fits(tmp_path: Path):
-    arguments = ["demo", *SHORT, "--out", "run", "run.eval_every=100"]
-    first = asyncgrpo(*arguments, "--steps", "2", cwd=tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
-    phases = re.findall(r"start: (.+) took [\d.]+ s", (tmp_path / "run" / "logs" / "driver.log").read_text())
-    assert phases[:2] == ["checks and files", "Ray"] and phases[-1] == "first step" and len(phases) == 5
-    again = asyncgrpo(*arguments, "--steps", "4", "algorithm.group_size=8", "learner.lr=0.004", cwd=tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "changed: algorithm.group_size 16 -> 8" in again.stdout
-    assert "changed: learner.lr 0.005 -> 0.004" in again.stdout and "changed: run.steps 2 -> 4" in again.stdout
-    run = tmp_path / "run"
-    assert [step["completions"] for step in events(run, "step")] == [48 * 16] * 2 + [48 * 8] * 2
-    assert 0 < events(run, "step")[-1]["lr"] <= 0.004
-    recovered = events(run, "start")[-1]["recovered"]
-    assert recovered.keys() <= {"incompatible"} and recovered, "groups of 16 waited, and none of them is trained"
-    audited = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert audited.returncode == 0, audited.stdout
-    assert_nothing_left(tmp_path)
-
-
-def test_sigterm_drains_writes_a_checkpoint_and_exits_with_0(tmp_path: Path):
-    """Placed as for one shared GPU, so weights go through shared memory."""
-    run = tmp_path / "run"
-    placed = ["generators.count=1", "cluster.share_gpu=true"]
-    process = start("demo", *SHORT, "--out", "run", "--steps", "500", *placed, cwd=tmp_path)
-    wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
-    drain(process, run, signal.SIGTERM)
-    assert all(event["engines"] == 1 and event["checksum"] == "ok" for event in events(run, "sync"))
-    assert_nothing_left(tmp_path)
-
-
 def test_train_on_the_seeds_format_with_a_user_s_reward_learns(tmp_path: Path):
     """The habits of verl's users: a JSON file, a compute_score, a few flags."""
     make_demo_model(tmp_path / "demo" / "model", seed=0)
@@ -162,7 +131,7 @@ def assert_same_model_as_the_checkpoint(run: Path) -> None:
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_a_killed_generator_is_replaced_and_two_learner_ranks_are_replayed_in_the_same_order(tmp_path: Path):
+def test_a_killed_generator_is_replaced_sigterm_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
     arguments = ["demo", *SHORT, "--out", "run", "--steps", "500", "run.eval_every=100", "learner.ranks=2"]
     run = tmp_path / "run"
     process = start(*arguments, cwd=tmp_path)
@@ -191,9 +160,10 @@ def test_a_killed_generator_is_replaced_and_two_learner_ranks_are_replayed_in_th
 
 
 def test_with_the_filter_every_prompt_is_either_trained_or_filtered(tmp_path: Path):
+    """Placed as for one shared GPU, so weights go through shared memory."""
     settings = ["run.steps=null", "run.epochs=1", "run.eval_every=100", "buffer.prompts_per_step=24"]
     settings += ["algorithm.filter_zero_signal=true", "algorithm.group_size=2"]
-    settings += ["generators.count=1"]
+    settings += ["generators.count=1", "cluster.share_gpu=true"]
     result = asyncgrpo("demo", "--engine", "torch", "--out", "run", *settings, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     run = tmp_path / "run"
@@ -203,10 +173,11 @@ def test_with_the_filter_every_prompt_is_either_trained_or_filtered(tmp_path: Pa
     trained = sum(sum(step["lags"].values()) for step in steps)
     assert filtered > 0 and filtered + trained == events(run, "start")[0]["prompts"]
     assert f"{filtered} groups without signal" in result.stdout
+    assert all(event["engines"] == 1 and event["checksum"] == "ok" for event in events(run, "sync"))
     assert_nothing_left(tmp_path)
 
 
-def test_mixed_sources_go_round_by_themselves_over_a_resume(tmp_path: Path):
+def test_a_resume_goes_round_mixed_sources_with_what_may_change_and_samples_anew_what_no_longer_fits(tmp_path: Path):
     """A file of 60 prompts and reasoning-gym, three to one: the resume goes on in the order, and the audit agrees."""
     make_demo_model(tmp_path / "model", seed=0)
     prompts = [str(100 + row) for row in range(60)]
@@ -221,14 +192,22 @@ def test_mixed_sources_go_round_by_themselves_over_a_resume(tmp_path: Path):
         "  eval: null\n"
         "  max_prompt_tokens: 128\n"
         "buffer: {prompts_per_step: 16}\n"
-        "algorithm: {group_size: 2}\n"
+        "algorithm: {group_size: 8}\n"
     )
-    for steps in (3, 6):
-        result = asyncgrpo(
-            "train", "--config", "mixed.yaml", *SHORT, "--out", "run", f"run.steps={steps}", cwd=tmp_path
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
+    arguments = ["train", "--config", "mixed.yaml", *SHORT, "--out", "run"]
+    first = asyncgrpo(*arguments, "run.steps=3", cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
     run = tmp_path / "run"
+    phases = re.findall(r"start: (.+) took [\d.]+ s", (run / "logs" / "driver.log").read_text())
+    assert phases[:2] == ["checks and files", "Ray"] and phases[-1] == "first step" and len(phases) == 5
+    again = asyncgrpo(*arguments, "run.steps=6", "algorithm.group_size=4", "learner.lr=0.004", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "changed: algorithm.group_size 8 -> 4" in again.stdout
+    assert "-> 0.004" in again.stdout and "changed: run.steps 3 -> 6" in again.stdout
+    assert [step["completions"] for step in events(run, "step")] == [16 * 8] * 3 + [16 * 4] * 3
+    assert 0 < events(run, "step")[-1]["lr"] <= 0.004
+    recovered = events(run, "start")[-1]["recovered"]
+    assert recovered.keys() <= {"incompatible"} and recovered, "groups of 8 waited, and none of them is trained"
     groups = Counter()
     for step in events(run, "step"):
         groups.update({source: int(numbers["groups"]) for source, numbers in step["sources"].items()})
@@ -236,11 +215,11 @@ def test_mixed_sources_go_round_by_themselves_over_a_resume(tmp_path: Path):
     assert abs(groups["demo_copy"] - 72) <= 2 and groups["reasoning-gym:aiw"] == 96 - groups["demo_copy"]
     audited = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audited.returncode == 0, audited.stdout
-    seen = Counter(
-        row["prompt_id"]
-        for file in sorted((run / "samples").rglob("*.parquet"))
-        for row in pq.read_table(file, columns=["prompt_id"]).to_pylist()
-    )
-    of_file = [seen[f"train/{row}"] / 2 for row in range(60)]
+    seen: Counter[str] = Counter()
+    for file in sorted((run / "samples").rglob("step_*.parquet")):
+        rows_of_step = Counter(pq.read_table(file, columns=["prompt_id"])["prompt_id"].to_pylist())
+        size = 8 if int(file.stem.removeprefix("step_")) <= 3 else 4
+        seen.update({prompt: rows // size for prompt, rows in rows_of_step.items()})
+    of_file = [seen[f"train/{row}"] for row in range(60)]
     assert max(of_file) <= 2 and min(of_file) >= 1, "a prompt came a third time, or never, in the round and a fifth"
     assert_nothing_left(tmp_path)

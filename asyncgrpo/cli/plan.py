@@ -55,16 +55,20 @@ def tune(
 
     It takes minutes: a decode sweep of one engine, and two short runs that leave nothing behind.
     """
-    from asyncgrpo.cli.running import check_run
+    from asyncgrpo.cli.running import check_settings, session_of_checked
     from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.reach import find_model
     from asyncgrpo.planner.profile import write_profile
-    from asyncgrpo.planner.tune import tune as measure
 
     resolved = load_config(config, ["run.epochs=null", *(overrides or [])], tell=typer.echo)
-    check_run(resolved)
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    profile = measure(resolved, typer.echo, steps=steps)
+    check_settings(resolved)
+    find_model(resolved.model.path)
+    with session_of_checked(resolved):  # of the sweep and of both runs
+        from asyncgrpo.planner.tune import tune as measure
+
+        profile = measure(resolved, typer.echo, steps=steps)
     write_profile(profile, out)
     typer.echo(_measured(profile))
     typer.echo(f"next: {command('plan', '--profile', out)}")

@@ -368,10 +368,7 @@ def execute(
 
         standing = claimed() if folder.path.is_dir() else None  # what is wrong with a resume is said at once
         say("checking the run and starting Ray")
-        _warm_up(config)
-        from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
-
-        with session_beside(lambda: warm.call(_check, config, make), config) as (reward, table, checked):
+        with session_of_checked(config, make) as (reward, table, checked):
             from asyncgrpo.cli.observe import observed
             from asyncgrpo.cluster.run import Run
             from asyncgrpo.data.kept import prepare_if_small
@@ -389,6 +386,18 @@ def execute(
                 outcome = Run(config, folder, sizes, chaos).execute(tell=say)
     say(_summary(folder))
     return outcome
+
+
+@contextmanager
+def session_of_checked(
+    config: Config, make: Callable[[], None] | None = None
+) -> Iterator[tuple[str, str, "dict[str, About]"]]:
+    """Start the warm process and Ray, and check the run meanwhile. Yields what `_check` returns."""
+    _warm_up(config)
+    from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
+
+    with session_beside(lambda: warm.call(_check, config, make), config) as found:
+        yield found
 
 
 def _warm_up(config: Config) -> None:

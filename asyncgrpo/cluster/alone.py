@@ -43,7 +43,10 @@ def in_generator(config: Config, work: Callable[[Config], Iterator[Found]]) -> I
         placement = Placement(config, learner_on_gpu=uses_cuda(config))
         try:
             actor = ray.remote(_Alone).options(**placement.generator(0)).remote(environment_to_share())
-            for reference in actor.work.options(num_returns="streaming").remote(work, config):
-                yield result(reference, "generator-0")
+            try:
+                for reference in actor.work.options(num_returns="streaming").remote(work, config):
+                    yield result(reference, "generator-0")
+            finally:
+                ray.kill(actor)  # the session may go on
         finally:
             placement.release()

@@ -1,18 +1,24 @@
 """Runs a function on several real ranks: processes with a gloo group, as the learner has them where there is no GPU.
 
-`python -m tests.learner.ranks STORES MODULE:FUNCTION ARGUMENT WORLD...` imports the function once and forks the ranks,
-so what takes longest, importing torch and transformers, is done once for all of them.
+`python -m tests.learner.ranks` imports the learner and then forks a process for each line that it reads, which forks the
+ranks. So what takes longest, importing torch and transformers, is done once for all tests of a worker.
 """
 
 import importlib
+import json
 import multiprocessing
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
+
+FORK = multiprocessing.get_context("fork")
 
 
 def run_on_ranks(
@@ -22,34 +28,58 @@ def run_on_ranks(
 
     Raises with what was printed if a rank fails.
     """
-    with tempfile.TemporaryDirectory() as stores:
-        process = subprocess.run(
-            [
-                *(sys.executable, "-m", "tests.learner.ranks", stores),
-                *(f"{function.__module__}:{function.__name__}", argument, *map(str, worlds)),
-            ],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-        )
-    assert process.returncode == 0, process.stdout
+    importer = start_importer()
+    assert importer.stdin is not None and importer.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        name = f"{function.__module__}:{function.__name__}"
+        importer.stdin.write(json.dumps([dict(os.environ), folder, name, argument, worlds]) + "\n")
+        importer.stdin.flush()
+        if not select.select([importer.stdout], [], [], timeout_s)[0]:
+            os.killpg(importer.pid, signal.SIGKILL)
+        code = importer.stdout.readline()
+        if not code:  # it is killed, here or elsewhere
+            start_importer.cache_clear()
+        assert code == "0\n", Path(folder, "output").read_text() or f"no end within {timeout_s:.0f} s"
+
+
+@cache
+def start_importer() -> "subprocess.Popen[str]":
+    """The process that has imported the learner. It ends with this one, which closes its standard input."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.learner.ranks"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def main() -> None:
-    stores, name, argument, *worlds = sys.argv[1:]
+    importlib.import_module("asyncgrpo.learner.learner")
+    for line in sys.stdin:
+        process = FORK.Process(target=run_worlds, args=json.loads(line))
+        process.start()
+        process.join()
+        print(process.exitcode, flush=True)
+
+
+def run_worlds(environment: dict[str, str], folder: str, name: str, argument: str, worlds: list[int]) -> None:
+    """What is printed goes to the file `output` in `folder`."""
+    output = os.open(f"{folder}/output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
     module, function = name.split(":")
     call = getattr(importlib.import_module(module), function)
-    for world in map(int, worlds):
-        run_world(world, f"{stores}/{world}", call, argument)
+    for world in worlds:
+        run_world(world, f"{folder}/{world}", call, argument)
 
 
 def run_world(world: int, store: str, call: Callable[[int, int, str], None], argument: str) -> None:
     """Exits with an error as soon as one rank fails; the others, which wait for it, are ended."""
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=one_rank, args=(rank, world, store, call, argument)) for rank in range(world)]
+    ranks = [FORK.Process(target=one_rank, args=(rank, world, store, call, argument)) for rank in range(world)]
     for process in ranks:
         process.start()
     running = {process.sentinel: process for process in ranks}

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from asyncgrpo.cli.replay import _Equality
 from asyncgrpo.recording.events import as_written
-from asyncgrpo.tools.replay import Pair, means
+from asyncgrpo.tools.replay import Pair, Replayed, means
 
 STEP: dict[str, Any] = {
     "event": "step",
@@ -67,3 +68,9 @@ def test_means_are_over_the_steps_that_have_the_field():
     pairs = [Pair(1, None, STEP | {"loss": 1.0}), Pair(2, STEP | {"loss": 4.0}, STEP | {"loss": 3.0})]
     assert means(pairs, "loss") == (4.0, 2.0)
     assert means(pairs, "kl_reference") == (None, None)
+
+
+def test_the_verdict_names_the_first_step_that_differs():
+    pairs = [Pair(step, as_written(STEP), as_written(STEP | {"loss": loss})) for step, loss in ((6, 0.1), (7, 0.2))]
+    expected = "1 of 2 steps differ, the first is step 7: loss was 0.1 and is 0.2"
+    assert _Equality().last_line(Replayed(pairs)) == expected
