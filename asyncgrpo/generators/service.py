@@ -135,8 +135,6 @@ class GeneratorService:
         self._leave_buffer = asyncio.Event()
         self.progress = LoopProgress()
         self._token_time = TokenTime()
-        self._token_s: float | None = None  # at the last heartbeat
-        self._running = 0
 
     async def run(self) -> None:
         """Serve until `Shutdown`. Raises whatever made the engine or a weight change fail."""
@@ -331,8 +329,7 @@ class GeneratorService:
             use = self._engine.occupancy()
             observe_engine(use)
             token_s = self._token_time.look(use)
-            self._running, self._token_s = use.running, None if self._activities.goes_on("weights") else token_s
-            await self._send_serving()
+            await self._send_serving(None if self._activities.goes_on("weights") else token_s, use.running)
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > RESEND_AFTER_S:
                     lease_id = held.message.lease_id
@@ -370,14 +367,15 @@ class GeneratorService:
         )
         await self._send_serving()
 
-    async def _send_serving(self) -> None:
+    async def _send_serving(self, token_s: float | None = None, running: int = 0) -> None:
+        """Send a `Serving`. Only heartbeats give the time of a token: the buffer counts each one that is slow."""
         message = Serving(
             generator_id=self._id,
             version=self._version,
             rewards=self._reward.health,
             seconds=self._activities.seconds(),
-            token_s=self._token_s,
-            running=self._running,
+            token_s=token_s,
+            running=running,
         )
         await self._send(message)
 
@@ -406,6 +404,7 @@ class GeneratorService:
         with self._activities.during("weights"):
             await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv, partial=partial)
             checksum = await self._engine.checksum()
+        self._token_time.begin_anew(self._engine.occupancy())
         self._version = version
         metrics.generator_policy_version.set(version.number)
         await self._send_serving()
