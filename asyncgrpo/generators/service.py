@@ -165,7 +165,8 @@ class GeneratorService:
             return
         if self._buffer_endpoint:
             log.warning("buffer and learner were started again: moving to %s", buffer_endpoint)
-        self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
+        self._weights_endpoint = weights_endpoint
+        self._buffer_endpoint = buffer_endpoint  # the last: the loop goes by it
         self._wake()
 
     @property
@@ -175,7 +176,7 @@ class GeneratorService:
 
     async def _serve(self) -> None:
         """Work for one buffer and one learner, until the run is over or they were started again."""
-        self._leave_buffer.clear()
+        endpoint = self._buffer_endpoint
         self._client = self._connect()
         receiver = self._receiver()
         receiver.start()
@@ -188,7 +189,9 @@ class GeneratorService:
                     self._tasks.create_task(self._probe(), name="probe"),
                     self._tasks.create_task(self._report_rewards(), name="rewards"),
                 ]
-                await self._leave_buffer.wait()
+                while not self._is_over and self._buffer_endpoint == endpoint:  # the event may be of the move to it
+                    await self._leave_buffer.wait()
+                    self._leave_buffer.clear()
                 for task in [*background, *(work.task for work in self._working.values())]:
                     task.cancel()
         finally:

@@ -172,6 +172,22 @@ def test_an_engine_that_is_up_before_its_buffer_waits_to_be_told_of_it():
     assert task.done() and task.exception() is None
 
 
+def test_an_engine_that_is_told_of_its_buffer_while_it_starts_joins_once():
+    """A model is loaded on the event loop. A second start at once would end the connection that the learner has just met."""
+    loop, generator = VirtualLoop(), Generator(buffer_endpoint="")  # type: ignore[abstract]
+
+    async def start(version: PolicyVersion) -> None:
+        generator.move("buffer", "weights")  # another thread does, while this one is busy
+
+    generator._engine.start = start  # type: ignore[method-assign]
+    task = loop.create_task(generator.run())
+    loop.run_until(5.0)
+    assert sum(isinstance(message, Register) for message in generator.sent) == 1
+    generator.hear(Shutdown())
+    loop.run_until(7.0)
+    assert task.done() and task.exception() is None
+
+
 class SlowReward(FixedReward):
     def __init__(self, seconds: float = 20.0) -> None:
         self.seconds = seconds
