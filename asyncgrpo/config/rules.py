@@ -274,15 +274,17 @@ def check_model(config: Config) -> None:
         )
     try:
         settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        text: dict[str, Any] = settings.get("text_config") or settings
+        context = text.get("max_position_embeddings") or text.get("n_positions")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {file} cannot be read as JSON ({error})") from error
+    except AttributeError as error:
+        raise ConfigError(f"model.path: {file} has no JSON object that describes a model") from error
     if config.model.lora.rank and config.weights.adapters_only and not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"weights.adapters_only is true, so generators merge adapters into the tensors of {config.model.path}, but "
             "it holds no *.safetensors; set weights.adapters_only=false, or save the model as safetensors"
         )
-    text = settings.get("text_config") or settings
-    context = text.get("max_position_embeddings") or text.get("n_positions")
     heads, gpus = text.get("num_attention_heads"), config.generators.gpus_each
     if config.generators.engine == "sglang" and gpus > 1 and isinstance(heads, int) and heads % gpus:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
