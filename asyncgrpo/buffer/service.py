@@ -331,12 +331,13 @@ class BufferService:
         if self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
             return
-        if name in self._sessions:
+        session = self._sessions.get(name)
+        if session is None or (session.peer, session.incarnation) != (peer, message.incarnation):
             self._lose(name, "it started again", now_s)
-        self._newest[name] = peer
-        self._speaks_for[peer] = name
-        window = self._steer.groups_in_flight or message.window
-        self._sessions[name] = Session(peer, message.incarnation, window, now_s)
+            self._newest[name] = peer
+            self._speaks_for[peer] = name
+            window = self._steer.groups_in_flight or message.window
+            self._sessions[name] = Session(peer, message.incarnation, window, now_s)
         self._server.send(peer, Welcome(protocol=PROTOCOL))
 
     def _note_serving(self, peer: str, message: Serving, now_s: float) -> None:

@@ -5,7 +5,7 @@ No clock: times are arguments.
 
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 from asyncgrpo.types import GeneratorSeconds, PolicyVersion
@@ -171,7 +171,10 @@ SLOW_IF_AWAITED = 2.0
 SHORTEST_S = 0.02
 """No token is slow that takes less: a process of a few quick tokens is disturbed by anything."""
 CONFIRMED_BY = 2
-"""Heartbeats in a row, a second apart, that must say so."""
+"""Heartbeats in a row that must say so."""
+IN_A_ROW_S = 10.0
+"""Slow heartbeats further apart are not in a row: nothing ran between them. While a generator samples it sends one a
+second, after a change of weights the next one with its first token."""
 FIRST_REST_S = 30.0
 LONGEST_REST_S = 1800.0
 
@@ -196,7 +199,9 @@ class SlowGenerators:
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, int]] = {}  # by generator: seconds of a token, completions that were running
-        self._slow_words: Counter[str] = Counter()  # in a row
+        self._slow_words: dict[
+            str, tuple[int, float]
+        ] = {}  # by generator: how many in a row, and when the last one came
         self._rests: dict[str, _Rest] = {}
 
     def heard(
@@ -216,13 +221,16 @@ class SlowGenerators:
         if slowness <= SLOW_IF_AWAITED:
             self._rests.pop(generator, None)
         is_slow = slowness > (SLOW_IF_AWAITED if is_awaited else SLOW)
-        self._slow_words[generator] = self._slow_words[generator] + 1 if is_slow else 0
-        if self._slow_words[generator] < CONFIRMED_BY:
+        count, last_s = self._slow_words.pop(generator, (0, -math.inf))
+        if not is_slow:
+            return False
+        count = count + 1 if now_s - last_s <= IN_A_ROW_S else 1
+        if count < CONFIRMED_BY:
+            self._slow_words[generator] = count, now_s
             return False
         before = self._rests.get(generator)
         seconds = FIRST_REST_S if before is None else min(2 * before.seconds, LONGEST_REST_S)
         self._rests[generator] = _Rest(now_s + seconds, seconds)
-        self._slow_words[generator] = 0
         return True
 
     def rests(self, generator: str, now_s: float) -> bool:
@@ -238,7 +246,7 @@ class SlowGenerators:
         """Forget a generator that is gone: the next of its name may run elsewhere."""
         self._last.pop(generator, None)
         self._rests.pop(generator, None)
-        del self._slow_words[generator]
+        self._slow_words.pop(generator, None)
 
     def _slowness(self, generator: str) -> float:
         """How many times longer a token takes than at the others; 0: none is known, or it is quick in any case."""

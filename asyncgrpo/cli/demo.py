@@ -1,5 +1,6 @@
 """`asyncgrpo demo`: the whole system on this machine, with a small model and a task that it makes itself."""
 
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -108,8 +109,8 @@ def _settings(
     folder: Path, seed: int, engine: str | None, *, max_lag: str | None, steps: int | None, chaos: float | None
 ) -> list[str]:
     """The settings of the demo that its flags decide."""
-    if chaos is not None and chaos <= 0:
-        raise ConfigError(f"--chaos {chaos:g}: faults per hour must be above 0")
+    if chaos is not None and not 0 < chaos < math.inf:
+        raise ConfigError(f"--chaos {chaos:g}: faults per hour must be a number above 0")
     settings = [
         f"run.out={folder}",
         f"run.seed={seed}",

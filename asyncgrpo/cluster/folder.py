@@ -68,9 +68,14 @@ class RunFolder:
 
     @property
     def lineage(self) -> int:
-        """The number of the newest start; 0 before the first."""
+        """The number of the newest start; 0 before the first. Raises CheckpointError."""
         path = self.path / "lineage"
-        return int(path.read_text()) if path.exists() else 0
+        written = path.read_bytes() if path.exists() else b"0"
+        if not written.isdigit():
+            raise CheckpointError(
+                f"{path} does not hold the number of the newest start; write the last number in starts/ into it"
+            )
+        return int(written)
 
     def check_free(self) -> None:
         """Raise CheckpointError where `claim` would, without writing or holding anything."""

@@ -24,7 +24,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from asyncgrpo import scratch, warm
 from asyncgrpo.config.schema import Config
-from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, WeightsError, WireError
+from asyncgrpo.errors import (
+    AsyncGRPOError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ProcessLost,
+    RewardError,
+    WeightsError,
+    WireError,
+)
 from asyncgrpo.importing import QUIET
 from asyncgrpo.wire.sockets import is_loopback
 
@@ -104,14 +113,20 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
         os.chmod(session, 0o700)  # Ray makes it open to all
     try:
         yield
-    except Exception:
-        if address is None:
+    except Exception as error:
+        if address is None and not _is_explained(error):
             scratch.keep()  # Ray's logs may say why
         raise
     finally:
         ray.shutdown()
     if session is not None:
         shutil.rmtree(session, ignore_errors=True)
+
+
+def _is_explained(error: Exception) -> bool:
+    """True if a process reported what is wrong with its input, so that Ray's logs have nothing to add."""
+    cause = error.__cause__ if isinstance(error.__cause__, AsyncGRPOError) else error
+    return isinstance(cause, ConfigError | DataError | RewardError | CheckpointError)
 
 
 @contextmanager

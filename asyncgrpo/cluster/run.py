@@ -187,7 +187,8 @@ class Run:
                 tell("the buffer, the learner and the engines are starting")
                 return self._one_after_another(setup, placement, fleet, watch, chaos, tell)
         except AsyncGRPOError as error:
-            log.error("the run ends: %s", error, exc_info=error.__cause__)
+            # The command prints the sentence; how it came about is for the log.
+            log.info("the run ends: %s", error, exc_info=error.__cause__)
             watch.dump_stacks(str(error))
             time.sleep(STACKS_S)
             raise

@@ -274,10 +274,12 @@ def check_model(config: Config) -> None:
         )
     try:
         settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        text: dict[str, Any] = settings.get("text_config") or settings
+        context = text.get("max_position_embeddings") or text.get("n_positions")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {file} cannot be read as JSON ({error})") from error
-    text = settings.get("text_config") or settings
-    context = text.get("max_position_embeddings") or text.get("n_positions")
+    except AttributeError as error:
+        raise ConfigError(f"model.path: {file} has no JSON object that describes a model") from error
     heads, gpus = text.get("num_attention_heads"), config.generators.gpus_each
     if config.generators.engine == "sglang" and gpus > 1 and isinstance(heads, int) and heads % gpus:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)

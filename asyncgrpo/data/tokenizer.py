@@ -38,7 +38,9 @@ def load_tokenizer(path: str, template: Mapping[str, Any] = MappingProxyType({})
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model.path {path!r} is no model folder: it holds none of {', '.join(_TOKENIZER_FILES)}")
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # what it warns of is checked here, and reported with the row or the file
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if template:

@@ -1,5 +1,6 @@
 """What a generator does with its time: it changes weights, samples, scores, or has nothing to do."""
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -88,11 +89,13 @@ class TokenTime:
     """How long a token of a running completion takes, by the steps of the engine since the last look.
 
     A step that is under way says that it takes at least so long. So a generator that becomes slow shows before the token is
-    there.
+    there. Steps from before the start, an idle time or a change of weights say nothing of the present: the time is known
+    again with the first step after it.
     """
 
     def __init__(self) -> None:
-        self._steps = self._step_s = self._mean_s = 0.0
+        self._steps = self._step_s = math.inf
+        self._mean_s: float | None = None
 
     def look(self, use: EngineOccupancy) -> float | None:
         """Seconds of a token; None: nothing runs, or nothing is known yet."""
@@ -100,4 +103,10 @@ class TokenTime:
         self._steps, self._step_s = use.steps, use.step_s
         if steps > 0:
             self._mean_s = step_s / steps
-        return max(self._mean_s, use.present_s) or None if use.running else None
+        if not use.running:
+            self._mean_s = None
+        return None if self._mean_s is None else max(self._mean_s, use.present_s)
+
+    def begin_anew(self, use: EngineOccupancy) -> None:
+        """Forget the steps until now."""
+        self._steps, self._step_s, self._mean_s = use.steps, use.step_s, None

@@ -133,8 +133,6 @@ class GeneratorService:
         self._leave_buffer = asyncio.Event()
         self.progress = LoopProgress()
         self._token_time = TokenTime()
-        self._token_s: float | None = None  # at the last heartbeat
-        self._running = 0
 
     async def run(self) -> None:
         """Serve until `Shutdown`. Raises whatever made the engine or a weight change fail."""
@@ -165,7 +163,8 @@ class GeneratorService:
             return
         if self._buffer_endpoint:
             log.warning("buffer and learner were started again: moving to %s", buffer_endpoint)
-        self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
+        self._weights_endpoint = weights_endpoint
+        self._buffer_endpoint = buffer_endpoint  # the last: the loop goes by it
         self._wake()
 
     @property
@@ -175,7 +174,7 @@ class GeneratorService:
 
     async def _serve(self) -> None:
         """Work for one buffer and one learner, until the run is over or they were started again."""
-        self._leave_buffer.clear()
+        endpoint = self._buffer_endpoint
         self._client = self._connect()
         receiver = self._receiver()
         receiver.start()
@@ -188,7 +187,9 @@ class GeneratorService:
                     self._tasks.create_task(self._probe(), name="probe"),
                     self._tasks.create_task(self._report_rewards(), name="rewards"),
                 ]
-                await self._leave_buffer.wait()
+                while not self._is_over and self._buffer_endpoint == endpoint:  # the event may be of the move to it
+                    await self._leave_buffer.wait()
+                    self._leave_buffer.clear()
                 for task in [*background, *(work.task for work in self._working.values())]:
                     task.cancel()
         finally:
@@ -328,8 +329,7 @@ class GeneratorService:
             use = self._engine.occupancy()
             observe_engine(use)
             token_s = self._token_time.look(use)
-            self._running, self._token_s = use.running, None if self._activities.goes_on("weights") else token_s
-            await self._send_serving()
+            await self._send_serving(None if self._activities.goes_on("weights") else token_s, use.running)
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > RESEND_AFTER_S:
                     lease_id = held.message.lease_id
@@ -367,14 +367,15 @@ class GeneratorService:
         )
         await self._send_serving()
 
-    async def _send_serving(self) -> None:
+    async def _send_serving(self, token_s: float | None = None, running: int = 0) -> None:
+        """Send a `Serving`. Only heartbeats give the time of a token: the buffer counts each one that is slow."""
         message = Serving(
             generator_id=self._id,
             version=self._version,
             rewards=self._reward.health,
             seconds=self._activities.seconds(),
-            token_s=self._token_s,
-            running=self._running,
+            token_s=token_s,
+            running=running,
         )
         await self._send(message)
 
@@ -402,6 +403,7 @@ class GeneratorService:
         with self._activities.during("weights"):
             await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv)
             checksum = await self._engine.checksum()
+        self._token_time.begin_anew(self._engine.occupancy())
         self._version = version
         metrics.generator_policy_version.set(version.number)
         await self._send_serving()

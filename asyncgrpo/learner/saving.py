@@ -84,7 +84,7 @@ def _cause(error: BaseException) -> str:
     """One line. Torch gathers what failed on each rank into an exception that is not an `Exception`."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
-        return f"rank {rank}: {failure}"
+        return f"rank {rank}: {str(failure) or type(failure).__name__}"
     return str(error)
 
 

@@ -176,8 +176,9 @@ def run_file(path: Path, what: str = "reward") -> ModuleType:
     try:
         found.loader.exec_module(module)
     except SyntaxError as error:
-        line = (error.text or "").strip()
-        raise RewardError(f"{error.filename}, line {error.lineno}: {error.msg}: {line}") from error
+        where = f"{error.filename}, line {error.lineno}" if error.filename else path
+        line = f": {error.text.strip()}" if error.text else ""
+        raise RewardError(f"{where}: {error.msg}{line}") from error
     except BaseException as error:
         is_relative = isinstance(error, ImportError) and "relative import" in str(error)
         hint = (

@@ -120,6 +120,18 @@ def test_a_generator_whose_first_word_was_lost_is_asked_for_it():
     assert served.hear("g-new", register("g-new")) == [("g-new", Welcome.__name__)]
 
 
+def test_a_generator_that_was_asked_twice_for_its_first_word_keeps_its_leases():
+    """Two heartbeats may come before the first one's request is heard: it registers for each."""
+    served = Served()
+    served.hear("learner", Trained(version=v(0)))
+    for _ in range(2):
+        assert served.hear("g-1", serving(0)) == [("g-1", Reregister.__name__)]
+    served.hear("g-1", register("g-1"))
+    assert granted(served.hear("g-1", serving(0))) == ["g-1"] * 2
+    assert served.hear("g-1", register("g-1")) == [("g-1", Welcome.__name__)]
+    assert served.buffer.held_by("g") == 2 and not served.buffer.outcomes["requeued"]
+
+
 def test_what_one_generator_was_too_slow_for_goes_to_another():
     served = Served(per_step=1, max_lag=0, lease_timeout_s=10.0)
     for name in ("quick", "slow"):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asyncgrpo.buffer.groups import State
-from asyncgrpo.buffer.sessions import FIRST_REST_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
+from asyncgrpo.buffer.sessions import FIRST_REST_S, IN_A_ROW_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import Cancel, Grant, LeaseFailed, Register, Serving, Take, Trained
 from asyncgrpo.wire.supervision import GeneratorLost
@@ -161,6 +161,13 @@ def test_less_is_slow_while_the_learner_waits_for_it_and_one_that_was_slow_is_tr
 def test_a_single_slow_second_is_none():
     slow = three()
     assert not any(slow.heard("c", token_s, 8, second) for second, token_s in enumerate([1.0, 0.1] * 20))
+
+
+def test_slow_seconds_that_lie_far_apart_are_not_in_a_row():
+    """Between them nothing ran, or the run was paused: each may be chance."""
+    slow = three()
+    assert not any(slow.heard("c", 1.0, 8, second * 60.0) for second in range(9))
+    assert slow.heard("c", 1.0, 8, 8 * 60.0 + IN_A_ROW_S)
 
 
 @pytest.mark.parametrize(

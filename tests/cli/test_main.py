@@ -120,6 +120,11 @@ class TestEnds:
         assert ended.err.startswith("error: ") and ended.err.endswith("File name too long\n")
         assert ended.err.count("\n") == 1
 
+    @pytest.mark.parametrize("faults", ["0", "-1", "nan", "inf"])
+    def test_faults_per_hour_are_a_number_above_0(self, asyncgrpo, faults):
+        ended = asyncgrpo("demo", "--engine", "torch", "--chaos", faults)
+        assert (ended.code, ended.err) == (1, f"error: --chaos {faults}: faults per hour must be a number above 0\n")
+
     def test_ctrl_c_is_130(self, monkeypatch, asyncgrpo):
         self.raising(monkeypatch, KeyboardInterrupt())
         assert asyncgrpo().code == 130

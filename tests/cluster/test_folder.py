@@ -85,6 +85,16 @@ def test_no_lineage_is_given_twice(tmp_path: Path):
     assert RunFolder(tmp_path / "run").next_lineage() == 4
 
 
+@pytest.mark.parametrize("written", [b"two", b"", b"-1", b"\xff"])
+def test_a_lineage_that_is_no_number_is_named(tmp_path: Path, written: bytes):
+    """To count anew would give a lineage twice."""
+    folder = RunFolder(tmp_path / "run")
+    folder.claim()
+    (tmp_path / "run" / "lineage").write_bytes(written)
+    with pytest.raises(CheckpointError, match="run/lineage does not hold the number of the newest start"):
+        folder.next_lineage()
+
+
 def test_how_a_run_stands_is_what_its_last_start_came_to(tmp_path: Path):
     path = tmp_path / "run"
     assert RunFolder(path).status() == "new"

@@ -21,7 +21,7 @@ from ray.exceptions import RayTaskError
 from asyncgrpo import scratch
 from asyncgrpo.cluster import ray_session as ray_session_module
 from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, session_beside
-from asyncgrpo.errors import ConfigError, ProcessLost
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, ProcessLost, RewardError
 from tests.runs import environment, left_behind, wait_until
 
 PROGRAM = """
@@ -163,6 +163,33 @@ def test_a_process_that_was_killed_may_be_replaced(monkeypatch):
     with pytest.raises(ProcessLost, match=r"^learner-1: its process died$") as loss:
         result(object(), "learner-1")
     assert not loss.value.is_error
+
+
+def _wrapped(cause: Exception) -> AsyncGRPOError:
+    error = AsyncGRPOError(f"{cause}; checkpoint of step 0 written")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "are_kept"),
+    [
+        (_wrapped(RewardError("it never worked")), False),
+        (CheckpointError("it does not fit"), False),
+        (_wrapped(ProcessLost("learner-0: its process died")), True),
+        (RuntimeError("what nobody foresaw"), True),
+    ],
+)
+def test_rays_logs_are_kept_where_no_process_reported_what_is_wrong(monkeypatch, error, are_kept):
+    kept = []
+    for name, made in (("init", None), ("shutdown", None), ("is_initialized", False)):
+        monkeypatch.setattr(ray_session_module.ray, name, lambda *_, made=made, **__: made)
+    monkeypatch.setattr(ray_session_module, "_protect_token", lambda: None)
+    monkeypatch.setattr(ray_session_module, "_session_folder", lambda: None)
+    monkeypatch.setattr(ray_session_module.scratch, "keep", lambda: kept.append(True))
+    with pytest.raises(type(error)), ray_session(None, True):
+        raise error
+    assert bool(kept) is are_kept
 
 
 def fake_session(monkeypatch, seen: list[str], started: threading.Event) -> None:

@@ -398,6 +398,11 @@ class TestModelCheck:
         (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
         assert "is 64 tokens" in self.message(model)
 
+    @pytest.mark.parametrize("written", ["[]", '"qwen3"', '{"text_config": [1]}'])
+    def test_a_config_that_describes_no_model_is_named(self, model, written):
+        (model / "config.json").write_text(written)
+        assert self.message(model).startswith(f"model.path: {model}/config.json ")
+
     @pytest.mark.parametrize(
         "path", ["runs/tiny_model", "./runs/tiny_model", "runs/tiny_model/hf", "{root}/runs/tiny_model"]
     )

@@ -171,6 +171,22 @@ def test_an_engine_that_is_up_before_its_buffer_waits_to_be_told_of_it():
     assert task.done() and task.exception() is None
 
 
+def test_an_engine_that_is_told_of_its_buffer_while_it_starts_joins_once():
+    """A model is loaded on the event loop. A second start at once would end the connection that the learner has just met."""
+    loop, generator = VirtualLoop(), Generator(buffer_endpoint="")  # type: ignore[abstract]
+
+    async def start(version: PolicyVersion) -> None:
+        generator.move("buffer", "weights")  # another thread does, while this one is busy
+
+    generator._engine.start = start  # type: ignore[method-assign]
+    task = loop.create_task(generator.run())
+    loop.run_until(5.0)
+    assert sum(isinstance(message, Register) for message in generator.sent) == 1
+    generator.hear(Shutdown())
+    loop.run_until(7.0)
+    assert task.done() and task.exception() is None
+
+
 class SlowReward(FixedReward):
     def __init__(self, seconds: float = 20.0) -> None:
         self.seconds = seconds
@@ -465,3 +481,40 @@ def test_the_time_of_a_token_is_that_of_the_steps_since_the_last_look_or_of_one_
     assert time.look(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0), "no step since: as before"
     assert time.look(use(12, 3.0, present_s=1.5)) == pytest.approx(1.5)
     assert time.look(use(22, 4.0, running=0)) is None
+
+
+def test_steps_before_an_idle_time_or_a_change_of_weights_say_nothing_of_the_time_of_a_token_after_it():
+    """A generator that counts them reports itself as slow: its warm-up compiled kernels, and a change of weights takes long."""
+
+    def use(steps: int, step_s: float, present_s: float = 0.0, running: int = 8) -> EngineOccupancy:
+        return EngineOccupancy(running, 0, 8, math.nan, steps, step_s, present_s)
+
+    time = TokenTime()
+    assert time.look(use(3, 30.0)) is None, "the warm-up"
+    assert time.look(use(13, 31.0)) == pytest.approx(0.1)
+    assert time.look(use(15, 41.0, running=0)) is None
+    assert time.look(use(15, 41.0, present_s=0.1)) is None, "no step since"
+    assert time.look(use(25, 42.0)) == pytest.approx(0.1)
+    time.begin_anew(use(26, 52.0))
+    assert time.look(use(26, 52.0, present_s=5.0)) is None, "no step since"
+    assert time.look(use(36, 53.0)) == pytest.approx(0.1)
+
+
+def test_each_time_of_a_token_is_reported_once_however_often_a_generator_reports_its_weights():
+    """The buffer takes two slow ones in a row for a generator that has become slow."""
+    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
+    task = loop.create_task(generator.run())
+    loop.run_until(0.5)
+    generator.hear(Grant(lease=LEASE))
+    loop.run_until(3.2)
+    before = len(generator.sent)
+    for number in (1, 2):
+        swap = loop.create_task(generator._swap([], PolicyVersion(1, number)))
+        loop.run_until(3.2 + 0.1 * number)
+        assert swap.done() and swap.exception() is None
+    times = [(m.version, m.token_s) for m in generator.sent if isinstance(m, Serving)]
+    assert times[-3][1] == pytest.approx(1.0) and len(generator.sent) == before + 2
+    assert times[-2:] == [(PolicyVersion(1, 1), None), (PolicyVersion(1, 2), None)]
+    generator.hear(Shutdown())
+    loop.run_until(7.0)
+    assert task.done() and task.exception() is None

@@ -1,6 +1,7 @@
 """What the learner writes can be read back: bitwise identical to go on, and as a Hugging Face model to use."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -114,6 +115,11 @@ def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
     learner(make_tiny_qwen3(tmp_path / "wider", hidden=32)).save(str(tmp_path / "checkpoint"))
     with pytest.raises(CheckpointError, match=r"does not fit .*: rank 0: Size mismatch"):
         ours.load(str(tmp_path / "checkpoint"))
+    ours.save(str(tmp_path / "torn"))
+    for file in (tmp_path / "torn").glob("*.distcp"):
+        os.truncate(file, 0)
+    with pytest.raises(CheckpointError, match=r"does not fit .*: rank 0: EOFError$"):
+        ours.load(str(tmp_path / "torn"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -120,6 +120,7 @@ def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
             "r.py cannot be imported: .*r.py:2: ModuleNotFoundError: .*no_such_module",
         ),
         ("import sys; sys.exit('bye')", "r.py", "r.py cannot be imported: .*SystemExit: bye"),
+        ("x = '\0'", "r.py", "^/.*/r.py: source code string cannot contain null bytes$"),
         ("just text", "r.txt", "r.txt is no Python file"),
     ],
 )
