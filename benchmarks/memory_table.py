@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncgrpo.config.fit import changed, choose, estimate, refuse, share_one_gpu
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.memory import GIB, Card
+from asyncgrpo.config.memory import GIB, GPUS_PER_NODE, Card
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.errors import ConfigError
@@ -63,7 +63,7 @@ def _row(name: str, rank: int, n_gpus: int) -> str:
         chosen = fitting(shape, config, n_gpus)
     except ConfigError:
         return f"| {name} | {trained} | {n_gpus} | does not fit | | | | | |"
-    run = changed(config, chosen)
+    run = changed(config, chosen | {"cluster.ray_address": "auto" if n_gpus > GPUS_PER_NODE else None})
     fit = estimate(shape, run, Card.of(run))
     assert fit.learner is not None and fit.engine is not None
     cells = [
