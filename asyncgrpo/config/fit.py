@@ -67,6 +67,8 @@ class Fit:
 
 def estimate(shape: ModelShape, config: Config, card: Card) -> Fit:
     """What a run of this model holds of each GPU and node."""
+    if config.learner.activation_checkpointing is None:
+        config = changed(config, {"learner.activation_checkpointing": not keeps_activations(shape, config, card)})
     has_engine = config.generators.gpus_each > 0 and config.generators.engine != "fake"
     return Fit(
         card=card,
@@ -77,6 +79,15 @@ def estimate(shape: ModelShape, config: Config, card: Card) -> Fit:
         publication_s=publication_seconds(shape, config),
         is_exact=shape.total is None,
     )
+
+
+def keeps_activations(shape: ModelShape, config: Config, card: Card) -> bool:
+    """True if a learner rank has room for all activations of a micro-batch, so that none need be recomputed."""
+    kept = changed(config, {"learner.activation_checkpointing": False})
+    if config.cluster.share_gpu:
+        room = COMFORTABLE * learner_share(config, card) * card.num_bytes
+        return (1 + SLACK) * learner_tensors(shape, kept).total <= room
+    return _is_comfortable(shape, kept, card)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -167,6 +167,7 @@ class _Rank:
 
     @property
     def recomputes(self) -> bool:
+        """True unless the configuration keeps activations: where it leaves that open, this is the least that is held."""
         return self.config.learner.activation_checkpointing is not False
 
     def recomputed(self) -> int:

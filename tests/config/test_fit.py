@@ -13,6 +13,7 @@ from asyncgrpo.config.fit import (
     changed,
     choose,
     estimate,
+    keeps_activations,
     refuse,
     refuse_host,
     report,
@@ -77,6 +78,19 @@ def test_moments_off_the_gpu_are_on_the_host():
     assert fullest_host(model, off).parts["moments"] == 8 * model.parameters
     assert "moments" not in fullest_host(model, there).parts
     assert learner_rank(model, off).total < learner_rank(model, there).total
+
+
+@pytest.mark.parametrize(
+    ("model", "gb", "keeps"), [("Qwen3-0.6B", 80, True), ("Qwen3-0.6B", 24, False), ("Qwen3-8B", 80, False)]
+)
+def test_activations_are_kept_where_the_card_has_room_for_them(model, gb, keeps):
+    config = run("learner.ranks=4", gb=gb)
+    assert keeps_activations(shape(model), config, Card.of(config)) is keeps
+    explicit = changed(config, {"learner.activation_checkpointing": keeps})
+    held, other = estimate(shape(model), config, Card.of(config)), estimate(shape(model), explicit, Card.of(config))
+    assert learner_rank(shape(model), explicit).parts == other.learner.parts, "what is written counts"
+    assert (held.learner.parts["activations"] > other.learner.parts["activations"]) is keeps
+    assert held.learner.total <= Card.of(config).num_bytes
 
 
 @pytest.mark.parametrize(
