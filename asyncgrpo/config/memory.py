@@ -51,8 +51,6 @@ SHARED_BY_OTHERS = 2 * GIB
 """Of `/dev/shm`, for NCCL, Ray and SGLang. Assumed, not measured."""
 GPUS_PER_NODE = 8
 ASSUMED_CARD_GB = 80.0
-EXPORTED_FILE = 4 * GIB
-"""Bytes of one file of a checkpoint's Hugging Face folder, which rank 0 gathers whole."""
 
 
 @dataclass(frozen=True)
@@ -302,8 +300,9 @@ def publication_seconds(shape: ModelShape, config: Config) -> float:
 def fullest_host(shape: ModelShape, config: Config) -> Holding:
     """The host memory of the node that holds most, shared memory included.
 
-    A rank loads its shard tensor by tensor, and holds what is kept off its GPU, or all of it where it has none; rank 0 also
-    one file of a checkpoint, and two publications. A generator holds one.
+    A rank loads its shard tensor by tensor, and holds what is kept off its GPU, or all of it where it has none, and a copy of
+    weights and moments while a checkpoint is written; rank 0 also the exported weights and two publications. A generator
+    holds one.
     """
     return max((_host(shape, config, *node) for node in _nodes(config)), key=lambda held: held.total)
 
@@ -358,7 +357,8 @@ def _host(shape: ModelShape, config: Config, ranks: int, generators: int) -> Hol
     has_engine = config.generators.engine != "fake" and not engines_on_gpu
     parts = {name: ranks * size for name, size in of_rank.items()} | {
         "engines": generators * published_bytes(shape, config) if has_engine else 0,
-        "checkpoint": min(published_bytes(shape, config), EXPORTED_FILE) if ranks else 0,
+        "checkpoint": ranks * rank.of_each(12 * rank.trained_numbers)
+        + (published_bytes(shape, config) if ranks else 0),
         "publication": (generators + arenas) * published_bytes(shape, config),
         "processes": processes * process,
     }

@@ -33,7 +33,7 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
-from asyncgrpo.learner import head, optimizer, saving
+from asyncgrpo.learner import head, optimizer
 from benchmarks import memory_table
 
 
@@ -107,6 +107,13 @@ def test_a_setting_moves_its_part(override, part):
     assert after.get(part, 0) > before.get(part, 0)
 
 
+def test_a_checkpoint_is_copied_to_the_host_and_its_export_to_rank_0():
+    model, config = shape("Qwen3-8B"), run("learner.ranks=4")
+    assert fullest_host(model, config).parts["checkpoint"] == (12 + 2) * model.parameters
+    adapters = 12 * model.adapter_parameters(32) + 2 * model.parameters
+    assert fullest_host(model, run("model.lora.rank=32")).parts["checkpoint"] == adapters
+
+
 def test_the_reference_is_on_the_host_unless_it_is_to_stay():
     model, kl = shape("Qwen3-8B"), "algorithm.kl_coef=0.1"
     away, here = run("learner.ranks=4", kl), run("learner.ranks=4", kl, "learner.offload_reference=false")
@@ -139,7 +146,6 @@ def test_a_card_is_the_one_found_unless_another_is_named():
 
 def test_the_constants_are_those_of_the_learner():
     assert memory.TILE_LOGITS == head.TILE_LOGITS["cuda"] == head.BLOCK_LOGITS["cuda"]
-    assert memory.EXPORTED_FILE == saving.FILE_BYTES
     assert memory.STREAMED_MOMENTS == optimizer.CHUNK_BYTES
 
 
