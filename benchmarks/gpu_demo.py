@@ -1,6 +1,6 @@
 """The whole system on one card that learner and generator share: `asyncgrpo demo` with the torch engine, read and audited.
 
-    python -m benchmarks.gpu_demo                     the demo's own small model: does it learn, is every version proved
+    python -m benchmarks.gpu_demo                     the demo's small model in bfloat16: does it learn, is all proved
     python -m benchmarks.gpu_demo --shape 0.6b        a random model of Qwen3-0.6B's shape: memory and seconds of 5 steps
 
 Needs ray. The second one rewards at random, because random weights give no completion that any rule would reward.
@@ -30,9 +30,9 @@ SHARED = (
     "generators.memory_fraction=0.35",
     "learner.ranks=1",
     "learner.device=cuda",
+    "model.dtype=bfloat16",  # so that attention is that of a real run
 )
 LARGE = (
-    "model.dtype=bfloat16",
     "sampling.max_tokens=256",
     "algorithm.group_size=8",
     "buffer.prompts_per_step=16",
@@ -58,7 +58,18 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(parent) / "run"
         if arguments.shape:
             settings += [*LARGE, f"reward.function={_prepare(folder, arguments.shape, arguments.device)}"]
-        show(run(folder, steps, settings) | {"shape": arguments.shape or "the demo's"} | where())
+        about = {"shape": arguments.shape or "the demo's"} | branch(settings, arguments.device)
+        show(run(folder, steps, settings) | about | where())
+
+
+def branch(settings: list[str], device: str) -> dict[str, str]:
+    """The dtype of the run, and the attention kernel that its learner chooses."""
+    import torch
+
+    from asyncgrpo.learner.model import choose_kernel
+
+    dtype = "bfloat16" if "model.dtype=bfloat16" in settings else "float32"
+    return {"dtype": dtype, "kernel": choose_kernel("auto", torch.device(device), getattr(torch, dtype))}
 
 
 def run(folder: Path, steps: int, settings: list[str]) -> dict[str, Any]:

@@ -49,7 +49,10 @@ def _heading(state: dict[str, list[Record]], lines: dict[str, list[Line]]) -> st
     commits = {record["commit"] for record in begun if record.get("commit")} or {
         str(one["commit"]) for one in measured if one.get("commit")
     }
-    return f"{dates}, {facts.get('card', 'no card')}, commit {', '.join(sorted(commits)) or 'unknown'}."
+    torch = next(
+        (name for name in str(facts.get("packages")).split(", ") if name.startswith("torch ")), "torch unknown"
+    )
+    return f"{dates}, {facts.get('card', 'no card')}, {torch}, commit {', '.join(sorted(commits)) or 'unknown'}."
 
 
 def _parts(state: dict[str, list[Record]]) -> str:
@@ -120,7 +123,13 @@ def _rates(lines: list[Line]) -> str:
     return markdown(
         ["what", "bucket MiB", "GB/s, median", "least to largest", "bytes arrived as sent"],
         (
-            [one["what"], one.get("bucket_mib"), one["value"], " to ".join(map(str, one["spread"])), one.get("same")]
+            [
+                one["what"],
+                one.get("bucket_mib"),
+                one.get("value", one.get("error")),
+                " to ".join(map(str, one.get("spread", ()))),
+                one.get("same"),
+            ]
             for one in lines
         ),
     )
@@ -154,10 +163,20 @@ def _demo(lines: list[Line]) -> str:
     for one in lines:
         rewards, proved = f"{one['reward_first']} to {one['reward_last']}", f"{one['proved']} of {one['publications']}"
         phases = ", ".join(f"{name} {seconds}" for name, seconds in one["phases"].items())
-        about = [one["shape"], one["steps"], one["ended"], rewards, proved]
+        branch = f"{one.get('dtype')}, {one.get('kernel')}"
+        about = [one["shape"], branch, one["steps"], one["ended"], rewards, proved]
         about += [one["publication_ms"], one["publication_bytes"], one["logprob_gap_mean"], one["step_s"], phases]
         rows.append([*about, one["peak_card_gib"], one["restarts"], one["audit_exit"] == 0])
-    headers = ["model", "steps", "ended", "reward, first to last tenth", "versions proved", "publication ms", "bytes"]
+    headers = [
+        "model",
+        "dtype, kernel",
+        "steps",
+        "ended",
+        "reward, first to last tenth",
+        "versions proved",
+        "publication ms",
+        "bytes",
+    ]
     headers += ["log-prob gap", "step s", "phases, s", "card GiB, both", "restarts", "audit clean"]
     return markdown(headers, rows)
 
@@ -174,6 +193,7 @@ MAKERS: dict[str, Callable[[list[Line]], str]] = {
     "shared-memory": _rates,
     "nccl": _nccl,
     "memory": _memory,
+    "memory-1.7b": _memory,
     "threads": _threads,
     "demo": _demo,
     "demo-0.6b": _demo,

@@ -1,6 +1,6 @@
 """How weights get from a learner to an engine on one card: each copy of the way, the two groups, and NCCL's errors.
 
-    python -m benchmarks.gpu_weights copies          GB/s of each leg, of the digest and of the sums
+    python -m benchmarks.gpu_weights copies          GB/s of each leg, of legs between two processes, and of the digests
     python -m benchmarks.gpu_weights shared-memory   a whole publication to another process, which maps the learner's memory
     python -m benchmarks.gpu_weights nccl            `NcclGroup`: alone; a member that never comes; two members on one card
 
@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import queue
 import signal
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.boxes import box_digest
 from asyncgrpo.weights.digest import digest
-from asyncgrpo.weights.group import form_group, serve_store, visit_store
+from asyncgrpo.weights.group import WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from benchmarks.measuring import ROOT, line, rounded, show
@@ -37,7 +38,7 @@ from tests.weights.publishing import publish
 
 HOST = "127.0.0.1"
 SEED = 1234
-START_S = 90.0
+START_S = 60.0
 """How long a process may take to be there."""
 NEVER_S = 5.0
 """The deadline of a group whose second member never comes."""
@@ -96,9 +97,67 @@ def copies(device: str, size: int) -> None:
     show_rate(f"box digest on the {where}", size, device, lambda: box_digest(matrix, "w", tuple(matrix.shape), (0, 0)))
     few = pageable[: size // 8]
     show_rate("digest on the host", len(few), device, lambda: digest(few))
+    from_pages_of_another_process(device, on_card)
+    for allocator in ("", "expandable_segments:True"):
+        from_tensor_of_another_process(device, on_card, allocator)
 
 
-def show_rate(what: str, size: int, device: str, work: Callable[[], object]) -> None:
+def from_pages_of_another_process(device: str, on_card: Tensor) -> None:
+    """GB/s out of pages of /dev/shm that are pinned, but not by this process: are they uploaded as if they were?"""
+    with file_in_memory(len(on_card)) as shared, other_process(hold_pages, shared_file(), len(on_card), device) as said:
+        is_pinned = said.get(timeout=START_S)
+        what = f"/dev/shm, {'registered' if is_pinned else 'mapped'} by another process, to card"
+        show_rate(what, len(on_card), device, lambda: on_card.copy_(shared))
+
+
+def hold_pages(said: Any, over: Any, file: str, size: int, device: str) -> None:
+    """Register a file in memory, until `over` is set."""
+    shared = torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
+    said.put(device == "cuda" and register(shared))
+    over.wait()
+
+
+def from_tensor_of_another_process(device: str, on_card: Tensor, allocator: str) -> None:
+    """GB/s out of a tensor on the card of another process (CUDA IPC), whose allocator is so configured."""
+    what = f"tensor of another process, {allocator or 'default allocator'}"
+    before, os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), allocator
+    try:
+        with other_process(hold_tensor, len(on_card), device) as said:
+            theirs, mine = said.get(timeout=START_S), torch.empty_like(on_card)
+            mine.copy_(theirs)
+            same = torch.equal(mine, random_bytes(len(mine), device))
+            show_rate(what, len(mine), device, lambda: mine.copy_(theirs), same=same)
+    except (RuntimeError, queue.Empty) as error:
+        show({"what": what, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
+    finally:
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF")
+        if before is not None:
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = before
+
+
+def hold_tensor(said: Any, over: Any, size: int, device: str) -> None:
+    """Share a tensor, until `over` is set."""
+    tensor = random_bytes(size, device)
+    said.put(tensor)
+    over.wait()
+
+
+@contextmanager
+def other_process(work: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """The queue into which `work` puts what it has, in a process that ends with the block."""
+    context = torch.multiprocessing.get_context("spawn")
+    said, over = context.Queue(), context.Event()
+    process = context.Process(target=work, args=(said, over, *arguments), daemon=True)
+    process.start()
+    try:
+        yield said
+    finally:
+        over.set()
+        process.join(10)
+        process.kill()
+
+
+def show_rate(what: str, size: int, device: str, work: Callable[[], object], **about: Any) -> None:
     """Show the GB/s at which `work` gets through `size` bytes, median of 5 after one that is not counted."""
     rates = []
     for _ in range(6):
@@ -107,7 +166,7 @@ def show_rate(what: str, size: int, device: str, work: Callable[[], object]) -> 
         if device == "cuda":
             torch.cuda.synchronize()
         rates.append(size / (time.perf_counter() - started) / 1e9)
-    show(line(what, rates[1:], "GB/s", seed=SEED, bytes=size))
+    show(line(what, rates[1:], "GB/s", seed=SEED, bytes=size, **about))
 
 
 def register(shared: Tensor) -> bool:
@@ -118,13 +177,18 @@ def register(shared: Tensor) -> bool:
 @contextmanager
 def file_in_memory(size: int) -> Iterator[Tensor]:
     """[size] uint8 in /dev/shm, all of it there, as the arenas are."""
-    file = SHARED_MEMORY / f"gpu-weights-{os.getpid()}"
-    with file.open("wb") as opened:
+    file = shared_file()
+    with open(file, "wb") as opened:
         os.posix_fallocate(opened.fileno(), 0, size)
     try:
-        yield torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+        yield torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
     finally:
-        file.unlink()
+        os.unlink(file)
+
+
+def shared_file() -> str:
+    """Path of this process's file in memory."""
+    return str(SHARED_MEMORY / f"gpu-weights-{os.getpid()}")
 
 
 def random_bytes(size: int, device: str) -> Tensor:
@@ -232,9 +296,24 @@ def alone(arguments: argparse.Namespace) -> None:
         begun = time.monotonic()
         group.broadcast(flat)
         rates.append(time.monotonic() - begun)
-    group.close()
     figures = {"formed_s": rounded(formed), "broadcast_ms": rounded(1000 * statistics.median(rates))}
+    figures |= beside_a_busy_stream(group, flat)
+    group.close()
     print(json.dumps(figures | {"same": digest(flat) == before}), flush=True)
+
+
+def beside_a_busy_stream(group: WeightGroup, flat: Tensor) -> dict[str, float]:
+    """Milliseconds of a broadcast that begins while the default stream computes, and how long that goes on computing."""
+    factor = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    begun = time.monotonic()
+    for _ in range(500):
+        torch.mm(factor, factor)
+    with group.beside():
+        group.broadcast(flat)
+    broadcast = time.monotonic() - begun
+    torch.cuda.synchronize()
+    return {"broadcast_beside_ms": rounded(1000 * broadcast), "busy_ms": rounded(1000 * (time.monotonic() - begun))}
 
 
 def without_the_second(arguments: argparse.Namespace) -> None:

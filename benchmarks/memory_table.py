@@ -1,24 +1,28 @@
-"""What models hold of 80 GB GPUs, by the arithmetic of `asyncgrpo/config/memory.py`: the tables of docs/memory.md.
+"""What models hold of 80 GB GPUs, by the arithmetic of `asyncgrpo/config/memory.py`.
 
-python -m benchmarks.memory_table            prints them
-python -m benchmarks.memory_table --write    puts them into docs/memory.md
+python -m benchmarks.memory_table            prints the tables of docs/memory.md
+python -m benchmarks.memory_table --write    puts them there, and the memory of a pod into ops/launch/kuberay.yaml
 
 Nothing is measured: the settings are those that `--n-gpus` would choose, the sequences have 512 + 1,024 tokens.
 """
 
 import argparse
+import re
+import shlex
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 from asyncgrpo.config.fit import changed, choose, estimate, refuse, share_one_gpu
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.memory import GIB, Card
+from asyncgrpo.config.memory import GIB, GPUS_PER_NODE, Card, fullest_host, fullest_shared_memory, shared_memory_size
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.errors import ConfigError
 from benchmarks.measuring import ROOT
 
 PAGE = ROOT / "docs" / "memory.md"
+MANIFEST = ROOT / "ops" / "launch" / "kuberay.yaml"
 BEGIN, END = "<!-- memory_table -->", "<!-- /memory_table -->"
 MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")
 GPUS = (1, 8, 16)
@@ -45,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    MANIFEST.write_text(sized(MANIFEST.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def tables() -> str:
@@ -56,6 +61,23 @@ def tables() -> str:
     return "\n".join([head, "|---|---|---|---|---|---|---|---|---|", *rows, "", fewest, "|---|---|---|---|", *least])
 
 
+def sized(manifest: str) -> str:
+    """A manifest of KubeRay whose pods have the memory and the shared memory that the run of its entrypoint needs.
+
+    Shared memory counts towards the memory of a pod, which gets a quarter more than is reckoned: it is killed if it takes
+    more than its limit. Both are rounded up to 10 GiB.
+    """
+    (entrypoint,) = re.findall(r"entrypoint: >-\n(.*?)\n  \w", manifest, re.DOTALL)
+    name, *settings = shlex.split(entrypoint)[2:]
+    config = load_config(name, settings)
+    shape = shape_of(PUBLISHED[config.model.path.rpartition("/")[2]])
+    shared = shared_memory_size(shape, config)
+    beside = fullest_host(shape, config).total - fullest_shared_memory(shape, config).total
+    memory, shm = (f"{10 * ceil(size / GIB / 10)}Gi" for size in (1.25 * (beside + shared), shared))
+    manifest = re.sub(r"(cpu: \"\d+\", memory: )\w+", rf"\g<1>{memory}", manifest)
+    return re.sub(r"(medium: Memory, sizeLimit: )\w+", rf"\g<1>{shm}", manifest)
+
+
 def _row(name: str, rank: int, n_gpus: int) -> str:
     shape, config = shape_of(PUBLISHED[name]), _config(rank)
     trained = f"LoRA {rank}" if rank else "all"
@@ -63,7 +85,7 @@ def _row(name: str, rank: int, n_gpus: int) -> str:
         chosen = fitting(shape, config, n_gpus)
     except ConfigError:
         return f"| {name} | {trained} | {n_gpus} | does not fit | | | | | |"
-    run = changed(config, chosen)
+    run = changed(config, chosen | {"cluster.ray_address": "auto" if n_gpus > GPUS_PER_NODE else None})
     fit = estimate(shape, run, Card.of(run))
     assert fit.learner is not None and fit.engine is not None
     cells = [

@@ -39,6 +39,7 @@ LAYERS = {
     "warm": 1,
     "types": 0,
     "cores": 0,
+    "host": 0,
     "errors": 0,
     "importing": 0,
 }

@@ -19,16 +19,20 @@ import typer
 
 from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
 from asyncgrpo.cores import cores
+from asyncgrpo.host import Host
 from asyncgrpo.importing import has_gpu
+from asyncgrpo.scratch import SHARED_MEMORY
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 
 GIB = 1024**3
+WEIGHT_COPIES = 2
+"""In shared memory, of the learner (docs/memory.md)."""
 LEAST_DRIVER = {"13": (580, 65), "12": (525, 60)}
 """By the major version of CUDA (NVIDIA's release notes of CUDA 12.0 and 13.0)."""
 LEAST_GLIBC = (2, 34)
 """For the wheels of SGLang's kernels."""
-CONTAINER = "docker run --gpus all --ipc=host lmsysorg/sglang:latest"
+CONTAINER = "docker run --gpus all --ipc=host --ulimit memlock=-1 lmsysorg/sglang:v0.5.23"
 """SGLang's own image. It was not tried here."""
 
 
@@ -56,6 +60,7 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield from check_machine()
     yield check_open_files()
     yield check_shared_memory()
+    yield check_locked_memory()
     yield check_runs_folder(out)
     yield check_port()
     yield check_ray()
@@ -100,10 +105,7 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("cores", "ok", f"{there}")
     else:
         yield Finding("cores", "warning", "1: generators and learner take turns")
-    free = psutil.virtual_memory().available
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():  # a container's limit, or `max`
-        free = min(free, int(text))
+    free = min(psutil.virtual_memory().available, Host.here(SHARED_MEMORY).memory)
     if free >= 4 * GIB:
         yield Finding("memory", "ok", f"{size_in_words(free)} free")
     else:
@@ -120,14 +122,27 @@ def check_open_files() -> Finding:
     return Finding("open files", "warning", f"up to {soft}; Ray and many sockets need more", f"ulimit -n {raised}")
 
 
-def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    if not folder.is_dir():
-        return Finding("shared memory", "note", f"{folder} does not exist; Ray uses files instead")
-    free = shutil.disk_usage(folder).free
+def check_shared_memory() -> Finding:
+    free = Host.here(SHARED_MEMORY).shared_free
+    detail = f"{size_in_words(free)} free in {SHARED_MEMORY}"
     if free >= GIB:
-        return Finding("shared memory", "ok", f"{size_in_words(free)} free in {folder}")
+        billions = free / WEIGHT_COPIES / 2e9
+        return Finding("shared memory", "ok", f"{detail}: the weights of {billions:.1f} billion parameters")
     fix = "docker run --shm-size=8g ..., or: mount -o remount,size=8g /dev/shm"
-    return Finding("shared memory", "warning", f"{size_in_words(free)} free in {folder}; Ray wants 1 GiB", fix)
+    return Finding("shared memory", "warning", f"{detail}; larger models need more", fix)
+
+
+def check_locked_memory() -> Finding:
+    """Compare the limit of pinned memory with what NCCL needs: over InfiniBand it registers its buffers."""
+    if not has_gpu():
+        return Finding("pinned memory", "note", "nothing is pinned without a GPU")
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("pinned memory", "ok", "without a limit")
+    fix = "ulimit -l unlimited, or: docker run --ulimit memlock=-1 ..."
+    return Finding("pinned memory", "warning", f"up to {size_in_words(soft)}; NCCL over InfiniBand needs more", fix)
 
 
 def check_runs_folder(out: Path) -> Finding:

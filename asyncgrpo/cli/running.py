@@ -22,6 +22,7 @@ from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.cores import cores
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.host import Host
 from asyncgrpo.importing import has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 
 REWARD_IMPORT_S = 10.0
 """How long the import of a user's reward file may take, while nothing else runs here."""
-_PROCESS_BYTES = 2**27
-"""Memory that each generator or rank on the CPU needs at least: torch alone takes it."""
 _PROCESSES_PER_CORE = 4
 """More on the CPU are a warning."""
 _OTHER_FILES_BYTES = 2**26
@@ -149,20 +148,13 @@ def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
 
 
 def _check_cpus(config: Config, *, learner_on_gpu: bool) -> None:
-    """Refuse more processes on the CPU than this machine's memory holds, and warn about far more than it has cores."""
+    """Warn about far more processes on the CPU than this machine has cores."""
     if config.cluster.ray_address is not None:
         return
-    import psutil
-
     generators = 0 if config.generators.gpus_each else config.generators.count
     ranks = 0 if learner_on_gpu else config.learner.ranks
-    what, memory = f"{generators} generators and {ranks} learner ranks on the CPU", psutil.virtual_memory().total
-    if (wanted := (generators + ranks) * _PROCESS_BYTES) > memory:
-        raise ConfigError(
-            f"{what} take more than {size_in_words(wanted)} of memory, and this machine has {size_in_words(memory)}; "
-            "lower generators.count or learner.ranks"
-        )
     if generators + ranks > _PROCESSES_PER_CORE * cores():
+        what = f"{generators} generators and {ranks} learner ranks on the CPU"
         log.warning("%s share %d cores; lower generators.count or learner.ranks", what, cores())
 
 
@@ -177,21 +169,28 @@ def card_of(config: Config) -> "Card":
 
 
 def check_fit(config: Config) -> None:
-    """Raise ConfigError for what cannot fit its GPU."""
+    """Raise ConfigError for what cannot fit its GPU, or the memory of this machine where all of the run is on it."""
     from asyncgrpo.config.fit import refuse
     from asyncgrpo.config.memory import runs_on_gpu
     from asyncgrpo.config.shapes import shape_at
 
-    if not runs_on_gpu(config) and not config.generators.gpus_each:
-        return
-    if (shape := shape_at(config.model.path, may_download=True)) is not None:
+    on_gpu = runs_on_gpu(config) or config.generators.gpus_each > 0
+    if on_gpu and (shape := shape_at(config.model.path, may_download=True)) is not None:
         refuse(shape, config, card_of(config))
+    check_host(config)
+
+
+def check_host(config: Config) -> None:
+    """Raise ConfigError for what cannot fit the memory of this machine. The nodes of a Ray cluster are not looked at."""
+    from asyncgrpo.config.fit import refuse_host
+    from asyncgrpo.config.shapes import shape_at
+
+    if config.cluster.ray_address is None and (shape := shape_at(config.model.path)) is not None:
+        refuse_host(shape, config, Host.here(scratch.SHARED_MEMORY))
 
 
 def memory_table(config: Config) -> str:
     """What a run on GPUs holds, as a table; empty for one on the CPU, or a model that is not known yet."""
-    import psutil
-
     from asyncgrpo.config.fit import estimate, report
     from asyncgrpo.config.shapes import shape_at
 
@@ -200,7 +199,7 @@ def memory_table(config: Config) -> str:
         return ""
     fit = estimate(shape, config, card_of(config))
     is_here = fit.card.known == "found" and config.cluster.ray_address is None
-    return report(fit, psutil.virtual_memory().total if is_here else None) if fit.learner or fit.engine else ""
+    return report(fit, Host.here(scratch.SHARED_MEMORY) if is_here else None) if fit.learner or fit.engine else ""
 
 
 def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
@@ -357,6 +356,8 @@ def execute(
     check_settings(config)
     if make is None:
         find_model(config.model.path)
+        scratch.folder()  # what a run that was killed has left in shared memory is not in the way
+        check_host(config)
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     with ExitStack() as claim:

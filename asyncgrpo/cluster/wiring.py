@@ -187,6 +187,15 @@ def prepare_environment(config: Config) -> None:
     )
 
 
+def prepare_allocator(config: Config) -> None:
+    """Let torch's allocator in a learner on a GPU grow its blocks in place, unless the user configured it.
+
+    Packed rows are of other lengths in every step: blocks of fixed sizes fragment. To be called before torch is imported.
+    """
+    if uses_cuda(config) and "PYTORCH_ALLOC_CONF" not in os.environ:
+        set_environment({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+
+
 # -- the buffer --------------------------------------------------------------------------------------------------------
 
 
@@ -483,6 +492,7 @@ class LearnerActor:
 
     def start(self, setup: Setup) -> LearnerReady:
         """Listen before the model is loaded, so that all processes can start at once."""
+        prepare_allocator(setup.config)
         with importing():
             import torch
 

@@ -1,11 +1,12 @@
 """Whether a run fits its GPUs, what would, and how GPUs are shared between generators and learner by the size of a model.
 
-`refuse` says it in one sentence before anything is started. `choose` and `share_one_gpu` choose the settings that nobody
-wrote. `report` is the table that commands print.
+`refuse` and `refuse_host` say it in one sentence before anything is started. `choose` and `share_one_gpu` choose the
+settings that are not given. `report` is the table that commands print.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -22,18 +23,22 @@ from asyncgrpo.config.memory import (
     Holding,
     engine_gpu,
     fullest_host,
+    fullest_shared_memory,
     itemsize,
     learner_rank,
     learner_share,
     learner_tensors,
     publication_seconds,
     runs_on_gpu,
+    shared_memory_size,
 )
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.config.verl import split_gpus
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.host import Host
 
+MIB = 2**20
 COMFORTABLE = 0.95
 """Share of a card that a choice of ours may fill. A choice of the user's may fill all of it."""
 LEAST_CACHE = 0.4
@@ -52,6 +57,9 @@ class Fit:
     engine: EngineFit | None
     """None: on the CPU, or the fake engine."""
     host: Holding
+    """The node that holds most."""
+    shared: Holding
+    """Of `host`, what lies in `/dev/shm`."""
     publication_s: float
     is_exact: bool
     """False: the architecture is not known, and its size is that of its files."""
@@ -59,15 +67,27 @@ class Fit:
 
 def estimate(shape: ModelShape, config: Config, card: Card) -> Fit:
     """What a run of this model holds of each GPU and node."""
+    if config.learner.activation_checkpointing is None:
+        config = changed(config, {"learner.activation_checkpointing": not keeps_activations(shape, config, card)})
     has_engine = config.generators.gpus_each > 0 and config.generators.engine != "fake"
     return Fit(
         card=card,
         learner=learner_rank(shape, config) if runs_on_gpu(config) else None,
         engine=engine_gpu(shape, config, card) if has_engine else None,
         host=fullest_host(shape, config),
+        shared=fullest_shared_memory(shape, config),
         publication_s=publication_seconds(shape, config),
         is_exact=shape.total is None,
     )
+
+
+def keeps_activations(shape: ModelShape, config: Config, card: Card) -> bool:
+    """True if a learner rank has room for all activations of a micro-batch, so that none need be recomputed."""
+    kept = changed(config, {"learner.activation_checkpointing": False})
+    if config.cluster.share_gpu:
+        room = COMFORTABLE * learner_share(config, card) * card.num_bytes
+        return (1 + SLACK) * learner_tensors(shape, kept).total <= room
+    return _is_comfortable(shape, kept, card)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -117,6 +137,28 @@ def _engine_problem(engine: EngineFit, card: Card) -> str:
             f"{engine.longest:,} tokens"
         )
     return ""
+
+
+def refuse_host(shape: ModelShape, config: Config, host: Host) -> None:
+    """Raise ConfigError where this machine has too little memory, or too little shared memory, for a run on it alone."""
+    held = fullest_host(shape, config)
+    if held.total > host.memory:
+        fewer = range(config.generators.count - 1, 0, -1)
+        fits = (n for n in fewer if fullest_host(shape, changed(config, {"generators.count": n})).total <= host.memory)
+        instead = f"it fits with generators.count={count}" if (count := next(fits, 0)) else "use a smaller model"
+        raise ConfigError(
+            f"the run does not fit the memory of this machine or container: {_gib(held.total)} of {_gib(host.memory)} GiB "
+            f"({_in_words(held)}); {instead}"
+        )
+    shared = fullest_shared_memory(shape, config)
+    if config.weights.backend in ("auto", "shared_memory") and shared.total > host.shared_free:
+        size = ceil(shared_memory_size(shape, config) / GIB)
+        raise ConfigError(
+            f"the weights do not fit /dev/shm: {shared.total / MIB:,.0f} MiB ({_in_words(shared, MIB)}), and "
+            f"{host.shared_free / MIB:,.0f} of its {host.shared / MIB:,.0f} MiB are free; give it more (docker run "
+            f"--shm-size={size}g, or mount -o remount,size={size}g /dev/shm), or have weights broadcast, which is slower "
+            "(weights.backend=gloo)"
+        )
 
 
 Fits = Callable[[ModelShape, Config, Card], bool]
@@ -365,25 +407,26 @@ def largest(n_gpus: int, card_bytes: int, *, adapters: int) -> str | None:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def report(fit: Fit, host_bytes: int | None = None) -> str:
+def report(fit: Fit, host: Host | None = None) -> str:
     """What a run holds, as a table.
 
     Args:
-        host_bytes: memory of this machine, where the run is on this machine.
+        host: this machine, where the run is on it.
     """
     from asyncgrpo.config.unknown_keys import table
 
-    return table(("memory", "GiB", "of", "what for"), list(_rows(fit, host_bytes)))
+    return table(("memory", "GiB", "of", "what for"), list(_rows(fit, host)))
 
 
-def _rows(fit: Fit, host_bytes: int | None) -> Iterator[tuple[str, str, str, str]]:
+def _rows(fit: Fit, host: Host | None) -> Iterator[tuple[str, str, str, str]]:
     card = _gib(fit.card.num_bytes)
     if fit.learner is not None:
         yield "learner rank", _gib(fit.learner.total), card, _in_words(fit.learner)
     if fit.engine is not None:
         yield "engine GPU", _gib(fit.engine.gpu.total), card, _in_words(fit.engine.gpu)
         yield "", "", "", _cache_in_words(fit.engine)
-    yield "host, a node", _gib(fit.host.total), _gib(host_bytes) if host_bytes else "", _in_words(fit.host)
+    yield "host, a node", _gib(fit.host.total), _gib(host.memory) if host else "", _in_words(fit.host)
+    yield "its /dev/shm", _gib(fit.shared.total), _gib(host.shared_free) if host else "", _in_words(fit.shared)
     notes = [f"publication: an engine pauses about {max(fit.publication_s, 0.1):.1f} s for it"]
     if fit.card.known == "assumed":
         notes.append("for cards of 80 GB, as there is no GPU here; cluster.gpu_memory_gb says another size")
@@ -411,12 +454,13 @@ def as_json(fit: Fit) -> dict[str, Any]:
         "completions_at_once": None if fit.engine is None else fit.engine.completions,
         "completions_wanted": None if fit.engine is None else fit.engine.wanted,
         "host": fit.host.parts,
+        "shared_memory": fit.shared.parts,
         "publication_s": fit.publication_s,
     }
 
 
-def _in_words(holding: Holding) -> str:
-    return ", ".join(f"{name} {_gib(size)}" for name, size in holding.parts.items() if size >= GIB / 20)
+def _in_words(holding: Holding, unit: int = GIB) -> str:
+    return ", ".join(f"{name} {size / unit:,.1f}" for name, size in holding.parts.items() if size >= unit / 20)
 
 
 def _gib(num_bytes: float) -> str:

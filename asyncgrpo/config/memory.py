@@ -29,6 +29,8 @@ SLACK = 0.05
 """Of what torch has allocated: blocks that its allocator cannot use because of their sizes."""
 PROCESS = 3 * GIB
 """Host memory of one Python process with torch and CUDA."""
+CPU_PROCESS = 2**27
+"""Of one without CUDA, at least: torch alone takes it."""
 ENGINE_WORK = 2 * GIB
 """Of an engine that shares its GPU, beside weights and KV cache: workspace of attention (384 MiB), graphs of up to 48
 sequences (2 MiB each, as SGLang reckons), a prefill of 4,096 tokens, and what SGLang keeps for itself (512 MiB)."""
@@ -41,14 +43,16 @@ TILE_LOGITS = 2**27
 """Logits that `learner/head.py` has at once on a GPU."""
 ARENAS = 2
 """Publications that the learner keeps in host memory (`weights.arena.SLOTS`); one more where deltas may be sent."""
-PUBLISHED_BYTES_PER_S = 1.9e9
-"""From GPU to host, through shared memory, to GPU: 9 s for 8B in bfloat16. By arithmetic, not measured."""
+PCIE_BYTES_PER_S = 50e9
+"""What one GPU reads of locked pages. Assumed, for PCIe 5 x16: not measured."""
+COPIED_BYTES_PER_S = 12e9
+"""What a core copies (docs/weights.md)."""
 SHOWN_OF_NOMINAL = 0.985
 """Of the memory that a card is named after, in GiB: what CUDA shows of it. An H100 of 80 GB shows 79.2."""
+SHARED_BY_OTHERS = 2 * GIB
+"""Of `/dev/shm`, for NCCL, Ray and SGLang. Assumed, not measured."""
 GPUS_PER_NODE = 8
 ASSUMED_CARD_GB = 80.0
-EXPORTED_FILE = 4 * GIB
-"""Bytes of one file of a checkpoint's Hugging Face folder, which rank 0 gathers whole."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,7 @@ class _Rank:
 
     @property
     def recomputes(self) -> bool:
+        """True unless the configuration keeps activations: where it leaves that open, this is the least that is held."""
         return self.config.learner.activation_checkpointing is not False
 
     def recomputed(self) -> int:
@@ -291,37 +296,83 @@ def published_bytes(shape: ModelShape, config: Config) -> int:
 
 def publication_seconds(shape: ModelShape, config: Config) -> float:
     """How long an engine may pause for one publication."""
-    return published_bytes(shape, config) / PUBLISHED_BYTES_PER_S
+    gpus = config.generators.gpus_each
+    return published_bytes(shape, config) / (gpus * PCIE_BYTES_PER_S if gpus else COPIED_BYTES_PER_S)
 
 
 def fullest_host(shape: ModelShape, config: Config) -> Holding:
-    """The host memory of the node that holds most. Ray fills one node with learner ranks before the next.
+    """The host memory of the node that holds most, shared memory included.
 
-    A rank loads its shard tensor by tensor, and holds what is kept off its GPU; rank 0 also one file of a checkpoint, and
-    two publications. A generator holds one.
+    A rank loads its shard tensor by tensor, and holds what is kept off its GPU, or all of it where it has none, and a copy of
+    weights and moments while a checkpoint is written; rank 0 also the exported weights and two publications. A generator
+    on another node holds one.
+    """
+    return max((_host(shape, config, *node) for node in _nodes(config)), key=lambda held: held.total)
+
+
+def fullest_shared_memory(shape: ModelShape, config: Config) -> Holding:
+    """What a run needs of `/dev/shm` on the node that needs most of it.
+
+    The arenas are the learner's: what is published lies in one of them, and the next publication is written into the other.
+    Engines on its node read it there. A generator elsewhere stages what it receives.
+    """
+    return max((_shared(shape, config, *node) for node in _nodes(config)), key=lambda held: held.total)
+
+
+def shared_memory_size(shape: ModelShape, config: Config) -> int:
+    """Bytes of `/dev/shm` with which a node does well.
+
+    Beside what it needs there are: a second publication that a generator receives while its engine still reads the first one, and
+    `SHARED_BY_OTHERS`.
+    """
+    held = fullest_shared_memory(shape, config)
+    return held.total + held.parts.get("staging", 0) + SHARED_BY_OTHERS
+
+
+def _nodes(config: Config) -> list[tuple[int, int]]:
+    """Learner ranks and generators of the nodes that may hold most.
+
+    Without a cluster one machine has all of them. In a cluster Ray fills one node with learner ranks before the next.
     """
     ranks, each, count = config.learner.ranks, max(config.generators.gpus_each, 1), config.generators.count
+    if config.cluster.ray_address is None:
+        return [(ranks, count)]
     together = 1 if config.cluster.share_gpu else ranks + each * count
     gpus = min(together, GPUS_PER_NODE)
     of_learner = min(ranks, gpus)
     beside = count if config.cluster.share_gpu else min(count, (gpus - of_learner) // each)
-    nodes = [_host(shape, config, of_learner, beside), _host(shape, config, 0, min(count, gpus // each))]
-    return max(nodes, key=lambda node: node.total)
+    return [(of_learner, beside), (0, min(count, gpus // each))]
 
 
 def _host(shape: ModelShape, config: Config, ranks: int, generators: int) -> Holding:
     rank = _Rank(shape, config)
-    moments = rank.moments if config.learner.offload_optimizer else 0
-    kept = rank.has_reference_copy and config.learner.offload_reference
-    reference = rank.of_each(rank.item * shape.parameters) if kept else 0
-    has_far = generators < config.generators.count or config.weights.backend in ("gloo", "nccl")
+    on_gpu, engines_on_gpu = runs_on_gpu(config), config.generators.gpus_each > 0
+    of_rank = rank.always() | {"moments": rank.moments}
+    if on_gpu:
+        kept = rank.has_reference_copy and config.learner.offload_reference
+        reference = rank.of_each(rank.item * shape.parameters) if kept else 0
+        of_rank = {"moments": rank.moments if config.learner.offload_optimizer else 0, "reference": reference}
+    has_far = generators < config.generators.count or _staged(config, ranks, generators)
     arenas = ARENAS + (config.weights.deltas and has_far) if ranks else 0
+    process = PROCESS if on_gpu or engines_on_gpu else CPU_PROCESS
     processes = 1 + ranks + generators * (1 + max(config.generators.gpus_each, 1))
-    parts = {
-        "moments": ranks * moments,
-        "reference": ranks * reference,
-        "checkpoint": min(published_bytes(shape, config), EXPORTED_FILE) if ranks else 0,
-        "publication": (generators + arenas) * published_bytes(shape, config),
-        "processes": processes * PROCESS,
+    has_engine = config.generators.engine != "fake" and not engines_on_gpu
+    parts = {name: ranks * size for name, size in of_rank.items()} | {
+        "engines": generators * published_bytes(shape, config) if has_engine else 0,
+        "checkpoint": ranks * rank.of_each(12 * rank.trained_numbers)
+        + (published_bytes(shape, config) if ranks else 0),
+        "publication": (_staged(config, ranks, generators) + arenas) * published_bytes(shape, config),
+        "processes": processes * process,
     }
     return Holding({name: size for name, size in parts.items() if size})
+
+
+def _shared(shape: ModelShape, config: Config, ranks: int, generators: int) -> Holding:
+    sent = published_bytes(shape, config)
+    parts = {"arenas": ARENAS * sent if ranks else 0, "staging": _staged(config, ranks, generators) * sent}
+    return Holding({name: size for name, size in parts.items() if size})
+
+
+def _staged(config: Config, ranks: int, generators: int) -> int:
+    """How many of these generators keep what they receive. Beside the learner engines load out of its arenas."""
+    return 0 if ranks and config.weights.backend in ("auto", "shared_memory") else generators

@@ -688,7 +688,9 @@ class LearnerConfig(Section, frozen=True):
     ] = None
     activation_checkpointing: Annotated[
         bool | None,
-        Meta(description="recompute activations in the backward pass; none: where the learner has a GPU"),
+        Meta(
+            description="recompute activations in the backward pass; none: on a GPU that cannot hold them (docs/memory.md)"
+        ),
     ] = None
     offload_reference: Annotated[bool, Meta(description="keep the reference model on the CPU between uses")] = True
     offload_optimizer: Annotated[

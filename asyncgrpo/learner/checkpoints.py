@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,35 @@ class Checkpoints:
         self._folder = run_dir / "checkpoints"
         self._keep = keep
 
-    def write(self, state: RunState, fill: Callable[[Path], None]) -> Path:
-        """Write one checkpoint: `fill` writes into the folder it is given, then the folder gets its name.
+    def write(self, state: RunState, fill: Callable[[Path], Callable[[], None]]) -> Path:
+        """Write one checkpoint. Raises CheckpointError: the disk refused."""
+        return self.begin(state, fill)()
 
+    def begin(self, state: RunState, fill: Callable[[Path], Callable[[], None]]) -> Callable[[], Path]:
+        """Make the folder of a checkpoint.
+
+        Args:
+            fill: begins to write into the folder that it is given, and returns a function that ends it.
+        Returns:
+            A function that ends it, from any thread, and gives the folder its name.
         Raises:
-            CheckpointError: the disk refused.
+            CheckpointError: the disk refused. What is returned raises it too.
         """
-        final = self._folder / f"step_{state.step:06d}"
-        temporary = self._folder / f".{final.name}.tmp"
+        temporary = self._folder / f".step_{state.step:06d}.tmp"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            fill(temporary)
+        except OSError as error:
+            raise CheckpointError(f"cannot write checkpoint {temporary}: {error}") from error
+        return partial(self._finish, state, temporary, fill(temporary))
+
+    def _finish(self, state: RunState, temporary: Path, wait: Callable[[], None]) -> Path:
+        final = self._folder / f"step_{state.step:06d}"
+        try:
+            wait()
             (temporary / "state.json").write_bytes(msgspec.json.encode(state))
             _sync_tree(temporary)
+            check_owner(self._folder.parent, state.lineage)
             shutil.rmtree(final, ignore_errors=True)  # an earlier attempt at the same step
             os.rename(temporary, final)
             _sync(self._folder)

@@ -6,7 +6,7 @@ its share, and shares add up to what one process would have done, whatever the n
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,7 @@ class Learner:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
         self._offload = OptimizerOffload(self.optimizer, is_on=config.learner.offload_optimizer)
+        self.saver = saving.Saver()
         self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
         self.layout, self.weights = self._published.layout, self._published.weights
@@ -144,7 +145,15 @@ class Learner:
 
     def save(self, folder: str) -> None:
         """Write what `load` needs to go on exactly here. Collective. Raises CheckpointError."""
-        saving.save(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
+        self.begin_save(folder)()
+
+    def begin_save(self, folder: str) -> Callable[[], None]:
+        """Copy what `load` needs to go on exactly here, and write it beside the next steps. Collective.
+
+        Returns:
+            A function that waits until it is written, and raises CheckpointError. The next copy waits for this one.
+        """
+        return self.saver.begin(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
@@ -156,9 +165,13 @@ class Learner:
     def export(self, folder: str, tokenizer_path: str | None = None) -> None:
         """Write a Hugging Face model folder, with the tokenizer of `tokenizer_path` (a folder or hub id). Collective.
 
-        Raises CheckpointError.
+        Raises CheckpointError, on rank 0.
         """
-        saving.export(folder, self.model, self._published, tokenizer_path)
+        self.begin_export(folder, tokenizer_path)()
+
+    def begin_export(self, folder: str, tokenizer_path: str | None = None) -> Callable[[], None]:
+        """Gather a Hugging Face model folder on rank 0, and return a function that writes it, from any thread. Collective."""
+        return saving.begin_export(folder, self.model, self._published, tokenizer_path)
 
     def _minibatches(self, groups: list[Group]) -> list[list[Group]]:
         """The groups of each update, in order."""

@@ -16,12 +16,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from asyncgrpo.config.fit import keeps_activations
+from asyncgrpo.config.memory import Card
 from asyncgrpo.config.schema import CRITIC, Config, LoraConfig
+from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner import attention, loading
 from asyncgrpo.learner.head import Reference, TokenScores, fused_loss, score
@@ -159,7 +163,7 @@ def build_model(
     elif config.model.lora.rank:
         with loading.as_if_on_cpu(language_model) if reader else contextlib.nullcontext():
             language_model = add_adapters(language_model, config.model.lora, seed=config.run.seed)
-    if trainable and recomputes(config.learner.activation_checkpointing, device):
+    if trainable and recomputes(config, device):
         language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         _train_without_dropout(language_model)
     scorer = TokenScorer(
@@ -211,9 +215,18 @@ def _name_in_memory(name: str) -> str:
     return name.removeprefix("language_model.").replace(".base_layer.", ".")
 
 
-def recomputes(wish: bool | None, device: torch.device) -> bool:
-    """Whether activations are recomputed in the backward pass. Memory is what a GPU has least of, and a CPU most."""
-    return device.type == "cuda" if wish is None else wish
+def recomputes(config: Config, device: torch.device) -> bool:
+    """True if activations are recomputed in the backward pass: as configured, else on a GPU that cannot hold them.
+
+    Collective. All ranks do as the one with the smallest GPU: they gather weights in the same order.
+    """
+    wish = config.learner.activation_checkpointing
+    if wish is not None or device.type == "cpu":
+        return bool(wish)
+    memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory)
+    dist.all_reduce(memory, dist.ReduceOp.MIN)
+    shape = shape_at(config.model.path)
+    return shape is None or not keeps_activations(shape, config, Card.of(config, int(memory)))
 
 
 def choose_kernel(wish: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -5,13 +5,17 @@ schedule has counted, the coefficient of the KL and what the gradient guard reme
 every rank writes its shard, and any number of ranks can read it. It is complete when it has a `.metadata` file, which is
 written last. Frozen weights (LoRA's base) are not in it; they come from `model.path` again.
 
-Tensors are gathered one by one and written file by file, so at most one file's worth is in memory. Adapters are
-merged: the folder loads with plain transformers, SGLang or vLLM.
+Both are copied to host memory between two steps, and threads write them beside the next steps. The folder's tensors are
+gathered one by one; adapters are merged, so it loads with plain transformers, SGLang or vLLM.
 """
 
+import contextlib
 import copy
 import json
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import AdamW
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -30,10 +35,48 @@ from asyncgrpo.learner.publishing import PublishedWeights
 # -- sharded state -----------------------------------------------------------------------------------------------------
 
 
-def save(folder: str, model: nn.Module, optimizer: AdamW, steps: int, kl_coef: float, guard: Tensor) -> None:
-    """Write a checkpoint; `guard` is the memory of the gradient guard. Collective. Raises CheckpointError."""
+DISK_TIMEOUT = timedelta(days=1)
+"""For ranks to wait for each other's files. A rank that died closes its connections, and is noticed at once."""
+
+
+class Saver:
+    """Writes checkpoints, one at a time, each from a copy in a thread of every rank."""
+
+    def __init__(self) -> None:
+        # Pinned memory is kept for the next copy. What is not pinned is given back after each.
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+        self._thread = ThreadPoolExecutor(1)
+        self._group: dist.ProcessGroup | None = None
+        self._writing: Future[None] | None = None
+
+    def begin(
+        self, folder: str, model: nn.Module, optimizer: AdamW, steps: int, kl_coef: float, guard: Tensor
+    ) -> Callable[[], None]:
+        """Copy the state, and begin to write it. Collective.
+
+        Args:
+            guard: memory of the gradient guard.
+        Returns:
+            A function that waits until every rank has written. It raises CheckpointError.
+        """
+        self.wait()
+        if self._group is None:  # of its own: the collectives of training go on beside
+            self._group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+        copied = self._stager.stage(_state(model, optimizer, steps, kl_coef, guard))
+        writing = self._writing = self._thread.submit(_write, folder, copied, self._group)
+        return writing.result
+
+    def wait(self) -> None:
+        """Wait until nothing is written any more. What failed is known to the caller of `begin`."""
+        if self._writing is not None:
+            with contextlib.suppress(CheckpointError):
+                self._writing.result()
+            self._writing = None
+
+
+def _write(folder: str, state: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     try:
-        dcp.save(_state(model, optimizer, steps, kl_coef, guard), checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=folder, process_group=group)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be written: {_cause(error)}") from error
 
@@ -104,32 +147,30 @@ TOKENIZER_FILES = (
 )
 
 
-def export(folder: str, scorer: TokenScorer, published: PublishedWeights, tokenizer_path: str | None) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads. Collective; rank 0 writes.
+def begin_export(
+    folder: str, scorer: TokenScorer, published: PublishedWeights, tokenizer_path: str | None
+) -> Callable[[], None]:
+    """Gather what a folder holds that `AutoModelForCausalLM.from_pretrained` loads. Collective.
 
-    Raises CheckpointError, on every rank.
+    Returns:
+        A function that writes it, on rank 0, from any thread. It raises CheckpointError.
     """
+    tensors: dict[str, Tensor] = {}
     is_writer = dist.get_rank() == 0
-    error: Exception | None = None
-    files = _Files(Path(folder)) if is_writer else None
     for info, tensor in published.weights():
-        if files is not None and error is None:
-            try:
-                files.add(info.name, tensor)
-            except Exception as failure:  # keep gathering, as the other ranks do
-                error = failure
-    if files is not None and error is None:
+        if is_writer:
+            tensors[info.name] = tensor.to("cpu", copy=True).contiguous()
+
+    def write() -> None:
         try:
-            files.finish()
+            _write_files(Path(folder), tensors)
             _write_configs(Path(folder), scorer.language_model, published.dtype)
             if tokenizer_path is not None:
                 copy_tokenizer(tokenizer_path, Path(folder))
-        except Exception as failure:
-            error = failure
-    outcome: list[str | None] = [str(error) if error else None]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise CheckpointError(f"model {folder} cannot be written: {outcome[0]}") from error
+        except Exception as error:
+            raise CheckpointError(f"model {folder} cannot be written: {error}") from error
+
+    return write if is_writer else lambda: None
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:
@@ -144,41 +185,27 @@ def copy_tokenizer(source: str, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-class _Files:
-    """Safetensors files of limited size; their names need their number, so they get them at the end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.pending: dict[str, Tensor] = {}
-        self.written: list[tuple[Path, list[str]]] = []
-        self.size_bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        self.pending[name] = tensor.to("cpu", copy=True).contiguous()
-        self.size_bytes += tensor.nbytes
-        if sum(t.nbytes for t in self.pending.values()) >= FILE_BYTES:
-            self._flush()
-
-    def finish(self) -> None:
-        self._flush()
-        count = len(self.written)
-        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        if count == 1:
-            names = ["model.safetensors"]
-        else:
-            weight_map = {t: name for name, (_, tensors) in zip(names, self.written, strict=True) for t in tensors}
-            index = {"metadata": {"total_size": self.size_bytes}, "weight_map": weight_map}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        for name, (path, _) in zip(names, self.written, strict=True):
-            path.rename(self.folder / name)
-
-    def _flush(self) -> None:
-        if self.pending:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"part-{len(self.written)}.safetensors"
-            save_file(self.pending, path, metadata={"format": "pt"})
-            self.written.append((path, list(self.pending)))
-            self.pending = {}
+def _write_files(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write safetensors files of about FILE_BYTES, and their index where there are several."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[dict[str, Tensor]] = [{}]
+    size_bytes = 0
+    for name, tensor in tensors.items():
+        if size_bytes >= FILE_BYTES:
+            files.append({})
+            size_bytes = 0
+        files[-1][name] = tensor
+        size_bytes += tensor.nbytes
+    names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    else:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        weight_map = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for name, held in zip(names, files, strict=True):
+        save_file(held, folder / name, metadata={"format": "pt"})
 
 
 def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -11,7 +11,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -53,6 +55,15 @@ class _AskedToEnd(Exception):
         self.status = status
 
 
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written."""
+
+    step: int
+    started: float
+    path: Future[Path]
+
+
 class LearnerService:
     """Rank 0 of the learner, with everything that only it does."""
 
@@ -90,6 +101,8 @@ class LearnerService:
         self._clock = Stopwatch()
         self._stall_told_s = 0.0
         self._evaluated = -1
+        self._writer: Executor = ThreadPoolExecutor(1)
+        self._saving: _Saving | None = None
         self.version = PolicyVersion(lineage, 0)
         self._shares_within: dict[int, float] = {}  # of the last step
         self._updates = learner.steps  # that are in the weights of `version`
@@ -153,6 +166,7 @@ class LearnerService:
             self._record_publications()
             if self.step % self._config.run.eval_every == 0:
                 self._evaluate()
+            self._try_finish_checkpoint()
             if self.step % self._config.run.checkpoint_every == 0:
                 self._try_checkpoint()
         return "done"
@@ -261,19 +275,22 @@ class LearnerService:
         The step counts even if its weights reached nobody: no group will ever be of them.
         """
         check_owner(self._run_dir, self.version.lineage)
+        self._try_finish_checkpoint(waits=True)
         latest = self._checkpoints.latest()
         if latest is None or read_state(latest).step != self.step:
             self._inbox.trained(self.version)
             self._checkpoint(within_s)
+            self._finish_checkpoint(waits=True)
 
     def _checkpoint(self, within_s: float = math.inf) -> None:
-        """Write one and tell the buffer, which may then forget the groups that it covers.
+        """Begin to write one, from a copy. One that is being written is waited for.
 
         Args:
             within_s: for the buffer to say which prompts are done.
         Raises:
             CheckpointError: the disk refused.
         """
+        self._try_finish_checkpoint(waits=True)
         snapshot = self._inbox.snapshot(within_s)
         state = RunState(
             step=self.step,
@@ -285,19 +302,50 @@ class LearnerService:
         with self._clock("checkpoint"), metrics.waiting("checkpoint"):
             started = time.monotonic()
             self._recorder.flush()
-            path = self._checkpoints.write(state, self._fill)
+            finish = self._checkpoints.begin(state, self._fill)
+            self._saving = _Saving(self.step, started, self._writer.submit(finish))
+        self._finish_checkpoint()
+
+    def _finish_checkpoint(self, *, waits: bool = False) -> None:
+        """Tell the buffer of a checkpoint that was written: it may then forget the groups that it covers.
+
+        Args:
+            waits: for one that is still being written.
+        Raises:
+            CheckpointError: the disk refused.
+        """
+        saving = self._saving
+        if saving is None or not (waits or saving.path.done()):
+            return
+        self._saving = None
+        with self._clock("checkpoint"), metrics.waiting("checkpoint"):
+            path = saving.path.result()
             with suppress(WeightsError):  # the loop will meet it
                 self._record_publications()  # before the event behind which a resume forgets
-            seconds = time.monotonic() - started
-        self._inbox.saved(self.step)
+        seconds = time.monotonic() - saving.started
+        self._inbox.saved(saving.step)
         metrics.checkpoint_seconds.observe(seconds)
         metrics.checkpoint_last_success_timestamp_seconds.set_to_current_time()
-        self._recorder.events.write("checkpoint", step=self.step, path=str(path), seconds=seconds)
+        self._recorder.events.write("checkpoint", step=saving.step, path=str(path), seconds=seconds)
 
-    def _fill(self, folder: Path) -> None:
+    def _try_finish_checkpoint(self, *, waits: bool = False) -> None:
+        """A disk that refuses one does not end training: the last one stays, and the next may fit."""
+        try:
+            self._finish_checkpoint(waits=waits)
+        except CheckpointError as error:
+            log.error("%s; training goes on", error)
+
+    def _fill(self, folder: Path) -> Callable[[], None]:
         self._team.tell(RankCommand(what="save", folder=str(folder / "resume")))
-        self._learner.save(str(folder / "resume"))
-        self._export(folder / "hf")
+        saved = self._learner.begin_save(str(folder / "resume"))
+        self._team.tell(RankCommand(what="export", folder=str(folder / "hf")))
+        write_export = self._learner.begin_export(str(folder / "hf"), self._config.model.path)
+
+        def finish() -> None:
+            saved()
+            write_export()
+
+        return finish
 
     def _export(self, folder: Path) -> None:
         self._team.tell(RankCommand(what="export", folder=str(folder)))
@@ -338,6 +386,7 @@ class LearnerService:
         self._obey()
         self._offer_weights()
         self._record_publications()
+        self._try_finish_checkpoint()
 
     def _while_none_is_there(self, what: str, seconds: float) -> None:
         """Only where no completion of the buffer is awaited: it asks the buffer itself."""
@@ -370,13 +419,14 @@ def follow(learner: Learner, team: Team) -> None:
             case "check":
                 learner.check.score()
             case "save":
-                learner.save(command.folder)
+                learner.begin_save(command.folder)
             case "export":
                 learner.export(command.folder, learner.config.model.path)
             case "set_lr":
                 learner.set_lr(command.lr)
             case "wait":
                 pass
+    learner.saver.wait()
     learner.snapshot.close()
 
 

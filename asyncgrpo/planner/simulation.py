@@ -6,7 +6,7 @@ and a reward take is said by a `Case`. Nothing waits, so an hour of a run costs 
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,8 +166,8 @@ class _NoCheckpoints:
     def latest(self) -> None:
         return None
 
-    def write(self, state: object, fill: object) -> Path:
-        return Path("none")
+    def begin(self, state: object, fill: object) -> Callable[[], Path]:
+        return lambda: Path("none")
 
 
 @dataclass

@@ -2,12 +2,15 @@
 
 import json
 import resource
+import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from asyncgrpo.cli import doctor
 from asyncgrpo.cli.doctor import Finding, can_train, engines
+from asyncgrpo.host import Host
 
 FINE = [Finding("torch", "ok", ""), Finding("torch engine", "ok", "")]
 
@@ -93,6 +96,31 @@ def test_what_sglang_compiles_with_on_a_gpu_is_looked_for(monkeypatch, libc, the
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name in there else None)
     found = doctor.check_kernels(libc)
     assert found.status == status and says in found.detail and bool(found.fix) == (status == "failed")
+
+
+def test_too_little_memory_that_may_be_locked_is_found_on_a_gpu(monkeypatch):
+    assert doctor.check_locked_memory().status == "note", "nothing is locked without a GPU"
+    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    inside = [sys.executable, "-c", "from asyncgrpo.cli import doctor; doctor.has_gpu = lambda: True; "]
+    inside[-1] += "found = doctor.check_locked_memory(); print(found.status, found.detail, found.fix)"
+    said = subprocess.run(["prlimit", f"--memlock=65536:{hard}", *inside], capture_output=True, text=True).stdout
+    assert said.startswith("warning up to 64.0 KiB"), said
+    assert "ulimit -l unlimited" in said and "--ulimit memlock=-1" in said
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert doctor.check_locked_memory().status == "ok"
+
+
+def test_memory_is_that_of_the_container_and_shared_memory_is_compared_with_weights(monkeypatch):
+    small = Host(memory=2 * doctor.GIB, shared=2**26, shared_free=2**26)
+    monkeypatch.setattr(doctor.Host, "here", lambda shared_memory: small)
+    (memory,) = [found for found in doctor.check_machine() if found.name == "memory"]
+    assert memory.status == "warning" and "2.0 GiB" in memory.detail
+    shared = doctor.check_shared_memory()
+    assert shared.status == "warning" and "64.0 MiB" in shared.detail and "--shm-size" in shared.fix
+    monkeypatch.setattr(doctor.Host, "here", lambda shared_memory: replace(small, shared_free=48 * doctor.GIB))
+    found = doctor.check_shared_memory()
+    assert found.status == "ok" and "12.9 billion" in found.detail
 
 
 def test_a_driver_that_is_older_than_cuda_needs_is_named(monkeypatch, tmp_path):

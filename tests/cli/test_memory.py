@@ -1,6 +1,8 @@
 """Commands say what a run holds of its GPUs, refuse what cannot fit, and choose a split that does."""
 
 import json
+import re
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,10 @@ from asyncgrpo.config import reach, shapes
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB
 from asyncgrpo.config.shapes import PUBLISHED
+from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.host import Host
+from tests.runs import command, environment
 
 
 @pytest.fixture
@@ -28,9 +33,11 @@ def model(tmp_path):
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Makes torch see so many GPUs of so many GiB."""
+    """Makes torch see so many GPUs of so many GiB, in a machine with room for all else."""
 
     def see(count: int, gib: float) -> None:
+        roomy = Host(memory=2048 * GIB, shared=1024 * GIB, shared_free=1024 * GIB)
+        monkeypatch.setattr(running.Host, "here", lambda shared_memory: roomy)
         properties = SimpleNamespace(name="Card", total_memory=int(gib * GIB))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -61,10 +68,33 @@ def test_config_show_says_nothing_of_a_model_that_is_not_here_or_of_a_cpu(asyncg
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(model, cards):
     config = load_config(None, [f"model.path={model('Qwen3-32B')}", "data.train=d", "learner.device=cuda"])
+    cards(0, 0)
     running.check_fit(config)  # without a GPU to look at, nothing is refused
     cards(8, 79)
     with pytest.raises(ConfigError, match="a learner rank does not fit its GPU"):
         running.check_fit(config)
+
+
+IN_A_DEFAULT_CONTAINER = ["bwrap", "--dev-bind", "/", "/", "--size", str(64 * 2**20), "--tmpfs", "/dev/shm"]
+
+
+@pytest.mark.skipif(
+    subprocess.run([*IN_A_DEFAULT_CONTAINER, "true"], check=False).returncode != 0, reason="bubblewrap cannot run here"
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_run_whose_weights_shared_memory_cannot_hold_is_refused_before_ray_starts(tmp_path, dry):
+    make_demo_model(tmp_path / "model", seed=0, layers=4, hidden=512, heads=8)
+    write_demo_task(tmp_path / "train.jsonl", tmp_path / "eval.jsonl", seed=0)
+    typed = command("train", "--model", "model", "--data", "train.jsonl", "--n-gpus", "0", "--engine", "torch")
+    typed += ["data.max_prompt_tokens=32", "sampling.max_tokens=4", *(["--dry-run"] if dry else [])]
+    ended = subprocess.run(
+        [*IN_A_DEFAULT_CONTAINER, *typed], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
+    assert ended.returncode == 1 and "starting Ray" not in ended.stdout
+    assert re.search(
+        r"error: the weights do not fit /dev/shm: 74 MiB \(arenas 74\.\d\), and 64 of its 64 MiB", ended.stderr
+    ), ended.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_gpus_are_split_by_the_size_of_the_model(model, cards):

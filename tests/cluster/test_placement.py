@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from asyncgrpo.cluster.wiring import prepare_environment, uses_cuda
+from asyncgrpo.cluster import wiring
+from asyncgrpo.cluster.wiring import LearnerActor, Setup, prepare_environment, uses_cuda
 from asyncgrpo.config.load import load_config
+from asyncgrpo.wire.sockets import Keys
 
 PROGRAM = """
 import json, os
@@ -141,6 +144,29 @@ def test_both_sides_of_nccl_get_the_same_settings_and_a_persons_own_stay(monkeyp
     assert os.environ["NCCL_CUMEM_ENABLE"] == "0"  # SGLang's value; two values hang
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "33"
     assert os.environ["NCCL_NVLS_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cuda", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ("cpu", {}, {}),
+        (
+            "cuda",
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+        ),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+    ],
+)
+def test_a_learner_on_a_gpu_has_expandable_segments_unless_its_allocator_is_configured(
+    monkeypatch, device, given, expected
+):
+    monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(wiring, "_begin", lambda *of, **more: ("127.0.0.1", 0))
+    config = load_config(None, ["model.path=m", "data.train=d", f"learner.device={device}", "learner.ranks=2"])
+    LearnerActor({}, rank=1).start(Setup(config, Path(), 1, None, Keys.make(), "", 1))
+    assert {name: text for name, text in given.items() if "ALLOC" in name} == expected
 
 
 @pytest.mark.parametrize(

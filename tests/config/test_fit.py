@@ -1,18 +1,39 @@
 """What does not fit is refused with what would, and what nobody wrote is chosen so that it fits."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from asyncgrpo.config import memory
 from asyncgrpo.config.explain import sizes_in_words
-from asyncgrpo.config.fit import COMFORTABLE, as_json, changed, choose, estimate, refuse, report, share_one_gpu
+from asyncgrpo.config.fit import (
+    COMFORTABLE,
+    as_json,
+    changed,
+    choose,
+    estimate,
+    keeps_activations,
+    refuse,
+    refuse_host,
+    report,
+    share_one_gpu,
+)
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.memory import GIB, Card, engine_gpu, fullest_host, learner_rank, learner_tensors
+from asyncgrpo.config.memory import (
+    GIB,
+    Card,
+    engine_gpu,
+    fullest_host,
+    fullest_shared_memory,
+    learner_rank,
+    learner_tensors,
+)
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner import head, optimizer, saving
+from asyncgrpo.host import Host
+from asyncgrpo.learner import head, optimizer
 from benchmarks import memory_table
 
 
@@ -60,6 +81,19 @@ def test_moments_off_the_gpu_are_on_the_host():
 
 
 @pytest.mark.parametrize(
+    ("model", "gb", "keeps"), [("Qwen3-0.6B", 80, True), ("Qwen3-0.6B", 24, False), ("Qwen3-8B", 80, False)]
+)
+def test_activations_are_kept_where_the_card_has_room_for_them(model, gb, keeps):
+    config = run("learner.ranks=4", gb=gb)
+    assert keeps_activations(shape(model), config, Card.of(config)) is keeps
+    explicit = changed(config, {"learner.activation_checkpointing": keeps})
+    held, other = estimate(shape(model), config, Card.of(config)), estimate(shape(model), explicit, Card.of(config))
+    assert learner_rank(shape(model), explicit).parts == other.learner.parts, "what is written counts"
+    assert (held.learner.parts["activations"] > other.learner.parts["activations"]) is keeps
+    assert held.learner.total <= Card.of(config).num_bytes
+
+
+@pytest.mark.parametrize(
     ("override", "part"),
     [
         ("learner.activation_checkpointing=false", "activations"),
@@ -71,6 +105,13 @@ def test_moments_off_the_gpu_are_on_the_host():
 def test_a_setting_moves_its_part(override, part):
     before, after = parts("Qwen3-0.6B", "learner.ranks=2"), parts("Qwen3-0.6B", "learner.ranks=2", override)
     assert after.get(part, 0) > before.get(part, 0)
+
+
+def test_a_checkpoint_is_copied_to_the_host_and_its_export_to_rank_0():
+    model, config = shape("Qwen3-8B"), run("learner.ranks=4")
+    assert fullest_host(model, config).parts["checkpoint"] == (12 + 2) * model.parameters
+    adapters = 12 * model.adapter_parameters(32) + 2 * model.parameters
+    assert fullest_host(model, run("model.lora.rank=32")).parts["checkpoint"] == adapters
 
 
 def test_the_reference_is_on_the_host_unless_it_is_to_stay():
@@ -105,7 +146,6 @@ def test_a_card_is_the_one_found_unless_another_is_named():
 
 def test_the_constants_are_those_of_the_learner():
     assert memory.TILE_LOGITS == head.TILE_LOGITS["cuda"] == head.BLOCK_LOGITS["cuda"]
-    assert memory.EXPORTED_FILE == saving.FILE_BYTES
     assert memory.STREAMED_MOMENTS == optimizer.CHUNK_BYTES
 
 
@@ -239,6 +279,44 @@ def test_a_model_that_cannot_share_one_gpu_is_refused():
         share_one_gpu(shape("Qwen3-8B"), config, Card.of(config))
 
 
+# -- a machine ---------------------------------------------------------------------------------------------------------
+
+ROOMY = Host(memory=2048 * GIB, shared=1024 * GIB, shared_free=1024 * GIB)
+
+
+def test_a_run_that_the_memory_of_its_machine_cannot_hold_is_refused():
+    model, config = shape("Qwen3-8B"), run("learner.ranks=4", "generators.count=4")
+    held = fullest_host(model, config).total
+    refuse_host(model, config, replace(ROOMY, memory=held))
+    with pytest.raises(ConfigError, match=r"memory of this machine or container: .*publication 30\.5") as refused:
+        refuse_host(model, config, replace(ROOMY, memory=held - 1))
+    assert "it fits with generators.count=3" in str(refused.value)
+    refuse_host(model, changed(config, {"generators.count": 3}), replace(ROOMY, memory=held - 1))
+
+
+def test_a_run_on_the_cpu_holds_what_it_trains_in_the_memory_of_its_machine():
+    settings = ["model.path=m", "data.train=d", "learner.device=cpu", "generators.gpus_each=0", "learner.ranks=2"]
+    model, config = shape("Qwen3-0.6B"), load_config(None, settings)
+    held = fullest_host(model, config).parts
+    assert held["weights"] == pytest.approx(4 * model.parameters, abs=8)
+    assert held["moments"] == pytest.approx(8 * model.parameters, abs=8)
+    assert held["engines"] == config.generators.count * 2 * model.parameters
+    with pytest.raises(ConfigError, match="use a smaller model"):
+        refuse_host(model, config, replace(ROOMY, memory=4 * GIB))
+
+
+def test_weights_that_shared_memory_cannot_hold_are_refused_unless_they_are_broadcast():
+    model, config = shape("Qwen3-8B"), run("learner.ranks=4", "generators.count=4")
+    copies = fullest_shared_memory(model, config).total
+    assert copies == 2 * 2 * model.parameters, "engines load out of the learner's arenas"
+    refuse_host(model, config, replace(ROOMY, shared_free=copies))
+    with pytest.raises(ConfigError, match=r"do not fit /dev/shm: .*--shm-size=33g.*weights\.backend=gloo"):
+        refuse_host(model, config, replace(ROOMY, shared_free=copies - 1))
+    refuse_host(model, changed(config, {"weights.backend": "gloo"}), replace(ROOMY, shared_free=0))
+    far = fullest_shared_memory(model, changed(config, {"weights.backend": "gloo"})).parts
+    assert far == {"arenas": copies, "staging": 2 * copies}, "who receives keeps what came"
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -246,10 +324,11 @@ def test_the_table_says_what_for_and_what_is_assumed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     config = run("generators.groups_in_flight=64", gb=None)
     fit = estimate(shape("Qwen3-8B"), config, Card.of(config))
-    said = report(fit, 512 * GIB)
+    said = report(fit, Host(512 * GIB, 256 * GIB, 250 * GIB))
     assert "learner rank  158" in said and "weights 30.5" in said and "512.0" in said
+    assert "/dev/shm 30.5 250.0 arenas 30.5" in " ".join(said.split())
     assert "512 wanted; if all are so long, some wait" in said
-    assert "an engine pauses about 8.6 s" in said and "cluster.gpu_memory_gb" in said
+    assert "an engine pauses about 0.3 s" in said and "cluster.gpu_memory_gb" in said
     assert as_json(fit)["learner_rank"]["weights"] == 4 * shape("Qwen3-8B").parameters
 
 

@@ -52,6 +52,16 @@ def test_a_step_in_bfloat16_is_that_of_the_cpu_in_float32(device, model):
     print(f"cosine {cosine:.5f}, log-prob gap {report.logprob_gap_mean:.4f} nats, at most {report.logprob_gap_max:.3f}")
 
 
+def test_a_step_in_float32_is_that_of_the_cpu(device, model):
+    groups = with_true_logprobs(model, random_groups(4, 4, seed=1, prompt=(20, 60), answer=(5, 60)))
+    exact, ours = (learner_on(where, model, model={"dtype": "float32"}) for where in (torch.device("cpu"), device))
+    expected_report, expected = step_and_gradient(exact, groups)
+    report, found = step_and_gradient(ours, groups)
+    assert (whole(found) - whole(expected)).norm() <= 1e-4 * whole(expected).norm()
+    assert report.loss == pytest.approx(expected_report.loss, rel=1e-4, abs=1e-6)
+    assert report.logprob_gap_mean < 1e-4
+
+
 def after_steps(device, path, **sections) -> dict[str, torch.Tensor]:
     """The weights after some steps."""
     learner = learner_on(device, path, **sections)
@@ -59,6 +69,20 @@ def after_steps(device, path, **sections) -> dict[str, torch.Tensor]:
         version = PolicyVersion(VERSION.lineage, VERSION.number + number)
         learner.step(random_groups(3, 4, seed=number), version)
     return weights(learner)
+
+
+def test_a_checkpoint_of_the_card_is_of_the_step_at_which_it_was_begun(device, model, tmp_path):
+    """Twice: the second copy is made into the pinned memory of the first."""
+    first = learner_on(device, model)
+    for number in range(2):
+        first.step(random_groups(3, 4, seed=number), VERSION)
+        expected = weights(first)
+        wait = first.begin_save(str(tmp_path / str(number)))
+        first.step(random_groups(3, 4, seed=9), VERSION)
+        wait()
+        resumed = learner_on(device, model)
+        resumed.load(str(tmp_path / str(number)))
+        assert [name for name, tensor in weights(resumed).items() if not torch.equal(tensor, expected[name])] == []
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ from tests.models import make_tiny_llama, make_tiny_qwen3
 GROUPS, MORE = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
 
 
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
@@ -43,6 +48,39 @@ def test_a_resumed_learner_takes_the_same_next_step_bit_for_bit(path, tmp_path):
         assert (ours.loss, ours.grad_norm, ours.lr) == (theirs.loss, theirs.grad_norm, theirs.lr)
     expected = weights(first)
     assert all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
+
+
+def test_a_checkpoint_is_of_the_step_at_which_it_was_begun_and_written_beside_the_next(path, tmp_path, monkeypatch):
+    """The disk stands still until the next step is made."""
+    may_write = threading.Event()
+    write = saving.dcp.save
+    monkeypatch.setattr(saving.dcp, "save", lambda *of, **more: may_write.wait(60) and write(*of, **more))
+    first = learner(path)
+    first.step(GROUPS, VERSION)
+    expected = weights(first)
+    wait = first.begin_save(str(tmp_path / "checkpoint"))
+    write_export = first.begin_export(str(tmp_path / "export"))
+    first.step(GROUPS, VERSION)
+    assert not (tmp_path / "checkpoint").exists()
+    may_write.set()
+    wait()
+    write_export()
+    resumed = learner(path)
+    resumed.load(str(tmp_path / "checkpoint"))
+    assert_same(weights(resumed), expected)
+    resumed.step(GROUPS, VERSION)
+    assert_same(weights(resumed), weights(first))
+    assert_same(weights(learner(tmp_path / "export")), expected)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_to_who_waits_and_the_next_is_written(path, tmp_path):
+    (tmp_path / "file").touch()
+    first = learner(path)
+    wait = first.begin_save(str(tmp_path / "file" / "checkpoint"))
+    first.save(str(tmp_path / "checkpoint"))
+    assert (tmp_path / "checkpoint" / ".metadata").is_file()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        wait()
 
 
 def test_a_resume_after_steps_without_a_gradient_goes_on_bit_for_bit(path, tmp_path):

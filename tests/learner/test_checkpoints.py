@@ -1,5 +1,6 @@
 """A checkpoint is whole or not there, and the newest whole one is where a run goes on."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ def state(step: int) -> RunState:
     return RunState(step=step, lineage=1, prompts={"frontier": step}, totals={"tokens_generated": 10.0 * step})
 
 
-def fill(folder: Path) -> None:
+def fill(folder: Path) -> Callable[[], None]:
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text("{}")
+    return lambda: None
 
 
 def test_what_was_written_is_read_back_and_old_ones_go(tmp_path: Path):
@@ -30,7 +32,7 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     whole = checkpoints.write(state(5), fill)
 
-    def die(folder: Path) -> None:
+    def die(folder: Path) -> Callable[[], None]:
         fill(folder)
         raise KeyboardInterrupt
 
@@ -38,6 +40,19 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path):
         checkpoints.write(state(10), die)
     assert checkpoints.latest() == whole
     assert read_state(checkpoints.write(state(10), fill)).step == 10  # what was left does not get in the way
+
+
+def test_a_checkpoint_that_is_being_written_does_not_count_and_an_earlier_start_does_not_end_it(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    whole = checkpoints.write(state(5), fill)
+    finish = checkpoints.begin(state(10), fill)
+    assert checkpoints.latest() == whole
+    (tmp_path / "lineage").write_text("2")
+    with pytest.raises(CheckpointError, match="belongs to start 2"):
+        finish()
+    assert checkpoints.latest() == whole
+    (tmp_path / "lineage").unlink()
+    assert checkpoints.latest() == whole != finish() == checkpoints.latest()
 
 
 def test_a_disk_that_refuses_is_said_so(tmp_path: Path):

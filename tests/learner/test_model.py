@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,10 +112,19 @@ def test_a_package_called_flash_attn_without_the_function_is_not_flash_attention
         choose_kernel("flash_attention_2", CUDA, torch.bfloat16)
 
 
-def test_activations_are_recomputed_on_a_gpu_unless_said_otherwise(path):
-    assert recomputes(None, CUDA) and not recomputes(None, CPU)
+@pytest.mark.parametrize(("gib", "recomputed"), [(80, False), (1, True)])
+def test_activations_are_recomputed_only_on_a_gpu_that_cannot_hold_them(path, monkeypatch, gib, recomputed):
+    learner(path)  # there is a process group
+    card = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert recomputes(config(path), CUDA) is recomputed and not recomputes(config(path), CPU)
     for wish in (False, True):
-        assert recomputes(wish, CUDA) == recomputes(wish, CPU) == wish
+        wished = config(path, learner={"activation_checkpointing": wish})
+        assert recomputes(wished, CUDA) == recomputes(wished, CPU) == wish
+
+
+def test_activations_are_recomputed_as_configured(path):
+    for wish in (False, True):
         assert learner(path, learner={"activation_checkpointing": wish}).model.language_model.training == wish
     assert config(path).learner.activation_checkpointing is None and not learner(path).model.language_model.training
 

@@ -1,5 +1,6 @@
 """The learner's loop with everything around it made up: what is in its last checkpoint, however the run ends."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, RunConfig
-from asyncgrpo.errors import AsyncGRPOError, StalledError, TrainingError, WeightsError, WireError
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, StalledError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.ranks import Taken, Team
 from asyncgrpo.learner.service import LearnerService
@@ -98,8 +99,11 @@ class Learner:
         self.steps += 1
         return SimpleNamespace(seconds={}, shares_within={})
 
-    def save(self, folder: str) -> None:
-        Path(folder).mkdir(parents=True)
+    def begin_save(self, folder: str) -> Callable[[], None]:
+        return lambda: Path(folder).mkdir(parents=True)
+
+    def begin_export(self, folder: str, tokenizer: str) -> Callable[[], None]:
+        return lambda: Path(folder).mkdir(parents=True)
 
     def export(self, folder: str, tokenizer: str) -> None:
         Path(folder).mkdir(parents=True)
@@ -247,3 +251,43 @@ def test_a_learner_that_waits_does_what_a_person_asks_for_once(tmp_path: Path):
     assert learner.rates == [1e-3, 1e-5, 1e-5]
     assert [fields for event, fields in written if event == "lr_changed"] == [{"version": "1.1", "lr": 1e-5}]
     assert [fields["step"] for event, fields in written if event == "checkpoint"] == [1, 2, 3]
+
+
+class SlowDisk(Learner):
+    """A disk that ends a checkpoint only when the learner has made so many updates."""
+
+    def __init__(self, until: int, error: CheckpointError | None = None) -> None:
+        super().__init__()
+        self.until, self.refusal = until, error
+        self.step_at_end: list[int] = []
+
+    def begin_save(self, folder: str) -> Callable[[], None]:
+        def write() -> None:
+            while self.steps < self.until:
+                time.sleep(0.001)
+            self.step_at_end.append(self.steps)
+            refusal, self.refusal = self.refusal, None
+            if refusal is not None:
+                raise refusal
+            Path(folder).mkdir(parents=True)
+
+        return write
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(tmp_path: Path):
+    learner = SlowDisk(until=STEPS)
+    running = service(tmp_path, Inbox(), learner=learner)
+    written, told = [], []
+    running._recorder.events.write = lambda event, **fields: written.append((event, fields.get("step")))
+    running._inbox.saved = told.append
+    assert running.run() == "done"
+    assert learner.step_at_end == [STEPS, STEPS], "that of step 2 ended behind step 3"
+    assert [step for event, step in written if event == "checkpoint"] == told == [2, STEPS]
+    assert saved(tmp_path) == (STEPS, STEPS)
+
+
+def test_a_disk_that_refuses_beside_training_is_said_and_training_goes_on(tmp_path: Path, caplog):
+    learner = SlowDisk(until=STEPS, error=CheckpointError("no space"))
+    assert service(tmp_path, Inbox(), learner=learner).run() == "done"
+    assert "no space; training goes on" in caplog.text
+    assert saved(tmp_path) == (STEPS, STEPS)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from asyncgrpo.config.load import load_config
+from benchmarks import memory_table
 from tests.runs import wait_until
 
 LAUNCH = Path(__file__).parents[2] / "ops" / "launch"
@@ -127,3 +128,11 @@ def test_the_manifest_is_a_ray_job_whose_pods_only_the_run_reaches():
         gpus += group.get("replicas", 1) * int(container["resources"]["limits"]["nvidia.com/gpu"])
     config = load_config("cluster_64gpu", shlex.split(job["spec"]["entrypoint"])[3:])
     assert config.learner.ranks + config.generators.count * config.generators.gpus_each == gpus
+
+
+def test_the_pods_have_the_memory_that_the_run_needs():
+    manifest = (LAUNCH / "kuberay.yaml").read_text(encoding="utf-8")
+    assert memory_table.sized(manifest) == manifest, "python -m benchmarks.memory_table --write"
+    larger = memory_table.sized(manifest.replace("generators.count=4", "generators.count=8 generators.gpus_each=1"))
+    sizes = [[int(gib) for gib in re.findall(r"(?:memory|sizeLimit): (\d+)Gi", text)] for text in (manifest, larger)]
+    assert all(more > some for some, more in zip(*sizes, strict=True))

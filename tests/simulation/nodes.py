@@ -8,6 +8,8 @@ training step (time passes), checkpoints (in memory, whole or not at all), rewar
 import asyncio
 import random
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -285,6 +287,15 @@ class Trainer:
         """Nothing to write."""
 
 
+class AtOnce(Executor):
+    """Runs what is submitted at once, in this thread."""
+
+    def submit(self, fn: Callable, /, *arguments: Any, **named: Any) -> Future:
+        done: Future = Future()
+        done.set_result(fn(*arguments, **named))
+        return done
+
+
 class MemoryCheckpoints:
     """Stands for `learner.Checkpoints`: takes a while, and is there whole or not at all."""
 
@@ -292,8 +303,11 @@ class MemoryCheckpoints:
         self._world = world
         self._rng = rng
 
-    def write(self, state: RunState, fill: Callable[[Path], None]) -> Path:
+    def begin(self, state: RunState, fill: Callable[[Path], Callable[[], None]]) -> Callable[[], Path]:
         self._world.spend(self._rng.uniform(0.1, 3.0))
+        return partial(self._finish, state)
+
+    def _finish(self, state: RunState) -> Path:
         self._world.checkpoint = msgspec.json.encode(state)
         self._world.checker.checkpointed(state)
         self._world.note("checkpoint", "learner", state.step, state.prompts["frontier"])

@@ -61,7 +61,7 @@ from tests.simulation.faults import (
     draw_of_rewards,
 )
 from tests.simulation.network import Network
-from tests.simulation.nodes import VOCABULARY, GeneratorHost, MemoryCheckpoints, Publisher, Trainer
+from tests.simulation.nodes import VOCABULARY, AtOnce, GeneratorHost, MemoryCheckpoints, Publisher, Trainer
 from tests.simulation.promises import Promises
 from tests.simulation.surroundings import folder_in_memory, quiet, reading_checkpoints_of, scaled
 
@@ -334,6 +334,7 @@ class World:
             last_step=None,
         )
         self._learner._checkpoints = MemoryCheckpoints(self, rng)  # type: ignore[assignment]
+        self._learner._writer = AtOnce()
         if state is not None:
             self._learner.resume(Path("memory"))
         self._tell_what_is_asked(self._lineage)
