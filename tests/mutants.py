@@ -212,7 +212,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "memory is received into from which the engine loads": Mutant(
         "weights.receiver:Receiver._free_staging",
-        "if staging is not self._swapping:",
+        "if not self._is_loading(staging):",
         "if True:",
         "weights/test_publication.py::test_versions_that_come_faster_than_they_travel_are_skipped",
     ),

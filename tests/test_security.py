@@ -34,8 +34,6 @@ PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
 
 REVIEWED = {
     ("engines/sglang/weights.py", "pickle"): "writes only, to the schedulers of its own engine: SGLang's interface",
-    ("engines/sglang/weights.py", "MultiprocessingSerializer"): "the same",
-    ("learner/saving.py", "broadcast_object_list"): "between the ranks of one learner, in a group of their own",
     ("learner/saving.py", "dcp.load"): "torch reads the index of a checkpoint by pickle: checkpoints are trusted",
 }
 """Places that may run what they read, and why they may stay. docs/security.md says what that asks of a user."""

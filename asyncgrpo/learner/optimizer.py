@@ -217,7 +217,7 @@ class _Chunk:
             for name in ("exp_avg", "exp_avg_sq"):
                 local = _local(parameter)
                 moments = flat[start : start + local.numel()].view(local.shape)
-                self._state[parameter][name] = _sharded_like(parameter, moments)
+                self._state[parameter][name] = sharded_like(parameter, moments)
                 start += _places(parameter)
 
 
@@ -248,7 +248,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
+def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
     """The shard of this rank as a tensor like `parameter`, on any device."""
     if not isinstance(parameter, DTensor):
         return local

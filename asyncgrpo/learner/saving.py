@@ -24,12 +24,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner.model import TokenScorer
+from asyncgrpo.learner.optimizer import sharded_like
 from asyncgrpo.learner.publishing import PublishedWeights
 
 # -- sharded state -----------------------------------------------------------------------------------------------------
@@ -43,8 +44,8 @@ class Saver:
     """Writes checkpoints, one at a time, each from a copy in a thread of every rank."""
 
     def __init__(self) -> None:
-        # Pinned memory is kept for the next copy. What is not pinned is given back after each.
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+        self._pinned: dict[str, Tensor] = {}
+        """What was copied off a GPU last, kept for the next copy. Memory that is not pinned is given back after each."""
         self._thread = ThreadPoolExecutor(1)
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[None] | None = None
@@ -62,9 +63,21 @@ class Saver:
         self.wait()
         if self._group is None:  # of its own: the collectives of training go on beside
             self._group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-        copied = self._stager.stage(_state(model, optimizer, steps, kl_coef, guard))
+        state = _state(model, optimizer, steps, kl_coef, guard)
+        copied = {name: sharded_like(tensor, self._copy(name, tensor)) for name, tensor in state.items()}
+        if self._pinned:
+            torch.cuda.synchronize()
         writing = self._writing = self._thread.submit(_write, folder, copied, self._group)
         return writing.result
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a tensor that this rank has, copied to the CPU, or on its way there."""
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not own.is_cuda:
+            return own.clone()
+        if name not in self._pinned:
+            self._pinned[name] = torch.empty_like(own, device="cpu", pin_memory=True)
+        return self._pinned[name].copy_(own, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until nothing is written any more. What failed is known to the caller of `begin`."""

@@ -35,10 +35,10 @@ def begin(config: Config, *, step: int | None = 4) -> None:
     folder = RunFolder(Path(config.run.out))
     folder.claim()
     record(config, folder, look(config, folder))
-    folder.next_lineage()
+    lineage = folder.next_lineage()
     EventLog(folder.path / "metrics.jsonl").write("start", run="run", lineage=1, version="1.0", step=0, sizes="")
     if step is not None:
-        Checkpoints(folder.path, 2).write(RunState(step=step, lineage=1, prompts={}), lambda place: lambda: None)
+        Checkpoints(folder.path, 2).write(RunState(step=step, lineage=lineage, prompts={}), lambda place: lambda: None)
     folder.release()
 
 

@@ -10,6 +10,7 @@ device guard.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -166,6 +167,7 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     "current_device": lambda: 0,
     "set_device": lambda device: _get_device_index(device),  # torch's own check
     "get_device_capability": lambda device=None: (9, 0),
+    "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**20),  # too little to keep activations
     "synchronize": lambda device=None: None,
     "current_stream": lambda device=None: _Stream(),
     "stream": lambda stream: nullcontext(),

@@ -95,7 +95,7 @@ def test_a_sharded_parameter_has_sharded_moments_where_they_wait(path):
     sharded = torch.nn.Parameter(
         distribute_tensor(torch.arange(12.0).view(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
     )
-    found = learner_optimizer._sharded_like(sharded, torch.empty(4, 3, device=META))
+    found = learner_optimizer.sharded_like(sharded, torch.empty(4, 3, device=META))
     assert isinstance(found, DTensor) and found.to_local().is_meta and not found.requires_grad
     assert (found.placements, found.shape, found.dtype) == (sharded.placements, sharded.shape, sharded.dtype)
 

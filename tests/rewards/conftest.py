@@ -28,12 +28,13 @@ def prompt(answer: Any = "42", source: str = "math_reasoning", **rest: Any) -> P
 
 def workers_of(pid: int | None = None) -> list[psutil.Process]:
     """The reward workers below a process (this one if None is named), dead ones that nobody reaped included."""
-    return [p for p in psutil.Process(pid).children(recursive=True) if not _is_resource_tracker(p)]
+    return [p for p in psutil.Process(pid).children(recursive=True) if not _is_helper(p)]
 
 
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    """Whether this is Python's own helper, which an engine started earlier in this process leaves behind."""
+def _is_helper(process: psutil.Process) -> bool:
+    """True of what tests of other folders leave behind: Python's own helper, and what ranks are forks of."""
     try:
-        return "resource_tracker" in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        return "resource_tracker" in command or "tests.learner.ranks" in command
     except psutil.Error:
         return False

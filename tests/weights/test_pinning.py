@@ -46,7 +46,7 @@ def runtime(request, monkeypatch):
 
 
 def test_what_is_locked_is_unlocked_and_an_error_is_said_and_kept_from_others(runtime, caplog):
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="asyncgrpo"):
         arenas = Arenas(LAYOUT)
         mapped = MappedArenas(arenas.file)
         staging = Staging(LAYOUT)
