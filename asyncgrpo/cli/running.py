@@ -384,7 +384,7 @@ def execute(
             with_token = not is_loopback(config.cluster.bind)
             watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
             with watched, _screen(folder, console):
-                outcome = Run(config, folder, sizes, chaos).execute(tell=say)
+                outcome = Run(config, folder, sizes, chaos).execute(report=say)
     say(_summary(folder))
     return outcome
 
