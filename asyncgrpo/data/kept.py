@@ -3,7 +3,7 @@
 The file is named after all that the prompts depend on: what their sources hold, the tokenizer's files, and the settings.
 So a change of any of them finds no file, and the prompts are made again.
 
-Large training files are checked, row by row, and not tokenised (`lazy.py`): the file says that they were, and has no prompts.
+Large training files are checked, row by row, and not tokenised: the file says that they were, and has no prompts.
 """
 
 import bisect
@@ -14,19 +14,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 import xxhash
 
 from asyncgrpo.config.rules import local_model
-from asyncgrpo.config.schema import Config, is_file
-from asyncgrpo.data.lazy import LazyPrompts
-from asyncgrpo.data.prompts import check_prompts, load_prompts
+from asyncgrpo.config.schema import Config, DataConfig, is_file
+from asyncgrpo.data.prompts import check_prompts, load_prompts, open_source, token_ids_of
 from asyncgrpo.data.sources import digest_of, digest_of_file
-from asyncgrpo.data.table import About, Prepared, PromptTable
+from asyncgrpo.data.table import About, Fingerprint, Prepared, PromptTable, prompt_of
 from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
+from asyncgrpo.errors import DataError
 from asyncgrpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -224,3 +227,44 @@ def _tokenizer_files(model: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted([*model.iterdir(), *model.glob("additional_chat_templates/*")]):
         if path.suffix in _OF_A_TOKENIZER and path.is_file():
             yield str(path.relative_to(model)), path
+
+
+# -- rows that are tokenised when they are due -------------------------------------------------------------------------
+
+PROBES = 64
+"""Rows whose tokens are in the fingerprint, at equal distances, beside the bytes of the sources."""
+
+
+class LazyPrompts(Prepared):
+    """The rows of `data.train`, each tokenised whenever it is asked for."""
+
+    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", about: About) -> None:
+        """
+        Args:
+            about: what a check of every row found; its fingerprint does not count.
+        """
+        self._config, self._tokenizer = config, tokenizer
+        self._sources = [(source, *open_source(source, config)) for source in config.sources]
+        if tuple(len(rows) for _, _, rows in self._sources) != about.sizes:
+            raise DataError("data.train was changed while the run started; start it again")
+        self._ends = list(itertools.accumulate(len(rows) for _, _, rows in self._sources))
+        digest = Fingerprint()
+        for source in config.sources:
+            digest.add(digest_of(source), ())
+        count = min(PROBES, len(self))
+        for prompt in (self[probe * len(self) // count] for probe in range(count)):
+            digest.add(prompt.prompt_id, prompt.token_ids)
+        self.about = msgspec.structs.replace(about, fingerprint=digest.hexdigest())
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _prompt(self, at: int) -> Prompt:
+        place = bisect.bisect_right(self._ends, at)
+        source, schema, rows = self._sources[place]
+        row = at - (self._ends[place] - len(rows))
+        record = schema.to_record(rows[row], row)
+        token_ids = token_ids_of(source, row, record, self._tokenizer, self._config)
+        if len(token_ids) > self._config.max_prompt_tokens:
+            token_ids = ()
+        return prompt_of(f"train/{at}", token_ids, record.prompt, record.answer, record.source, record.info)

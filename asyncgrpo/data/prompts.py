@@ -1,7 +1,7 @@
 """The prompts of a run: loaded from its sources, and issued in an order that survives a restart.
 
 `PromptSource` issues every prompt once in each epoch, in an order that the seed decides; with weights, once in each round
-of its own source (`mixing.py`); with a curriculum, as often as its places in the round (`curriculum.py`). A restart at any
+of its own source ; with a curriculum, as often as its places in the round (`order.py`). A restart at any
 moment skips none: a prompt that was not done is issued again, one that was done is not.
 """
 
@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.curriculum import SOLVED_EVERY, Curriculum
-from asyncgrpo.data.mixing import Mixture
+from asyncgrpo.data.order import SOLVED_EVERY, Curriculum, Mixture
 from asyncgrpo.data.rows import Record, Schema, recognise
 from asyncgrpo.data.sources import DataRows, read_source
 from asyncgrpo.data.table import PromptTable, TableBuilder, fingerprint_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from asyncgrpo.data.reading import kind
+from asyncgrpo.data.sources import kind
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.wire.rollouts import PROMPT_BYTES
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncgrpo.config.reach import find_model
-from asyncgrpo.data.reading import one_line
+from asyncgrpo.data.sources import one_line
 from asyncgrpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

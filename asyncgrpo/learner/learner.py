@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -21,12 +22,15 @@ from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
-from asyncgrpo.learner import compiling, objective, saving
-from asyncgrpo.learner.check import LearnerCheck
+from asyncgrpo.learner import objective, saving
 from asyncgrpo.learner.head import Reference
 from asyncgrpo.learner.model import (
     Scored,
+    TokenScorer,
     build_model,
+    can_compile,
+    compile_layers,
+    compiling_pays,
     decoder_layers,
     keep_gathered,
     reshard,
@@ -39,7 +43,8 @@ from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.publishing import PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
-from asyncgrpo.types import Group, PolicyVersion
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
+from asyncgrpo.weights.check import CheckSequences
 
 
 class Learner:
@@ -76,7 +81,7 @@ class Learner:
             self._reference = build_model(config.model.path, dtype, self.device, mesh, config, trainable=False)
         wish = config.learner.compile
         vocabulary = self.model.head.out_features
-        pays = compiling.pays(config, decoder_layers(self.model), vocabulary, self.device)
+        pays = compiling_pays(config, decoder_layers(self.model), vocabulary, self.device)
         self._compiles = pays if wish is None else wish
         self._has_stepped = has_stepped
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -132,11 +137,11 @@ class Learner:
     def compile(self) -> None:
         """Compile the layers and the head's loss, if every rank can. Collective; `step` calls it where it is configured."""
         self._compiles = False
-        can = torch.tensor(float(compiling.works(self.device)), device=self.device)
+        can = torch.tensor(float(can_compile(self.device)), device=self.device)
         dist.all_reduce(can, dist.ReduceOp.MIN)
         if can.item():
             for model in (self.model, self._reference):
-                compiling.compile_layers(decoder_layers(model) if model else [])
+                compile_layers(decoder_layers(model) if model else [])
             self.model.is_compiled = True
 
     def set_lr(self, lr: float) -> None:
@@ -346,3 +351,51 @@ def _mesh(device: torch.device, rank: int, world: int) -> dist.device_mesh.Devic
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return init_device_mesh(device.type, (world,))
+
+
+# -- the sync gap ------------------------------------------------------------------------------------------------------
+
+
+class LearnerCheck:
+    """The check sequences of a run, packed once."""
+
+    def __init__(self, model: TokenScorer, max_context: int, device: torch.device) -> None:
+        """Args:
+        max_context: longest prompt plus completion, tokens.
+        """
+        self._model = model
+        config = model.language_model.config.get_text_config()
+        self.sequences = CheckSequences.draw(config.vocab_size, max_context)
+        groups = [_group(number, tokens, self.sequences.start) for number, tokens in enumerate(self.sequences.tokens)]
+        (self._batch,) = pack(groups, None, rank=0, world=1, tokens_per_microbatch=2**31).trained
+        self._order = torch.argsort(self._batch.rollouts)
+        self._device = device
+
+    @torch.no_grad()
+    def score(self) -> list[float]:
+        """Log-probs of all scored tokens, in the order of the sequences, nats, at temperature 1.
+
+        Collective: every rank runs all sequences. Layers run uncompiled, since without a gradient they would be compiled anew.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            logprobs = self._model(self._batch.to(self._device), temperature=1.0).scores.logprobs
+        reshard(self._model)
+        parts = logprobs.cpu().split(self._batch.cu_seqlens.diff().tolist())
+        return torch.cat([parts[place] for place in self._order.tolist()]).tolist()
+
+
+def _group(number: int, tokens: tuple[int, ...], start: int) -> Group:
+    """A sequence as the one completion of a prompt."""
+    sampled = np.array(tokens[start:], np.int32)
+    spans = (VersionSpan(PolicyVersion(0, 0), 0, len(sampled)),)
+    completion = Completion(0, sampled, np.zeros(len(sampled), np.float32), spans, "length")
+    name = f"check-{number}"
+    return Group(
+        group_id=name,
+        lease_id=name,
+        attempt=0,
+        prompt_index=number,
+        purpose="eval",
+        prompt=Prompt(prompt_id=name, token_ids=tokens[:start]),
+        rollouts=(Rollout(completion, Score(value=0.0)),),
+    )

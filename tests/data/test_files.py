@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncgrpo.data.reading import read_rows
+from asyncgrpo.data.sources import read_rows
 from asyncgrpo.errors import DataError
 
 ROWS = [

@@ -9,7 +9,7 @@ import pytest
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data import kept, lazy
+from asyncgrpo.data import kept
 from asyncgrpo.data.kept import check, prepare, prepare_if_small
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import CheckpointError, DataError
@@ -81,17 +81,17 @@ def test_nothing_of_the_rows_is_kept_and_a_later_start_checks_nothing(config, tm
 def test_only_rows_that_are_due_are_tokenised(config, tmp_path, monkeypatch):
     prepare(config, tmp_path)
     tokenised = []
-    token_ids_of = lazy.token_ids_of
+    token_ids_of = kept.token_ids_of
 
     def noting(source, index, *rest):
         tokenised.append(index)
         return token_ids_of(source, index, *rest)
 
-    monkeypatch.setattr(lazy, "token_ids_of", noting)
+    monkeypatch.setattr(kept, "token_ids_of", noting)
     source = source_of(config, tmp_path)
-    assert len(set(tokenised)) == len(tokenised) == lazy.PROBES
+    assert len(set(tokenised)) == len(tokenised) == kept.PROBES
     issued = [source.next()[1].prompt_id for _ in range(5)]
-    assert [f"train/{index}" for index in tokenised[lazy.PROBES :]] == issued
+    assert [f"train/{index}" for index in tokenised[kept.PROBES :]] == issued
 
 
 def test_a_restart_goes_on_in_the_same_order_also_where_the_cache_is_lost(config, tmp_path):

@@ -12,7 +12,7 @@ from asyncgrpo.cluster.folder import settings_of
 from asyncgrpo.cluster.nodes import with_absolute_paths
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.resume import changes
-from asyncgrpo.data import gym
+from asyncgrpo.data import sources
 from asyncgrpo.data.kept import look, prepare
 from asyncgrpo.data.rows import recognise
 from asyncgrpo.data.sources import digest_of, parse, read_source
@@ -41,7 +41,7 @@ def test_a_generator_gives_rows_that_say_which_task_they_are():
     record = recognise(rows, columns, SUMS).to_record(rows[7], 7)
     assert record.source == "reasoning-gym:chain_sum" and "=" in record.messages[0]["content"]
     assert record.info["reasoning_gym"]["index"] == 7
-    gym.make.cache_clear()
+    sources.make_tasks.cache_clear()
     assert read_source(SUMS, {})[0] == rows, "two reads differ"
     assert read_source(f"{SUMS}&seed=1", {})[0] != rows
     assert len(read_source("reasoning-gym:chain_sum", {})[0]) == 1000

@@ -14,7 +14,7 @@ from asyncgrpo.journal.format import BatchIssued, Committed
 from asyncgrpo.journal.history import read_history, repair
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
-from asyncgrpo.tools.timeline import read_timeline
+from asyncgrpo.tools.replay import read_timeline
 from asyncgrpo.types import PolicyVersion
 from tests.journal.journals import began, delivered, group
 

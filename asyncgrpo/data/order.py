@@ -1,24 +1,31 @@
-"""A curriculum: how often each prompt comes, by how many of its completions were right when it last came.
+"""The order in which prompts are issued: a mixture of sources, and a curriculum. Pure functions of counts, seeds and rewards.
 
-A round has as many places as its source has prompts, as without a curriculum (`mixing.py`), so that epochs, prompt indices,
-steps and the shares of sources mean what they did. By the share of right completions in its last group, a prompt is
+Mixture. An epoch issues as many prompts as all sources have together. Each source has the same number of places in every
+epoch, by its weight. The places are spread evenly, so any stretch of the order, also one batch, has each source by its share.
+Each source goes through rounds of its own: all of its prompts once, in its own order, then all of them again. A round that
+an epoch cuts off continues in the next one.
 
-    solved     all of them: it has a place in every second round
-    hopeless   none, and all got the same reward: one place in every round
-    mixed      some, or their rewards differ: a place in every round, and another one as far as solved prompts leave it
-    unknown    no group of it was trained or filtered yet: one place in every round
+Curriculum. A round has as many places as its source has prompts, as without a curriculum, so epochs, prompt indices, steps
+and the shares of sources keep their meaning. The share of right completions in a prompt's last group decides its places:
 
-In which rounds it is a solved prompt's turn is fixed, so any two rounds in a row have a place for every prompt.
+    solved     all right: a place in every second round
+    hopeless   none right, equal rewards: one place in every round
+    mixed      some right, or different rewards: one place in every round, and a second one as far as solved prompts leave it
+    unknown    no group trained or filtered yet: one place in every round
 
-The order of a round is decided once, by the shares as they are when the first prompt of its epoch is about to be issued, and
-is in a file of its own, durably, before that prompt is. From then on the file decides, whatever the shares have become: a
-prompt index means the same prompt after every restart. The files take four bytes a prompt and round, and stay.
+The rounds of a solved prompt are fixed, so any two rounds in a row have a place for every prompt.
+
+The order of a round is decided once, from the shares at the moment when the first prompt of its epoch is about to be issued.
+It is written to a file, durably, before that prompt is issued. From then on the file decides, whatever the shares become, so
+a prompt index means the same prompt after every restart. The files take four bytes per prompt and round and are kept.
 """
 
 import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -26,9 +33,68 @@ import numpy as np
 import xxhash
 
 from asyncgrpo import metrics
-from asyncgrpo.data.mixing import Indices
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.types import Frozen
+
+# -- mixture -----------------------------------------------------------------------------------------------------------
+
+Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+RoundOrder = Callable[[int, int, int], Indices]
+"""`(source, number of the round, size of the source)` gives the order of this round: [size] indices within the source."""
+
+
+class Mixture:
+    """Which prompt comes when, as the module's text says. A pure function of sizes, weights and the orders of rounds."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
+        """
+        Args:
+            sizes: prompts of each source, at least one each; they follow each other in the list of all prompts.
+            weights: of each source, above 0. Only their ratios count.
+        """
+        self._sizes, self.places = tuple(sizes), places(sum(sizes), weights)
+        self.begins = tuple(accumulate(sizes, initial=0))[:-1]
+        """Where the prompts of each source begin."""
+
+    @property
+    def longest_round(self) -> int:
+        """Places, of all sources, in which each source has gone round once."""
+        return max(-(-sum(self._sizes) * size // count) for size, count in zip(self._sizes, self.places, strict=True))
+
+    def order(self, epoch: int, round_order: RoundOrder) -> Indices:
+        """[sum of sizes] indices into the list of all prompts, in the order of `epoch`."""
+        source_at = _spread(self.places)
+        found = np.empty(len(source_at), np.int64)
+        for source, (begin, size, count) in enumerate(zip(self.begins, self._sizes, self.places, strict=True)):
+            first, offset = divmod(epoch * count, size)
+            rounds = range(first, first + -(-(offset + count) // size))
+            issued = np.concatenate([round_order(source, number, size) for number in rounds])
+            found[source_at == source] = begin + issued[offset : offset + count]
+        return found
+
+
+def places(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """How many of `total` places each weight has: its share, rounded so that they add up, and at least one."""
+    whole = sum(map(Fraction, weights))
+    exact = [total * Fraction(weight) / whole for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    while (missing := total - sum(counts)) != 0:
+        behind = [(share - count, -i) for i, (share, count) in enumerate(zip(exact, counts, strict=True))]
+        if missing > 0:
+            counts[-max(behind)[1]] += 1
+        else:
+            counts[-min(one for one in behind if counts[-one[1]] > 1)[1]] -= 1
+    return tuple(counts)
+
+
+def _spread(counts: Sequence[int]) -> Indices:
+    """[sum of counts] the source at each place: those of one source stand at equal distances."""
+    at = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    return np.repeat(np.arange(len(counts)), counts)[np.argsort(at, kind="stable")]
+
+
+# -- curriculum --------------------------------------------------------------------------------------------------------
 
 SOLVED_EVERY = 2
 """In one of how many rounds a solved prompt has its turn."""
@@ -43,9 +109,6 @@ where all were right; or UNKNOWN."""
 
 Draw = Callable[[int], Indices]
 """`(number of a round)` gives the order of the source's prompts that it has without a curriculum."""
-
-
-# -- pure functions ----------------------------------------------------------------------------------------------------
 
 
 def kinds_of(shares: Shares) -> Indices:
