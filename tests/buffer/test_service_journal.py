@@ -260,7 +260,7 @@ def test_a_buffer_that_ends_between_writing_an_order_and_issuing_it_goes_on_in_t
         write(path, decided)
         raise Ended
 
-    monkeypatch.setattr(curriculum, "_write", ends)
+    monkeypatch.setattr(order, "_write", ends)
     with pytest.raises(Ended):
         process.service._grant(process.clock.now_s)
     assert process.line.of(Grant) == [], "nobody has heard of it"
