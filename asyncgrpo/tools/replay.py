@@ -358,7 +358,7 @@ def learner_ranks(
     try:
         learner, team = _join(config, 0, store, checkpoint, has_stepped), Team(0, world)
         yield learner, team
-        team.tell(RankCommand(what="end"))
+        team.broadcast(RankCommand(what="end"))
         for process in others:
             process.join()
     except RuntimeError as error:  # a collective fails when another rank is gone
@@ -512,7 +512,7 @@ class Replay:
                 on_step(pair)
             self._compare_weights(PolicyVersion(leg.lineage, leg.steps[-1].number), learner, team, config)
             if save is not None:
-                team.tell(RankCommand(what="save", folder=save))
+                team.broadcast(RankCommand(what="save", folder=save))
                 learner.save(save)
 
     def _set_lr(self, version: PolicyVersion, configured: float, learner: Learner, team: Team) -> None:
@@ -520,7 +520,7 @@ class Replay:
         of_start = [(at, lr) for at, lr in self._rates if at.lineage == version.lineage and at.number <= version.number]
         _, lr = max(of_start, key=lambda change: change[0], default=(version, configured))
         if lr != learner.config.learner.lr:
-            team.tell(RankCommand(what="set_lr", lr=lr))
+            team.broadcast(RankCommand(what="set_lr", lr=lr))
             learner.set_lr(lr)
 
     def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: Stopwatch) -> Pair:
@@ -530,7 +530,9 @@ class Replay:
         with clock("forward_backward"):
             if team.world > 1:
                 header, body = encode(message, payload)
-                team.tell(RankCommand(what="step", version=planned.version, header=bytes(header), payload=bytes(body)))
+                team.broadcast(
+                    RankCommand(what="step", version=planned.version, header=bytes(header), payload=bytes(body))
+                )
             report = learner.step(groups, planned.version)
         version = f"{planned.version.lineage}.{planned.number}"
         recorded = self._steps.get(version)
@@ -544,7 +546,7 @@ class Replay:
         published = self._digests.get(str(version))
         if published is None:
             return
-        team.tell(RankCommand(what="snapshot"))
+        team.broadcast(RankCommand(what="snapshot"))
         ours = digest_of(Layout(learner.layout()), learner.weights())
         if ours == published:
             self._result.same_weights.append(str(version))
