@@ -289,5 +289,5 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it
 def test_a_disk_that_refuses_beside_training_is_said_and_training_goes_on(tmp_path: Path, caplog):
     learner = SlowDisk(until=STEPS, error=CheckpointError("no space"))
     assert service(tmp_path, Inbox(), learner=learner).run() == "done"
-    assert "no space; training goes on" in caplog.text
+    assert "no space; training continues" in caplog.text
     assert saved(tmp_path) == (STEPS, STEPS)
