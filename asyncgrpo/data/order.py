@@ -41,29 +41,29 @@ from asyncgrpo.types import Frozen
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 RoundOrder = Callable[[int, int, int], Indices]
-"""`(source, number of the round, size of the source)` gives the order of this round: [size] indices within the source."""
+"""`(source, number of the round, size of the source)` to [size] indices within the source, in the order of the round."""
 
 
 class Mixture:
-    """Which prompt comes when, as the module's text says. A pure function of sizes, weights and the orders of rounds."""
+    """The order of a mixture. A pure function of sizes, weights and the orders of rounds."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
         """
         Args:
-            sizes: prompts of each source, at least one each; they follow each other in the list of all prompts.
-            weights: of each source, above 0. Only their ratios count.
+            sizes: prompts of each source, at least one each. Sources are consecutive in the list of all prompts.
+            weights: of each source, above 0. Only their ratios matter.
         """
         self._sizes, self.places = tuple(sizes), places(sum(sizes), weights)
         self.begins = tuple(accumulate(sizes, initial=0))[:-1]
-        """Where the prompts of each source begin."""
+        """Start of each source in the list of all prompts."""
 
     @property
     def longest_round(self) -> int:
-        """Places, of all sources, in which each source has gone round once."""
+        """Places of all sources in which every source completes a round."""
         return max(-(-sum(self._sizes) * size // count) for size, count in zip(self._sizes, self.places, strict=True))
 
     def order(self, epoch: int, round_order: RoundOrder) -> Indices:
-        """[sum of sizes] indices into the list of all prompts, in the order of `epoch`."""
+        """Return [sum of sizes] indices into the list of all prompts, in the order of `epoch`."""
         source_at = _spread(self.places)
         found = np.empty(len(source_at), np.int64)
         for source, (begin, size, count) in enumerate(zip(self.begins, self._sizes, self.places, strict=True)):
@@ -75,7 +75,7 @@ class Mixture:
 
 
 def places(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """How many of `total` places each weight has: its share, rounded so that they add up, and at least one."""
+    """Divide `total` places by weight: shares rounded to add up, and at least one each."""
     whole = sum(map(Fraction, weights))
     exact = [total * Fraction(weight) / whole for weight in weights]
     counts = [max(1, int(share)) for share in exact]
@@ -89,7 +89,7 @@ def places(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _spread(counts: Sequence[int]) -> Indices:
-    """[sum of counts] the source at each place: those of one source stand at equal distances."""
+    """Return [sum of counts] the source at each place, with equal distances between places of one source."""
     at = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     return np.repeat(np.arange(len(counts)), counts)[np.argsort(at, kind="stable")]
 
@@ -97,33 +97,32 @@ def _spread(counts: Sequence[int]) -> Indices:
 # -- curriculum --------------------------------------------------------------------------------------------------------
 
 SOLVED_EVERY = 2
-"""In one of how many rounds a solved prompt has its turn."""
+"""Period of a solved prompt, rounds."""
 MOST = 2
-"""Places that a prompt has in one round at most."""
+"""Maximum places of a prompt in one round."""
 KINDS = "unknown", "hopeless", "mixed", "solved"
 
 NONE_RIGHT, ALL_RIGHT, UNKNOWN = 0, 254, 255
 Shares = np.ndarray[tuple[int], np.dtype[np.uint8]]
-"""[prompts] share of right completions in steps of 1/254; 0 only where none was right and all rewards were the same, 254 only
-where all were right; or UNKNOWN."""
+"""[prompts] share of right completions in steps of 1/254, or UNKNOWN. 0 means none right and equal rewards, 254 all right."""
 
 Draw = Callable[[int], Indices]
-"""`(number of a round)` gives the order of the source's prompts that it has without a curriculum."""
+"""`(number of a round)` to the order of the source's prompts without a curriculum."""
 
 
 def kinds_of(shares: Shares) -> Indices:
-    """[prompts] the kind of each prompt, as a place in `KINDS`."""
+    """Return [prompts] the kind of each prompt, as an index into `KINDS`."""
     return np.select([shares == UNKNOWN, shares == NONE_RIGHT, shares < ALL_RIGHT], [0, 1, 2], 3)
 
 
 def places_of(shares: Shares, number: int, order: Indices, first: Indices) -> Indices:
-    """[prompts] how many places each prompt has in round `number`. They are as many as the prompts.
+    """Return [prompts] the number of places of each prompt in round `number`. They sum to the number of prompts.
 
-    What is left of them when every mixed prompt has `MOST` goes to solved ones whose turn it is not.
+    Places left after every mixed prompt has `MOST` go to solved prompts outside their period.
 
     Args:
-        order, first: [prompts] the orders that this round and round 0 have without a curriculum. The first decides between
-            equals, the second when it is whose turn.
+        order, first: [prompts] orders of this round and of round 0 without a curriculum. The first breaks ties, the second
+            fixes the rounds of solved prompts.
     """
     size, kinds = len(shares), kinds_of(shares)
     turn = np.empty(size, np.int64)
@@ -132,7 +131,7 @@ def places_of(shares: Shares, number: int, order: Indices, first: Indices) -> In
     counts[(kinds == KINDS.index("solved")) & ((turn + number) % SOLVED_EVERY != 0)] = 0
     left = size - int(counts.sum())
     mixed = order[kinds[order] == KINDS.index("mixed")]
-    mixed = mixed[np.argsort(np.abs(shares[mixed].astype(int) - ALL_RIGHT // 2), kind="stable")]  # the evenest first
+    mixed = mixed[np.argsort(np.abs(shares[mixed].astype(int) - ALL_RIGHT // 2), kind="stable")]  # closest to 1/2 first
     for _ in range(MOST - 1):
         counts[mixed[:left]] += 1
         left -= min(left, len(mixed))
@@ -142,7 +141,7 @@ def places_of(shares: Shares, number: int, order: Indices, first: Indices) -> In
 
 
 def order_of(counts: Indices, order: Indices) -> Indices:
-    """[sum of counts] the prompts, each in as many places as it has, at equal distances; `order` where each has one."""
+    """Return [sum of counts] prompts, each in its number of places at equal distances. Equals `order` if all have one."""
     times = counts[order]
     prompt_at = np.repeat(np.arange(len(order)), times)
     nth = np.arange(len(prompt_at)) - np.repeat(np.cumsum(times) - times, times)
@@ -151,7 +150,7 @@ def order_of(counts: Indices, order: Indices) -> Indices:
 
 
 def share_of(rewards: Sequence[float], success: float) -> int:
-    """The entry of `Shares` for a group with these rewards, at least one."""
+    """Return the entry of `Shares` for a group with these rewards, at least one."""
     right = sum(reward >= success for reward in rewards)
     if right == len(rewards):
         return ALL_RIGHT
@@ -164,29 +163,30 @@ def share_of(rewards: Sequence[float], success: float) -> int:
 
 
 class Round(Frozen):
-    """A round as its file has it, behind a digest."""
+    """Contents of a round's file, after a digest."""
 
     key: str
-    """What decides the order beside the shares: prompts, seed, shuffling, weights."""
+    """Inputs of the order beside the shares: prompts, seed, shuffling, weights."""
     source: int
     number: int
     prompts: dict[str, int]
-    """By kind."""
+    """Number of prompts by kind."""
     places: dict[str, int]
+    """Number of places by kind."""
     order: bytes
     """[places] int32 prompts within the source."""
 
 
 class Curriculum:
-    """The shares of a run's prompts, and the files of its rounds. One process owns it."""
+    """The shares of a run's prompts and the files of its rounds. Owned by one process."""
 
     def __init__(self, folder: Path, *, is_on: bool, success: float = 1.0, names: Sequence[str] = ("",)) -> None:
         """
         Args:
-            folder: of the files; made when the first is written.
-            is_on: False only keeps rounds as they are that were decided while it was on.
+            folder: of the files; created with the first one.
+            is_on: False only keeps the rounds that were decided while it was on.
             success: reward from which a completion is right.
-            names: of the sources that go round by themselves.
+            names: of the sources with rounds of their own.
         """
         self._folder, self.is_on, self._success, self._names = folder, is_on, success, tuple(names)
         self._shares: Shares = np.empty(0, np.uint8)
@@ -197,26 +197,26 @@ class Curriculum:
         self._key = ""
 
     def begin(self, key: str, num_prompts: int) -> None:
-        """Say which order it is about, before anything else. No prompt has a share yet."""
+        """Initialize for an order, with all shares unknown. Call first."""
         self._key, self._shares = key, np.full(num_prompts, UNKNOWN, np.uint8)
 
     def note(self, prompt: int, rewards: Sequence[float]) -> None:
-        """Note the rewards, at least one, of a group of this prompt that is trained or filtered."""
+        """Note the rewards, at least one, of a trained or filtered group of this prompt."""
         if self.is_on:
             self._shares[prompt] = share_of(rewards, self._success)
 
     def state(self) -> bytes:
-        """The shares, for a checkpoint: at most a byte a prompt. Nothing where it is not on."""
+        """Return the shares for a checkpoint, at most a byte per prompt; empty if not on."""
         return zlib.compress(self._shares.tobytes(), 1) if self.is_on else b""
 
     def restore(self, state: bytes, rounds_under_way: Callable[[], object]) -> None:
-        """Go on from a checkpoint with this `state`.
+        """Restore the `state` of a checkpoint.
 
         Args:
-            rounds_under_way: asks for the `order` of all rounds that the checkpoint had begun. Without shares in it they
-                were begun without a curriculum: with all prompts unknown, the order is the same.
+            rounds_under_way: calls `order` for all rounds that the checkpoint had begun. Without shares in the state they
+                began without a curriculum, and with all prompts unknown the order is the same.
         Raises:
-            CheckpointError: the file of such a round is missing, or belongs to other prompts.
+            CheckpointError: the file of such a round is missing or belongs to other prompts.
         """
         self._shares[:] = UNKNOWN
         self._must_be_there = bool(state)
@@ -226,16 +226,16 @@ class Curriculum:
             self._shares[:] = np.frombuffer(zlib.decompress(state), np.uint8)
 
     def order(self, source: int, number: int, begin: int, size: int, draw: Draw) -> Indices:
-        """[size] the order of round `number` of a source whose prompts stand at `begin`, within the source.
+        """Return [size] the order of round `number` of the source whose prompts begin at `begin`, within the source.
 
         Raises:
-            OSError: its file can be neither read nor written; nothing is decided then.
-            CheckpointError: the file is damaged, or missing where prompts of the round were issued.
+            OSError: the file can be neither read nor written; the order stays undecided.
+            CheckpointError: the file is damaged, or missing although prompts of the round were issued.
         """
         path = self._folder / f"source_{source}_round_{number + 1:06d}"
         decided = self._unwritten.get(path) or self._read(path)
         if decided is None and self._must_be_there:
-            raise CheckpointError(f"{path} is missing: it has the order of prompts that the checkpoint goes on with")
+            raise CheckpointError(f"{path} is missing: it holds the order of prompts of the checkpoint")
         if decided is None and not self.is_on:
             return draw(number)
         if decided is None:
@@ -247,7 +247,7 @@ class Curriculum:
         return np.frombuffer(decided.order, np.int32)
 
     def rounds_begun(self) -> list[dict[str, str | int | dict[str, int]]]:
-        """The fields of an event for each round that this process asked for since the last call, for the first time."""
+        """Return the event fields of each round that began in this process since the last call."""
         begun, self._begun = self._begun, []
         return begun
 
@@ -264,7 +264,7 @@ class Curriculum:
         )
 
     def _read(self, path: Path) -> Round | None:
-        """The round in a file; None where there is none, or it was for other prompts."""
+        """Read the round of a file; None if it is missing or of other prompts."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -288,7 +288,7 @@ class Curriculum:
 
 
 def _write(path: Path, decided: Round) -> None:
-    """Write the file whole and durably. Raises OSError."""
+    """Write the file atomically and durably. Raises OSError."""
     data = msgspec.msgpack.encode(decided)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")

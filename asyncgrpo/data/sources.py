@@ -38,12 +38,12 @@ DataRows = Sequence[Mapping[str, Any]]
 
 
 def read_source(source: str, columns: Mapping[str, str]) -> tuple[DataRows, Mapping[str, str]]:
-    """The rows of a source, at least one, and the columns that `recognise` is to map.
+    """Return the rows of a source, at least one, and the columns for `recognise` to map.
 
     Args:
-        columns: `data.columns`. The rows of reasoning-gym are made here, so that nothing of them is mapped.
+        columns: `data.columns`. Rows of reasoning-gym are generated here and never mapped.
     Raises:
-        ConfigError, DataError: it cannot be read; one sentence each.
+        ConfigError, DataError: the source cannot be read.
     """
     if is_file(source):
         return read_rows(source), columns
@@ -54,7 +54,7 @@ def read_source(source: str, columns: Mapping[str, str]) -> tuple[DataRows, Mapp
 
 
 def digest_of(source: str) -> str:
-    """Digest of what a source holds now. Raises OSError where a file cannot be read; else as `read_source`."""
+    """Return a digest of the contents of a source. Raises OSError for an unreadable file; else as `read_source`."""
     if is_file(source):
         return Path(source).suffix + digest_of_file(Path(source))
     scheme, name, parameters = parse(source)
@@ -62,7 +62,7 @@ def digest_of(source: str) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Digest of the bytes of a file."""
+    """Return a digest of the bytes of a file."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -71,7 +71,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def parse(source: str) -> tuple[str, str, dict[str, str]]:
-    """Scheme, name and parameters of `SCHEME:NAME?KEY=VALUE&KEY=VALUE`. Raises DataError."""
+    """Parse `SCHEME:NAME?KEY=VALUE&KEY=VALUE` into scheme, name and parameters. Raises DataError."""
     scheme, _, rest = source.partition(":")
     name, _, query = rest.partition("?")
     pairs = [pair.partition("=") for pair in query.split("&") if pair]
@@ -83,16 +83,16 @@ def parse(source: str) -> tuple[str, str, dict[str, str]]:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 _ROWS_AT_ONCE = 1024
-"""Rows of Parquet that are parsed at once."""
+"""Parquet rows parsed per batch."""
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Rows that are parsed when they are asked for. Iterating them costs less than asking for each."""
+    """Rows that are parsed on access. Iteration is cheaper than indexing."""
 
     def __init__(self, size: int, read: Callable[[int, int], Iterator[dict[str, Any]]]) -> None:
         """
         Args:
-            read: yields the rows from a place up to another one.
+            read: yields the rows from `begin` up to `end`.
         """
         self._size, self._read = size, read
 
@@ -109,14 +109,13 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def read_rows(path: str | Path) -> Sequence[dict[str, Any]]:
-    """The rows of a file, at least one, in the file's order. Those of JSON Lines and Parquet are parsed when asked for.
+    """Return the rows of a file, at least one, in order. JSON Lines and Parquet are parsed on access.
 
-    Values are those of JSON: Parquet's dates become ISO text, decimals become floats, and bytes become text (base64 where
-    they are not UTF-8).
+    Values are JSON values: Parquet dates become ISO text, decimals floats, and bytes text (base64 if not UTF-8).
 
     Raises:
-        DataError: the file is missing, empty or broken, its extension is unknown, or a row is no object; what is wrong
-            with a row is raised when the row is asked for.
+        DataError: the file is missing, empty or broken, its extension is unknown, or a row is not an object. Errors of a
+            row are raised on access.
     """
     path = Path(path)
     reader = _READERS.get(path.suffix.lower())
@@ -138,7 +137,7 @@ def _why_missing(path: Path, *, known_extension: bool) -> str:
         return f"{path} is a folder; give one file" + (f" of it: {', '.join(inside[:5])}" if inside else "")
     if not known_extension and not path.parent.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return (
-            f"{path} is no file; if it is a Hugging Face data set, write hf:{path} (docs/sources.md), or download it and "
+            f"{path} is not a file; if it is a Hugging Face data set, write hf:{path} (docs/sources.md), or download it and "
             "give its Parquet or JSONL file"
         )
     if not path.parent.is_dir():
@@ -186,7 +185,7 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _parse(path: Path, data: bytes, begin: int, end: int) -> dict[str, Any]:
-    """The object in a line of JSON Lines, which lies there in the file."""
+    """Parse the line of JSON Lines at these offsets."""
     problem = ""
     try:
         row = _OBJECTS.decode(data[begin:end].decode().rstrip())
@@ -208,7 +207,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     try:
         content = json.loads(_text(path), object_pairs_hook=_object_of)
     except json.JSONDecodeError as error:
-        hint = " (one object a line? then name the file .jsonl)" if error.msg == "Extra data" else ""
+        hint = " (one object per line? then name the file .jsonl)" if error.msg == "Extra data" else ""
         raise DataError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: broken JSON: {_unreadable(error)}") from error
@@ -244,7 +243,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a key that it has twice."""
+    """Build a JSON object. Raises ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -257,12 +256,12 @@ _OBJECTS = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def _unreadable(error: ValueError | RecursionError) -> str:
-    """Why JSON that is well formed is refused: an endless number, a key twice, or lists that are nested too deeply."""
+    """Return the reason for refusing well-formed JSON: a huge number, a duplicate key, or too deep nesting."""
     return "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
 
 
 def plain_value(value: Any) -> Any:
-    """A value of Arrow, or of `datasets`, as one of JSON."""
+    """Convert a value of Arrow or `datasets` to a JSON value."""
     if isinstance(value, dict):
         return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -282,31 +281,33 @@ def plain_value(value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """Return the name of a JSON value's type, with its article."""
+    """Return the type of a JSON value, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def one_line(error: Exception) -> str:
-    """The error's message on one line, at most 200 characters."""
+    """Return the message of an error on one line, at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------
 
 GYM_ROWS, GYM_SEED = 1000, 0
-"""`size` and `seed` where the source does not say them."""
+"""Defaults of `size` and `seed`."""
 
 
 def read_gym(source: str, name: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
-    """The rows of a generator: `prompt`, `ground_truth`, `data_source`, and what the reward makes the task of.
+    """Return the rows of a generator: `prompt`, `ground_truth`, `data_source`, and the parameters of the task for the reward.
+
+    Row i is a function of the generator's parameters, its seed and i, so the reward recreates the task from these.
 
     Args:
         source: for error messages.
-        parameters: of the generator's configuration, as JSON or else as text, with `size` (rows) and `seed`.
+        parameters: of the generator, as JSON or text, with `size` (rows) and `seed`.
     Raises:
         ConfigError: reasoning-gym is not installed.
-        DataError: it has no such generator, or the generator refuses its parameters.
+        DataError: unknown generator, or invalid parameters.
     """
     try:
         import reasoning_gym
@@ -314,19 +315,19 @@ def read_gym(source: str, name: str, parameters: dict[str, str]) -> list[dict[st
         raise ConfigError(
             f"{source}: reasoning-gym cannot be imported ({one_line(error)}); pip install 'asyncgrpo[gym]'"
         ) from error
-    names = set(reasoning_gym.factory.DATASETS) - {"composite"}  # several generators are several entries of data.train
+    names = set(reasoning_gym.factory.DATASETS) - {"composite"}  # list several generators in data.train instead
     if name not in names:
-        hint = near(name, names) or "reasoning_gym.factory.DATASETS has all of them"
+        hint = near(name, names) or "reasoning_gym.factory.DATASETS lists all generators"
         raise DataError(f"{source}: reasoning-gym {gym_version()} has no generator {name!r}; {hint}")
     try:
         return list(make_tasks(name, tuple(parameters.items())))
-    except Exception as error:  # whatever a generator raises for parameters that it cannot use
+    except Exception as error:  # generators raise anything for invalid parameters
         raise DataError(f"{source}: {name} of reasoning-gym refuses these parameters: {one_line(error)}") from error
 
 
 @lru_cache(maxsize=8)
 def make_tasks(name: str, parameters: tuple[tuple[str, str], ...]) -> tuple[dict[str, Any], ...]:
-    """The rows, made once: some generators take a second for a row, and the driver checks rows before it tokenises them."""
+    """Generate the rows, cached: some generators take a second per row, and the driver reads rows twice."""
     import reasoning_gym
 
     values: dict[str, Any] = {"size": GYM_ROWS, "seed": GYM_SEED} | {
@@ -346,7 +347,7 @@ def make_tasks(name: str, parameters: tuple[tuple[str, str], ...]) -> tuple[dict
 
 
 def gym_version() -> str:
-    """The release of reasoning-gym that is installed; an empty text for none."""
+    """Return the installed release of reasoning-gym; empty if not installed."""
     try:
         return importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:
@@ -363,18 +364,18 @@ def _json_or_text(text: str) -> Any:
 # -- the Hugging Face hub ----------------------------------------------------------------------------------------------
 
 HUB_PARAMETERS = ("split", "name", "revision")
-"""What a source may say: `split` (without it `train`), the `name` of a configuration, and a `revision` of the hub."""
+"""Parameters of a source: `split` (default `train`), `name` of a configuration, `revision` of the hub."""
 
 
 def read_hub(source: str, name: str, parameters: dict[str, str]) -> Rows:
-    """The rows of one split. Rows of a hub id without `data_source` get the id, by which rules of rewards are chosen.
+    """Return the rows of one split. Rows of a hub id without `data_source` get the id, which selects the rule of rewards.
 
     Args:
         source: for error messages.
-        name: an id of the hub, or a folder that `Dataset.save_to_disk` wrote or that holds data files.
+        name: a hub id, or a folder written by `Dataset.save_to_disk` or with data files.
     Raises:
         ConfigError: `datasets` is not installed.
-        DataError: it does not know such a data set or split, or can reach neither hub nor cache.
+        DataError: unknown data set or split, or neither hub nor cache has it.
     """
     data = _load_hub(source, name, tuple(sorted(parameters.items())))
     if not len(data):
@@ -389,7 +390,7 @@ def read_hub(source: str, name: str, parameters: dict[str, str]) -> Rows:
 
 
 def digest_of_hub(source: str, name: str, parameters: dict[str, str]) -> str:
-    """The fingerprint by which `datasets` knows this data."""
+    """Return the fingerprint of `datasets` for this data."""
     return f"{source} {_load_hub(source, name, tuple(sorted(parameters.items())))._fingerprint}"
 
 
@@ -412,6 +413,6 @@ def _load_hub(source: str, name: str, parameters: tuple[tuple[str, str], ...]) -
             saved = datasets.load_from_disk(name)
             return saved[given["split"]] if isinstance(saved, datasets.DatasetDict) else saved
         return datasets.load_dataset(name, **given)
-    except Exception as error:  # whatever `datasets` and the libraries below it raise
+    except Exception as error:  # of many kinds, from `datasets` and its dependencies
         hub = f"{why}, and " if why else ""
         raise DataError(f"{source}: {hub}datasets cannot load it: {one_line(error) or type(error).__name__}") from error

@@ -154,16 +154,16 @@ def test_a_file_that_changes_while_the_run_starts_or_goes_on_is_not_taken_for_th
 
     monkeypatch.setattr(kept, "check_prompts", changing)
     shutil.rmtree(tmp_path / "prompts")
-    with pytest.raises(DataError, match=r"data\.train was changed while the run started"):
+    with pytest.raises(DataError, match=r"data\.train changed while the run started"):
         prepare(config, tmp_path)
     assert not (tmp_path / "prompts").exists() or not os.listdir(tmp_path / "prompts")
 
 
-def test_a_long_check_tells_how_far_it_is(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncgrpo.data.prompts.TELL_EVERY_S", -1.0)
+def test_a_long_check_reports_its_progress(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncgrpo.data.prompts.PROGRESS_EVERY_S", -1.0)
     told = []
     check(config, tmp_path, told.append)
-    assert told == [f"{tmp_path / 'train.jsonl'}: 0 of 200 rows are checked"]
+    assert told == [f"{tmp_path / 'train.jsonl'}: checked 0 of 200 rows"]
 
 
 def test_without_a_key_as_of_a_model_to_be_downloaded_each_split_is_still_known_for_itself(

@@ -13,7 +13,7 @@ from asyncgrpo.cluster.nodes import with_absolute_paths
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.resume import changes
 from asyncgrpo.data import sources
-from asyncgrpo.data.kept import look, prepare
+from asyncgrpo.data.kept import load_cached, prepare
 from asyncgrpo.data.rows import recognise
 from asyncgrpo.data.sources import digest_of, parse, read_source
 from asyncgrpo.errors import ConfigError, DataError
@@ -144,9 +144,9 @@ def config(tmp_path, demo_model):
 def test_prompts_of_several_sources_are_kept_and_made_anew_for_others(config, tmp_path):
     prompts = prepare(config, tmp_path)
     assert prompts.train.about.sizes == (1, 20) and len(prompts.held_out or ()) == 20
-    assert look(config, tmp_path)["train"].about == prompts.train.about
+    assert load_cached(config, tmp_path)["train"].about == prompts.train.about
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "2", "ground_truth": "2"}) + "\n")
-    assert "train" not in look(config, tmp_path) and "eval" in look(config, tmp_path)
+    assert "train" not in load_cached(config, tmp_path) and "eval" in load_cached(config, tmp_path)
 
 
 def test_only_files_and_folders_become_absolute(tmp_path, monkeypatch):
