@@ -202,8 +202,8 @@ def of_another_release(run: FakeRun) -> None:
     ("prepare", "sentence"),
     [
         (lambda run: None, "has no journal"),
-        (untrained, "no step that could be trained again"),
-        (without_manifest, "does not say what step 2 was given"),
+        (untrained, "no step to train again"),
+        (without_manifest, "has no manifest of step 2"),
         (handed_twice, "two manifests of step 2"),
         (never_delivered, r"step 1 cannot be trained again: its group 1\.7\.0"),
         (of_an_older_release, "older release"),
