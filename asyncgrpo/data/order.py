@@ -16,8 +16,8 @@ and the shares of sources keep their meaning. The share of right completions in 
 The rounds of a solved prompt are fixed, so any two rounds in a row have a place for every prompt.
 
 The order of a round is decided once, from the shares at the moment when the first prompt of its epoch is about to be issued.
-It is written to a file, durably, before that prompt is issued. From then on the file decides, whatever the shares become, so
-a prompt index means the same prompt after every restart. The files take four bytes per prompt and round and are kept.
+It is written to a file, durably, before that prompt is issued. From then on the file decides, so a prompt index means the same
+prompt after every restart. The files take four bytes per prompt and round and are kept.
 """
 
 import os

@@ -1,8 +1,8 @@
 """The prompts of a run: loaded from its sources, issued in an order that survives restarts.
 
-`PromptSource` issues every prompt once in each epoch, in an order that the seed decides; with weights, once in each round
-of its own source ; with a curriculum, as often as its places in the round (`order.py`). A restart at any
-moment skips none: a prompt that was not done is issued again, one that was done is not.
+`PromptSource` issues every prompt once per epoch, in an order determined by the seed; with weights, once per round of its
+source; with a curriculum, as often as it has places in the round (`order.py`). After a restart at any moment, prompts that
+were not done are issued again, and done ones are not.
 """
 
 import heapq
@@ -251,8 +251,11 @@ class PromptSource:
         """Issue the next (prompt_index, prompt): the oldest given back, else a new one. None: no prompt to issue now."""
         if not self._is_ordered(self.next_ordinary_index):
             return None
-        prompt_index = heapq.heappop(self._given_back) if self._given_back else self._new_prompt_index()
-        if prompt_index is None:
+        if self._given_back:
+            prompt_index = heapq.heappop(self._given_back)
+        elif (new := self._peek_new()) is not None:
+            prompt_index, self._next = new, new + 1
+        else:
             return None
         self._outstanding.add(prompt_index)
         return prompt_index, self.prompt(prompt_index)
@@ -416,12 +419,6 @@ class PromptSource:
     def is_exhausted(self) -> bool:
         """True if no prompt is left to issue and no prompt is outstanding."""
         return not self._outstanding and not self.has_next
-
-    def _new_prompt_index(self) -> int | None:
-        prompt_index = self._peek_new()
-        if prompt_index is not None:
-            self._next = prompt_index + 1
-        return prompt_index
 
     def _peek_new(self) -> int | None:
         prompt_index = max(self._next, self._frontier)

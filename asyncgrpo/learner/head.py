@@ -92,7 +92,7 @@ def score(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float
         for logits in [rows.logits(hidden[tile], weight)]
         for block in rows.blocks(len(logits))
     ]
-    return _concatenated(scores)
+    return TokenScores(torch.cat([one.logprobs for one in scores]), torch.cat([one.entropy for one in scores]))
 
 
 def fused_loss(
@@ -311,12 +311,3 @@ def _write_gradient(
 
 def _add(total: Tensor, share: Tensor) -> None:
     total.add_(share)
-
-
-def _concatenated(tiles: list[TokenScores]) -> TokenScores:
-    kls = [scores.reference_kl for scores in tiles if scores.reference_kl is not None]
-    return TokenScores(
-        torch.cat([scores.logprobs for scores in tiles]),
-        torch.cat([scores.entropy for scores in tiles]),
-        torch.cat(kls) if kls else None,
-    )

@@ -282,7 +282,7 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
 def _loading(path: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # transformers raises whatever a broken file leads to
+    except Exception as error:  # of many kinds, from broken files
         if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             raise  # the model is intact, and the next start may have space
         reason = " ".join(str(error).split())[:300]
@@ -468,7 +468,7 @@ def can_compile(device: torch.device) -> bool:
 
     try:
         torch.compile(small, dynamic=True)(torch.ones(8, device=device))
-    except Exception as error:  # torch raises whatever a compiler, a disk or its own passes lead to
+    except Exception as error:  # of many kinds, from compiler, disk or torch
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         log.warning("learner.compile: the layers run uncompiled, because torch.compile fails here: %s", reason[:300])
         return False

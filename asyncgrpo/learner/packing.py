@@ -214,11 +214,6 @@ def rows_for_ranks(
     return [rows[rank::world] for rank in range(world)]
 
 
-def row_tokens(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[int]]) -> int:
-    """Return the tokens that a row computes."""
-    return sum(prompts[piece.group] + sum(rollouts[piece.group][a] for a in piece.rollouts) for piece in row)
-
-
 def _pieces(prompts: Sequence[int], rollouts: Sequence[Sequence[int]], share_prompts: bool) -> list[_Sized]:
     """Return the pieces to place into rows, smallest first."""
     pieces: list[_Sized] = []

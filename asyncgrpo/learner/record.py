@@ -339,6 +339,13 @@ def _generated(event: Event) -> int:
     return int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0)
 
 
+_OF_REPORT = (
+    *("loss", "grad_norm", "lr", "entropy", "clip_ratio", "importance_mean", "importance_capped", "kl_reference"),
+    *("logprob_gap_mean", "logprob_gap_max", "zero_signal_groups", "signal_share", "malformed_logprobs", "value_loss"),
+    *("diagnostics", "skipped", "zero_gradients", "tokens_trained"),
+)
+
+
 def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport, success: float) -> dict[str, Any]:
     """Return the fields of a `step` event for a batch and its report (`recording/events.py` lists them).
 
@@ -354,29 +361,12 @@ def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport,
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "reward_max": float(rewards.max()),
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "lr": report.lr,
-        "entropy": report.entropy,
-        "clip_ratio": report.clip_ratio,
-        "importance_mean": report.importance_mean,
-        "importance_capped": report.importance_capped,
-        "kl_reference": report.kl_reference,
-        "logprob_gap_mean": report.logprob_gap_mean,
-        "logprob_gap_max": report.logprob_gap_max,
+        **{name: getattr(report, name) for name in _OF_REPORT},
         "lags": {str(lag): count for lag, count in sorted(lags.items())},
         "completions": len(rollouts),
-        "zero_signal_groups": report.zero_signal_groups,
-        "signal_share": report.signal_share,
-        "malformed_logprobs": report.malformed_logprobs,
-        "value_loss": report.value_loss,
-        "diagnostics": report.diagnostics,
-        "skipped": report.skipped,
-        "zero_gradients": report.zero_gradients,
         "completion_length_mean": float(np.mean(lengths)),
         **turn_fields(rollouts),
         "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
-        "tokens_trained": report.tokens_trained,
         "reward_parts": {name: float(np.mean(values)) for name, values in parts.items()},
         "reward_parts_std": {name: float(np.std(values)) for name, values in parts.items()},
         "failures": dict(Counter(r.score.failure for r in rollouts if r.score.failure is not None)),

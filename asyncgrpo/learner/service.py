@@ -331,10 +331,6 @@ class LearnerService:
 
         return finish
 
-    def _export(self, folder: Path) -> None:
-        self._team.broadcast(RankCommand(what="export", folder=str(folder)))
-        self._learner.export(str(folder), self._config.model.path)
-
     def _end(self, status: str) -> str:
         """Run the last evaluation, write the last checkpoint and export, and close everything."""
         if status == "done" and self._config.data.eval is not None:
@@ -343,7 +339,9 @@ class LearnerService:
                 self._inbox.last_evals(self._recorder.evaluation, self._while_waiting)
         self._last_checkpoint()
         if status == "done":
-            self._export(self._run_dir / "final")
+            final = str(self._run_dir / "final")
+            self._team.broadcast(RankCommand(what="export", folder=final))
+            self._learner.export(final, self._config.model.path)
         self._team.broadcast(RankCommand(what="end"))
         if status != "failed":
             deadline = time.monotonic() + LAST_PUBLICATION_S

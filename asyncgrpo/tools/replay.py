@@ -319,8 +319,8 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
             raise ConfigError(f"a replay cannot change {key}: {_FIXED[fixed]}")
     if config.algorithm.advantage == "remax" != recorded.algorithm.advantage:
         raise ConfigError(
-            "a replay cannot change algorithm.advantage to remax: it needs a greedy completion of each prompt, and the "
-            "journal has none"
+            "a replay cannot change algorithm.advantage to remax: it needs a greedy completion of each prompt, which the "
+            "journal does not have"
         )
     check_algorithm(config)
     return config
