@@ -141,7 +141,7 @@ TRL = {"prompt": TURN, "solution": "4"}
         (SKYRL, {**SKYRL, "reward_spec": {"method": "rule"}}, "no reward_spec.ground_truth; an answer is named"),
         (TRL, {"prompt": TURN}, "no solution; an answer is named"),
         (TRL, {"solution": "4"}, "no prompt; a prompt is named prompt or question"),
-        (PLAIN, {**PLAIN, "data_source": {"of": "sums"}}, "data_source is an object; expected text, by which a reward"),
+        (PLAIN, {**PLAIN, "data_source": {"of": "sums"}}, "data_source is an object; expected text, which selects"),
         (VERL, {"prompt": TURN, "reward_model": {"style": "rule"}}, "no reward_model.ground_truth; an answer is named"),
         (VERL, {**VERL, "extra_info": "{"}, "extra_info is text but not JSON"),
         (VERL, {**VERL, "extra_info": [1]}, "extra_info is a list; expected an object, or the JSON text of one"),
@@ -158,11 +158,11 @@ TRL = {"prompt": TURN, "solution": "4"}
         (PLAIN, {**PLAIN, "ground_truth": ["\udfff"]}, r"its answer holds '\udfff', half of a surrogate pair"),
         (PLAIN, {**PLAIN, "extra_info": '{"\\ud83d": 1}'}, r"its info holds '\ud83d', half of a surrogate pair"),
         (PLAIN, {**PLAIN, "data_source": "\ud800"}, r"its source holds '\ud800', half of a surrogate pair"),
-        (PLAIN, {**PLAIN, "ground_truth": 10**30}, "its answer holds a whole number of more than 64 bits"),
+        (PLAIN, {**PLAIN, "ground_truth": 10**30}, "its answer holds an integer of more than 64 bits"),
         (
             PLAIN,
             {**PLAIN, "tests": "x" * 2**22},
-            "its answer and info have 4,194,318 bytes; a message holds 4,128,768 of them",
+            "its answer and info have 4,194,318 bytes; the limit of a message is 4,128,768",
         ),
     ],
 )

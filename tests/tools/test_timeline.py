@@ -243,7 +243,7 @@ def test_a_body_that_is_damaged_is_said_at_its_step(run: FakeRun):
     [
         (
             ["--with", "sampling.temperature=0.5"],
-            "cannot change sampling.temperature: the completions were sampled under it",
+            "cannot change sampling.temperature: the completions were sampled with it",
         ),
         (["--with", "learner.lr=fast"], "learner.lr must be a number"),
         (["--with", "nonsense"], "not of the form key=value"),
