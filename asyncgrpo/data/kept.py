@@ -87,7 +87,7 @@ class _Split:
 
 
 def folder_of(config: Config, run_dir: Path) -> Path:
-    """Return the folder of the cached prompts of a run."""
+    """The folder that keeps the prompts of a run."""
     return Path(config.data.cache) if config.data.cache is not None else run_dir / "prompts"
 
 

@@ -66,7 +66,7 @@ class Learner:
         check_algorithm(config)
         self.config, self.rank, self.world, self.device = config, rank, world, torch.device(device)
         self.steps = 0
-        """Updates that warm-up and schedule count: updates made, and updates left out because their gradient was 0."""
+        """Updates for warm-up and schedule: those made, and those not made because their gradient was 0."""
         self.kl_coef = config.algorithm.kl_coef
         """The present one: it moves where `algorithm.kl_target` is set."""
         self._keeps_gathered = world == 1 and not config.model.lora.rank and not config.cluster.share_gpu
@@ -160,7 +160,7 @@ class Learner:
         return self.saver.begin(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
 
     def load(self, folder: str) -> None:
-        """Restore a folder that `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
+        """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
         self.steps, steered, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
         if self.config.algorithm.kl_target is not None:
             self.kl_coef = steered

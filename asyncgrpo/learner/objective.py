@@ -106,13 +106,13 @@ class MicrobatchObjective:
             step: for the counts of the full step.
             version: number of the learner's weights.
             max_length: longest completion that may be sampled, tokens.
-            kl_coef: current coefficient of the KL.
-            oldest_trained: oldest version whose tokens have a weight; None: all tokens have one. The weights of the
-                remaining tokens do not change.
+            kl_coef: the present one, where it is steered.
+            oldest_trained: tokens of older weights than these have no weight; None: all have theirs. The weights of
+                the others are as if nothing were left out.
         """
         self.settings, self.batch, self.version = settings, batch, version
         self.kl_coef = kl_coef if settings.kl_in == "loss" else 0.0
-        # If nearly all groups are hopeless the bonus would dominate: AdamW scales any gradient to a full step.
+        # Where nearly all groups are hopeless the bonus would decide the step: AdamW makes a whole one of any gradient.
         self.entropy_coef = settings.entropy_coef * step.bonus_share
         weights = token_weights(
             batch.mask,
@@ -334,14 +334,14 @@ def needs_precompute(settings: AlgorithmConfig, updates: int) -> bool:
 def precompute(
     step: StepBatch, score: Score, settings: AlgorithmConfig, *, kl_coef: float
 ) -> tuple[StepBatch, list[Precomputed]]:
-    """Score all micro-batches of this rank and compute their `Precomputed`. Collective.
+    """Score all micro-batches of this rank, and tell each what it must know. Collective.
 
     Args:
         step: one minibatch.
-        score: forward pass of a micro-batch; results on its device.
+        score: the forward pass of a micro-batch; results on its device.
         kl_coef: of a KL in the reward.
     Returns:
-        The minibatch with final advantages, and the `Precomputed` of each trained micro-batch.
+        The minibatch, with the advantages that only now are known, and what its trained micro-batches must know.
     """
     microbatches, rollouts = step.trained, step.rollouts
     scored = [score(batch) for batch in microbatches]

@@ -76,7 +76,7 @@ def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) ->
 WINDOW = 50
 """Norms of the running median."""
 ENOUGH = 10
-"""Minimum number of norms before a spike is possible."""
+"""Norms before anything is a spike."""
 
 
 class GradientGuard:
@@ -85,11 +85,11 @@ class GradientGuard:
     def __init__(self, spike_factor: float | None, max_skips: int, grad_clip: float) -> None:
         """
         Args:
-            spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; None: no norm
+            spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; none: nothing
                 is.
             max_skips: skipped updates in a row that end the run.
-            grad_clip: norm to which gradients are clipped. Norms near it are harmless even with a tiny median: a trained
-                run has almost no gradient until a group with a signal arrives.
+            grad_clip: norm to which gradients are clipped. Norms near it are harmless, however small the median has
+                become: a run that has learnt has next to no gradient until it meets a group with signal.
         """
         self._factor, self._max_skips, self._clip = spike_factor, max_skips, grad_clip
         self._norms: deque[float] = deque(maxlen=WINDOW)
