@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
@@ -24,7 +24,7 @@ from asyncgrpo.config.rules import local_model
 from asyncgrpo.config.schema import Config, DataConfig, is_file
 from asyncgrpo.data.prompts import check_prompts, load_prompts, open_source, token_ids_of
 from asyncgrpo.data.sources import digest_of, digest_of_file
-from asyncgrpo.data.table import About, Fingerprint, Prepared, PromptTable, prompt_of
+from asyncgrpo.data.table import About, Fingerprint, Prepared, PromptSequence, PromptTable, prompt_of
 from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import DataError
 from asyncgrpo.types import Prompt
@@ -52,7 +52,7 @@ class Prompts:
     stop_token_ids: tuple[int, ...]
 
 
-class ConcatPrompts(Sequence[Prompt]):
+class ConcatPrompts(PromptSequence):
     """Concatenation of tables of prompts."""
 
     def __init__(self, tables: Sequence[PromptTable]) -> None:
@@ -62,19 +62,9 @@ class ConcatPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        """Return one prompt, or a slice as a list."""
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        index = range(len(self))[index]  # raises IndexError
-        place = bisect.bisect_right(self._ends, index)
-        return self._tables[place][index - self._ends[place]]
+    def _prompt(self, at: int) -> Prompt:
+        place = bisect.bisect_right(self._ends, at)
+        return self._tables[place][at - self._ends[place]]
 
 
 @dataclass(frozen=True)

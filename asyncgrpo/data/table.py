@@ -87,10 +87,8 @@ class _Header(Frozen):
     digest: str
 
 
-class Prepared(Sequence[Prompt]):
-    """The prompts of a split, with the summary of their sources."""
-
-    about: About
+class PromptSequence(Sequence[Prompt]):
+    """Prompts that `_prompt` builds on access."""
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -103,6 +101,12 @@ class Prepared(Sequence[Prompt]):
 
     def _prompt(self, at: int) -> Prompt:
         raise NotImplementedError
+
+
+class Prepared(PromptSequence):
+    """The prompts of a split, with the summary of their sources."""
+
+    about: About
 
     @property
     def dropped_too_long(self) -> int:

@@ -122,10 +122,10 @@ def _sync(path: Path) -> None:
 
 
 def model_folder(path: Path) -> Path:
-    """Return the Hugging Face folder of a run folder (final model, else newest checkpoint), a checkpoint, or a model.
+    """The Hugging Face folder behind a run folder (its final model, else its newest checkpoint), a checkpoint, or itself.
 
     Raises:
-        CheckpointError: none of these holds a model.
+        CheckpointError: there is no model.
     """
     latest = Checkpoints(path, keep=1).latest()
     for candidate in (path, path / "final", path / "hf", *([latest / "hf"] if latest else [])):
