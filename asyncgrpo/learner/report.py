@@ -1,7 +1,7 @@
 """The report of a step: losses, ratios, counts, and seconds by phase."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -160,15 +160,32 @@ def build_report(
 class PhaseClock:
     """Seconds by phase. On a GPU a phase ends when the current stream is done; other streams (a broadcast) are ignored."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
-        self._device = device
+        self._device, self._now = device, now
+        self._lap_started = now()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a block as `phase`."""
-        start = time.perf_counter()
-        yield
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        started = self._now()
+        try:
+            yield
+        finally:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - started
+
+    def lap(self, inside: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return seconds by phase since the last lap; `other` is the time outside of all phases.
+
+        Args:
+            inside: seconds by phase inside `forward_backward`; `optimizer` is listed separately.
+        """
+        now = self._now()
+        spent, self.seconds = self.seconds, {}
+        total, self._lap_started = now - self._lap_started, now
+        spent["optimizer"] = (inside or {}).get("optimizer", 0.0)
+        spent["forward_backward"] = spent.get("forward_backward", 0.0) - spent["optimizer"]
+        spent["other"] = max(0.0, total - sum(spent.values()))
+        return spent

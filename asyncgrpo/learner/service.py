@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, re
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import Inbox, RankCommand, Team
 from asyncgrpo.learner.record import Recorder
+from asyncgrpo.learner.report import PhaseClock
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import IsWritten, Layout
@@ -97,7 +98,7 @@ class LearnerService:
         self._start_with = start_with
         self._last_step = last_step
         self.progress = LoopProgress()
-        self._clock = Stopwatch()
+        self._clock = PhaseClock()
         self._stall_reported_s = 0.0
         self._evaluated = -1
         self._writer: Executor = ThreadPoolExecutor(1)
@@ -404,34 +405,3 @@ def follow(learner: Learner, team: Team) -> None:
                 pass
     learner.saver.wait()
     learner.snapshot.close()
-
-
-class Stopwatch:
-    """Seconds of a step by activity."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._now = clock
-        self._spent: dict[str, float] = {}
-        self._lap_started = clock()
-
-    @contextmanager
-    def __call__(self, activity: str):
-        started = self._now()
-        try:
-            yield
-        finally:
-            self._spent[activity] = self._spent.get(activity, 0.0) + self._now() - started
-
-    def lap(self, parts: dict[str, float] | None = None) -> dict[str, float]:
-        """Return seconds by activity since the last lap; `other` is the time outside of all activities.
-
-        Args:
-            parts: seconds by phase inside `forward_backward`; `optimizer` is listed separately.
-        """
-        now = self._now()
-        spent, self._spent = self._spent, {}
-        total, self._lap_started = now - self._lap_started, now
-        spent["optimizer"] = (parts or {}).get("optimizer", 0.0)
-        spent["forward_backward"] = spent.get("forward_backward", 0.0) - spent["optimizer"]
-        spent["other"] = max(0.0, total - sum(spent.values()))
-        return spent

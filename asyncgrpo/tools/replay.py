@@ -38,7 +38,8 @@ from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import RankCommand, Team
 from asyncgrpo.learner.record import step_fields
-from asyncgrpo.learner.service import Stopwatch, follow
+from asyncgrpo.learner.report import PhaseClock
+from asyncgrpo.learner.service import follow
 from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.types import PolicyVersion
@@ -505,7 +506,7 @@ class Replay:
     ) -> None:
         with learner_ranks(config, begin, has_stepped=not leg.is_from_start) as (learner, team):
             self._compare_weights(leg.steps[0].version, learner, team, config)
-            clock = Stopwatch()
+            clock = PhaseClock()
             for planned in leg.steps:
                 self._set_lr(planned.version, config.learner.lr, learner, team)
                 pair = self._step(planned, learner, team, clock)
@@ -524,7 +525,7 @@ class Replay:
             team.broadcast(RankCommand(what="set_lr", lr=lr))
             learner.set_lr(lr)
 
-    def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: Stopwatch) -> Pair:
+    def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: PhaseClock) -> Pair:
         with clock("wait_data"):
             message, payload = self._timeline.batch(planned)
             groups = unpack_batch(message, memoryview(payload))
