@@ -335,7 +335,7 @@ def test_a_heading_that_github_and_mkdocs_call_otherwise_is_no_anchor(tmp_path: 
 
 def test_a_name_that_nothing_defines_is_found():
     assert (
-        unknown_names("`Buffer.outcomes`, `corrections.normalise`, `asyncgrpo.errors.ConfigError`, `lineage.version`")
+        unknown_names("`Buffer.outcomes`, `corrections.combine`, `asyncgrpo.errors.ConfigError`, `lineage.version`")
         == []
     )
     assert unknown_names(

@@ -209,7 +209,7 @@ def _fit_to_machine(folder: Path, max_tokens: int) -> list[str]:
 async def _evaluate(config: Config) -> dict[str, Any]:
     """The report of an evaluation: of each suite, and of all completions."""
     from asyncgrpo.buffer.suites import Scored, Suite
-    from asyncgrpo.data.kept import Several
+    from asyncgrpo.data.kept import ConcatPrompts
     from asyncgrpo.data.prompts import load_prompts
     from asyncgrpo.data.tokenizer import load_tokenizer
 
@@ -217,7 +217,7 @@ async def _evaluate(config: Config) -> dict[str, Any]:
     tables = {
         name: load_prompts(file, name, tokenizer, config.data, limit=limit) for name, file in config.data.suites.items()
     }
-    rollouts = iter(await _rollouts(config, tokenizer, Several(list(tables.values()))))
+    rollouts = iter(await _rollouts(config, tokenizer, ConcatPrompts(list(tables.values()))))
     suites = {name: Suite(config.reward.success) for name in tables}
     by_source: dict[str, list[float]] = defaultdict(list)
     for name, prompts in tables.items():

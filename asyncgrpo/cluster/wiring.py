@@ -31,9 +31,9 @@ from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config, RewardConfig
 from asyncgrpo.cores import CoreClock
-from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.kept import prepare
+from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.table import Prepared
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size

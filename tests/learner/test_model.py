@@ -51,7 +51,7 @@ def test_a_sliding_window_is_refused_only_where_it_would_be_felt(tmp_path):
 def test_a_model_with_other_attention_or_another_head_is_refused_by_name(tmp_path):
     soft = {"head_dim": 8, "sliding_window": 4096}
     Gemma2ForCausalLM(Gemma2Config(**SHAPE, **soft)).save_pretrained(tmp_path / "soft")
-    with pytest.raises(ConfigError, match="is a gemma2, whose attention the learner does not compute"):
+    with pytest.raises(ConfigError, match="is a gemma2, whose attention the learner does not support"):
         load_language_model(str(tmp_path / "soft"), longest=100)
     softer = soft | {"attn_logit_softcapping": None}
     Gemma2ForCausalLM(Gemma2Config(**SHAPE, **softer)).save_pretrained(tmp_path / "logits")

@@ -18,7 +18,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.data.curriculum import Curriculum
+from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.generators import rollout

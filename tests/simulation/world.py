@@ -27,7 +27,7 @@ from asyncgrpo.config.schema import (
     RunConfig,
     WeightsConfig,
 )
-from asyncgrpo.data.curriculum import Curriculum
+from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import InjectedFault
