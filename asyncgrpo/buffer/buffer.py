@@ -15,8 +15,10 @@ way:
 Time is an argument, and nothing is random: the same calls give the same replies.
 """
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
@@ -32,8 +34,10 @@ from asyncgrpo.buffer.group_health import (
     EarlierFailures,
     IsolatedPrompts,
     Quarantine,
+    ZeroSignalStreak,
+    rewards_of,
+    zero_signal,
 )
-from asyncgrpo.buffer.groups import GroupEntry, State, ZeroSignalStreak, group_seed, rewards_of, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import DataError
@@ -42,6 +46,63 @@ from asyncgrpo.journal.log import InMemory, Ledger
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import Deliver
+
+
+class State(enum.Enum):
+    """Where a group is. A group that is trained, filtered, dropped or requeued has no entry any more."""
+
+    LEASED = "leased"
+    READY = "ready"
+    TAKEN = "taken"
+
+
+@dataclass
+class GroupEntry:
+    """One group that holds a slot, from its lease until it is trained, filtered, dropped or requeued."""
+
+    prompt_index: int
+    prompt: Prompt
+    attempt: int
+    lease: Lease
+    holder: str
+    leased_at_s: float
+    oldest: PolicyVersion
+    """The oldest version that sampled in it; while leased, the version at the lease."""
+    max_lag: int
+    """The bound in force at the lease, optimizer steps."""
+    newest: PolicyVersion = field(init=False)
+    """The newest version that sampled in it; while leased, the version at the lease."""
+    state: State = State.LEASED
+    is_sampled: bool = False
+    """While leased: only scores are missing."""
+    message: Deliver | None = None
+    payload: bytes | memoryview = b""
+    limit_s: float = 0.0
+    """The lease expires this many seconds after `leased_at_s`."""
+    num_tokens: int = field(init=False, default=0)
+    """Sampled tokens, once the group is here."""
+    ready_at_s: float | None = None
+    """When the group came; None: it has not, or an earlier start left it."""
+    masked: int = 0
+    """Sampled tokens that have no weight in the step that took it."""
+
+    def __post_init__(self) -> None:
+        self.newest = self.oldest
+
+    @property
+    def deadline(self) -> int:
+        """The number of the last version at which a step may take it."""
+        return self.oldest.number + self.max_lag
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
+
+    def arrived(self, message: Deliver, payload: bytes | memoryview, now_s: float | None = None) -> None:
+        """Keep the group that came for this lease. `message` has at least one version span."""
+        self.message, self.payload, self.ready_at_s = message, payload, now_s
+        self.num_tokens = message.num_tokens
+        self.oldest, self.newest = min(message.versions), max(message.versions)
 
 
 class Buffer:
@@ -692,3 +753,15 @@ class Buffer:
             counts.pop(prompt_index, None)
         self._isolated.clear(prompt_index)
         self._prompts.done(prompt_index, rewards_of(message) if message is not None else ())
+
+
+def group_seed(seed: int, prompt_index: int, attempt: int) -> int:
+    """The sampling seed of a group, below 2^48: a fixed function of the run's seed, the prompt index and the attempt.
+
+    It is splitmix64's finaliser, so that neighbouring groups get unrelated streams.
+    """
+    mask = 2**64 - 1
+    x = (seed * 0x9E3779B97F4A7C15 + prompt_index * 0xD1B54A32D192ED03 + attempt * 0x8CB92BA72F3D8DD7 + 1) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return (x ^ (x >> 31)) >> 16

@@ -277,6 +277,65 @@ def _is_torn(file: BinaryIO) -> bool:
     return file.read(1) != b"\n"
 
 
+# -- groups without signal ---------------------------------------------------------------------------------------------
+
+
+REPORTED_STREAK = 32
+"""Groups in a row without signal after which a warning is given."""
+
+
+def rewards_of(message: Deliver) -> list[float]:
+    """The rewards of the completions that have one, a greedy one included."""
+    return [r.score.value for r in message.rollouts if r.score.value is not None]
+
+
+def zero_signal(rewards: Sequence[float]) -> str | None:
+    """Why a group has no signal; None if its rewards differ.
+
+    Compares exactly, in float64: a standard deviation of equal rewards need not be 0.
+
+    Args:
+        rewards: of the scored completions, a greedy one included, as they were scored: the learner shapes them later.
+    Returns:
+        `all_equal_high` (above 0), `all_equal_low` or `unscored` (fewer than two rewards).
+    """
+    if len(rewards) < 2:
+        return "unscored"
+    if max(rewards) > min(rewards):
+        return None
+    return "all_equal_high" if rewards[0] > 0 else "all_equal_low"
+
+
+class ZeroSignalStreak:
+    """Counts groups that were filtered one after the other, with no group with signal between them."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """A group with signal came: begin at 0."""
+        self._count, self._reported = 0, 0
+        self._least, self._most = math.inf, -math.inf
+
+    def add(self, rewards: Sequence[float]) -> None:
+        """Count a filtered group with these rewards."""
+        self._count += 1
+        self._least, self._most = min([self._least, *rewards]), max([self._most, *rewards])
+
+    def news(self) -> str | None:
+        """A warning at `REPORTED_STREAK` groups, and whenever they are ten times as many as at the last warning."""
+        if self._count < max(REPORTED_STREAK, 10 * self._reported):
+            return None
+        self._reported = self._count
+        if self._least > self._most:
+            what = "no completion got a reward"
+        elif self._least == self._most:
+            what = f"every completion got reward {self._least:.4g}"
+        else:
+            what = f"in each all completions got the same reward, from {self._least:.4g} to {self._most:.4g}"
+        return f"all of the last {self._count} groups were filtered as without signal: {what}"
+
+
 # -- bias --------------------------------------------------------------------------------------------------------------
 
 

@@ -12,11 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.groups import GroupEntry, State
-from asyncgrpo.buffer.reward_health import RewardMonitor, Tell
-from asyncgrpo.buffer.sessions import Listener, Session, SlowGenerators, Speeds
+from asyncgrpo.buffer.fleet import Listener, RewardMonitor, Session, SlowGenerators, Speeds, Tell
 from asyncgrpo.buffer.totals import Gauges, Load, batch_figures, counters, observe_batch
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import GroupEntry, State
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.types import GeneratorSeconds
 from asyncgrpo.wire.rollouts import OF_ONE_BATCH
 

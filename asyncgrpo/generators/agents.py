@@ -21,9 +21,8 @@ from asyncgrpo.environments.chat import Chat, Message, Refused, Said, check_samp
 from asyncgrpo.environments.gateway import Gateway
 from asyncgrpo.environments.host import HostedAgent
 from asyncgrpo.errors import DataError, EngineError, RequestError
-from asyncgrpo.generators.activities import Activities
-from asyncgrpo.generators.transcript import Transcript
-from asyncgrpo.generators.turns import Continue, Play, Played, Turns, failed_in_play
+from asyncgrpo.generators.rollout import Activities, Played
+from asyncgrpo.generators.turns import Continue, Play, Transcript, Turns, failed_in_play
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import Completion, FinishReason, Prompt, Sampling, Score
 

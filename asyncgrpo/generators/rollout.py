@@ -11,22 +11,151 @@ the group, with its failure by name. A failure of the engine is an exception.
 """
 
 import asyncio
-import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from asyncgrpo.engines.base import Engine
+from asyncgrpo import metrics
+from asyncgrpo.cores import CoreClock
 from asyncgrpo.errors import RequestError
-from asyncgrpo.generators.activities import Activities
-from asyncgrpo.generators.turns import FAILURE, Played, Turns, with_common_prompt
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
-from asyncgrpo.types import Completion, Discarded, Group, Lease, Rollout, Sampling, Score
+from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Sampling, Score
+
+# -- completions of one or several turns -------------------------------------------------------------------------------
+
+
+class CompletionSource(Protocol):
+    """Samples completions: an engine, or `turns.Turns` where a completion has several turns."""
+
+    def generate(
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        """See `Engine.generate`."""
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+
+
+FAILURE = "environment"
+"""The failure of a completion whose environment did not reply as it should."""
+
+
+@dataclass(frozen=True)
+class Played(Completion):
+    """A completion that was played."""
+
+    score: Score | None = field(kw_only=True)
+    """By its environment or agent, or their failure; None: a reward scores it."""
+    opening: tuple[int, ...] = ()
+    """What the model read first, where an agent said that; empty: the prompt."""
+
+
+def with_common_prompt(group: Group) -> Group:
+    """The group with the prompt that all its completions began with: the prompt of the lease where agents sent the row's
+    messages, and else a beginning of it. What each read after that is an observation of its own.
+    """
+    openings = [found for one in group.rollouts if (found := getattr(one.completion, "opening", ()))]
+    whole = group.prompt.token_ids
+    if all(opening == whole for opening in openings):
+        return group
+    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(whole, *openings, strict=False))
+    common = whole[: min(sum(1 for _ in alike), *(len(opening) - 1 for opening in openings))]
+
+    def moved(completion: Completion) -> Completion:
+        rest = getattr(completion, "opening", ())[len(common) :]
+        first = (Observation(0, np.array(rest, np.int32)),) if rest else ()
+        return replace(completion, observations=first + completion.observations)
+
+    return replace(
+        group,
+        prompt=msgspec.structs.replace(group.prompt, token_ids=common),
+        rollouts=tuple(replace(one, completion=moved(one.completion)) for one in group.rollouts),
+    )
+
+
+# -- a generator's time ------------------------------------------------------------------------------------------------
+
+Activity = Literal["weights", "generate", "reward"]
+FIRST_COUNTS: tuple[Activity, ...] = ("weights", "generate", "reward")
+"""Several go on at once. Then the time is that of the first of these."""
+
+
+class Activities:
+    """Adds up a generator's time by what goes on in it, and the time of every completion that is sampled or scored.
+
+    So a reward that is slow shows as time in which there is nothing to do but score, and not as a busy engine; and the
+    seconds of the completions, as a rate, are how many are sampled and scored at once.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, cores: CoreClock | None = None) -> None:
+        """
+        Args:
+            cores: of this machine; None: cores are not counted.
+        """
+        self._clock, self._cores = clock, cores
+        self._at_s = clock()
+        self._going_on: Counter[str] = Counter()
+        self._seconds = dict.fromkeys((*FIRST_COUNTS, "idle"), 0.0)
+        self._of_completions = {"generate": 0.0, "reward": 0.0}
+        self._shown: dict[tuple[Any, str], float] = defaultdict(float)
+
+    def begin(self, activity: Activity, count: int = 1) -> None:
+        """Note that `count` completions begin to be sampled or scored, or a change of weights begins."""
+        self._add_up()
+        self._going_on[activity] += count
+
+    def end(self, activity: Activity, count: int = 1) -> None:
+        """Note that so many of those are over."""
+        self._add_up()
+        self._going_on[activity] -= count
+
+    @contextmanager
+    def during(self, activity: Activity, count: int = 1) -> Iterator[None]:
+        """`count` of `activity` go on while the block runs."""
+        self.begin(activity, count)
+        try:
+            yield
+        finally:
+            self.end(activity, count)
+
+    def seconds(self) -> GeneratorSeconds:
+        """The seconds by activity until now. The metrics of this process are brought up to them."""
+        self._add_up()
+        self._show(metrics.generator_seconds_total, self._seconds)
+        self._show(metrics.completion_seconds_total, self._of_completions)
+        of_completions = self._of_completions
+        return GeneratorSeconds(
+            **self._seconds,
+            sampling=of_completions["generate"],
+            scoring=of_completions["reward"],
+            **(self._cores.count()._asdict() if self._cores is not None else {}),
+        )
+
+    def _show(self, metric: Any, totals: Mapping[str, float]) -> None:
+        for activity, total in totals.items():
+            metric.labels(activity=activity).inc(total - self._shown[metric, activity])
+            self._shown[metric, activity] = total
+
+    def _add_up(self) -> None:
+        now_s = self._clock()
+        elapsed_s, self._at_s = now_s - self._at_s, now_s
+        self._seconds[next((one for one in FIRST_COUNTS if self._going_on[one]), "idle")] += elapsed_s
+        for activity in self._of_completions:
+            self._of_completions[activity] += self._going_on[activity] * elapsed_s
+
+    def goes_on(self, activity: Activity) -> bool:
+        """Whether any of it does."""
+        return self._going_on[activity] > 0
+
 
 # -- which completions make a group ------------------------------------------------------------------------------------
 
@@ -132,7 +261,7 @@ class GroupInFlight:
     def __init__(
         self,
         lease: Lease,
-        engine: Engine | Turns,
+        engine: CompletionSource,
         reward: Reward,
         decode: Decode,
         redundancy: Redundancy = NO_REDUNDANCY,
@@ -217,9 +346,9 @@ class GroupInFlight:
             purpose=lease.purpose,
             prompt=lease.prompt,
             rollouts=tuple(
-                dataclasses.replace(
+                replace(
                     one.rollout,
-                    completion=dataclasses.replace(one.rollout.completion, index=index),
+                    completion=replace(one.rollout.completion, index=index),
                     text=self._text_of(one) if lease.purpose == "eval" else "",
                 )
                 for index, one in [*enumerate(chosen), *((lease.num_completions, one) for one in self._baseline)]

@@ -12,8 +12,10 @@ learner were started again, the engine stays: its requests are dropped, and it w
 import asyncio
 import concurrent.futures
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,9 +23,16 @@ from asyncgrpo import metrics
 from asyncgrpo.cores import CoreClock
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
-from asyncgrpo.generators.activities import Activities, TokenTime
-from asyncgrpo.generators.rollout import NO_REDUNDANCY, Decode, GivenUp, GroupInFlight, Redundancy, TooFewCompletions
-from asyncgrpo.generators.turns import FAILURE, Sampler
+from asyncgrpo.generators.rollout import (
+    FAILURE,
+    NO_REDUNDANCY,
+    Activities,
+    Decode,
+    GivenUp,
+    GroupInFlight,
+    Redundancy,
+    TooFewCompletions,
+)
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
@@ -48,6 +57,9 @@ from asyncgrpo.wire.rollouts import (
     Welcome,
 )
 from asyncgrpo.wire.sockets import AsyncClient, Keys
+
+if TYPE_CHECKING:
+    from asyncgrpo.generators.turns import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +116,7 @@ class GeneratorService:
         host: str,
         keys: Keys | None,
         redundancy: Redundancy = NO_REDUNDANCY,
-        turns: Sampler | None = None,
+        turns: "Sampler | None" = None,
         cores: CoreClock | None = None,
     ) -> None:
         """
@@ -408,6 +420,33 @@ class GeneratorService:
         metrics.generator_policy_version.set(version.number)
         await self._send_serving()
         return checksum
+
+
+class TokenTime:
+    """How long a token of a running completion takes, by the steps of the engine since the last look.
+
+    A step that is under way says that it takes at least so long. So a generator that becomes slow shows before the token is
+    there. Steps from before the start, an idle time or a change of weights say nothing of the present: the time is known
+    again with the first step after it.
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._step_s = math.inf
+        self._mean_s: float | None = None
+
+    def look(self, use: EngineOccupancy) -> float | None:
+        """Seconds of a token; None: nothing runs, or nothing is known yet."""
+        steps, step_s = use.steps - self._steps, use.step_s - self._step_s
+        self._steps, self._step_s = use.steps, use.step_s
+        if steps > 0:
+            self._mean_s = step_s / steps
+        if not use.running:
+            self._mean_s = None
+        return None if self._mean_s is None else max(self._mean_s, use.present_s)
+
+    def begin_anew(self, use: EngineOccupancy) -> None:
+        """Forget the steps until now."""
+        self._steps, self._step_s, self._mean_s = use.steps, use.step_s, None
 
 
 def observe_engine(use: EngineOccupancy) -> None:

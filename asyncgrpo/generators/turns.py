@@ -9,8 +9,6 @@ import asyncio
 import logging
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any, Protocol
 
 import msgspec
@@ -19,28 +17,103 @@ import numpy as np
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.environments.base import Environment, EnvironmentFailed, Task
 from asyncgrpo.errors import DataError, RequestError
-from asyncgrpo.generators.activities import Activities
-from asyncgrpo.generators.transcript import Transcript
+from asyncgrpo.generators.rollout import FAILURE, Activities, Played
 from asyncgrpo.rewards.base import failed
 from asyncgrpo.rewards.breaker import Tally
-from asyncgrpo.types import Completion, FinishReason, Group, Observation, Prompt, Sampling, Score
+from asyncgrpo.types import Completion, FinishReason, Observation, Prompt, Sampling, Score, VersionSpan
 
 log = logging.getLogger(__name__)
 
+
+# -- a completion while it grows ---------------------------------------------------------------------------------------
+
+TURN_STRIDE = 2**48
+"""Distance between the seeds of two turns: more than any seed of a group and its tries."""
+
+
+class Transcript:
+    """A sequence of tokens that only grows: a prompt, then turns that are sampled and observations between them."""
+
+    def __init__(self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int) -> None:
+        """
+        Args:
+            request_id: of the completion; each turn is a request of its own.
+            sampling: `max_tokens` holds for all turns and observations together.
+        """
+        self._request_id, self._sampling, self._seed = request_id, sampling, seed
+        self._context, self._start = list(prompt), len(prompt)
+        self._turns: list[Completion] = []
+        self._spans: list[VersionSpan] = []
+        self._observations: list[Observation] = []
+        self._sampled = 0
+        self.turn_id = ""
+        """The request of the newest turn."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow."""
+        return self._sampling.max_tokens - (len(self._context) - self._start)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model has read or sampled, the prompt included."""
+        return len(self._context)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def last_token(self) -> int | None:
+        """The last token that was sampled; None: there is none."""
+        return next((int(turn.token_ids[-1]) for turn in reversed(self._turns) if len(turn.token_ids)), None)
+
+    async def sample(self, engine: Engine, max_tokens: int | None = None) -> Completion:
+        """Sample a turn after all that there is. Raises what the engine raises.
+
+        Args:
+            max_tokens: of this turn; never more than there is room for.
+        """
+        self.turn_id = f"{self._request_id}.{len(self._turns)}"
+        room = self.room if max_tokens is None else min(self.room, max_tokens)
+        sampling, context = msgspec.structs.replace(self._sampling, max_tokens=room), tuple(self._context)
+        seed = self._seed + len(self._turns) * TURN_STRIDE
+        (turn,) = [one async for one in engine.generate(self.turn_id, context, 1, sampling, seed)]
+        self._turns.append(turn)
+        for span in turn.spans:
+            start, end = span.start + self._sampled, span.end + self._sampled
+            if self._spans and self._spans[-1].version == span.version:
+                start = self._spans.pop().start
+            self._spans.append(VersionSpan(span.version, start, end))
+        self._sampled += len(turn.token_ids)
+        self._context += turn.token_ids.tolist()
+        return turn
+
+    def observe(self, token_ids: Sequence[int]) -> bool:
+        """Lay what was said behind what there is. False: a turn would have no room after it, and nothing is laid."""
+        if len(token_ids) >= self.room:
+            return False
+        if token_ids:
+            self._observations.append(Observation(self._sampled, np.array(token_ids, np.int32)))
+            self._context += token_ids
+        return True
+
+    def completion(self, index: int, reason: FinishReason) -> Completion:
+        """What there is, as a completion."""
+        return Completion(
+            index=index,
+            token_ids=np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in self._turns)]),
+            logprobs=np.concatenate([np.empty(0, np.float32), *(turn.logprobs for turn in self._turns)]),
+            spans=tuple(self._spans),
+            finish_reason=reason,
+            observations=tuple(self._observations),
+        )
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
+
 Continue = Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]
 """See `data.tokenizer.continuation`."""
-FAILURE = "environment"
-"""The failure of a completion whose environment did not reply as it should."""
-
-
-@dataclass(frozen=True)
-class Played(Completion):
-    """A completion that was played."""
-
-    score: Score | None = field(kw_only=True)
-    """By its environment or agent, or their failure; None: a reward scores it."""
-    opening: tuple[int, ...] = ()
-    """What the model read first, where an agent said that; empty: the prompt."""
 
 
 class Play(Protocol):
@@ -242,26 +315,3 @@ def failed_in_play(made: Completion, failure: str, tally: Tally) -> "Played":
     if (count := tally.add(FAILURE)) is not None:
         log.warning("the environment failed (%d so far), the last time: %s", count, failure)
     return Played(**vars(made) | {"score": failed(FAILURE, failure)})
-
-
-def with_common_prompt(group: Group) -> Group:
-    """The group with the prompt that all its completions began with: the prompt of the lease where agents sent the row's
-    messages, and else a beginning of it. What each read after that is an observation of its own.
-    """
-    openings = [found for one in group.rollouts if (found := getattr(one.completion, "opening", ()))]
-    whole = group.prompt.token_ids
-    if all(opening == whole for opening in openings):
-        return group
-    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(whole, *openings, strict=False))
-    common = whole[: min(sum(1 for _ in alike), *(len(opening) - 1 for opening in openings))]
-
-    def moved(completion: Completion) -> Completion:
-        rest = getattr(completion, "opening", ())[len(common) :]
-        first = (Observation(0, np.array(rest, np.int32)),) if rest else ()
-        return replace(completion, observations=first + completion.observations)
-
-    return replace(
-        group,
-        prompt=msgspec.structs.replace(group.prompt, token_ids=common),
-        rollouts=tuple(replace(one, completion=moved(one.completion)) for one in group.rollouts),
-    )

@@ -13,8 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import GroupEntry, State
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.recovery import Verdict, bring_back, earlier_failures, judge, reopen, surviving_path
 from asyncgrpo.buffer.totals import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig

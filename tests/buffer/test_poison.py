@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, IsolatedPrompts, Quarantine
-from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.recovery import earlier_failures
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig

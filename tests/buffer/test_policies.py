@@ -8,8 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, Fresh
 from asyncgrpo.buffer.auto_lag import STEPS
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
 from asyncgrpo.types import Lease, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader

@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncgrpo.buffer.groups import REPORTED_STREAK
-from asyncgrpo.buffer.reward_health import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, RewardMonitor
+from asyncgrpo.buffer.fleet import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, RewardMonitor
+from asyncgrpo.buffer.group_health import REPORTED_STREAK
 from asyncgrpo.types import Prompt, RewardHealth
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import (

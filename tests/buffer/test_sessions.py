@@ -5,8 +5,8 @@ import math
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.groups import State
-from asyncgrpo.buffer.sessions import FIRST_REST_S, IN_A_ROW_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
+from asyncgrpo.buffer.buffer import State
+from asyncgrpo.buffer.fleet import FIRST_REST_S, IN_A_ROW_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import Cancel, Grant, LeaseFailed, Register, Serving, Take, Trained
 from asyncgrpo.wire.supervision import GeneratorLost

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.activities import Activities, TokenTime
-from asyncgrpo.generators.rollout import NO_REDUNDANCY, Redundancy
-from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService
+from asyncgrpo.generators.rollout import NO_REDUNDANCY, Activities, Redundancy
+from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, TokenTime
 from asyncgrpo.planner.clock import VirtualLoop
 from asyncgrpo.planner.lines import GeneratorLine
 from asyncgrpo.planner.stand_ins import Receiver

@@ -14,9 +14,8 @@ import msgspec
 from asyncgrpo.buffer import admission
 from asyncgrpo.buffer.admission import Mask, Policy, Wait, Window
 from asyncgrpo.buffer.auto_lag import AutoLag
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
-from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import State
 from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, VersionSpan
 from asyncgrpo.wire import PROTOCOL, Message, codec
