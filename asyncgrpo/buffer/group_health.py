@@ -67,7 +67,7 @@ class Deadlines:
             return self._longest_s
         return min(self._longest_s, max(SHORTEST_S, self._factor * statistics.median(self._recent_s)))
 
-    def took(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         """Count a group that came after `seconds`, or a lease that ran out after them. What is not a time is left out."""
         if 0 < seconds < math.inf:
             self._recent_s.append(seconds)
@@ -175,7 +175,7 @@ class IsolatedPrompts:
             return True, False
         return False, is_waiting and self._alone is None and num_held == 0
 
-    def choose_among(self, holders: Container[str]) -> None:
+    def set_eligible(self, holders: Container[str]) -> None:
         """Choose another generator next time, if the one that is kept free may get no lease now: it fell behind, for example."""
         if self._alone is None and self._holder not in holders:
             self._holder = None

@@ -410,7 +410,7 @@ class BufferService:
         if current is None or self._steer.is_paused:
             return
         able = self._able(current, now_s)
-        self._buffer.only_these_may_lease(able)
+        self._buffer.set_eligible(able)
         owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
         for owner in owners:
             held = {name: owner.sampled_by(name) for name in able}

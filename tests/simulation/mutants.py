@@ -100,7 +100,7 @@ def forget_dedup() -> list[Change]:
         max_lag = self.max_lag
         entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, max_lag)
         self._enter(entry)
-        self._turn(entry, State.READY)
+        self._set_state(entry, State.READY)
         entry.arrived(message, payload)
         self.outcomes["leased"] += 1
         return None
@@ -355,7 +355,7 @@ def step_trains_all() -> list[Change]:
     def sweeping(self: Buffer, version: PolicyVersion) -> None:
         for entry in self._entries.values():
             if entry.state is State.READY:
-                self._turn(entry, State.TAKEN)
+                self._set_state(entry, State.TAKEN)
         trained(self, version)
 
     return [(Buffer, "trained", sweeping)]
