@@ -91,7 +91,7 @@ class Candidate(Protocol):
         """`oldest` + `max_lag`: number of the last version at which a step may take it."""
 
 
-G = TypeVar("G", bound=Candidate)
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 class Policy:
@@ -115,7 +115,9 @@ class Policy:
         """
         return held < (max_lag + 1) * self._per_step
 
-    def select(self, waiting: Sequence[G], version: int, next_prompt_index: int | None) -> list[G] | None:
+    def select(
+        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
+    ) -> list[AnyCandidate] | None:
         """Return the batch of the step that starts at `version`, or None if the learner must wait.
 
         Only the last batch of a run is smaller than P: it contains all groups in flight when no prompt is left.
@@ -129,11 +131,11 @@ class Policy:
             return None
         return ready[: self._per_step]
 
-    def available(self, waiting: Sequence[G]) -> int:
+    def available(self, waiting: Sequence[AnyCandidate]) -> int:
         """Return the number of groups that wait for no other group."""
         return sum(e.is_ready for e in waiting)
 
-    def evict(self, waiting: Iterable[G], version: int) -> list[G]:
+    def evict(self, waiting: Iterable[AnyCandidate], version: int) -> list[AnyCandidate]:
         """Return the ready groups that are too old for the step that starts at `version`, and so for every later step."""
         return [e for e in waiting if e.is_ready and self._lag(e, version) > e.max_lag]
 
@@ -152,7 +154,9 @@ class Policy:
 class Wait(Policy):
     """Trains the earliest deadline first. The learner waits where a batch would make a remaining group miss its deadline."""
 
-    def select(self, waiting: Sequence[G], version: int, next_prompt_index: int | None) -> list[G] | None:
+    def select(
+        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
+    ) -> list[AnyCandidate] | None:
         batch = super().select(waiting, version, next_prompt_index)
         if batch is None:
             return None
@@ -170,7 +174,9 @@ class Window(Policy):
 
     is_in_order: ClassVar[bool] = True
 
-    def select(self, waiting: Sequence[G], version: int, next_prompt_index: int | None) -> list[G] | None:
+    def select(
+        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
+    ) -> list[AnyCandidate] | None:
         batch = sorted(waiting, key=lambda e: e.prompt_index)[: self._per_step]
         if not batch or not all(e.is_ready for e in batch):
             return None
@@ -180,7 +186,7 @@ class Window(Policy):
             return None  # a returned prompt belongs to this batch
         return batch
 
-    def available(self, waiting: Sequence[G]) -> int:
+    def available(self, waiting: Sequence[AnyCandidate]) -> int:
         in_order = sorted(waiting, key=lambda e: e.prompt_index)
         return next((place for place, e in enumerate(in_order) if not e.is_ready), len(in_order))
 
@@ -211,7 +217,7 @@ class Train(Policy):
 
     counts_from: ClassVar[Literal["oldest", "newest"] | None] = None
 
-    def evict(self, waiting: Iterable[G], version: int) -> list[G]:
+    def evict(self, waiting: Iterable[AnyCandidate], version: int) -> list[AnyCandidate]:
         return []
 
 

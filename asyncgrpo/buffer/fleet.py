@@ -1,6 +1,6 @@
-"""The generators in touch: how long each is silent, which would finish one more group soonest, and which are too slow.
+"""State of the connected generators: silences, speed, slow generators and the health of their rewards.
 
-No clock: times are arguments.
+Times are arguments; there is no clock here.
 """
 
 import math
@@ -16,15 +16,14 @@ from asyncgrpo.wire.rollouts import RewardFailed
 # -- silences ----------------------------------------------------------------------------------------------------------
 
 QUIET_AFTER_S = 2.0
-"""A generator that has sent nothing for so long gets no lease until it does, and others go on with those that it has. It
-sends a heartbeat every second."""
+"""Silence after which a generator gets no lease and others take over its leases. It sends a heartbeat every second."""
 FORGOTTEN_S = 600.0
-"""Half of a silence that was broken is forgotten after so long."""
+"""Half-life of the longest silence that a generator has ended, seconds."""
 
 
 @dataclass
 class Session:
-    """A generator in touch."""
+    """A connected generator."""
 
     peer: str
     incarnation: str
@@ -32,41 +31,41 @@ class Session:
     heard_s: float
     version: PolicyVersion | None = None
     seconds: GeneratorSeconds | None = None
-    """What its process had done by the last heartbeat; None before the first, as it may have worked for another buffer."""
+    """Activity of its process at the last heartbeat; None before the first, as it may have served another buffer."""
     longest_silence_s: float = 0.0
-    """Of those that it broke, each less by half after `FORGOTTEN_S`."""
+    """Longest silence that it has ended, decaying with half-life `FORGOTTEN_S`."""
 
-    def speaks(self, now_s: float) -> bool:
-        """Whether it has said something just now."""
+    def is_live(self, now_s: float) -> bool:
+        """Return True if its last message is recent."""
         return now_s - self.heard_s <= QUIET_AFTER_S
 
 
-class Listener:
-    """Knows which generators have been silent for longer than is usual with them.
+class SilenceMonitor:
+    """Finds generators that are silent for longer than they usually are.
 
-    Some engines keep their process from speaking for seconds: in a long prefill, or while weights are loaded. So a
-    generator that has broken a silence may be silent for twice as long the next time. And what arrived while this process
-    stood still is not read yet, so silences count from the end of that.
+    Some engines block their process for seconds, in a long prefill or while they load weights. So a generator that ended a
+    silence may be silent for twice as long the next time. Messages that arrived while this process was blocked are still
+    unread, so a silence counts from the end of the block.
     """
 
     def __init__(self) -> None:
         self._listened_s = self._since_s = 0.0
 
-    def listen(self, now_s: float) -> None:
-        """Note that this process reads what it is sent. Call it at least every second."""
+    def note_reading(self, now_s: float) -> None:
+        """Note that this process reads its socket. Call it at least every second."""
         if now_s - self._listened_s > QUIET_AFTER_S / 2:
             self._since_s = now_s
         self._listened_s = now_s
 
     def heard(self, session: Session, now_s: float) -> None:
-        """Note that a generator said something."""
-        self.listen(now_s)
+        """Note a message of a generator."""
+        self.note_reading(now_s)
         silence_s = self._silence_s(session, now_s)
         session.longest_silence_s = max(silence_s, session.longest_silence_s * 0.5 ** (silence_s / FORGOTTEN_S))
         session.heard_s = now_s
 
     def is_silent(self, session: Session, now_s: float) -> bool:
-        """Whether a generator may be gone, by its silence."""
+        """Return True if a generator may be dead, judged by its silence."""
         return self._silence_s(session, now_s) > max(QUIET_AFTER_S, 2 * session.longest_silence_s)
 
     def _silence_s(self, session: Session, now_s: float) -> float:
@@ -76,57 +75,57 @@ class Listener:
 # -- speeds ------------------------------------------------------------------------------------------------------------
 
 MEMORY = 64
-"""Groups of a generator that its speed is judged by, about: each counts a 64th less than the one after it."""
+"""Time constant of the speed estimate, groups: the weight of each group decays by 1/64 with each later one."""
 TOLERANCE = 1.1
-"""Equal generators, each measured by its own groups, look as different as this."""
+"""Ratio by which the measured speeds of equal generators differ."""
 LATE = 1e6
-"""How many times longer a token is taken to last at a generator that is late: it gets only what no other has room for."""
+"""Factor on the time of a token at a late generator: it gets only leases that no other generator has room for."""
 
 
 @dataclass
 class _Past:
-    """What a generator delivered."""
+    """Groups that a generator delivered."""
 
     seconds: float = 0.0
     work: float = 0.0
-    """Tokens of the longest completion of each group, times what the load makes of one token."""
+    """Tokens of the longest completion of each group, times the load factor of a token."""
     newest: int = 0
-    """Which of all groups was its last, or was the last when it became late."""
+    """Number of its last group among all groups, or the count of all groups when it became late."""
     is_late: bool = False
-    """Whether one of its leases ran out, and it has delivered nothing since."""
+    """True if one of its leases expired and it has delivered nothing since."""
 
     @property
     def seconds_per_token(self) -> float:
-        """The time of a token at an empty window; 0 where nothing is known."""
+        """Time of a token at an empty window, seconds; 0 if unknown."""
         return self.seconds / self.work if self.work else 0.0
 
 
 class Speeds:
-    """The speed of each generator, and how long a token would take at each. Generators measure the seconds.
+    """Estimates the time of a token at each generator, from the seconds that generators measure.
 
-    An engine with continuous batching samples a token of every running completion at once, and the more run, the longer
-    that takes. A token at a full window is counted as taking twice as long as one at an empty window, so that generators
-    can be compared at different loads. A group is complete with its longest completion, so a token took the group's seconds
-    over the tokens of that. Among generators that differ by no more than `TOLERANCE` only the load decides.
+    An engine with continuous batching samples one token of every running completion per step, and a step takes longer the
+    more completions run. A token at a full window counts as twice as long as one at an empty window, so that generators at
+    different loads compare. A group ends with its longest completion, so the time of a token is the group's seconds
+    divided by the tokens of that completion. Among generators within `TOLERANCE` of each other only the load decides.
 
-    A generator of which nothing is known counts as the quickest, and so does one of which nothing was heard while `MEMORY`
-    groups came for each generator: it is tried again. Where nothing is known of any, the emptiest window is the quickest.
+    An unknown generator counts as the fastest. So does one that delivered nothing while `MEMORY` groups per generator
+    arrived, so that it gets another lease. If all are unknown, the emptiest window is the fastest.
     """
 
     def __init__(self) -> None:
         self._pasts: defaultdict[str, _Past] = defaultdict(_Past)  # by generator
         self._counted = 0
         self._quickest = 1.0
-        """Seconds of a token at an empty window of the quickest one. Any number does where none is known."""
+        """Seconds of a token at an empty window of the fastest generator; any positive number while none is known."""
 
     def delivered(self, generator: str, seconds: float, longest: int, held: int, window: int) -> None:
-        """Count a group. What is no time, or has no token, says nothing of the speed.
+        """Add a group. One without a positive time or without tokens does not change the speed.
 
         Args:
             seconds: from the start of its sampling to the end.
             longest: tokens of its longest completion.
-            held: leases of the generator then, this one included.
-            window: leases that it may hold.
+            held: leases of the generator at that time, this one included.
+            window: maximum number of leases of the generator.
         """
         past, keep = self._pasts[generator], 1 - 1 / MEMORY
         if 0 < seconds < math.inf and longest > 0:
@@ -140,17 +139,17 @@ class Speeds:
         self._compare()
 
     def late(self, generator: str) -> None:
-        """Note that a lease ran out: until `generator` delivers, what is too slow on it goes to another."""
+        """Note that a lease expired. Until `generator` delivers, it gets only leases that fit nowhere else."""
         past = self._pasts[generator]
         past.newest, past.is_late = self._counted, True
 
     def forget(self, generator: str) -> None:
-        """Forget a generator that is gone: the next of its name may run elsewhere."""
+        """Forget a lost generator. The next one of this name may run elsewhere."""
         self._pasts.pop(generator, None)
         self._compare()
 
     def seconds_per_token(self, generator: str, held: int, window: int) -> float:
-        """How long a token would take at `generator` with one lease more than `held`, to be compared with that of others."""
+        """Return the time of a token at `generator` with one more lease than `held`; comparable across generators."""
         past = self._pasts.get(generator, _Past())
         unloaded = max(self._quickest, past.seconds_per_token / TOLERANCE)
         return unloaded * _load(held + 1, window) * (LATE if past.is_late else 1.0)
@@ -161,103 +160,101 @@ class Speeds:
 
 
 def _load(held: int, window: int) -> float:
-    """The time of a token with `held` groups over that with none, by the rule above."""
+    """Return the time of a token with `held` groups relative to that with none."""
     return 1 + held / window
 
 
 # -- generators that become slow ---------------------------------------------------------------------------------------
 
 SLOW = 4.0
-"""A token that takes so many times as long as at the other generators is slow."""
+"""Ratio to the median of the other generators above which the time of a token is slow."""
 SLOW_IF_AWAITED = 2.0
-"""The same at a generator whose group is what the learner waits for, and at one that was slow before."""
+"""The same for a generator whose group the learner waits for, and for one that is on probation."""
 SHORTEST_S = 0.02
-"""No token is slow that takes less: a process of a few quick tokens is disturbed by anything."""
+"""Shorter tokens are never slow: any disturbance of the process dominates so short a time."""
 CONFIRMED_BY = 2
-"""Heartbeats in a row that must say so."""
+"""Consecutive slow heartbeats before a generator is benched."""
 IN_A_ROW_S = 10.0
-"""Slow heartbeats further apart are not in a row: nothing ran between them. While a generator samples it sends one a
-second, after a change of weights the next one with its first token."""
-FIRST_REST_S = 30.0
-LONGEST_REST_S = 1800.0
+"""Maximum gap between consecutive slow heartbeats: nothing ran in a longer one. A generator that samples sends one a
+second, and after a weight change the next one with its first token."""
+FIRST_BENCH_S = 30.0
+MAX_BENCH_S = 1800.0
 
 
 @dataclass
-class _Rest:
-    """A generator that was slow gets nothing until `ends_s`, and then one lease, until it is known to be as quick as others."""
+class _Bench:
+    """A slow generator gets no lease until `ends_s`, then one lease at a time until it keeps up with the others."""
 
     ends_s: float
     seconds: float
 
 
 class SlowGenerators:
-    """Which generators sample so slowly that others do better to go on with their leases, and when one is tried again.
+    """Benches generators that sample so slowly that others finish their leases sooner, and retries them later.
 
-    It goes by the time of a token at present, which heartbeats say, and not by how long a group takes: so it is known within
-    seconds, and long completions are no reason to take a lease away. What is compared is the time of a token with the median
-    of the others', each at its last word. A generator at which more completions run may take longer in proportion. A slower
-    one that keeps up is of use, so less is called slow while the learner waits for it. Each time that one is found slow again it
-    rests for twice as long.
+    It compares the present time of a token, which heartbeats report, with the median of the other generators' last
+    reports. The time of a whole group would show a slow generator only after minutes, and long completions are not
+    slow. A generator that runs more completions may take longer in proportion. A slower one that keeps up is still
+    useful, so the threshold is lower while the learner waits for it. Each time a generator is found slow again, it is
+    benched for twice as long.
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[float, int]] = {}  # by generator: seconds of a token, completions that were running
-        self._slow_words: dict[
-            str, tuple[int, float]
-        ] = {}  # by generator: how many in a row, and when the last one came
-        self._rests: dict[str, _Rest] = {}
+        self._last: dict[str, tuple[float, int]] = {}  # by generator: seconds of a token, running completions
+        self._slow_heartbeats: dict[str, tuple[int, float]] = {}  # by generator: consecutive ones, time of the last
+        self._benched: dict[str, _Bench] = {}
 
     def heard(
         self, generator: str, token_s: float | None, running: int, now_s: float, *, is_awaited: bool = False
     ) -> bool:
-        """Note a heartbeat. Returns whether the generator has just become one that is to rest.
+        """Note a heartbeat. Return True if it benches the generator.
 
         Args:
-            token_s: how long a token takes, seconds; None: it is not known, or nothing runs.
+            token_s: time of a token, seconds; None: unknown, or nothing runs.
             running: completions that are sampled at once.
-            is_awaited: the learner waits for a group of this generator, and could go on otherwise.
+            is_awaited: the learner waits for a group of this generator and could continue otherwise.
         """
-        if not token_s or self.rests(generator, now_s):
+        if not token_s or self.is_benched(generator, now_s):
             return False
         self._last[generator] = token_s, running
         slowness = self._slowness(generator)
         if slowness <= SLOW_IF_AWAITED:
-            self._rests.pop(generator, None)
+            self._benched.pop(generator, None)
         is_slow = slowness > (SLOW_IF_AWAITED if is_awaited else SLOW)
-        count, last_s = self._slow_words.pop(generator, (0, -math.inf))
+        count, last_s = self._slow_heartbeats.pop(generator, (0, -math.inf))
         if not is_slow:
             return False
         count = count + 1 if now_s - last_s <= IN_A_ROW_S else 1
         if count < CONFIRMED_BY:
-            self._slow_words[generator] = count, now_s
+            self._slow_heartbeats[generator] = count, now_s
             return False
-        before = self._rests.get(generator)
-        seconds = FIRST_REST_S if before is None else min(2 * before.seconds, LONGEST_REST_S)
-        self._rests[generator] = _Rest(now_s + seconds, seconds)
+        before = self._benched.get(generator)
+        seconds = FIRST_BENCH_S if before is None else min(2 * before.seconds, MAX_BENCH_S)
+        self._benched[generator] = _Bench(now_s + seconds, seconds)
         return True
 
-    def rests(self, generator: str, now_s: float) -> bool:
-        """Whether it gets no lease, as long as any other may get one."""
-        rest = self._rests.get(generator)
-        return rest is not None and now_s < rest.ends_s
+    def is_benched(self, generator: str, now_s: float) -> bool:
+        """Return True if it gets no lease while another generator may get one."""
+        bench = self._benched.get(generator)
+        return bench is not None and now_s < bench.ends_s
 
-    def is_tried(self, generator: str) -> bool:
-        """Whether one lease is all that it gets, for it was slow and is not known to be quick again."""
-        return generator in self._rests
+    def on_probation(self, generator: str) -> bool:
+        """Return True if it may hold one lease only: it was slow and has not kept up since."""
+        return generator in self._benched
 
     def forget(self, generator: str) -> None:
-        """Forget a generator that is gone: the next of its name may run elsewhere."""
+        """Forget a lost generator. The next one of this name may run elsewhere."""
         self._last.pop(generator, None)
-        self._rests.pop(generator, None)
-        self._slow_words.pop(generator, None)
+        self._benched.pop(generator, None)
+        self._slow_heartbeats.pop(generator, None)
 
     def _slowness(self, generator: str) -> float:
-        """How many times longer a token takes than at the others; 0: none is known, or it is quick in any case."""
+        """Return the ratio of its time of a token to that of the others; 0 if unknown, or if it is fast in any case."""
         token_s, running = self._last[generator]
         others = [
             each_s * max(1.0, running / max(count, 1))
             for name, (each_s, count) in self._last.items()
-            if name != generator and name not in self._rests
+            if name != generator and name not in self._benched
         ]
         return token_s / statistics.median_low(others) if others and token_s > SHORTEST_S else 0.0
 
@@ -265,36 +262,40 @@ class SlowGenerators:
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 NEVER_WORKED_S = 30.0
-"""Every call must have failed for this long, the first call included, before a reward is said never to have worked."""
+"""Seconds for which every call must have failed before a reward counts as one that never worked."""
 NEVER_WORKED_CALLS = 3
-"""At least this many calls must have failed by then."""
+"""Minimum number of failed calls by then."""
 
 MAX_COUNTED = 1024
-"""Kinds of failures by generator that are counted; further kinds are not, so that messages cannot fill the memory."""
+"""Maximum number of (generator, failure) pairs that are counted, so that messages cannot fill the memory."""
 
-Tell = Callable[..., object]
+Emit = Callable[..., object]
 """Writes an event: its kind, then its fields."""
 
 
 class RewardMonitor:
-    """The health of the rewards of all generators in touch."""
+    """Health of the rewards of all connected generators.
 
-    def __init__(self, name: str, *, has_worked: bool, tell: Tell) -> None:
+    Each generator has its own circuit breaker (`rewards/breaker.py`). A paused generator gets no lease and its prompts are
+    not charged. A run whose reward never worked ends.
+    """
+
+    def __init__(self, name: str, *, has_worked: bool, emit: Emit) -> None:
         """
         Args:
             name: of the reward, for messages.
-            has_worked: whether the reward worked in an earlier start under the same command; then it is waited for.
+            has_worked: True if the reward worked in an earlier start under the same command; then the run waits for it.
         """
         self._name = name
         self._has_worked = has_worked
-        self._tell = tell
+        self._emit = emit
         self._health: dict[str, RewardHealth] = {}
         self._paused_since_s: dict[str, float] = {}
         self._tally = Tally()
         self._counted: dict[tuple[str, str], int] = {}
 
     def update(self, generator: str, health: RewardHealth, now_s: float) -> None:
-        """Note how a generator's reward calls went."""
+        """Update the health of a generator's rewards from its heartbeat."""
         before = self._health.get(generator, RewardHealth()).probe_in_s
         self._health[generator] = health
         self._has_worked |= health.worked > 0
@@ -302,32 +303,32 @@ class RewardMonitor:
             self._resumed(generator, now_s)
         elif before is None or health.probe_in_s > before:  # paused, or another probe failed
             self._paused_since_s.setdefault(generator, now_s)
-            self._tell("rewards_paused", actor=generator, reason=health.last, probe_in_s=health.probe_in_s)
+            self._emit("rewards_paused", actor=generator, reason=health.last, probe_in_s=health.probe_in_s)
 
     def failed(self, message: RewardFailed) -> None:
-        """Count what a generator reports of a kind of failure."""
+        """Count failures of one kind, as a generator reports them."""
         key = message.generator_id, message.failure
         if key not in self._counted and len(self._counted) >= MAX_COUNTED:
             return
         new = message.count - self._counted.get(key, 0)
         self._counted[key] = message.count
-        # A generator that started again counts from the beginning.
+        # A restarted generator counts from zero.
         count = self._tally.add(message.failure, new if new > 0 else message.count)
         if count is not None:
             detail = message.detail[:500]
-            self._tell("reward_failed", actor=message.generator_id, failure=message.failure, detail=detail, count=count)
+            self._emit("reward_failed", actor=message.generator_id, failure=message.failure, detail=detail, count=count)
 
     def forget(self, generator: str, now_s: float) -> None:
-        """Forget a generator that is gone."""
+        """Forget a lost generator."""
         self._health.pop(generator, None)
         self._resumed(generator, now_s)
 
     def is_paused(self, generator: str) -> bool:
-        """Whether no completion can be scored at this generator now."""
+        """Return True if this generator cannot score completions now."""
         return generator in self._paused_since_s
 
     def describe_pause(self) -> str | None:
-        """A phrase that says who is paused, until when, and why; None: no generator is."""
+        """Describe the paused generators, the next probe and the reason; None: none is paused."""
         if not self._paused_since_s:
             return None
         paused = [self._health[generator] for generator in self._paused_since_s]
@@ -338,8 +339,8 @@ class RewardMonitor:
         )
 
     @property
-    def hopeless_reason(self) -> str:
-        """Why no completion will ever be scored; empty: one may be."""
+    def fatal_reason(self) -> str:
+        """The reason why no completion can ever be scored; empty: one may be."""
         failed = sum(health.failed for health in self._health.values())
         longest = max(self._health.values(), key=lambda health: health.failing_s, default=RewardHealth())
         if self._has_worked or longest.failing_s < NEVER_WORKED_S or failed < NEVER_WORKED_CALLS:
@@ -348,4 +349,4 @@ class RewardMonitor:
 
     def _resumed(self, generator: str, now_s: float) -> None:
         if (since_s := self._paused_since_s.pop(generator, None)) is not None:
-            self._tell("rewards_resumed", actor=generator, seconds=now_s - since_s)
+            self._emit("rewards_resumed", actor=generator, seconds=now_s - since_s)

@@ -243,7 +243,7 @@ class BufferActor:
             vocabulary_size(config.model.path),
             reward_name=_reward_name(config),
             reward_has_worked=setup.reward_has_worked,
-            tell=EventLog(setup.run_dir / "metrics.jsonl").write,
+            emit=EventLog(setup.run_dir / "metrics.jsonl").write,
         )
         return BufferReady(
             endpoint=server.endpoint,
