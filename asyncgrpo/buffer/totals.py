@@ -1,4 +1,4 @@
-"""What the buffer tells of itself: totals and figures for the learner's record, and the metrics of its process."""
+"""Counters, batch statistics and metrics of the buffer's process."""
 
 import logging
 from collections import Counter
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def counters(buffer: Buffer) -> dict[str, float]:
-    """Totals of this process by name: groups by outcome, filtered groups by kind, tokens by fate, discarded completions.
+    """Return the totals of this process: groups by outcome, filtered groups by kind, tokens by fate, discarded completions.
 
-    Beside them stand tokens in flight, prompts done and the distances of bias, as they are now.
+    Tokens in flight, prompts done and the distances of bias are momentary values.
     """
     totals: dict[str, Mapping[str, float]] = {
         "groups": buffer.outcomes,
@@ -31,27 +31,27 @@ def counters(buffer: Buffer) -> dict[str, float]:
 
 
 def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> dict[str, float]:
-    """How full the buffer was when `batch` was taken, and how long its groups had waited; their names begin with `OF_ONE_BATCH`.
+    """Return statistics of a taken batch: occupancy of the buffer and waiting time. Names begin with `OF_ONE_BATCH`.
 
-    `under_way` counts what is leased or ready, the batch included; `wanted` is absent where admission wants every slot
-    filled, and `ready_seconds` where it is known of no group.
+    `under_way` counts leased and ready groups, the batch included. `wanted` is absent if admission fills every slot,
+    `ready_seconds` if all groups come from an earlier start.
     """
     under_way = buffer.count(State.LEASED) + buffer.count(State.READY) + len(batch)
     figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way}
     if buffer.wanted is not None:
         figures["wanted"] = buffer.wanted
-    named = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
+    figures_of_batch = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
     waited = ready_seconds(batch, now_s)
-    return named | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
+    return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
 
 
 def ready_seconds(batch: Sequence[GroupEntry], now_s: float) -> list[float]:
-    """How long each group of `batch` has waited ready. Those that an earlier start left are not in it."""
+    """Return the time that each group of `batch` was ready, seconds, without groups that an earlier start left."""
     return [now_s - entry.ready_at_s for entry in batch if entry.ready_at_s is not None]
 
 
 def observe_batch(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now_s: float) -> None:
-    """Count a batch that goes to the learner for the step that starts at `version` in this process's metrics."""
+    """Observe the batch of the step that starts at `version` in this process's metrics."""
     for entry in batch:
         lag = version - entry.oldest.number
         metrics.group_lag_steps.observe(lag)
@@ -61,7 +61,7 @@ def observe_batch(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now
 
 
 class Load:
-    """What the generators did since a batch: how many groups they worked on and had places for, and what took their time."""
+    """Load of the generators since the last batch: groups, places, and seconds by activity."""
 
     def __init__(self) -> None:
         self._spent: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Load:
         self._at_s: float | None = None
 
     def note(self, now_s: float, *, in_flight: int, places: int, in_touch: int) -> None:
-        """Note the load at `now_s`; it counts for the time since the last call."""
+        """Set the load at `now_s`. The load before it counts for the time since the last call."""
         self._load = {"in_flight": in_flight, "places": places, "in_touch": in_touch}
         elapsed_s = now_s - self._at_s if self._at_s is not None else 0.0
         for name, load in self._load.items():
@@ -81,31 +81,31 @@ class Load:
         metrics.generator_places.set(places)
 
     def spent(self, before: GeneratorSeconds, now: GeneratorSeconds) -> None:
-        """Note what one generator's process says it has done, and what it said before."""
+        """Add the activity of one generator's process between two of its reports."""
         for activity, seconds in msgspec.structs.asdict(now).items():
             self._spent[activity] += max(0.0, seconds - getattr(before, activity))
 
     def since_batch(self) -> dict[str, float]:
-        """Since the last call: mean loads, and the seconds of all generators by activity; names as of `batch_figures`.
+        """Return mean loads and the seconds of all generators by activity since the last call, named as in `batch_figures`.
 
-        Where no time has passed, the load is the one that was noted last.
+        If no time has passed, the means are the current load.
         """
         means = self._load
         if self._elapsed_s > 0:
             means = {name: seconds / self._elapsed_s for name, seconds in self._seconds.items()}
-        told = {OF_ONE_BATCH + name: float(figure) for name, figure in {**means, **self._spent}.items()}
+        figures = {OF_ONE_BATCH + name: float(figure) for name, figure in {**means, **self._spent}.items()}
         self._seconds, self._elapsed_s, self._spent = dict.fromkeys(self._seconds, 0.0), 0.0, Counter()
-        return told
+        return figures
 
 
 class Gauges:
-    """Brings the metrics up to what a buffer counts."""
+    """Updates the metrics from the counters of a buffer."""
 
     def __init__(self) -> None:
         self._shown: dict[tuple[str, str], int] = {}
 
     def show(self, buffer: Buffer, now_s: float) -> None:
-        """Set all metrics, and log which distances have become large."""
+        """Set all metrics, and log distances that have become large."""
         for sentence in buffer.bias.news():
             log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
         for name, distance in buffer.bias.distances().items():

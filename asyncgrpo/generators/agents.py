@@ -5,7 +5,7 @@ the chat template, and each later call must repeat the messages so far, our repl
 between two turns becomes an observation. A call that does not extend the conversation is refused, and its completion fails.
 
 What an agent sends first may be more than its row has: a system prompt, tools. So what its completion read first is kept with
-it (`Played.opening`), and `turns.with_common_prompt` makes the prompt of a group what all of them began with.
+it (`Played.opening`), and `rollout.with_common_prompt` makes the prompt of a group what all of them began with.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Builds what samples completions of several turns: an environment's, or an agent's."""
+"""Builds the sampler of several turns, and imports it only if the configuration has an environment or an agent."""
 
 import os
 from typing import TYPE_CHECKING

@@ -228,7 +228,7 @@ def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: 
 
     for _ in range(10 * REPORTED_STREAK):
         completion(scores)
-    sentence = "all of the last {} groups were filtered as without signal: " + words
+    sentence = "all of the last {} groups were filtered for lack of signal: " + words
     assert served.told == [
         ("warning", {"about": "filter", "text": sentence.format(n)}) for n in (REPORTED_STREAK, 10 * REPORTED_STREAK)
     ]
