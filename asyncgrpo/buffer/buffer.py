@@ -247,7 +247,7 @@ class Buffer:
                 num_dropped += 1
                 if num_dropped > prompts.longest_gap:
                     raise DataError(
-                        f"every prompt of data.train is in quarantine ({QUARANTINE_FILE} in the run's folder says why)"
+                        f"every prompt of data.train is in quarantine (see {QUARANTINE_FILE} in the run's folder)"
                     )
             elif may_be_alone:
                 self._isolated.leased(prompt_index)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # -- results of a suite ------------------------------------------------------------------------------------------------
 
 FEWEST_VOTES = 4
-"""Smallest k of maj@k. With two votes there is no majority of distinct ones, so maj@2 equals pass@1."""
+"""Smallest k of maj@k. Two different votes have no majority, so maj@2 equals pass@1."""
 
 
 def suite_of(prompt_id: str) -> str:

@@ -666,7 +666,7 @@ class BufferService:
             age_s = now_s - oldest.leased_at_s
             text += f", the oldest for {age_s:.0f} s at {oldest.holder} ({oldest.prompt.prompt_id})"
         elif not self._sessions:
-            text += ", no generator is in touch"
+            text += ", no generator is connected"
         if filtered := self._buffer.filtered.total() - self._filtered_before:
             text += f"; {filtered} since the last batch had equal rewards and were replaced"
         return text

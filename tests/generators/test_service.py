@@ -334,7 +334,7 @@ def test_an_engine_that_answers_nothing_any_more_ends_the_generator():
     hear_leases(loop, generator, *(numbered(number, prompt=REFUSED) for number in range(MAX_FAILED_LEASES)))
     assert len(failures(generator)) == MAX_FAILED_LEASES - 1 and task.done()
     (cause,) = task.exception().exceptions
-    assert isinstance(cause, EngineError) and "requests of 5 leases in a row" in str(cause)
+    assert isinstance(cause, EngineError) and "requests of 5 consecutive leases" in str(cause)
 
 
 def test_a_group_with_too_few_completions_at_its_cut_is_given_back_as_late():
