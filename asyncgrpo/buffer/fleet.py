@@ -1,17 +1,20 @@
-"""State of the connected generators: silences, speed, slow generators and the health of their rewards.
+"""State of the connected generators: silences, speed, slow generators, load and the health of their rewards.
 
 Times are arguments; there is no clock here.
 """
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
+from asyncgrpo import metrics
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import GeneratorSeconds, PolicyVersion, RewardHealth
-from asyncgrpo.wire.rollouts import RewardFailed
+from asyncgrpo.wire.rollouts import OF_ONE_BATCH, RewardFailed
 
 # -- silences ----------------------------------------------------------------------------------------------------------
 
@@ -257,6 +260,47 @@ class SlowGenerators:
             if name != generator and name not in self._benched
         ]
         return token_s / statistics.median_low(others) if others and token_s > SHORTEST_S else 0.0
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+class Load:
+    """Load of the generators since the last batch: groups, places, and seconds by activity."""
+
+    def __init__(self) -> None:
+        self._spent: Counter[str] = Counter()
+        self._seconds = {"in_flight": 0.0, "places": 0.0, "in_touch": 0.0}
+        self._load = dict.fromkeys(self._seconds, 0.0)
+        self._elapsed_s = 0.0
+        self._at_s: float | None = None
+
+    def note(self, now_s: float, *, in_flight: int, places: int, in_touch: int) -> None:
+        """Set the load at `now_s`. The load before it counts for the time since the last call."""
+        self._load = {"in_flight": in_flight, "places": places, "in_touch": in_touch}
+        elapsed_s = now_s - self._at_s if self._at_s is not None else 0.0
+        for name, load in self._load.items():
+            self._seconds[name] += load * elapsed_s
+        self._elapsed_s += elapsed_s
+        self._at_s = now_s
+        metrics.generator_places.set(places)
+
+    def spent(self, before: GeneratorSeconds, now: GeneratorSeconds) -> None:
+        """Add the activity of one generator's process between two of its reports."""
+        for activity, seconds in msgspec.structs.asdict(now).items():
+            self._spent[activity] += max(0.0, seconds - getattr(before, activity))
+
+    def since_batch(self) -> dict[str, float]:
+        """Return mean loads and the seconds of all generators by activity since the last call, named as in `batch_figures`.
+
+        If no time has passed, the means are the current load.
+        """
+        means = self._load
+        if self._elapsed_s > 0:
+            means = {name: seconds / self._elapsed_s for name, seconds in self._seconds.items()}
+        figures = {OF_ONE_BATCH + name: float(figure) for name, figure in {**means, **self._spent}.items()}
+        self._seconds, self._elapsed_s, self._spent = dict.fromkeys(self._seconds, 0.0), 0.0, Counter()
+        return figures
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------

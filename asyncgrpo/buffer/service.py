@@ -1,12 +1,11 @@
 """The buffer's process: one thread and one loop that serve generators, the learner and the driver over one socket.
 
-`BufferService` turns messages into calls of `Buffer` and `Evaluations`, and their results into messages. `totals.py` has
-its counters and metrics.
+`BufferService` turns messages into calls of `Buffer` and `Evaluations`, and their results into messages.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,8 +13,7 @@ import msgspec
 from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.fleet import Emit, RewardMonitor, Session, SilenceMonitor, SlowGenerators, Speeds
-from asyncgrpo.buffer.totals import Gauges, Load, batch_figures, counters, observe_batch
+from asyncgrpo.buffer.fleet import Emit, Load, RewardMonitor, Session, SilenceMonitor, SlowGenerators, Speeds
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
@@ -27,6 +25,7 @@ from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, decode
 from asyncgrpo.wire.groups import check_group, check_lease
 from asyncgrpo.wire.rollouts import (
+    OF_ONE_BATCH,
     REWARDS_PAUSED,
     Ack,
     AwaitsScores,
@@ -202,7 +201,12 @@ class BufferService:
         self._expire_leases(now_s)
         self._reassign_leases_of_silent(now_s)
         self._gauges.show(self._buffer, now_s)
-        self._note_load(now_s)
+        self._load.note(
+            now_s,
+            in_flight=self._buffer.num_sampled,
+            places=sum(session.window for session in self._sessions.values()),
+            in_touch=len(self._sessions),
+        )
         if (sentence := self._buffer.zero_signal_streak.news()) is not None:
             log.warning("%s (algorithm.filter_zero_signal)", sentence)
             self._emit("warning", about="filter", text=sentence)
@@ -227,14 +231,6 @@ class BufferService:
         """Return True if this generator holds a lease or a group that is not acknowledged."""
         is_held = self._buffer.held_by(name) or self._evaluations.held_by(name)
         return bool(is_held) or any(peer == other for _, other, _ in self._unacknowledged.values())
-
-    def _note_load(self, now_s: float) -> None:
-        self._load.note(
-            now_s,
-            in_flight=self._buffer.num_sampled,
-            places=sum(session.window for session in self._sessions.values()),
-            in_touch=len(self._sessions),
-        )
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -689,3 +685,86 @@ class BufferService:
         """Emit an event for the 1st, 10th, 100th, ... failed lease of each reason."""
         if (count := self._failures.add(reason)) is not None:
             self._emit("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
+
+
+# -- counters and metrics ----------------------------------------------------------------------------------------------
+
+
+def counters(buffer: Buffer) -> dict[str, float]:
+    """Return the totals of this process: groups by outcome, filtered groups by kind, tokens by fate, discarded completions.
+
+    Tokens in flight, prompts done and the distances of bias are momentary values.
+    """
+    totals: dict[str, Mapping[str, float]] = {
+        "groups": buffer.outcomes,
+        "filtered": buffer.filtered,
+        "tokens": buffer.tokens,
+        "completions": buffer.discarded,
+        "bias": buffer.bias.distances(),
+    }
+    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
+    return {f"{name}_{key}": float(value) for name, counts in totals.items() for key, value in counts.items()} | now
+
+
+def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> dict[str, float]:
+    """Return statistics of a taken batch: occupancy of the buffer and waiting time. Names begin with `OF_ONE_BATCH`.
+
+    `under_way` counts leased and ready groups, the batch included. `wanted` is absent if admission fills every slot,
+    `ready_seconds` if all groups come from an earlier start.
+    """
+    under_way = buffer.count(State.LEASED) + buffer.count(State.READY) + len(batch)
+    figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way}
+    if buffer.wanted is not None:
+        figures["wanted"] = buffer.wanted
+    figures_of_batch = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
+    waited = ready_seconds(batch, now_s)
+    return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
+
+
+def ready_seconds(batch: Sequence[GroupEntry], now_s: float) -> list[float]:
+    """Return the time that each group of `batch` was ready, seconds, without groups that an earlier start left."""
+    return [now_s - entry.ready_at_s for entry in batch if entry.ready_at_s is not None]
+
+
+def observe_batch(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now_s: float) -> None:
+    """Observe the batch of the step that starts at `version` in this process's metrics."""
+    for entry in batch:
+        lag = version - entry.oldest.number
+        metrics.group_lag_steps.observe(lag)
+        metrics.groups_at_bound_total.inc(lag >= entry.max_lag)
+    for waited_s in ready_seconds(batch, now_s):
+        metrics.group_ready_seconds.observe(waited_s)
+
+
+class Gauges:
+    """Updates the metrics from the counters of a buffer."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[str, str], int] = {}
+
+    def show(self, buffer: Buffer, now_s: float) -> None:
+        """Set all metrics, and log distances that have become large."""
+        for sentence in buffer.bias.news():
+            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
+        for name, distance in buffer.bias.distances().items():
+            metrics.bias_distance.labels(of=name).set(distance)
+        for metric, label, totals in (
+            (metrics.groups_total, "outcome", buffer.outcomes),
+            (metrics.tokens_total, "fate", buffer.tokens),
+            (metrics.completions_discarded_total, "why", buffer.discarded),
+        ):
+            for value, total in totals.items():
+                metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
+                self._shown[label, value] = total
+        metrics.lease_deadline_seconds.set(buffer.deadline_s)
+        metrics.quarantined_prompts.set(buffer.num_quarantined)
+        metrics.buffer_tokens.set(buffer.tokens_in_flight)
+        for state in State:
+            metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
+        metrics.max_lag_steps.set(buffer.max_lag)
+        metrics.buffer_slots.set(buffer.num_slots)
+        metrics.groups_wanted.set(buffer.num_slots if buffer.wanted is None else buffer.wanted)
+        oldest = buffer.oldest_lease()
+        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
+        metrics.epoch.set(buffer.epoch)
+        metrics.prompts_done.set(buffer.prompts_done)

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncgrpo.buffer import fleet, group_health, recovery
 from asyncgrpo.buffer import service as buffer_service
-from asyncgrpo.buffer.totals import Gauges
+from asyncgrpo.buffer.service import Gauges
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.journal import history, log
 from asyncgrpo.learner import ranks
