@@ -197,23 +197,6 @@ class _AllowOnly:
         return key == self._allowed
 
 
-class _Pieces:
-    """Queue of messages that arrived in one multipart message, two frames each."""
-
-    def __init__(self) -> None:
-        self._frames: deque[Buffer] = deque()
-
-    def add(self, frames: list[Any]) -> None:
-        self._frames.extend(frame.buffer for frame in frames)
-
-    def __bool__(self) -> bool:
-        return bool(self._frames)
-
-    def next(self) -> tuple[Message, memoryview]:
-        """Decode and remove the first message. Raises WireError if it is malformed."""
-        return decode([self._frames.popleft() for _ in range(min(2, len(self._frames)))])
-
-
 class _Dealer:
     """A DEALER: the client end of a connection."""
 
@@ -228,9 +211,13 @@ class _Dealer:
             self._socket.curve_publickey = keys.client_public
             self._socket.curve_secretkey = keys.client_secret
         self._socket.connect(endpoint)
-        self._arrived = _Pieces()
+        self._frames: deque[Buffer] = deque()  # received, two for each message
         self.endpoint = endpoint
         _open.add(self)
+
+    def _next(self) -> tuple[Message, memoryview]:
+        """Decode and remove the first received message. Raises WireError if it is malformed."""
+        return decode([self._frames.popleft() for _ in range(min(2, len(self._frames)))])
 
     def _refused(self) -> WireError:
         return WireError(f"{self.endpoint} is not connected: it refused the keys of this process")
@@ -256,11 +243,11 @@ class Client(_Dealer):
 
     def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
         """Receive a message and its payload. Return None after `timeout_s`. Raises WireError if it is malformed."""
-        if not self._arrived:
+        if not self._frames:
             if not self._socket.poll(max(0, int(timeout_s * 1000))):
                 return None
-            self._arrived.add(self._socket.recv_multipart(copy=False))
-        return self._arrived.next()
+            self._frames.extend(frame.buffer for frame in self._socket.recv_multipart(copy=False))
+        return self._next()
 
 
 class AsyncClient(_Dealer):
@@ -278,6 +265,6 @@ class AsyncClient(_Dealer):
 
     async def receive(self) -> tuple[Message, memoryview]:
         """Receive the next message and its payload. Raises WireError if it is malformed."""
-        if not self._arrived:
-            self._arrived.add(await self._socket.recv_multipart(copy=False))
-        return self._arrived.next()
+        if not self._frames:
+            self._frames.extend(frame.buffer for frame in await self._socket.recv_multipart(copy=False))
+        return self._next()
