@@ -94,7 +94,7 @@ class DeltaPart(Message):
 
 
 class PartTaken(Message):
-    """Reports the first `taken` bytes of a transfer as received, which is backpressure for more parts."""
+    """Reports the first `taken` bytes of a transfer as received; the publisher then sends more."""
 
     generator_id: Name
     transfer: int
