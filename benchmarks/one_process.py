@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import demo_rules

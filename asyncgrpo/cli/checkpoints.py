@@ -208,7 +208,7 @@ def _fit_to_machine(folder: Path, max_tokens: int) -> list[str]:
 
 async def _evaluate(config: Config) -> dict[str, Any]:
     """The report of an evaluation: of each suite, and of all completions."""
-    from asyncgrpo.buffer.suites import Scored, Suite
+    from asyncgrpo.buffer.evaluation import Scored, Suite
     from asyncgrpo.data.kept import ConcatPrompts
     from asyncgrpo.data.prompts import load_prompts
     from asyncgrpo.data.tokenizer import load_tokenizer

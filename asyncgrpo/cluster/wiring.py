@@ -17,11 +17,9 @@ import msgspec
 import xxhash
 
 from asyncgrpo import logs, metrics
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.eval_samples import EvalSamples
-from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.buffer.buffer import Buffer, group_seed
+from asyncgrpo.buffer.evaluation import EvalSamples, Evaluations
 from asyncgrpo.buffer.group_health import QUARANTINE_FILE, Quarantine
-from asyncgrpo.buffer.groups import group_seed
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.cluster.folder import hold
@@ -245,7 +243,7 @@ class BufferActor:
             vocabulary_size(config.model.path),
             reward_name=_reward_name(config),
             reward_has_worked=setup.reward_has_worked,
-            tell=EventLog(setup.run_dir / "metrics.jsonl").write,
+            emit=EventLog(setup.run_dir / "metrics.jsonl").write,
         )
         return BufferReady(
             endpoint=server.endpoint,

@@ -56,7 +56,7 @@ class Ledger:
         """Return the counters of the run so far, for the next checkpoint.
 
         Args:
-            counters: of the buffer of this start (`buffer/totals.py`).
+            counters: of the buffer of this start (`buffer/service.py`).
         """
         before = self._before
         totals: dict[str, float] = defaultdict(float, before)

@@ -128,7 +128,7 @@ class _Auditor:
     def _read(self) -> None:
         damage, differences = [], self.result.differences
         for segment in read_segments(self._run / "journal"):
-            damage += [f"damaged journal: {sentence}" for sentence in segment.damage_in_words]
+            damage += [f"damaged journal: {sentence}" for sentence in segment.damage_messages]
             for found in segment.found:
                 self._take(found.record)
         self.result.differences = damage + differences

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.admission import POLICIES
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.group_health import MIN_GROUPS
-from asyncgrpo.buffer.groups import State, group_seed, zero_signal
+from asyncgrpo.buffer.buffer import Buffer, State, group_seed
+from asyncgrpo.buffer.group_health import MIN_GROUPS, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.format import Dropped, JournalRecord

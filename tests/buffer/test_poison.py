@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, IsolatedPrompts, Quarantine
-from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.recovery import earlier_failures
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
@@ -375,7 +374,7 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_instead_of_looking_for_e
     buffer = make_buffer(count=3, epochs=None)
     for index in range(3):
         buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=index, attempts=3))
-    with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(quarantine.jsonl"):
+    with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(see quarantine.jsonl"):
         buffer.lease("g", 0.0)
 
 

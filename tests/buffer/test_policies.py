@@ -8,8 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, Fresh
 from asyncgrpo.buffer.auto_lag import STEPS
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
 from asyncgrpo.types import Lease, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
@@ -394,7 +393,7 @@ def see_step(
     fresh: Fresh, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0, slots: int = 1000
 ) -> int | None:
     """Return what is wanted after a step whose batch the learner asks for at `at_s`, and gets `wait_s` later."""
-    fresh.batch_asked(in_flight, ready, at_s, slots)
+    fresh.batch_requested(in_flight, ready, at_s, slots)
     fresh.batch_taken(at_s + wait_s)
     return fresh.wanted
 
@@ -506,7 +505,7 @@ def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready
     for lease in others:
         assert buffer.accept(spanning(lease, 0), b"") is None
     buffer.fail(first.lease_id, "failed")
-    buffer._admission._right.append(under_way(buffer))  # so that what is under way is enough
+    buffer._admission._targets.append(under_way(buffer))  # so that what is under way is enough
     assert buffer.take(v(0)) is None
     again = buffer.lease("a", 0.0)
     assert again is not None and again.prompt_index == first.prompt_index

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.recovery import bring_back, earlier_failures, reopen, surviving_path
 from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState

@@ -196,7 +196,7 @@ class EpochProcess(Process):
             self.line,  # type: ignore[arg-type]
             self.buffer,
             Evaluations((), Sampling(), 0, 60.0),
-            tell=lambda event, **fields: self.tellings.append((event, fields)),
+            emit=lambda event, **fields: self.tellings.append((event, fields)),
         )
         self.version = PolicyVersion(lineage, 0)
         self.hear(Trained(version=self.version), peer="learner")

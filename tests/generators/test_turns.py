@@ -13,8 +13,8 @@ from asyncgrpo.data.tokenizer import continuation, decoder, load_tokenizer
 from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.environments.base import EnvironmentFailed, Reply
 from asyncgrpo.errors import EngineError, RequestError
-from asyncgrpo.generators.rollout import GroupInFlight, Redundancy
-from asyncgrpo.generators.turns import Played, TurnSampler
+from asyncgrpo.generators.rollout import GroupInFlight, Played, Redundancy
+from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from tests.generators.test_rollout import make_lease
 from tests.learner.test_observations import true_logprobs

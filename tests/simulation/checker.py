@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, State, group_seed
 from asyncgrpo.buffer.group_health import ISOLATE_AFTER, Quarantine
-from asyncgrpo.buffer.groups import State, group_seed
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy

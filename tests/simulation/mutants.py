@@ -14,9 +14,8 @@ import msgspec
 from asyncgrpo.buffer import admission
 from asyncgrpo.buffer.admission import Mask, Policy, Wait, Window
 from asyncgrpo.buffer.auto_lag import AutoLag
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
-from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -101,7 +100,7 @@ def forget_dedup() -> list[Change]:
         max_lag = self.max_lag
         entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, max_lag)
         self._enter(entry)
-        self._turn(entry, State.READY)
+        self._set_state(entry, State.READY)
         entry.arrived(message, payload)
         self.outcomes["leased"] += 1
         return None
@@ -356,7 +355,7 @@ def step_trains_all() -> list[Change]:
     def sweeping(self: Buffer, version: PolicyVersion) -> None:
         for entry in self._entries.values():
             if entry.state is State.READY:
-                self._turn(entry, State.TAKEN)
+                self._set_state(entry, State.TAKEN)
         trained(self, version)
 
     return [(Buffer, "trained", sweeping)]

@@ -7,8 +7,7 @@ Weights are told apart by their history, not by their name: a step makes a child
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, JournalRecord, RunStarted
 from asyncgrpo.journal.history import History

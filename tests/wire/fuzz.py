@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig, WeightsConfig
 from asyncgrpo.data.prompts import PromptSource

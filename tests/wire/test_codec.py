@@ -121,7 +121,7 @@ def test_unknown_fields_and_unknown_kinds_are_refused():
         import xxhash
 
         header = msgspec.msgpack.encode(bad)
-        with pytest.raises(WireError, match="no known message"):
+        with pytest.raises(WireError, match="header matches no"):
             decode([xxhash.xxh3_64(header).digest() + header, b""])
     message, _ = decode(encode(Register(protocol=1, generator_id="g", incarnation="a", window=2)))
     assert message == Register(protocol=1, generator_id="g", incarnation="a", window=2)
