@@ -207,8 +207,8 @@ def _admission(progress: Progress) -> list[tuple[str, str]]:
     if under_way is None:
         return []
     of = f"{wanted:.1f} wanted" if wanted is not None else f"{progress.mean('slots'):.1f} slots"
-    text = f"mean {under_way:.1f} groups of {of}"
-    rows = [("under way", text + (f"; a group waits ready {ready:.2f} s" if ready is not None else ""))]
+    groups = f"mean {under_way:.1f} groups of {of}"
+    rows = [("under way", groups + (f"; a group waits ready {ready:.2f} s" if ready is not None else ""))]
     if text := _generators(progress):
         rows.append(("generators", text))
     if progress.advice:
