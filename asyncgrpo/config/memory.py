@@ -322,8 +322,7 @@ def _host(size: ModelSize, config: Config, ranks: int, generators: int) -> Holdi
     has_engine = config.generators.engine != "fake" and not engines_on_gpu
     parts = {name: ranks * held for name, held in of_rank.items()} | {
         "engines": generators * published_bytes(size, config) if has_engine else 0,
-        "checkpoint": ranks * rank.of_each(12 * rank.trained_numbers)
-        + (published_bytes(size, config) if ranks else 0),
+        "checkpoint": ranks * rank.of_each(12 * rank.trained_numbers) + (published_bytes(size, config) if ranks else 0),
         "publication": (_staged(config, ranks, generators) + arenas) * published_bytes(size, config),
         "processes": processes * process,
     }

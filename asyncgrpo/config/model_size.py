@@ -113,7 +113,8 @@ def size_at(path: str, *, may_download: bool = False) -> ModelSize | None:
     try:
         return None if folder is None else _counted((folder / "config.json").read_text(encoding="utf-8"))
     except Exception as error:  # transformers raises whatever a broken file leads to
-        log.warning("the memory of %s is not checked: its size is unknown (%s)", path, " ".join(str(error).split())[:200])
+        why = " ".join(str(error).split())[:200]
+        log.warning("model.path (%s): the memory of the run is not checked, because its size is unknown: %s", path, why)
         return None
 
 
@@ -127,11 +128,14 @@ def size_on_disk(path: str) -> ModelSize | None:
 
     None: the files are not here. Raises ConfigError: there is no such model.
     """
-    folder = local_model(path)
-    try:
-        return None if folder is None else _of_files(folder)
-    except (OSError, ValueError, TypeError, AttributeError):
+    if (folder := local_model(path)) is None:
         return None
+    try:
+        stored_bytes = _stored_bytes(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError):
+        return None
+    num_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+    return ModelSize(num_bytes // stored_bytes) if num_bytes else None
 
 
 def _downloaded(hub_id: str) -> Path | None:
@@ -141,16 +145,6 @@ def _downloaded(hub_id: str) -> Path | None:
         return Path(huggingface_hub.hf_hub_download(hub_id, "config.json", etag_timeout=5)).parent
     except Exception:  # no such model: loading its tokenizer reports it
         return None
-
-
-def _of_files(folder: Path) -> ModelSize | None:
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        num_bytes = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
-    else:
-        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return ModelSize(num_bytes // _stored_bytes(settings)) if num_bytes else None
 
 
 def _stored_bytes(settings: Mapping[str, Any]) -> int:
@@ -233,13 +227,10 @@ def _inputs(model: Any, layer: "nn.Module") -> tuple[list[Any], dict[str, Any]]:
         raise _Called(args, named)
 
     layer.register_forward_pre_hook(stop, with_kwargs=True)
+    ids, positions = torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS)[None]
+    mask = torch.ones(1, TOKENS)  # without one transformers looks at the positions, which have no values
     try:
-        model.get_decoder()(
-            input_ids=torch.zeros(1, TOKENS, dtype=torch.int64),
-            position_ids=torch.arange(TOKENS)[None],
-            attention_mask=torch.ones(1, TOKENS),  # without one transformers looks at the positions, which have no values
-            use_cache=False,
-        )
+        model.get_decoder()(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
     except _Called as called:
         (hidden, *others), named = called.args
     layer._forward_pre_hooks.clear()
@@ -254,7 +245,7 @@ def _kept(layer: "nn.Module", args: list[Any], named: dict[str, Any]) -> Kept:
         """Identity of a tensor's memory, for as long as the tensor lives."""
         return tensor.untyped_storage()._cdata
 
-    saved: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}  # it keeps the tensors alive
     flat = [x for value in (*args, *named.values()) for x in (value if isinstance(value, tuple) else (value,))]
     others = {storage(x) for x in (*layer.parameters(), *flat) if isinstance(x, torch.Tensor)}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.setdefault(storage(x), x.detach()), lambda x: x):
@@ -271,16 +262,16 @@ def _kept(layer: "nn.Module", args: list[Any], named: dict[str, Any]) -> Kept:
 
 def _with_adapters(layer: "nn.Module", linears: "Iterable[nn.Linear]") -> "nn.Module":
     """Freeze a layer, and add an adapter of rank 1 to its linear layers."""
-    import torch
-    import torch.nn.functional as F
+    from torch import empty
+    from torch.nn.functional import linear as multiply
 
-    def add(linear: Any, args: tuple[Any, ...], out: "Tensor") -> "Tensor":
-        return out + F.linear(F.linear(args[0], linear.down), linear.up)
+    def add(linear: "nn.Linear", args: tuple[Any, ...], out: "Tensor") -> "Tensor":
+        down = empty(1, linear.in_features, dtype=out.dtype, requires_grad=True)
+        up = empty(linear.out_features, 1, dtype=out.dtype, requires_grad=True)
+        return out + multiply(multiply(args[0], down), up)
 
     layer.requires_grad_(False)
     for linear in linears:
-        for name, shape in (("down", (1, linear.in_features)), ("up", (linear.out_features, 1))):
-            linear.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16)))
         linear.register_forward_hook(add)
     return layer
 
@@ -296,31 +287,20 @@ def _cache_of(config: Any) -> tuple[int, int]:
 # -- published models --------------------------------------------------------------------------------------------------
 
 
-def _published(
-    kind: str, vocabulary: int, row: tuple[int, int, int, int, int], *, width: int = 128, tied: bool
-) -> dict:
-    hidden, layers, heads, groups, inner = row
-    return {
-        "model_type": kind,
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "intermediate_size": inner,
-        "head_dim": width,
-        "tie_word_embeddings": tied,
-    }
-
+_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_FIELDS += ("intermediate_size", "tie_word_embeddings")
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": _published("qwen3", 151_936, (1024, 28, 16, 8, 3072), tied=True),
-    "Qwen3-1.7B": _published("qwen3", 151_936, (2048, 28, 16, 8, 6144), tied=True),
-    "Qwen2.5-3B": _published("qwen2", 151_936, (2048, 36, 16, 2, 11008), tied=True),
-    "Qwen3-4B": _published("qwen3", 151_936, (2560, 36, 32, 8, 9728), tied=True),
-    "Qwen3-8B": _published("qwen3", 151_936, (4096, 36, 32, 8, 12288), tied=False),
-    "Qwen3-14B": _published("qwen3", 151_936, (5120, 40, 40, 8, 17408), tied=False),
-    "Qwen3-32B": _published("qwen3", 151_936, (5120, 64, 64, 8, 25600), tied=False),
-    "Llama-3.1-70B": _published("llama", 128_256, (8192, 80, 64, 8, 28672), tied=False),
+    name: dict(zip(_FIELDS, values, strict=True), head_dim=128)
+    for name, values in {
+        "Qwen3-0.6B": ("qwen3", 151_936, 1024, 28, 16, 8, 3072, True),
+        "Qwen3-1.7B": ("qwen3", 151_936, 2048, 28, 16, 8, 6144, True),
+        "Qwen2.5-3B": ("qwen2", 151_936, 2048, 36, 16, 2, 11008, True),
+        "Qwen3-4B": ("qwen3", 151_936, 2560, 36, 32, 8, 9728, True),
+        "Qwen3-8B": ("qwen3", 151_936, 4096, 36, 32, 8, 12288, False),
+        "Qwen3-14B": ("qwen3", 151_936, 5120, 40, 40, 8, 17408, False),
+        "Qwen3-32B": ("qwen3", 151_936, 5120, 64, 64, 8, 25600, False),
+        "Llama-3.1-70B": ("llama", 128_256, 8192, 80, 64, 8, 28672, False),
+    }.items()
 }
 """The fields of `config.json` that set the size of models that many train, smallest first."""

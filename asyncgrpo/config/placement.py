@@ -260,9 +260,7 @@ def engine_gpus(size: ModelSize, config: Config, card: Card, n_gpus: int) -> lis
     return [best, *(n for n, fit in fits.items() if n != best and fit.completions >= config.algorithm.group_size)]
 
 
-def share_one_gpu(
-    size: ModelSize, config: Config, card: Card, decided: Mapping[str, Any] | None = None
-) -> Changes:
+def share_one_gpu(size: ModelSize, config: Config, card: Card, decided: Mapping[str, Any] | None = None) -> Changes:
     """The settings with which learner and generator share one GPU.
 
     First the learner gets what it needs, then the engine's weights and the KV cache of a few groups.
