@@ -287,8 +287,16 @@ def _cache_of(config: Any) -> tuple[int, int]:
 # -- published models --------------------------------------------------------------------------------------------------
 
 
-_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_FIELDS += ("intermediate_size", "tie_word_embeddings")
+_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     name: dict(zip(_FIELDS, values, strict=True), head_dim=128)

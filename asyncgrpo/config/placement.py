@@ -4,6 +4,8 @@ One rule decides: `problems` compares the memory that `memory.py` predicts with 
 before anything starts, `choose` and `share_one_gpu` choose settings, `report` is the table that commands print.
 """
 
+import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -117,37 +119,43 @@ def refuse(size: ModelSize, config: Config, card: Card) -> None:
     if not found:
         return
     side, why = next(iter(found.items()))
-    remedies = _for_learner(config) if side == "learner" else _for_engine(size, config)
-
-    def fits(change: Changes) -> bool:
-        filled = COMFORTABLE if side == "learner" else 1.0
-        after = problems(size, changed(config, change), card, filled=filled)
-        return side not in after and after.keys() <= found.keys()
-
-    nearest = [change for remedy in remedies if (change := next(filter(fits, remedy), None)) is not None]
-    simple = [c for i, c in enumerate(nearest) if not any(other.items() <= c.items() for other in nearest[:i])]
-    offered = [" ".join(f"{key}={value_in_words(value)}" for key, value in change.items()) for change in simple[:3]]
-    instead = f"it fits with {' or with '.join(offered)}" if offered else "use larger GPUs or a smaller model"
+    offers: list[Changes] = []
+    for change in _remedies(size, config, card, side):
+        if not any(simpler.items() <= change.items() for simpler in offers):
+            offers.append(change)
+    words = [" ".join(f"{key}={value_in_words(value)}" for key, value in change.items()) for change in offers[:3]]
+    instead = f"it fits with {' or with '.join(words)}" if words else "use larger GPUs or a smaller model"
     raise ConfigError(f"{why}; {instead}")
 
 
-def _for_learner(config: Config) -> list[list[Changes]]:
-    """Remedies for a learner that does not fit, each with its values from the smallest change to the largest."""
-    learner, ranks = config.learner, config.learner.ranks
-    smaller = [{"learner.tokens_per_microbatch": tokens} for tokens in _token_budgets(config)[1:]]
-    offload = [] if learner.offload_optimizer else [{"learner.offload_optimizer": True}]
-    adapters = [] if config.model.lora.rank else [{"model.lora.rank": 32} | change for change in ({}, *smaller)]
-    recompute = [{"learner.activation_checkpointing": True}] if learner.activation_checkpointing is False else []
+def _remedies(size: ModelSize, config: Config, card: Card, side: str) -> Iterator[Changes]:
+    """The smallest change of each kind with which `side` fits, or with which both share a GPU."""
+    learner, engine, ranks = config.learner, config.generators, config.learner.ranks
+    adapters: list[Changes] = [] if config.model.lora.rank else [{"model.lora.rank": 32}]
     if config.cluster.share_gpu:
-        return [_fractions(config, (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)), recompute, smaller, offload, adapters]
-    more = [{"learner.ranks": count} for count in range(ranks + 1, 8 * ranks + 1)]
-    return [recompute, smaller, offload, more, [one | other for one in offload for other in more], adapters]
+        for change in ({}, *adapters):
+            with contextlib.suppress(ConfigError):
+                yield change | share_one_gpu(size, changed(config, change), card)
+        return
+    if side == "engine":
+        kinds: list[list[Changes]] = [
+            [{"generators.memory_fraction": f} for f in (0.8, 0.85, 0.88) if f > engine.memory_fraction],
+            [{"generators.gpus_each": n} for n in (2, 4, 8) if n > engine.gpus_each and size.heads % n == 0],
+        ]
+    else:
+        recompute = [{"learner.activation_checkpointing": True}] if learner.activation_checkpointing is False else []
+        smaller = [{"learner.tokens_per_microbatch": tokens} for tokens in _token_budgets(config)[1:]]
+        offload = [] if learner.offload_optimizer else [{"learner.offload_optimizer": True}]
+        more = [{"learner.ranks": count} for count in range(ranks + 1, 8 * ranks + 1)]
+        offload_over_more = [one | other for one in offload for other in more]
+        kinds = [recompute, smaller, offload, more, offload_over_more]
+        kinds.append([one | other for one in adapters for other in ({}, *smaller)])
 
+    def fits(change: Changes) -> bool:
+        return side not in problems(size, changed(config, change), card, filled=COMFORTABLE)
 
-def _for_engine(size: ModelSize, config: Config) -> list[list[Changes]]:
-    each = config.generators.gpus_each
-    more = [{"generators.gpus_each": gpus} for gpus in (2, 4, 8) if gpus > each and size.heads % gpus == 0]
-    return [_fractions(config, (0.8, 0.85, 0.88)), [] if config.cluster.share_gpu else more]
+    for kind in kinds:
+        yield from itertools.islice(filter(fits, kind), 1)
 
 
 def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
@@ -233,12 +241,6 @@ def _token_budgets(config: Config) -> list[int]:
     while budgets[-1] // 2 >= max(longest, FEWEST_TOKENS):
         budgets.append(budgets[-1] // 2)
     return budgets
-
-
-def _fractions(config: Config, fractions: tuple[float, ...]) -> list[Changes]:
-    """Values of `generators.memory_fraction` beyond the present one, in the direction of `fractions`."""
-    now, rises = config.generators.memory_fraction, fractions[0] < fractions[-1]
-    return [{"generators.memory_fraction": f} for f in fractions if (f > now if rises else f < now)]
 
 
 def engine_gpus(size: ModelSize, config: Config, card: Card, n_gpus: int) -> list[int]:

@@ -165,7 +165,7 @@ def test_a_rank_that_does_not_fit_is_refused_with_what_would():
     assert len(offered) > 1
     for choice in offered:
         config = run("learner.ranks=2", "learner.tokens_per_microbatch=65536", *choice)
-        refuse(size("Qwen3-8B"), config, Card.of(config))
+        assert learner_rank(size("Qwen3-8B"), config).total <= COMFORTABLE * Card.of(config).num_bytes
 
 
 def test_an_engine_without_room_for_one_completion_is_refused():
@@ -180,14 +180,15 @@ def test_what_fits_in_no_way_says_so():
     assert refusal("Llama-3.1-70B", gb=8).endswith("use larger GPUs or a smaller model")
 
 
-def test_a_shared_gpu_is_refused_where_only_one_of_the_two_fits():
-    settings = ["model.lora.rank=8", "cluster.share_gpu=true", "generators.count=1", "learner.ranks=1"]
-    error = refusal("Qwen3-8B", *settings, "generators.memory_fraction=0.8")
-    assert "do not fit one GPU of 78.8 GiB together" in error
-    offered = error.partition("it fits with ")[2].split(" or with ")[0]
-    assert offered == "generators.memory_fraction=0.5"
-    config = run(*settings, offered)
-    refuse(size("Qwen3-8B"), config, Card.of(config))
+@pytest.mark.parametrize(("name", "rank", "gb"), [("Qwen3-8B", 8, 80), ("Qwen2.5-3B", 8, 24), ("Qwen3-8B", 0, 80)])
+def test_a_shared_gpu_is_refused_where_only_one_of_the_two_fits(name, rank, gb):
+    settings = [f"model.lora.rank={rank}", "cluster.share_gpu=true", "generators.count=1", "learner.ranks=1"]
+    settings.append("generators.memory_fraction=0.8")
+    error = refusal(name, *settings, gb=gb)
+    assert ("do not fit one GPU of" in error) == (rank > 0)
+    for offered in error.partition("it fits with ")[2].split(" or with "):
+        config = run(*settings, *offered.split(), gb=gb)
+        refuse(size(name), config, Card.of(config))
 
 
 def test_an_assumed_card_refuses_nothing():
@@ -269,12 +270,21 @@ def test_a_24_gb_card_is_shared(name, rank):
 
 @pytest.mark.parametrize("engine", ["sglang", "torch"])
 def test_an_engine_that_leaves_the_learner_too_little_of_a_shared_gpu_is_refused(engine):
-    """Torch in the learner is held to what the fraction leaves, whatever else the engine would take."""
+    """Torch in the learner is held to what the fraction leaves, also where the engine would take less."""
     settings = ["cluster.share_gpu=true", "generators.count=1", "learner.ranks=1", "model.lora.rank=8"]
     settings += ["generators.memory_fraction=0.85", f"generators.engine={engine}", "generators.groups_in_flight=1"]
     config = run(*settings, gb=24)
     with pytest.raises(ConfigError, match=r"generators\.memory_fraction=0\.85 leaves it"):
         refuse(size("Qwen3-0.6B"), config, Card.of(config))
+
+
+def test_a_torch_engine_makes_room_for_all_completions_whatever_its_fraction():
+    settings = ["cluster.share_gpu=true", "generators.count=1", "learner.ranks=1", "model.lora.rank=8"]
+    settings += ["generators.memory_fraction=0.1", "generators.engine=torch"]
+    fits, full = (run(*settings, f"generators.groups_in_flight={groups}") for groups in (48, 56))
+    refuse(size("Qwen3-0.6B"), fits, Card.of(fits))
+    with pytest.raises(ConfigError, match="do not fit one GPU"):
+        refuse(size("Qwen3-0.6B"), full, Card.of(full))
 
 
 def test_a_model_that_cannot_share_one_gpu_is_refused():
