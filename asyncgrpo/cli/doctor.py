@@ -226,7 +226,7 @@ def check_fit() -> Finding:
         import torch
     except Exception:
         return Finding("models", "note", "unknown without torch")
-    from asyncgrpo.config.fit import largest
+    from asyncgrpo.config.placement import largest
 
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     if not sizes:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from asyncgrpo.config.memory import Card, engine_gpu
+from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.engines.installed import why_sglang_cannot_run
 from asyncgrpo.errors import EngineError
@@ -67,9 +67,8 @@ def _beside_a_learner(config: Config) -> dict[str, Any]:
     By itself it takes a share of what is free when it starts. That is all before the learner has loaded, and little when a
     generator is started again beside one that trains. So the cache gets its size in tokens.
     """
-    shape = shape_at(config.model.path) if config.cluster.share_gpu and config.generators.gpus_each else None
-    if shape is None:
+    if not (config.cluster.share_gpu and config.generators.gpus_each and (size := size_at(config.model.path))):
         return {}
     found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    fit = engine_gpu(shape, config, Card.of(config, found))
+    fit = engine_gpu(size, config, Card.of(config, found))
     return {"max_total_tokens": fit.tokens, "mem_fraction_static": SHARED_FRACTION}

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncgrpo.config.fit import keeps_activations
 from asyncgrpo.config.memory import Card
+from asyncgrpo.config.model_size import size_at
+from asyncgrpo.config.placement import keeps_activations
 from asyncgrpo.config.schema import CRITIC, Config, LoraConfig
-from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner import attention, loading
 from asyncgrpo.learner.head import Reference, TokenScores, fused_loss, score
@@ -227,8 +227,8 @@ def recomputes(config: Config, device: torch.device) -> bool:
         return bool(wish)
     memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
-    shape = shape_at(config.model.path)
-    return shape is None or not keeps_activations(shape, config, Card.of(config, int(memory)))
+    size = size_at(config.model.path)
+    return size is None or not keeps_activations(size, config, Card.of(config, int(memory)))
 
 
 def choose_kernel(wish: str, device: torch.device, dtype: torch.dtype) -> str:
