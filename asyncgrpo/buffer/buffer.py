@@ -43,6 +43,9 @@ from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import Deliver
 
+MAX_ATTEMPTS = 3
+"""Leases of one prompt before it is dropped, with a count."""
+
 
 class Buffer:
     """The prompts and groups of a run's training, as the module's text says."""
@@ -59,6 +62,7 @@ class Buffer:
         journal: Ledger | None = None,
         quarantine: Quarantine | None = None,
         max_lag: int | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> None:
         """
         Args:
@@ -71,7 +75,7 @@ class Buffer:
         self._config = config
         self._policy = POLICIES[config.policy](config)
         self._admission = ADMISSIONS[config.admission](config)
-        self._auto = AutoLag(config.auto_lag, max_lag) if config.max_lag == "auto" else None
+        self._auto = AutoLag(config.auto_lag.max, max_lag) if config.max_lag == "auto" else None
         self._max_lag = config.largest_max_lag
         self.is_held_back = False
         """Whether it was the bound that made the learner wait when it was last refused a batch."""
@@ -92,6 +96,7 @@ class Buffer:
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt index
         self._blamed: Counter[int] = Counter()  # those of them for which the prompt is to blame
         self._ended: Counter[int] = Counter()  # leases that are over, failed or not: no lease id is granted twice
+        self._max_attempts = max_attempts
         self._deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
         self._isolated = IsolatedPrompts()
         self._quarantine = quarantine or Quarantine()
@@ -104,7 +109,7 @@ class Buffer:
         self.tokens: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
         """Completions that are in no group, by the names of `types.Discarded`."""
-        self.bias = BiasMonitor(config.bias_threshold)
+        self.bias = BiasMonitor()
         self._cancelled: list[GroupEntry] = []
 
     # -- leases --------------------------------------------------------------------------------------------------------
@@ -128,7 +133,7 @@ class Buffer:
         prompt_index, prompt = issued
         attempt = self._ended[prompt_index]
         group_id = f"{self._lineage}.{prompt_index}"
-        limit_s = self._deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._config.max_attempts)
+        limit_s = self._deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._max_attempts)
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -223,7 +228,7 @@ class Buffer:
             self._scored[entry.holder] += 1
 
     def fail(self, lease_id: str, reason: str) -> None:
-        """End a lease that failed. Its prompt is issued again before new ones, or dropped after `max_attempts`."""
+        """End a lease that failed. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
         entry = self._leased(lease_id)
         if entry is None:
             return
@@ -235,12 +240,12 @@ class Buffer:
         self._attempts[prompt_index] += 1
         self._blamed[prompt_index] += reason in BLAMED
         attempts = self._attempts[prompt_index]
-        is_final = attempts >= self._config.max_attempts
+        is_final = attempts >= self._max_attempts
         self._record_drop(lease_id, prompt_index, reason, is_final=is_final)
         if not is_final:
             self._requeue(entry)
             return
-        if self._blamed[prompt_index] >= self._config.max_attempts:
+        if self._blamed[prompt_index] >= self._max_attempts:
             prompt_id = entry.prompt.prompt_id
             self._quarantine.add(Case(prompt_id=prompt_id, reason=reason, prompt_index=prompt_index, attempts=attempts))
         self._leave(entry)
@@ -340,8 +345,7 @@ class Buffer:
             return self._refuse(message, "lineage")
         self._isolated.clear(entry.prompt_index)
         self._deadlines.took(sum(message.timings.values()))
-        for name in ("retried", "failed", "spare", "censored"):
-            self.discarded[name] += getattr(message.discarded, name)
+        self.discarded["censored"] += message.discarded.censored
         rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind, head)
@@ -432,7 +436,7 @@ class Buffer:
     def restore_failures(self, earlier: EarlierFailures) -> None:
         """Charge prompts with what went wrong in earlier starts. Every prompt still gets at least one lease more."""
         for counts, ours in ((earlier.attempts, self._attempts), (earlier.blamed, self._blamed)):
-            ours.update({index: min(count, self._config.max_attempts - 1) for index, count in counts.items()})
+            ours.update({index: min(count, self._max_attempts - 1) for index, count in counts.items()})
         self._ended.update(earlier.attempts)  # so that they are sampled with other seeds than those that failed
         self._isolated.restore(earlier.interruptions)
 
@@ -651,11 +655,11 @@ class Buffer:
                 self._give_up(entry, version.number, "cancelled")
 
     def _give_up(self, entry: GroupEntry, version: int, reason: str) -> None:
-        """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `max_attempts`."""
+        """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
         self._settle(entry, version, masked=None)
         self._leave(entry)
         self._attempts[entry.prompt_index] += 1
-        is_final = self._attempts[entry.prompt_index] >= self._config.max_attempts
+        is_final = self._attempts[entry.prompt_index] >= self._max_attempts
         reason = "always_stale" if is_final else reason
         self._record_drop(entry.lease.lease_id, entry.prompt_index, reason, is_final=is_final)
         if is_final:

@@ -8,7 +8,6 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from asyncgrpo.config.schema import RunConfig
 from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
@@ -17,12 +16,12 @@ log = logging.getLogger(__name__)
 class EvalSamples:
     """Writes the samples of evaluations into a folder."""
 
-    def __init__(self, folder: Path, limits: RunConfig) -> None:
+    def __init__(self, folder: Path, keep: int | None) -> None:
         """
         Args:
-            limits: those of the samples of training hold for these, too.
+            keep: files to keep, the newest; None: all.
         """
-        self._folder, self._limits = folder, limits
+        self._folder, self._keep = folder, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="eval-samples")
 
     def keep(self, step: int, groups: list[Deliver]) -> None:
@@ -42,6 +41,6 @@ class EvalSamples:
                 for group in sorted(groups, key=lambda g: g.prompt_index)
                 for sample in held_out_samples(group, step)
             ]
-            SampleWriter(self._folder, self._limits).write(step, rows)
+            SampleWriter(self._folder, self._keep).write(step, rows)
         except Exception as error:
             log.warning("the samples of the evaluation of step %d cannot be written: %s", step, error)

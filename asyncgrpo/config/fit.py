@@ -370,7 +370,7 @@ def _cache_of(shape: ModelShape, config: Config, card: Card, left: float) -> tup
     """Groups in flight and memory fraction of an engine that may hold `left` bytes of weights and KV cache."""
     item, generators = itemsize(config), config.generators
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    group = (config.algorithm.group_size + generators.extra_completions) * longest
+    group = config.algorithm.group_size * longest
     each = group * shape.cache_bytes_per_token(item, 1)
     weights = item * shape.parameters
     groups = min(int((left - weights) // each), generators.groups_in_flight)

@@ -22,7 +22,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncgrpo.config import rules
-from asyncgrpo.config.explain import bounds_in_words, choices, knobs, near, sections, type_in_words, value_in_words
+from asyncgrpo.config.explain import (
+    bounds_in_words,
+    choices,
+    knobs,
+    near,
+    removed,
+    sections,
+    type_in_words,
+    value_in_words,
+)
 from asyncgrpo.config.files import Layer, algorithm_file, find, flat, look_up, read, yaml_value
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.config.unknown_keys import Unknown, refusal
@@ -109,6 +118,24 @@ def problems(overrides: Sequence[str]) -> list[str]:
 def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
     """`config` with changes of the form `key=value`, which are read and checked as in `load_config`."""
     return load_config(None, overrides, base=_escape(msgspec.to_builtins(config)), algorithm=algorithm)
+
+
+def recorded(values: dict[str, Any], where: str) -> Config:
+    """Return the configuration that a run of any release recorded as plain values. Keys removed since are ignored.
+
+    Args:
+        where: the place of the values, for messages.
+    Raises:
+        ConfigError: a value or a key is unknown to this release.
+    """
+    layers = [Layer(where, _known_only(where, _without_removed(values)))]
+    _refuse_unknown(layers, {}, ())
+    return _convert(layers[0].values, layers, where)
+
+
+def _without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    kept = {name: value for name, value in values.items() if f"{prefix}{name}" not in removed().keys}
+    return {n: _without_removed(v, f"{prefix}{n}.") if isinstance(v, dict) else v for n, v in kept.items()}
 
 
 def to_yaml(config: Config) -> str:
@@ -320,8 +347,9 @@ def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], wh
     problem, _, path = message.partition(" - at `$.")
     key = _key_of(message)
     if "missing required field" in problem:
-        what = knobs()[key].description
-        return ConfigError(f"{where}: {key} is missing ({what}); write it in the file or {key}=... on the command line")
+        return ConfigError(
+            f"{where}: {key} is missing ({knobs()[key].description}); write it in the file or {key}=... on the command line"
+        )
     knob, value = knobs()[key], look_up(values, key)
     origin = next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
     place = re.fullmatch(r"[\w.]+\[(\d+)\](?:\.(\w+))?", path.rstrip("`"))

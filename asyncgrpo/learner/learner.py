@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
-from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
@@ -62,8 +61,6 @@ class Learner:
         self.config, self.rank, self.world, self.device = config, rank, world, torch.device(device)
         self.steps = 0
         """Updates for warm-up and schedule: those made, and those not made because their gradient was 0."""
-        self.kl_coef = config.algorithm.kl_coef
-        """The present one: it moves where `algorithm.kl_target` is set."""
         self._keeps_gathered = world == 1 and not config.model.lora.rank and not config.cluster.share_gpu
         """Between micro-batches: a second copy, which a frozen base hardly profits from, and an engine beside it needs."""
         self._precomputes = objective.needs_precompute(config.algorithm, config.learner.updates_per_step)
@@ -83,7 +80,7 @@ class Learner:
         self.optimizer = make_optimizer(self.model, config)
         self._offload = OptimizerOffload(self.optimizer, is_on=config.learner.offload_optimizer)
         self.saver = saving.Saver()
-        self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips, config.learner.grad_clip)
+        self._guard = GradientGuard(config.learner.spike_factor, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
         self.layout, self.weights = self._published.layout, self._published.weights
         self.snapshot = Snapshot(self._published, config.weights, rank=rank, world=world, device=self.device)
@@ -119,12 +116,10 @@ class Learner:
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
                 updates.append(self._update(lr, sums))
             totals.append(sums if self._precomputes else of_start(sums, len(updates), len(ahead)))
-        self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,
             batches,
             updates,
-            kl_coef=self.kl_coef,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
         )
@@ -153,13 +148,11 @@ class Learner:
         Returns:
             A function that waits until it is written, and raises CheckpointError. The next copy waits for this one.
         """
-        return self.saver.begin(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
+        return self.saver.begin(folder, self.model, self.optimizer, self.steps, self._guard.memory())
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
-        self.steps, steered, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
-        if self.config.algorithm.kl_target is not None:
-            self.kl_coef = steered
+        self.steps, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
         self._guard.recall(memory)
 
     def export(self, folder: str, tokenizer_path: str | None = None) -> None:
@@ -209,7 +202,7 @@ class Learner:
         """The minibatch, and what each of its micro-batches must know of the step before its gradient."""
         if not self._precomputes:
             return batch, [Precomputed()] * len(batch.trained)
-        return objective.precompute(batch, self._before, self.config.algorithm, kl_coef=self.kl_coef)
+        return objective.precompute(batch, self._before, self.config.algorithm)
 
     @torch.no_grad()
     def _before(self, batch: PackedBatch) -> objective.Scored:
@@ -259,7 +252,6 @@ class Learner:
             precomputed,
             version=version.number,
             max_length=self.config.sampling.max_tokens,
-            kl_coef=self.kl_coef,
             oldest_trained=self._oldest_trained(version),
         )
         scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
@@ -304,16 +296,6 @@ class Learner:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
-
-    def _steer_kl(self, totals: Sequence[Sums], num_completions: int) -> None:
-        """Move the coefficient of the KL towards its target."""
-        algorithm = self.config.algorithm
-        sums = merge(totals)
-        if algorithm.kl_target is not None and sums["tokens"] > 0:
-            kl = (sums["kl"] / sums["tokens"]).item()
-            self.kl_coef = adaptive_kl_coefficient(
-                self.kl_coef, kl, target=algorithm.kl_target, horizon=algorithm.kl_horizon, count=num_completions
-            )
 
     def _reduce(self, sums: Sums) -> Sums:
         """Sums of all ranks, in one exchange; on the CPU."""

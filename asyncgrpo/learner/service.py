@@ -28,7 +28,6 @@ from asyncgrpo.learner.record import Recorder
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import IsWritten, Layout
-from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import unpack_batch
@@ -229,9 +228,8 @@ class LearnerService:
 
     def _check_weights(self) -> None:
         """Score the sequences that every engine scores under these weights too."""
-        if is_checked(self.version, self._config.weights.check_every):
-            self._team.tell(RankCommand(what="check"))
-            self._publisher.expect(self.version, self._learner.check.score())
+        self._team.tell(RankCommand(what="check"))
+        self._publisher.expect(self.version, self._learner.check.score())
 
     def _fill_arena(self, layout: Layout, flat: Tensor) -> IsWritten | None:
         file = self._publisher.file

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from asyncgrpo.config.fit import changed, estimate
+from asyncgrpo.config.load import recorded
 from asyncgrpo.config.memory import Card
-from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.model import Prediction, Split, knee_groups, predict
@@ -127,7 +127,7 @@ def fits(profile: Profile, split: Split) -> bool:
     """Whether learner and engines fit their GPUs; True where the model's size is not known."""
     if not (profile.config and profile.gpus_each):
         return True
-    config = msgspec.convert(profile.config, Config)
+    config = recorded(profile.config, "the profile")
     shape = shape_at(config.model.path)
     if shape is None:
         return True

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
+from asyncgrpo.config.load import recorded
 from asyncgrpo.config.schema import Config
-from asyncgrpo.errors import JournalError
+from asyncgrpo.errors import ConfigError, JournalError
 from asyncgrpo.journal.format import BatchIssued, Delivered, RunStarted
 from asyncgrpo.journal.history import Found, History, is_on, read_run, surviving_path
 from asyncgrpo.learner.checkpoints import read_state
@@ -191,6 +190,6 @@ def _config(run: Path, run_started: RunStarted) -> Config:
     if not run_started.config:
         raise JournalError(f"the journal of {run} is of an older release, which did not keep the configuration in it")
     try:
-        return msgspec.convert(run_started.config, Config)
-    except msgspec.ValidationError as error:
-        raise JournalError(f"the configuration in the journal of {run} is of another release: {error}") from error
+        return recorded(run_started.config, f"the journal of {run}")
+    except ConfigError as error:
+        raise JournalError(f"the configuration is of another release: {error}") from error

@@ -279,7 +279,7 @@ class AnyPolicy(RuleBasedStateMachine):
     def start(self, policy, admission, per_step, max_lag, is_auto, too_long):
         self.policy, self.per_step, self.max_lag, self.count = policy, per_step, max_lag, 14
         self.is_auto = is_auto and policy in ("wait", "window", "drop")
-        chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(min=0, max=max_lag)} if self.is_auto else {}
+        chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(max=max(1, max_lag))} if self.is_auto else {}
         settings = {"max_lag": max_lag, "policy": policy, "admission": admission, "max_attempts": 3} | chosen
         self.buffer = make_buffer(self.count, per_step, too_long=too_long, **settings)
         self.bounds: dict[str, int] = {}  # of every lease
@@ -302,7 +302,7 @@ class AnyPolicy(RuleBasedStateMachine):
         low, waited = data.draw(st.booleans()), data.draw(st.sampled_from([0.0, 0.5]))
         for _ in range(STEPS):
             self.buffer.step_ended(v(self.version), {0: 1.0, self.buffer.max_lag: 0.1 if low else 1.0}, waited)
-        assert 0 <= self.buffer.max_lag <= self.max_lag
+        assert 1 <= self.buffer.max_lag <= max(1, self.max_lag)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())

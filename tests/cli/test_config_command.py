@@ -10,7 +10,7 @@ from asyncgrpo.config.load import load_config
 
 
 def test_explain_prints_one_key_or_all(asyncgrpo):
-    assert "completions to each prompt" in asyncgrpo("config", "explain", "algorithm.group_size").out
+    assert "Completions per prompt" in asyncgrpo("config", "explain", "algorithm.group_size").out
     assert len(asyncgrpo("config", "explain").out.splitlines()) == len(knobs())
 
 

@@ -155,11 +155,6 @@ def test_a_ratio_is_never_counted_twice(loss):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (
-            ["algorithm.kl_target=0.1"],
-            "algorithm.kl_target is 0.1, but algorithm.kl_coef is 0, so there is no KL to steer",
-        ),
-        (["algorithm.kl_target=0", "algorithm.kl_coef=1"], "algorithm.kl_target must be above 0; it is 0"),
         (["algorithm.kl_kind=k1", "algorithm.kl_coef=1"], "kl_kind=k1 has no gradient in expectation"),
         (
             ["algorithm.kl_kind=full", "algorithm.kl_coef=1", "algorithm.kl_in=reward"],
@@ -246,7 +241,7 @@ def test_settings_that_do_not_fit_each_other_are_refused(overrides, sentence):
     "overrides",
     [
         ["algorithm.kl_kind=k1", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
-        ["algorithm.kl_kind=full", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"],
+        ["algorithm.kl_kind=full", "algorithm.kl_coef=0.1"],
         ["algorithm.overlong_buffer=1024", "algorithm.truncated=mask"],
         ["algorithm.advantage=gae", "algorithm.critic.lam=1", "algorithm.critic.value_clip=null"],
         ["learner.minibatches=64", "algorithm.loss=gspo"],
