@@ -30,6 +30,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 AtLeastTwo = Annotated[int, Meta(ge=2)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -333,13 +334,13 @@ class CorrectionConfig(Section, frozen=True):
     """Ratio of the token, product of the completion (sequence), or its geometric mean."""
     action: Literal["truncate", "clip", "mask", "reject"] = "truncate"
     """Treatment of a ratio out of bounds: truncate, clip, weight 0 (mask), or weight 0 and otherwise 1 (reject)."""
-    low_ratio: float | None = None
+    low_ratio: PositiveFloat | None = None
     """Lower bound of the ratio, for importance and veto."""
-    high_ratio: float | None = None
+    high_ratio: PositiveFloat | None = None
     """Upper bound of the ratio, for importance and veto."""
-    max_nats: float | None = None
+    max_nats: PositiveFloat | None = None
     """Largest estimate (divergence) or mean log-ratio (opsm) to keep, nats."""
-    max_mean_square: float | None = None
+    max_mean_square: PositiveFloat | None = None
     """Largest mean square of the log-ratios, nats², for m2po; null: 0.04."""
     estimator: Literal["k2", "k3"] = "k3"
     """KL estimator, for divergence."""
@@ -354,7 +355,7 @@ class CriticConfig(Section, frozen=True):
     """Lambda of generalized advantage estimation."""
     value_coef: PositiveFloat = 0.5
     """Weight of the value loss."""
-    value_clip: float | None = 0.5
+    value_clip: PositiveFloat | None = 0.5
     """Largest change of a value before its loss is clipped; null: no clipping."""
     lr_scale: PositiveFloat = 10.0
     """Learning rate of the value head, as a multiple of learner.lr."""
@@ -432,7 +433,6 @@ class BufferConfig(Section, frozen=True):
     max_lag: NonNegativeInt | Literal["auto"] = 4
     """Maximum lag of a group's oldest token when it is trained, optimizer steps; 0: synchronous; auto: adapt to
     the importance ratios."""
-    auto_lag: AutoLagConfig = AutoLagConfig()
     policy: Literal["wait", "window", "drop", "mask", "train"] = "wait"
     """Enforcement of buffer.max_lag: wait for groups, wait in prompt order (window), drop groups, mask tokens, or
     train all."""
@@ -447,6 +447,7 @@ class BufferConfig(Section, frozen=True):
     """Write-ahead journal before a group is acknowledged: none (memory), written, or fsynced (docs/reliability.md)."""
     keep_journal: bool = False
     """Keep trained groups in the journal, for `asyncgrpo replay`."""
+    auto_lag: AutoLagConfig = AutoLagConfig()
 
     @property
     def largest_max_lag(self) -> int:
@@ -505,7 +506,7 @@ class LearnerConfig(Section, frozen=True):
     """Decay of the learning rate after warm-up, until run.steps."""
     lr_min_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Final learning rate of linear and cosine, as a multiple of learner.lr."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW betas."""
     weight_decay: NonNegativeFloat = 0.01
     """AdamW weight decay."""
@@ -515,7 +516,7 @@ class LearnerConfig(Section, frozen=True):
     """Optimizer updates per pass over a step's groups."""
     ppo_epochs: PositiveInt = 1
     """Passes over a step's groups, each of learner.minibatches updates."""
-    spike_factor: float | None = 1000.0
+    spike_factor: PositiveFloat | None = 1000.0
     """Skip updates with a gradient norm above this multiple of both the recent median and learner.grad_clip;
     null: skip only non-finite ones."""
     full_lr_signal: Annotated[float, Meta(ge=0, le=1)] = 1.0
