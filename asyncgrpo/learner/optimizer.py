@@ -83,7 +83,7 @@ MAX_SKIPS = 20
 class GradientGuard:
     """Judges gradient norms in the order in which they come; the same on every rank."""
 
-    def __init__(self, spike_factor: float | None, grad_clip: float, max_skips: int = MAX_SKIPS) -> None:
+    def __init__(self, spike_factor: float | None, grad_clip: float, *, max_skips: int = MAX_SKIPS) -> None:
         """
         Args:
             spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; none: nothing

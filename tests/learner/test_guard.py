@@ -22,7 +22,7 @@ def path(tmp_path_factory):
 
 def used_to(norm: float, *, factor: float | None = 3.0, max_skips: int = 5, clip: float = 1e-3) -> GradientGuard:
     """A guard that has seen enough updates of that norm."""
-    one = GradientGuard(factor, clip, max_skips)
+    one = GradientGuard(factor, clip, max_skips=max_skips)
     assert [one.judge(norm) for _ in range(ENOUGH)] == [None] * ENOUGH
     return one
 
@@ -89,13 +89,13 @@ def test_a_guard_goes_on_from_what_another_one_knew():
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 @pytest.mark.parametrize("factor", [None, 3.0])
 def test_a_norm_that_is_not_finite_is_never_made(norm, factor):
-    one = GradientGuard(factor, 5, 1e-3)
+    one = GradientGuard(factor, 1e-3)
     assert one.judge(norm) == f"the gradient norm is {norm}"
     assert one.judge(1.0) is None
 
 
 def test_a_gradient_of_zero_neither_counts_as_skipped_nor_ends_a_row_of_skips():
-    one = GradientGuard(None, 3, 1e-3)
+    one = GradientGuard(None, 1e-3, max_skips=3)
     assert [one.judge(0.0) for _ in range(9)] == [None] * 9 and one.skips == 0
     assert one.judge(math.nan) and one.judge(0.0) is None and one.judge(math.nan) and one.skips == 2
     with pytest.raises(TrainingError, match="3 updates in a row"):
