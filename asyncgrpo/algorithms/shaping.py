@@ -3,7 +3,6 @@
 A missing reward (NaN) stays missing.
 """
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,9 +11,6 @@ from torch import Tensor
 from asyncgrpo.algorithms.aggregation import sum_by_sequence
 
 TruncationRule = Literal["keep", "mask", "zero"]
-
-MAX_KL_ERROR = 0.2
-"""How far off its target, relatively, the adaptive controller takes a KL to be at most."""
 
 
 @torch.no_grad()
@@ -55,25 +51,6 @@ def reward_with_kl(rewards: Tensor, kl_per_token: Tensor, mask: Tensor, cu_seqle
     """
     kl = sum_by_sequence(torch.where(mask, kl_per_token.to(torch.float64), 0.0), cu_seqlens)
     return rewards.to(torch.float64) - coef * kl
-
-
-def adaptive_kl_coefficient(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
-    """The next coefficient of a KL that is to stay near its target.
-
-        coef (1 + clip(kl / target - 1, ±0.2) count / horizon)        at least coef / 2; coef where kl is not finite
-
-    Args:
-        coef: the coefficient so far.
-        kl: measured with it, mean per token or per completion, in the unit of `target`; nats.
-        horizon: in the unit of `count`: after so many, a KL far off has moved the coefficient by about a fifth.
-        count: completions (or steps) since the last call.
-    Source:
-        arXiv:1909.08593; target 0.1 and horizon 10000 completions in verl.
-    """
-    if not math.isfinite(kl):
-        return coef
-    error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return coef * max(1 + error * count / horizon, 0.5)
 
 
 class Truncation(NamedTuple):

@@ -46,6 +46,9 @@ from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import Deliver
 
+MAX_ATTEMPTS = 3
+"""Leases of one prompt before it is dropped, with a count."""
+
 
 class State(enum.Enum):
     """State of a group that holds a slot. A trained, filtered, dropped or requeued group has no entry."""
@@ -119,6 +122,7 @@ class Buffer:
         journal: Ledger | None = None,
         quarantine: Quarantine | None = None,
         max_lag: int | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> None:
         """
         Args:
@@ -131,7 +135,7 @@ class Buffer:
         self._config = config
         self._policy = POLICIES[config.policy](config)
         self._admission = ADMISSIONS[config.admission](config)
-        self._auto = AutoLag(config.auto_lag, max_lag) if config.max_lag == "auto" else None
+        self._auto = AutoLag(config.auto_lag.max, max_lag) if config.max_lag == "auto" else None
         self._max_lag = config.largest_max_lag
         self.is_held_back = False
         """True if the bound on lag was why the last `take` returned None."""
@@ -152,6 +156,7 @@ class Buffer:
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt index
         self._blamed: Counter[int] = Counter()  # the failed attempts among them that the prompt caused
         self._ended: Counter[int] = Counter()  # finished leases by prompt index, so that no lease id is granted twice
+        self._max_attempts = max_attempts
         self._deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
         self._isolated = IsolatedPrompts()
         self._quarantine = quarantine or Quarantine()
@@ -164,7 +169,7 @@ class Buffer:
         self.tokens: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
         """Completions left out of their groups, by the field names of `types.Discarded`."""
-        self.bias = BiasMonitor(config.bias_threshold)
+        self.bias = BiasMonitor()
         self._cancelled: list[GroupEntry] = []
 
     # -- leases --------------------------------------------------------------------------------------------------------
@@ -188,7 +193,7 @@ class Buffer:
         prompt_index, prompt = issued
         attempt = self._ended[prompt_index]
         group_id = f"{self._lineage}.{prompt_index}"
-        limit_s = self._deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._config.max_attempts)
+        limit_s = self._deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._max_attempts)
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -283,7 +288,7 @@ class Buffer:
             self._scored[entry.holder] += 1
 
     def fail(self, lease_id: str, reason: str) -> None:
-        """End a lease that failed. Its prompt is issued again before new ones, or dropped after `max_attempts`."""
+        """End a lease that failed. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
         entry = self._leased(lease_id)
         if entry is None:
             return
@@ -295,12 +300,12 @@ class Buffer:
         self._attempts[prompt_index] += 1
         self._blamed[prompt_index] += reason in BLAMED
         attempts = self._attempts[prompt_index]
-        is_final = attempts >= self._config.max_attempts
+        is_final = attempts >= self._max_attempts
         self._record_drop(lease_id, prompt_index, reason, is_final=is_final)
         if not is_final:
             self._requeue(entry)
             return
-        if self._blamed[prompt_index] >= self._config.max_attempts:
+        if self._blamed[prompt_index] >= self._max_attempts:
             prompt_id = entry.prompt.prompt_id
             self._quarantine.add(Case(prompt_id=prompt_id, reason=reason, prompt_index=prompt_index, attempts=attempts))
         self._leave(entry)
@@ -400,8 +405,7 @@ class Buffer:
             return self._refuse(message, "lineage")
         self._isolated.clear(entry.prompt_index)
         self._deadlines.observe(sum(message.timings.values()))
-        for name in ("retried", "failed", "spare", "censored"):
-            self.discarded[name] += getattr(message.discarded, name)
+        self.discarded["censored"] += message.discarded.censored
         rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind, head)
@@ -492,7 +496,7 @@ class Buffer:
     def restore_failures(self, earlier: EarlierFailures) -> None:
         """Charge prompts with what went wrong in earlier starts. Every prompt still gets at least one lease more."""
         for counts, ours in ((earlier.attempts, self._attempts), (earlier.blamed, self._blamed)):
-            ours.update({index: min(count, self._config.max_attempts - 1) for index, count in counts.items()})
+            ours.update({index: min(count, self._max_attempts - 1) for index, count in counts.items()})
         self._ended.update(earlier.attempts)  # so that they are sampled with other seeds than those that failed
         self._isolated.restore(earlier.interruptions)
 
@@ -712,11 +716,11 @@ class Buffer:
                 self._give_up(entry, version.number, "cancelled")
 
     def _give_up(self, entry: GroupEntry, version: int, reason: str) -> None:
-        """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `max_attempts`."""
+        """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
         self._settle(entry, version, masked=None)
         self._leave(entry)
         self._attempts[entry.prompt_index] += 1
-        is_final = self._attempts[entry.prompt_index] >= self._config.max_attempts
+        is_final = self._attempts[entry.prompt_index] >= self._max_attempts
         reason = "always_stale" if is_final else reason
         self._record_drop(entry.lease.lease_id, entry.prompt_index, reason, is_final=is_final)
         if is_final:

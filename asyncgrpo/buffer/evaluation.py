@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from asyncgrpo import metrics
 from asyncgrpo.algorithms.estimates import Estimate, majority_at, mean_of, pass_at, powers_up_to, share_of
-from asyncgrpo.config.schema import RunConfig
 from asyncgrpo.rewards.rules import vote_of
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire.rollouts import Deliver, EvalResult, SuiteResult
@@ -336,12 +335,12 @@ class EvalSamples:
     is logged and the file is missing. A thread writes, because a large file takes seconds in which the buffer must reply.
     """
 
-    def __init__(self, folder: Path, limits: RunConfig) -> None:
+    def __init__(self, folder: Path, keep: int | None) -> None:
         """
         Args:
-            limits: settings of the samples of training, which also apply here.
+            keep: number of newest files to keep; None: all.
         """
-        self._folder, self._limits = folder, limits
+        self._folder, self._keep = folder, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="eval-samples")
 
     def keep(self, step: int, groups: list[Deliver]) -> None:
@@ -361,6 +360,6 @@ class EvalSamples:
                 for group in sorted(groups, key=lambda g: g.prompt_index)
                 for sample in held_out_samples(group, step)
             ]
-            SampleWriter(self._folder, self._limits).write(step, rows)
+            SampleWriter(self._folder, self._keep).write(step, rows)
         except Exception as error:
             log.warning("cannot write the samples of the evaluation of step %d: %s", step, error)

@@ -357,6 +357,10 @@ class Settled:
     """Mean tokens of a completion that have a weight; None: the group is not trained."""
 
 
+BIAS_THRESHOLD = 0.1
+"""Distance of trained from generated groups, 0 to 1, above which `BiasMonitor.news` warns."""
+
+
 class BiasMonitor:
     """Compares the trained groups with all generated ones, over the last groups that were settled.
 
@@ -376,12 +380,7 @@ class BiasMonitor:
     without signal, which the learner is not to see, and groups that failed.
     """
 
-    def __init__(self, threshold: float) -> None:
-        """
-        Args:
-            threshold: `news` warns of distances above it.
-        """
-        self._threshold = threshold
+    def __init__(self) -> None:
         self._settled: deque[Settled] = deque(maxlen=BIAS_WINDOW)
         self._distances: dict[str, float] | None = None  # None: a group was settled since
         self._above: set[str] = set()
@@ -422,7 +421,7 @@ class BiasMonitor:
     def news(self) -> list[str]:
         """A warning for each distance that rose above the threshold since the last call."""
         distances = self.distances()
-        above = {name for name in WARNED_OF if distances.get(name, 0.0) > self._threshold}
+        above = {name for name in WARNED_OF if distances.get(name, 0.0) > BIAS_THRESHOLD}
         new, self._above = above - self._above, above
         if not new:
             return []

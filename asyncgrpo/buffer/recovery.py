@@ -76,7 +76,7 @@ def reopen(
     history = read_rest(folder, run_started.parent, prompts.is_done, keep=config.keep_journal)
     repair(history)
     if config.max_lag == "auto":
-        auto = AutoLag(config.auto_lag, bound_in_force(history, run_started.parent))
+        auto = AutoLag(config.auto_lag.max, bound_in_force(history, run_started.parent))
         run_started = msgspec.structs.replace(run_started, max_lag=auto.max_lag)
     verdicts = judge(history, prompts, run_started, config)
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
@@ -157,9 +157,8 @@ def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
 def judge(history: History, prompts: PromptSource, run_started: RunStarted, config: BufferConfig) -> list[Verdict]:
     """A verdict on every group that is neither trained on the path nor dropped, in order of arrival.
 
-    The reasons: `superseded` (the prompt is done, or a later group is of the same prompt), `resume`
-    (`buffer.after_resume` is `drop`), `incompatible` (sampled or scored under other settings), `ahead` (sampled by
-    weights that are gone), `damaged`, `stale`.
+    The reasons: `superseded` (the prompt is done, or a later group is of the same prompt), `incompatible` (sampled or
+    scored under other settings), `ahead` (sampled by weights that are gone), `damaged`, `stale`.
 
     Args:
         prompts: restored from the checkpoint.
@@ -181,8 +180,6 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
         reason: str | None = None
         if not prompts.is_wanted(record.prompt_index):
             reason = "superseded"
-        elif config.after_resume == "drop":
-            reason = "resume"
         elif start is None or start.compatibility_key != run_started.compatibility_key:
             reason = "incompatible"
         elif not all(is_on(path, version) for version in record.versions):

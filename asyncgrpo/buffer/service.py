@@ -745,7 +745,7 @@ class Gauges:
     def show(self, buffer: Buffer, now_s: float) -> None:
         """Set all metrics, and log distances that have become large."""
         for sentence in buffer.bias.news():
-            log.warning("%s (buffer.bias_threshold, docs/staleness.md)", sentence)
+            log.warning("%s (docs/staleness.md)", sentence)
         for name, distance in buffer.bias.distances().items():
             metrics.bias_distance.labels(of=name).set(distance)
         for metric, label, totals in (

@@ -208,7 +208,7 @@ class Run:
         report: Callable[[str], None],
     ) -> str:
         """Train with one core until it is lost, then with the next. Generators live on. Returns how training ended."""
-        budget, losses_in_a_row = Budget("buffer and learner", setup.config.cluster.restarts), 0
+        budget, losses_in_a_row = Budget("buffer and learner", setup.config.generators.restarts), 0
         metrics.restarts_spent_ratio.labels(of="core").set_function(lambda: budget.spent)
         while True:
             core = Core(setup, placement, watch)

@@ -234,7 +234,7 @@ def engine_gpu(size: ModelSize, config: Config, card: Card) -> EngineFit:
     """One GPU of an engine. The KV cache gets what `generators.memory_fraction` leaves beside the weights."""
     generators, item = config.generators, itemsize(config)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    wanted = generators.groups_in_flight * (config.algorithm.group_size + generators.extra_completions)
+    wanted = generators.groups_in_flight * config.algorithm.group_size
     of_token = size.cache_bytes_per_token(item, generators.gpus_each)
     each = longest * of_token
     weights = ceil(item * size.parameters / generators.gpus_each)

@@ -279,7 +279,7 @@ def share_one_gpu(size: ModelSize, config: Config, card: Card, decided: Mapping[
     config, weights = changed(config, shared), itemsize(config) * size.parameters
     in_flight = config.generators.groups_in_flight
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    completions = config.algorithm.group_size + config.generators.extra_completions
+    completions = config.algorithm.group_size
     of_group = completions * longest * size.cache_bytes_per_token(itemsize(config), 1)
     for enough in (min(in_flight, 4), 1):
         for saving in _savings(config, decided or {}):

@@ -76,11 +76,6 @@ class _Split:
     limit: int | None
 
 
-def folder_of(config: Config, run_dir: Path) -> Path:
-    """The folder that keeps the prompts of a run."""
-    return Path(config.data.cache) if config.data.cache is not None else run_dir / "prompts"
-
-
 def is_lazy(config: Config) -> bool:
     """Return True if the rows of the training files are tokenised lazily."""
     return _num_bytes(next(_splits(config))) > SMALL_BYTES
@@ -197,7 +192,7 @@ def _keep(table: PromptTable, place: Path, key: str) -> None:
 
 
 def _place(config: Config, run_dir: Path, split: _Split, key: str) -> Path:
-    return folder_of(config, run_dir) / f"{split.name}-{key}.bin"
+    return run_dir / "prompts" / f"{split.name}-{key}.bin"
 
 
 def _key(config: Config, split: _Split) -> str | None:

@@ -24,7 +24,7 @@ def build_engine(config: Config, *, seed: int) -> Engine:
     generators = config.generators
     dtype = getattr(torch, config.model.dtype)
     max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
-    max_completions = generators.groups_in_flight * (config.algorithm.group_size + generators.extra_completions)
+    max_completions = generators.groups_in_flight * config.algorithm.group_size
     if generators.engine == "sglang":
         if (why := why_sglang_cannot_run()) is not None:
             raise EngineError(f"generators.engine is sglang, which cannot run here: {why}")

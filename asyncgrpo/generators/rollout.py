@@ -1,13 +1,10 @@
-"""Makes a group of a lease: samples its completions, scores each as soon as it is complete, and chooses among them.
+"""Turns a lease into a group: samples its completions and scores each as soon as it is complete.
 
-A reward that takes groups is called once, when the group is sampled; at its deadline, for the completions that are.
+A reward that takes groups is called once: when the group is sampled, or at its deadline for the completions that are.
 
-The first n completions to finish are the n shortest of those launched, and training on them teaches brevity. So
-completions are chosen in their order of launch, which nothing about a completion can change. When a completion finished
-never decides between two that did. Only the deadline of the group can leave a long completion out, and these are counted.
-
-A completion that failed (its reward hung, it was aborted) is sampled again where that is allowed; otherwise it is part of
-the group, with its failure by name. A failure of the engine is an exception.
+A group has all of its completions, those that failed included, each with its failure by name. Only the deadline of the
+group can leave a completion out: the late ones are cut and counted, because most of them are long. A failure of the
+engine is an exception.
 """
 
 import asyncio
@@ -18,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -159,94 +156,42 @@ class Activities:
         return self._running[activity] > 0
 
 
-# -- which completions make a group ------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Launched:
     """A completion that was launched."""
 
     index: int
-    """Its position in the order of launch, from 0."""
-    num_retries: int = 0
+    """Position in the order of launch, from 0."""
     seed: int = 0
     completion: Completion | None = None
-    """The completion of the present try; None: it is still sampled."""
+    """None while it is sampled."""
     score: Score | None = None
-    """Its final score; None: it is still sampled, scored, or sampled again."""
+    """Final score; None while it is sampled or scored."""
 
     @property
     def is_good(self) -> bool:
-        """Whether it is complete and has a reward."""
+        """True if it is complete and has a reward."""
         return self.score is not None and self.score.failure is None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled in the present try."""
+        """Tokens sampled."""
         return 0 if self.completion is None else len(self.completion.token_ids)
 
     @property
     def rollout(self) -> Rollout:
-        """Its rollout, once it is done."""
+        """Its rollout, once it is scored."""
         assert self.completion is not None and self.score is not None, self
         return Rollout(self.completion, self.score, self.seed)
-
-
-def choose(launched: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
-    """Choose the completions that make the group, in order of launch; None: it is not decided yet.
-
-    They are the first `wanted` that did not fail. Until the deadline each of them is waited for; from then on those that
-    are not done are passed over. Where too few are good, failed completions fill the places.
-
-    Args:
-        launched: every launched completion, in order of launch.
-        is_late: the deadline of the group has come.
-    """
-    good: list[Launched] = []
-    for one in launched:
-        if len(good) == wanted:
-            break
-        if one.is_good:
-            good.append(one)
-        elif one.score is None and not is_late:
-            return None
-    failed = [one for one in launched if one.score is not None and not one.is_good]
-    return sorted(good + failed[: wanted - len(good)], key=lambda one: one.index)
-
-
-def censored(launched: Sequence[Launched], wanted: int) -> list[Launched]:
-    """The completions that a cut leaves out: of the first `wanted` that did not fail, those that are not done."""
-    not_failed = [one for one in launched if one.score is None or one.is_good]
-    return [one for one in not_failed[:wanted] if one.score is None]
-
-
-# -- one group ---------------------------------------------------------------------------------------------------------
 
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into the text that the reward reads."""
 
-SEED_STRIDE = 2**20
-"""Distance between the seeds of one completion's tries: more than the completions of a group, so no two tries share one."""
 ABORT_WITHIN_S = 5.0
-"""How long an engine may take to hand over the tokens of completions that are not wanted any more. Later ones are not
-counted."""
-HOPELESS = frozenset({"unknown_source", "not_applicable"})
-"""Failures of a reward that depend on the prompt only: another completion would have the same."""
-PERMANENT = HOPELESS | {"aborted", FAILURE}
-"""Failures that another call of the reward would repeat."""
-
-
-class Redundancy(NamedTuple):
-    """What a generator does against completions of a training group that fail."""
-
-    retries: int = 0
-    """How often one completion is sampled again after its request or its reward failed."""
-    extra: int = 0
-    """Completions launched beyond those wanted."""
-
-
-NO_REDUNDANCY = Redundancy()
+"""Deadline for an engine to hand over the tokens of aborted completions. Later ones are not counted."""
+PERMANENT = frozenset({"unknown_source", "not_applicable", "aborted", FAILURE})
+"""Failures that another call of the reward would not change."""
 
 
 class TooFewCompletions(Exception):
@@ -258,7 +203,7 @@ class GivenUp(Exception):
 
 
 class GroupInFlight:
-    """A lease that is worked on: its requests run and its completions are scored, until `choose` has a group."""
+    """A lease that is worked on: its requests run and its completions are scored, until the group is complete or cut."""
 
     def __init__(
         self,
@@ -266,7 +211,6 @@ class GroupInFlight:
         engine: CompletionSource,
         reward: Reward,
         decode: Decode,
-        redundancy: Redundancy = NO_REDUNDANCY,
         reward_works: Callable[[], Awaitable[bool]] | None = None,
         activities: Activities | None = None,
     ) -> None:
@@ -285,14 +229,10 @@ class GroupInFlight:
         """Completions that a group reward will score together."""
         self._is_scoring_group = False
         self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
-        trains = lease.purpose == "train"
-        self._retries = redundancy.retries if trains else 0
-        count = lease.num_completions + (redundancy.extra if trains else 0)
-        self._launched = [Launched(index) for index in range(count)]
-        self._baseline = [Launched(count)] if lease.with_greedy else []
+        self._launched = [Launched(index) for index in range(lease.num_completions)]
+        self._baseline = [Launched(lease.num_completions)] if lease.with_greedy else []
         self._min_completions = lease.min_completions or lease.num_completions
-        can_do_without = count > lease.num_completions or self._min_completions < lease.num_completions
-        self._cut_after_s = lease.cut_after_s if can_do_without else None
+        self._cut_after_s = lease.cut_after_s if self._min_completions < lease.num_completions else None
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._scorings: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -300,8 +240,7 @@ class GroupInFlight:
         self._refusal: RequestError | None = None
         self._is_over = False
         self.is_sampled = asyncio.Event()
-        """Set once every completion has been sampled: only scores are missing, unless one is sampled again."""
-        self._retried, self._retried_tokens = 0, 0
+        """Set once every completion has been sampled: only scores are missing."""
 
     def give_up(self) -> None:
         """Cancel the group: `generate` raises GivenUp soon."""
@@ -311,7 +250,7 @@ class GroupInFlight:
     @property
     def num_tokens(self) -> int:
         """Tokens sampled for the group so far, in completions that the engine returned."""
-        return self._retried_tokens + sum(one.num_tokens for one in [*self._launched, *self._baseline])
+        return sum(one.num_tokens for one in [*self._launched, *self._baseline])
 
     async def generate(self, generator_id: str) -> Group:
         """Generate the group of the lease.
@@ -364,7 +303,7 @@ class GroupInFlight:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     async def _decided(self) -> list[Launched]:
-        """The completions of the group, as soon as `choose` decides."""
+        """Return the completions of the group, in order of launch: all of them, or at the deadline those that are done."""
         cut_at_s = None if self._cut_after_s is None else self._started_s + self._cut_after_s
         is_late = False
         while True:
@@ -372,17 +311,17 @@ class GroupInFlight:
                 raise self._failure
             # Completions that are being scored again, or together at the deadline, are not cut meanwhile.
             is_cut = is_late and not self._is_scoring_again and not self._is_scoring_group
-            chosen = choose(self._launched, self._lease.num_completions, is_late=is_cut)
+            done = [one for one in self._launched if one.score is not None]
             has_baseline = all(one.score is not None for one in self._baseline)
-            if chosen is not None and has_baseline and self._is_unscored([*chosen, *self._baseline]):
-                self._begin_to_score_again([*chosen, *self._baseline])
-                continue
-            if chosen is not None and has_baseline and (not is_cut or len(chosen) >= self._min_completions):
-                return chosen
+            if has_baseline and (is_cut or len(done) == len(self._launched)):
+                if self._is_unscored([*done, *self._baseline]):
+                    self._begin_to_score_again([*done, *self._baseline])
+                    continue
+                if not is_cut or len(done) >= self._min_completions:
+                    return done
             if is_cut:
-                done = 0 if chosen is None else len(chosen)
                 raise TooFewCompletions(
-                    f"{done} of {self._lease.num_completions} completions were done after {self._cut_after_s:.0f} s"
+                    f"{len(done)} of {self._lease.num_completions} completions were done after {self._cut_after_s:.0f} s"
                     + ("" if has_baseline else ", and not the greedy one")
                 )
             self._changed.clear()
@@ -433,21 +372,13 @@ class GroupInFlight:
         """Abort the running requests and count the discarded completions and tokens."""
         self._is_over = True
         others = [one for one in self._launched if one not in chosen]
-        num_failed = sum(one.score is not None and not one.is_good for one in others)
-        num_censored = len(censored(self._launched, self._lease.num_completions))
         running = dict(self._requests)
         if any(one.completion is None for one in [*others, *self._baseline]):
             for request_id in running:
                 await self._engine.abort(request_id)
         if running:
             await asyncio.wait(running.values(), timeout=ABORT_WITHIN_S)
-        return Discarded(
-            tokens=self._retried_tokens + sum(one.num_tokens for one in others),
-            retried=self._retried,
-            failed=num_failed,
-            spare=len(others) - num_failed - num_censored,
-            censored=num_censored,
-        )
+        return Discarded(tokens=sum(one.num_tokens for one in others), censored=len(others))
 
     async def _stop(self) -> None:
         """Cancel all running requests and reward calls."""
@@ -494,15 +425,9 @@ class GroupInFlight:
             self._begin_to_score([one], [Score(failure="aborted", detail=why[:500])])
         elif self._reward.takes_groups:
             self._waiting.append(one)
-            self._score_waiting_if_group_is_sampled()
         else:
             self._begin_to_score([one])
-
-    def _score_waiting_if_group_is_sampled(self) -> None:
-        """Spare completions are not waited for. While some are scored, one of them may yet be sampled again."""
-        not_failed = [one for one in self._launched if one.score is None or one.is_good]
-        wanted = [*not_failed[: self._lease.num_completions], *self._baseline]
-        if not self._scorings and not self._is_over and all(one.completion is not None for one in wanted):
+        if self.is_sampled.is_set() and not self._is_scoring_group:
             self._score_waiting()
 
     def _score_waiting(self) -> None:
@@ -517,23 +442,12 @@ class GroupInFlight:
         task.add_done_callback(self._scored)
 
     async def _score(self, some: list[Launched], scores: list[Score] | None) -> None:
-        """Score completions with one call, unless their scores are known, and sample again what failed and may be."""
+        """Score completions with one call, unless their scores are known."""
         for one, score in zip(some, scores or await self._rewards_of(some), strict=True):
-            self._settle(one, score)
-        self._is_scoring_group = False
-
-    def _settle(self, one: Launched, score: Score) -> None:
-        """Note the score of a completion, or sample it again if that failed and a retry is left."""
-        if score.failure is None or score.failure in HOPELESS or one.num_retries >= self._retries or self._is_over:
             one.score = score
-            self._changed.set()
-            return
-        self._retried += 1
-        self._retried_tokens += one.num_tokens
-        one.num_retries += 1
-        one.completion = None
-        request_id = f"{self._lease.lease_id}.{one.index}.{one.num_retries}"
-        self._request(request_id, [one], retry_seed(self._lease.seed, one.index, one.num_retries))
+        if scores is None:
+            self._is_scoring_group = False
+        self._changed.set()
 
     async def _rewards_of(self, some: list[Launched]) -> list[Score]:
         sampled = [one.completion for one in some if one.completion is not None]
@@ -554,17 +468,11 @@ class GroupInFlight:
     def _scored(self, task: asyncio.Task[None]) -> None:
         self._scorings.discard(task)
         self._note_failure(task)
-        self._score_waiting_if_group_is_sampled()
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = self._failure or failure
             self._changed.set()
-
-
-def retry_seed(seed: int, index: int, num_retries: int) -> int:
-    """The seed of a try of completion `index` in a lease with `seed`; each try has a stream of its own."""
-    return seed + index + num_retries * SEED_STRIDE
 
 
 def _may_score_later(one: Launched) -> bool:

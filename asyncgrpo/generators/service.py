@@ -23,16 +23,7 @@ from asyncgrpo import metrics
 from asyncgrpo.cores import CoreClock
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
-from asyncgrpo.generators.rollout import (
-    FAILURE,
-    NO_REDUNDANCY,
-    Activities,
-    Decode,
-    GivenUp,
-    GroupInFlight,
-    Redundancy,
-    TooFewCompletions,
-)
+from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, GivenUp, GroupInFlight, TooFewCompletions
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
@@ -114,7 +105,6 @@ class GeneratorService:
         weights_endpoint: str,
         host: str,
         keys: Keys | None,
-        redundancy: Redundancy = NO_REDUNDANCY,
         turns: "Sampler | None" = None,
         cores: CoreClock | None = None,
     ) -> None:
@@ -128,7 +118,7 @@ class GeneratorService:
         """
         self._id, self._incarnation = generator_id, incarnation
         self._engine, self._reward, self._decode = engine, reward, decode
-        self._window, self._redundancy, self._turns = window, redundancy, turns
+        self._window, self._turns = window, turns
         self._cores = cores
         self._keep_kv = keep_kv
         self._load_timeout_s, self._stuck_after_s = load_timeout_s, stuck_after_s
@@ -254,9 +244,7 @@ class GeneratorService:
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
                     reward, engine = self._reward, self._engine
                     sampler = engine if self._turns is None else self._turns.of(lease.prompt, self._activities)
-                    group = GroupInFlight(
-                        lease, sampler, reward, self._decode, self._redundancy, reward.works, self._activities
-                    )
+                    group = GroupInFlight(lease, sampler, reward, self._decode, reward.works, self._activities)
                     task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
                     self._working[lease.lease_id] = Work(group, task)
                     metrics.groups_in_flight.set(len(self._working))

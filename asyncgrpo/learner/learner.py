@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
-from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
@@ -67,8 +66,6 @@ class Learner:
         self.config, self.rank, self.world, self.device = config, rank, world, torch.device(device)
         self.steps = 0
         """Updates for warm-up and schedule: those made, and those not made because their gradient was 0."""
-        self.kl_coef = config.algorithm.kl_coef
-        """The present one: it moves where `algorithm.kl_target` is set."""
         self._keeps_gathered = world == 1 and not config.model.lora.rank and not config.cluster.share_gpu
         """True to keep gathered weights between micro-batches. That second copy gains little for a frozen base, and an engine
         on the same GPU needs the memory."""
@@ -87,7 +84,7 @@ class Learner:
         self.optimizer = make_optimizer(self.model, config)
         self._offload = OptimizerOffload(self.optimizer, is_on=config.learner.offload_optimizer)
         self.saver = saving.Saver()
-        self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips, config.learner.grad_clip)
+        self._guard = GradientGuard(config.learner.spike_factor, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
         self.layout, self.weights = self._published.layout, self._published.weights
         self.snapshot = Snapshot(self._published, config.weights, rank=rank, world=world, device=self.device)
@@ -123,12 +120,10 @@ class Learner:
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
                 updates.append(self._update(lr, sums))
             totals.append(sums if self._precomputes else of_start(sums, len(updates), len(ahead)))
-        self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,
             batches,
             updates,
-            kl_coef=self.kl_coef,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
         )
@@ -157,13 +152,11 @@ class Learner:
         Returns:
             A function that waits for the write and raises CheckpointError. The next copy waits for this write.
         """
-        return self.saver.begin(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
+        return self.saver.begin(folder, self.model, self.optimizer, self.steps, self._guard.memory())
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
-        self.steps, steered, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
-        if self.config.algorithm.kl_target is not None:
-            self.kl_coef = steered
+        self.steps, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
         self._guard.recall(memory)
 
     def export(self, folder: str, tokenizer_path: str | None = None) -> None:
@@ -213,7 +206,7 @@ class Learner:
         """Return the minibatch, and the values that its micro-batches need before their gradient."""
         if not self._precomputes:
             return batch, [Precomputed()] * len(batch.trained)
-        return objective.precompute(batch, self._score_proximal, self.config.algorithm, kl_coef=self.kl_coef)
+        return objective.precompute(batch, self._score_proximal, self.config.algorithm)
 
     @torch.no_grad()
     def _score_proximal(self, batch: PackedBatch) -> objective.Scored:
@@ -263,7 +256,6 @@ class Learner:
             precomputed,
             version=version.number,
             max_length=self.config.sampling.max_tokens,
-            kl_coef=self.kl_coef,
             oldest_trained=self._oldest_trained(version),
         )
         scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
@@ -308,16 +300,6 @@ class Learner:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
-
-    def _steer_kl(self, totals: Sequence[Sums], num_completions: int) -> None:
-        """Move the coefficient of the KL towards its target."""
-        algorithm = self.config.algorithm
-        sums = merge(totals)
-        if algorithm.kl_target is not None and sums["tokens"] > 0:
-            kl = (sums["kl"] / sums["tokens"]).item()
-            self.kl_coef = adaptive_kl_coefficient(
-                self.kl_coef, kl, target=algorithm.kl_target, horizon=algorithm.kl_horizon, count=num_completions
-            )
 
     def _reduce(self, sums: Sums) -> Sums:
         """Merge the sums of all ranks in one all-gather; on the CPU."""

@@ -155,7 +155,7 @@ def build_model(
     Raises:
         ConfigError: the model cannot be loaded or trained here.
     """
-    kernel = choose_kernel(config.learner.attention, device, dtype)
+    kernel = choose_kernel(device, dtype)
     language_model, reader = unread_language_model(
         path, longest=config.data.max_prompt_tokens + config.sampling.max_tokens
     )
@@ -231,20 +231,15 @@ def recomputes(config: Config, device: torch.device) -> bool:
     return size is None or not keeps_activations(size, config, Card.of(config, int(memory)))
 
 
-def choose_kernel(wish: str, device: torch.device, dtype: torch.dtype) -> str:
-    """A name in `attention.KERNELS`. Raises ConfigError if the wish cannot be met."""
-    has_flash, has_varlen = attention.flash_function() is not None, attention.varlen_function() is not None
-    fits = device.type == "cuda" and dtype == torch.bfloat16
-    if device.type == "cpu" and wish in ("auto", "sdpa"):
+def choose_kernel(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name in `attention.KERNELS` of the fastest kernel that is installed and runs there."""
+    if device.type == "cpu":
         return "cpu"
-    for name, is_there in (("flash_attention_2", has_flash), ("varlen", has_varlen)):
-        if wish == name and not (fits and is_there):
-            what = "flash_attn" if name == "flash_attention_2" else "torch.nn.attention.varlen"
-            reason = f"{what} is not installed" if not is_there else f"{device} with {dtype} cannot run it"
-            raise ConfigError(f"learner.attention is {wish}, but {reason}; use auto or sdpa")
-        if fits and is_there and wish in ("auto", name):
-            return name
-    return "sdpa"
+    if dtype != torch.bfloat16:  # the two flash kernels have no float32
+        return "sdpa"
+    if attention.flash_function() is not None:
+        return "flash_attention_2"
+    return "varlen" if attention.varlen_function() is not None else "sdpa"
 
 
 def load_language_model(path: str, *, longest: int) -> PreTrainedModel:
@@ -269,7 +264,6 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
     Raises:
         ConfigError: the model cannot be trained as configured.
     """
-    choose_kernel(config.learner.attention, device, getattr(torch, config.model.dtype))
     with torch.device("meta"):
         with _loading(path):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))

@@ -97,7 +97,6 @@ class MicrobatchObjective:
         *,
         version: int,
         max_length: int,
-        kl_coef: float,
         oldest_trained: int | None = None,
     ) -> None:
         """
@@ -106,12 +105,11 @@ class MicrobatchObjective:
             step: for the counts of the full step.
             version: number of the learner's weights.
             max_length: longest completion that may be sampled, tokens.
-            kl_coef: the present one, where it is steered.
             oldest_trained: tokens of older weights than these have no weight; None: all have theirs. The weights of
                 the others are as if nothing were left out.
         """
         self.settings, self.batch, self.version = settings, batch, version
-        self.kl_coef = kl_coef if settings.kl_in == "loss" else 0.0
+        self.kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
         # Where nearly all groups are hopeless the bonus would decide the step: AdamW makes a whole one of any gradient.
         self.entropy_coef = settings.entropy_coef * step.bonus_share
         weights = token_weights(
@@ -331,15 +329,12 @@ def needs_precompute(settings: AlgorithmConfig, updates: int) -> bool:
     )
 
 
-def precompute(
-    step: StepBatch, score: Score, settings: AlgorithmConfig, *, kl_coef: float
-) -> tuple[StepBatch, list[Precomputed]]:
+def precompute(step: StepBatch, score: Score, settings: AlgorithmConfig) -> tuple[StepBatch, list[Precomputed]]:
     """Score all micro-batches of this rank, and tell each what it must know. Collective.
 
     Args:
         step: one minibatch.
         score: the forward pass of a micro-batch; results on its device.
-        kl_coef: of a KL in the reward.
     Returns:
         The minibatch, with the advantages that only now are known, and what its trained micro-batches must know.
     """
@@ -355,7 +350,8 @@ def precompute(
         reference = tokens.all([_present(s.reference) for s in scored])
         assert settings.kl_kind != "full", "checked with the configuration"
         per_token = kl_penalty(policy, reference, kind=settings.kl_kind).value
-        rewards = shaping.reward_with_kl(rollouts.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=kl_coef)
+        coef = settings.kl_coef
+        rewards = shaping.reward_with_kl(rollouts.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=coef)
         advantages = rollouts.advantages(settings.advantage, rewards)
         step = step.with_advantages(advantages, tokens.of_microbatches(advantages.repeat_interleave(rollouts.lengths)))
     if settings.advantage == CRITIC:

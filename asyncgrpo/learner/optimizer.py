@@ -77,19 +77,21 @@ WINDOW = 50
 """Norms of the running median."""
 ENOUGH = 10
 """Norms before anything is a spike."""
+MAX_SKIPS = 20
+"""Skipped updates in a row that end the run."""
 
 
 class GradientGuard:
     """Judges gradient norms in order, with equal results on all ranks."""
 
-    def __init__(self, spike_factor: float | None, max_skips: int, grad_clip: float) -> None:
+    def __init__(self, spike_factor: float | None, grad_clip: float, *, max_skips: int = MAX_SKIPS) -> None:
         """
         Args:
             spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; none: nothing
                 is.
-            max_skips: skipped updates in a row that end the run.
             grad_clip: norm to which gradients are clipped. Norms near it are harmless, however small the median has
                 become: a run that has learnt has next to no gradient until it meets a group with signal.
+            max_skips: skipped updates in a row that end the run.
         """
         self._factor, self._max_skips, self._clip = spike_factor, max_skips, grad_clip
         self._norms: deque[float] = deque(maxlen=WINDOW)
@@ -112,7 +114,7 @@ class GradientGuard:
         self.skips += 1
         if self.skips >= self._max_skips:
             raise TrainingError(
-                f"{self.skips} updates in a row were skipped (learner.max_skips), the last because {reason}; "
+                f"{self.skips} updates in a row were skipped, the last because {reason}; "
                 "look at learner.lr, at the rewards and at the log-prob gap, or raise learner.spike_factor"
             )
         return reason

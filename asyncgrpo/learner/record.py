@@ -112,7 +112,7 @@ class Recorder:
         self._success = config.reward.success
         self._decode = decode
         self.events = EventLog(run_dir / "metrics.jsonl")
-        self._samples = SampleWriter(run_dir / "samples", config.run)
+        self._samples = SampleWriter(run_dir / "samples", config.run.keep_samples)
         # Thousands of completions take seconds to decode, which the next step must not wait for; at most one step is behind.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None

@@ -59,8 +59,6 @@ class StepReport:
     """Effective sample share of the completions up to each lag; the largest lag is that of the oldest token."""
     kl_reference: float | None
     """Mean estimate of the KL to the reference; None without a reference."""
-    kl_coef: float
-    """Weight of that KL in the next step."""
     value_loss: float | None
     """Mean loss of the critic; None without a critic."""
     logprob_gap_mean: float | None
@@ -108,7 +106,6 @@ def build_report(
     batches: Sequence[StepBatch],
     updates: Sequence[Update],
     *,
-    kl_coef: float,
     group_size: int,
     seconds: dict[str, float],
 ) -> StepReport:
@@ -117,7 +114,6 @@ def build_report(
     Args:
         totals: of each update. They have the learner's own `loss` as well, `kl` only where there is a reference, and
             `value_loss` only where there is a critic.
-        kl_coef: of the next step.
         group_size: completions of a group that are sampled.
     """
     sums = {name: total.item() for name, total in merge(totals).items()}
@@ -136,7 +132,6 @@ def build_report(
         effective_sample_share=diagnostics["ess_token"],
         shares_within=shares_within(sums),
         kl_reference=sums["kl"] / tokens if "kl" in sums else None,
-        kl_coef=kl_coef,
         value_loss=sums["value_loss"] / len(updates) if "value_loss" in sums else None,
         logprob_gap_mean=sums["gap"] / current if current else None,
         logprob_gap_max=sums["gap_max"] if current else None,

@@ -50,9 +50,7 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[None] | None = None
 
-    def begin(
-        self, folder: str, model: nn.Module, optimizer: AdamW, steps: int, kl_coef: float, guard: Tensor
-    ) -> Callable[[], None]:
+    def begin(self, folder: str, model: nn.Module, optimizer: AdamW, steps: int, guard: Tensor) -> Callable[[], None]:
         """Copy the state, and begin to write it. Collective.
 
         Args:
@@ -63,7 +61,7 @@ class Saver:
         self.wait()
         if self._group is None:  # of its own: the collectives of training go on beside
             self._group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-        state = _state(model, optimizer, steps, kl_coef, guard)
+        state = _state(model, optimizer, steps, guard)
         copied = {name: sharded_like(tensor, self._copy(name, tensor)) for name, tensor in state.items()}
         if self._pinned:
             torch.cuda.synchronize()
@@ -94,8 +92,8 @@ def _write(folder: str, state: dict[str, Tensor], group: dist.ProcessGroup) -> N
         raise CheckpointError(f"checkpoint {folder} cannot be written: {_cause(error)}") from error
 
 
-def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tuple[int, float, Tensor]:
-    """Read a checkpoint into model and optimizer, and give its updates, its KL coefficient and the guard's memory.
+def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tuple[int, Tensor]:
+    """Read a checkpoint into model and optimizer, and give its updates and the guard's memory.
 
     Collective. A checkpoint of version 0.1 has no such memory; then `guard` is given back as it is. In one without `made`
     AdamW has made every update of the schedule.
@@ -104,7 +102,7 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tupl
     """
     if not Path(folder, ".metadata").is_file():
         raise CheckpointError(f"checkpoint {folder} is not complete: it has no .metadata file")
-    state = _state(model, optimizer, 0, 0.0, guard)
+    state = _state(model, optimizer, 0, guard)
     try:
         known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         for name in {"guard", "made"} - known.keys():
@@ -115,12 +113,12 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tupl
     steps = int(state["steps"])
     for moments in optimizer.state.values():
         moments["step"].fill_(state.get("made", steps))
-    return steps, float(state["kl_coef"]), state.get("guard", guard)
+    return steps, state.get("guard", guard)
 
 
-def _state(model: nn.Module, optimizer: AdamW, steps: int, kl_coef: float, guard: Tensor) -> dict[str, Tensor]:
+def _state(model: nn.Module, optimizer: AdamW, steps: int, guard: Tensor) -> dict[str, Tensor]:
     """Name to tensor. All but the scalars is the memory of model and optimizer, so loading in place is enough."""
-    state = {"steps": torch.tensor(steps), "kl_coef": torch.tensor(kl_coef, dtype=torch.float64), "guard": guard}
+    state = {"steps": torch.tensor(steps), "guard": guard}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

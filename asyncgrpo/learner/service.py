@@ -29,7 +29,6 @@ from asyncgrpo.learner.report import PhaseClock
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import IsWritten, Layout
-from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import unpack_batch
@@ -214,9 +213,8 @@ class LearnerService:
             with self._clock("publish"):
                 if self._publisher.offer(self.version, self._fill_arena):
                     self._offered = self.version
-                    if is_checked(self.version, self._config.weights.check_every):  # engines score the same sequences
-                        self._team.broadcast(RankCommand(what="check"))
-                        self._publisher.expect(self.version, self._learner.check.score())
+                    self._team.broadcast(RankCommand(what="check"))  # every engine scores the same sequences
+                    self._publisher.expect(self.version, self._learner.check.score())
 
     def _fill_arena(self, layout: Layout, flat: Tensor) -> IsWritten | None:
         file = self._publisher.file

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import read_plain, recorded
 from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.rules import local_model
@@ -91,7 +91,7 @@ def config_of(run: Path) -> Config:
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run} is no run folder: it has no config.yaml")
-    return load_config(str(file), [])
+    return recorded(read_plain(file), str(file))
 
 
 def timed_steps(run: Path) -> list[Event]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from asyncgrpo.config.load import recorded
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.placement import changed, problems
-from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.model import Prediction, Split, knee_groups, predict
 from asyncgrpo.planner.profile import Profile
@@ -127,7 +127,7 @@ def fits(profile: Profile, split: Split) -> bool:
     """True if learner and engines fit their GPUs, or the model's size is not known."""
     if not (profile.config and profile.gpus_each):
         return True
-    config = msgspec.convert(profile.config, Config)
+    config = recorded(profile.config, "the profile")
     size = size_at(config.model.path)
     if size is None:
         return True

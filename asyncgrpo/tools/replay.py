@@ -27,7 +27,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from asyncgrpo.config.explain import algorithm_in_words
-from asyncgrpo.config.load import to_yaml, with_overrides
+from asyncgrpo.config.load import recorded, to_yaml, with_overrides
 from asyncgrpo.config.resume import values_of
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
@@ -222,9 +222,9 @@ def _config(run: Path, run_started: RunStarted) -> Config:
     if not run_started.config:
         raise JournalError(f"the journal of {run} is of an older release, which did not store the configuration")
     try:
-        return msgspec.convert(run_started.config, Config)
-    except msgspec.ValidationError as error:
-        raise JournalError(f"the configuration in the journal of {run} is of another release: {error}") from error
+        return recorded(run_started.config, f"the journal of {run}")
+    except ConfigError as error:
+        raise JournalError(f"the configuration is of another release: {error}") from error
 
 
 # -- the comparison of a step ------------------------------------------------------------------------------------------

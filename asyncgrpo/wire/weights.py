@@ -35,10 +35,8 @@ class WeightsLayout(Message):
 
     tensors: tuple[TensorInfo, ...]
     check: tuple[tuple[int, ...], ...] = ()
-    """Token ids of the sequences that are scored after a swap, from `check_start` on."""
+    """Token ids of the sequences that are scored after each swap, from `check_start` on."""
     check_start: int = 1
-    check_every: int = 0
-    """Versions whose number is a multiple of it are checked; 0: none."""
 
 
 class FormGroup(Message):

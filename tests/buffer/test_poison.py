@@ -38,10 +38,11 @@ from tests.buffer.test_recovery import start
 from tests.journal.journals import delivered, group, journal
 
 
-def make_buffer(count=8, per_step=4, max_lag=0, epochs=1, quarantine=None, **settings) -> Buffer:
+def make_buffer(count=8, per_step=4, max_lag=0, epochs=1, quarantine=None, max_attempts=3, **settings) -> Buffer:
     config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **settings)
     source = PromptSource(prompts(count), seed=0, shuffle=False, epochs=epochs)
-    buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, quarantine=quarantine)
+    given = {"quarantine": quarantine, "max_attempts": max_attempts}
+    buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, **given)
     buffer.trained(v(0))
     return buffer
 

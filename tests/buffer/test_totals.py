@@ -5,7 +5,7 @@ from asyncgrpo.buffer.auto_lag import AutoLag
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import GeneratorSeconds, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
@@ -143,7 +143,7 @@ def test_metrics_show_the_bound_the_slots_and_what_is_wanted():
 
 def test_a_bound_that_changed_is_told_from_the_next_batch_on():
     process = Process(max_lag=3)
-    process.buffer._auto = AutoLag(AutoLagConfig(), max_lag=5)
+    process.buffer._auto = AutoLag(32, max_lag=5)
     process.deliver(2)
     told = process.take()
     process.wait(0.2)

@@ -1,7 +1,6 @@
 """Prompts that are kept in a file: found only for the same data, tokenizer and settings, and equal to those that were made."""
 
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -168,14 +167,6 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, model, caplog):
     (tmp_path / "prompts").write_text("no folder")
     assert len(prepare(configured(tmp_path), tmp_path).train) == 3
     assert "the prompt cache was not written" in caplog.text
-
-
-def test_a_shared_folder_serves_another_run(tmp_path, model, monkeypatch):
-    config = configured(tmp_path, f"data.cache={tmp_path / 'shared'}")
-    prepare(config, tmp_path / "one")
-    refuse_to_tokenise(monkeypatch)
-    assert len(prepare(config, tmp_path / "two").train) == 3
-    assert os.listdir(tmp_path / "shared") and not (tmp_path / "one").exists()
 
 
 def test_a_large_file_is_left_to_the_buffer(tmp_path, model, monkeypatch):

@@ -11,7 +11,7 @@ from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.rollout import NO_REDUNDANCY, Activities, Redundancy
+from asyncgrpo.generators.rollout import Activities
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, TokenTime
 from asyncgrpo.planner.clock import VirtualLoop
 from asyncgrpo.planner.lines import GeneratorLine
@@ -60,7 +60,6 @@ class Generator(GeneratorService):
 
     def __init__(
         self,
-        redundancy: Redundancy = NO_REDUNDANCY,
         reward: Reward | None = None,
         buffer_endpoint: str = "buffer",
         **engine: Any,
@@ -77,7 +76,6 @@ class Generator(GeneratorService):
             load_timeout_s=1.0,
             stuck_after_s=10.0,
             keys=None,
-            redundancy=redundancy,
             buffer_endpoint=buffer_endpoint,
             weights_endpoint="weights",
             host="",
@@ -338,10 +336,10 @@ def test_an_engine_that_answers_nothing_any_more_ends_the_generator():
 
 
 def test_a_group_with_too_few_completions_at_its_cut_is_given_back_as_late():
-    loop, generator = VirtualLoop(), Generator(Redundancy(extra=1), injected_fault=lambda completion, length: "hang")  # type: ignore[abstract]
+    loop, generator = VirtualLoop(), Generator(injected_fault=lambda completion, length: "hang")  # type: ignore[abstract]
     task = loop.create_task(generator.run())
     loop.run_until(0.5)
-    hear_leases(loop, generator, numbered(0, cut_after_s=5.0))
+    hear_leases(loop, generator, numbered(0, cut_after_s=5.0, min_completions=1))
     assert [message.reason for message in failures(generator)] == ["lease_timeout"]
     assert generator.delivered == [] and not generator._engine._requests
     generator.hear(Shutdown())
@@ -440,8 +438,7 @@ def test_a_prompt_whose_reward_always_fails_is_told_from_an_outage():
 
 
 def test_a_group_that_is_due_in_an_outage_is_not_cut_down_to_what_failed():
-    """Of a reserve all have failed as well, and would fill the places."""
-    generator = Generator(redundancy=Redundancy(extra=2), reward=Outage(0.0, 30.0))
+    generator = Generator(reward=Outage(0.0, 30.0))
     loop = VirtualLoop()  # type: ignore[abstract]
     loop.create_task(generator.run())
     loop.run_until(0.5)

@@ -57,13 +57,8 @@ class Kept:
 class Promises:
     """What was acknowledged, and may not be lost."""
 
-    def __init__(self, *, durability: str, keeps: bool) -> None:
-        """
-        Args:
-            keeps: `buffer.after_resume` is `keep`.
-        """
+    def __init__(self, *, durability: str) -> None:
         self._durability = durability
-        self._keeps = keeps
         self._kept: dict[str, Kept] = {}  # acknowledged, by lease id
         self._altered: set[str] = set()  # leases whose record on the disk is another
         self._distrusted = 0  # starts up to this lineage: the record that begins them was altered
@@ -121,7 +116,6 @@ class Promises:
         for group in kept.values():
             if (
                 source.is_done(group.prompt_index)
-                or not self._keeps
                 or group.lineage <= self._distrusted
                 or not all(map(weights.are_there, group.versions))
             ):

@@ -33,7 +33,7 @@ def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
         rollouts=tuple(rollouts),
         generator_id="generator-0",
         timings={"generate": 0.5},
-        discarded=Discarded(tokens=70, retried=1, failed=2, spare=3, censored=4),
+        discarded=Discarded(tokens=70, censored=4),
     )
 
 
