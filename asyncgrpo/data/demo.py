@@ -161,10 +161,11 @@ def write_demo_task(
 
 
 def demo_score(completion_text: str, ground_truth: str) -> float:
-    """Score a completion from 0 to 1; 1 only for the exact text.
+    """How right a completion is, from 0 to 1; 1 only for the exact text.
 
-    Half of the score is for right characters in their places. The rest rewards earlier progress: digits (0.1), and the right
-    digits in any place (0.4). All are shares of the longer text, so extra text costs as much as missing text.
+    Half of the score is for right characters in their places. The rest rewards what a model learns before: digits (0.1),
+    and the right digits in any place (0.4). All are shares of the longer text, so that too much text costs as much as too
+    little.
     """
     size = max(len(completion_text), len(ground_truth), 1)
     in_place = sum(a == b for a, b in zip(completion_text, ground_truth, strict=False))
@@ -174,7 +175,7 @@ def demo_score(completion_text: str, ground_truth: str) -> float:
 
 
 def demo_rules() -> dict[str, Callable[[str, str], float]]:
-    """Return the rules of the demo's tasks by `data_source`."""
+    """The rules of the demo's tasks by `data_source`."""
     return {f"demo_{task}": demo_score for task in TASKS}
 
 
