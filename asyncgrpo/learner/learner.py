@@ -65,7 +65,7 @@ class Learner:
         check_algorithm(config)
         self.config, self.rank, self.world, self.device = config, rank, world, torch.device(device)
         self.steps = 0
-        """Updates for warm-up and schedule: those made, and those not made because their gradient was 0."""
+        """Updates that warm-up and schedule count: updates made, and updates left out because their gradient was 0."""
         self._keeps_gathered = world == 1 and not config.model.lora.rank and not config.cluster.share_gpu
         """True to keep gathered weights between micro-batches. That second copy gains little for a frozen base, and an engine
         on the same GPU needs the memory."""
@@ -155,7 +155,7 @@ class Learner:
         return self.saver.begin(folder, self.model, self.optimizer, self.steps, self._guard.memory())
 
     def load(self, folder: str) -> None:
-        """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
+        """Restore a folder that `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
         self.steps, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
         self._guard.recall(memory)
 

@@ -105,12 +105,12 @@ class MicrobatchObjective:
             step: for the counts of the full step.
             version: number of the learner's weights.
             max_length: longest completion that may be sampled, tokens.
-            oldest_trained: tokens of older weights than these have no weight; None: all have theirs. The weights of
-                the others are as if nothing were left out.
+            oldest_trained: oldest version whose tokens have a weight; None: all tokens have one. The weights of the
+                remaining tokens do not change.
         """
         self.settings, self.batch, self.version = settings, batch, version
         self.kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
-        # Where nearly all groups are hopeless the bonus would decide the step: AdamW makes a whole one of any gradient.
+        # If nearly all groups are hopeless the bonus would dominate: AdamW scales any gradient to a full step.
         self.entropy_coef = settings.entropy_coef * step.bonus_share
         weights = token_weights(
             batch.mask,
@@ -330,13 +330,13 @@ def needs_precompute(settings: AlgorithmConfig, updates: int) -> bool:
 
 
 def precompute(step: StepBatch, score: Score, settings: AlgorithmConfig) -> tuple[StepBatch, list[Precomputed]]:
-    """Score all micro-batches of this rank, and tell each what it must know. Collective.
+    """Score all micro-batches of this rank and compute their `Precomputed`. Collective.
 
     Args:
         step: one minibatch.
-        score: the forward pass of a micro-batch; results on its device.
+        score: forward pass of a micro-batch; results on its device.
     Returns:
-        The minibatch, with the advantages that only now are known, and what its trained micro-batches must know.
+        The minibatch with final advantages, and the `Precomputed` of each trained micro-batch.
     """
     microbatches, rollouts = step.trained, step.rollouts
     scored = [score(batch) for batch in microbatches]

@@ -76,7 +76,7 @@ def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) ->
 WINDOW = 50
 """Norms of the running median."""
 ENOUGH = 10
-"""Norms before anything is a spike."""
+"""Minimum number of norms before a spike is possible."""
 MAX_SKIPS = 20
 """Skipped updates in a row that end the run."""
 
@@ -87,10 +87,10 @@ class GradientGuard:
     def __init__(self, spike_factor: float | None, grad_clip: float, *, max_skips: int = MAX_SKIPS) -> None:
         """
         Args:
-            spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; none: nothing
+            spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; None: no norm
                 is.
-            grad_clip: norm to which gradients are clipped. Norms near it are harmless, however small the median has
-                become: a run that has learnt has next to no gradient until it meets a group with signal.
+            grad_clip: norm to which gradients are clipped. Norms near it are harmless even with a tiny median: a trained
+                run has almost no gradient until a group with a signal arrives.
             max_skips: skipped updates in a row that end the run.
         """
         self._factor, self._max_skips, self._clip = spike_factor, max_skips, grad_clip

@@ -113,7 +113,7 @@ class Recorder:
         self._decode = decode
         self.events = EventLog(run_dir / "metrics.jsonl")
         self._samples = SampleWriter(run_dir / "samples", config.run.keep_samples)
-        # Thousands of completions take seconds to decode, which the next step must not wait for; at most one step is behind.
+        # Decoding thousands of completions takes seconds, so a thread does it, at most one step behind.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
         self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)

@@ -58,7 +58,7 @@ class StepReport:
     shares_within: dict[int, float]
     """Effective sample share of the completions up to each lag; the largest lag is that of the oldest token."""
     kl_reference: float | None
-    """Mean estimate of the KL to the reference; None without a reference."""
+    """Mean estimate of the KL to the reference; None without a reference model."""
     value_loss: float | None
     """Mean loss of the critic; None without a critic."""
     logprob_gap_mean: float | None
@@ -112,9 +112,9 @@ def build_report(
     """Build the report from the sums of all updates. Each quotient is taken once, from merged sums.
 
     Args:
-        totals: of each update. They have the learner's own `loss` as well, `kl` only where there is a reference, and
-            `value_loss` only where there is a critic.
-        group_size: completions of a group that are sampled.
+        totals: sums of each update (`algorithms.diagnostics`), with `loss`; `kl` only with a reference, `value_loss` only
+            with a critic.
+        group_size: sampled completions per group.
     """
     sums = {name: total.item() for name, total in merge(totals).items()}
     tokens, current = max(sums["tokens"], 1.0), sums["gap_tokens"]

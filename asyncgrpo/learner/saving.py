@@ -51,7 +51,7 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def begin(self, folder: str, model: nn.Module, optimizer: AdamW, steps: int, guard: Tensor) -> Callable[[], None]:
-        """Copy the state, and begin to write it. Collective.
+        """Copy the state and begin to write it. Collective.
 
         Args:
             guard: memory of the gradient guard.
@@ -59,7 +59,7 @@ class Saver:
             A function that waits until every rank has written. Raises CheckpointError.
         """
         self.wait()
-        if self._group is None:  # of its own: the collectives of training go on beside
+        if self._group is None:  # a separate group, because training runs collectives meanwhile
             self._group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
         state = _state(model, optimizer, steps, guard)
         copied = {name: sharded_like(tensor, self._copy(name, tensor)) for name, tensor in state.items()}
@@ -93,10 +93,10 @@ def _write(folder: str, state: dict[str, Tensor], group: dist.ProcessGroup) -> N
 
 
 def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tuple[int, Tensor]:
-    """Read a checkpoint into model and optimizer, and give its updates and the guard's memory.
+    """Read a checkpoint into model and optimizer. Return its updates and the guard's memory. Collective.
 
-    Collective. A checkpoint of version 0.1 has no such memory; then `guard` is given back as it is. In one without `made`
-    AdamW has made every update of the schedule.
+    A checkpoint of version 0.1 has no guard memory; then `guard` is returned. Without `made`, AdamW has made every update
+    that the schedule counted.
 
     Raises CheckpointError. If the checkpoint is of another model, some weights may have been overwritten by then.
     """
@@ -117,7 +117,7 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tupl
 
 
 def _state(model: nn.Module, optimizer: AdamW, steps: int, guard: Tensor) -> dict[str, Tensor]:
-    """Name to tensor. All but the scalars is the memory of model and optimizer, so loading in place is enough."""
+    """Return tensors by name. Tensors are the memory of model and optimizer, so loading in place restores them."""
     state = {"steps": torch.tensor(steps), "guard": guard}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -17,12 +17,12 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PA
 
 
 def writes(tree: ast.AST) -> Iterator[tuple[int, str, set[str], bool]]:
-    """Each `...events.write("kind", field=...)`, which the buffer calls `_tell`.
+    """Each `...events.write("kind", field=...)`, which the buffer calls `_emit`.
 
     Its line, kind, fields, and whether there are more behind `**`.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and re.search(r"(events\.write|\._tell)$", ast.unparse(node.func)):
+        if isinstance(node, ast.Call) and re.search(r"(events\.write|\._emit)$", ast.unparse(node.func)):
             assert isinstance(node.args[0], ast.Constant), f"line {node.lineno}: which event?"
             names = {keyword.arg for keyword in node.keywords}
             yield node.lineno, str(node.args[0].value), {name for name in names if name}, None in names

@@ -318,7 +318,7 @@ class Readers:
         which = self._rng.randrange(3)
         if which == 0:
             self._frames = self._malformed(which, self._to_publisher)
-            self.publisher._read()
+            self.publisher._receive()
             return
         if which == 1:
             message = self._read(self._malformed(which, self._to_generator))
