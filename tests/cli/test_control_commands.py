@@ -99,7 +99,7 @@ def test_what_the_driver_refuses_is_said(asyncgrpo, operator):
     ("typed", "why"),
     [
         (["set", "run.steps=3"], "run.steps cannot change while a run goes on; learner.lr, buffer.max_lag"),
-        (["set", "learner.lr=fast"], "learner.lr=fast: 'fast' is no number"),
+        (["set", "learner.lr=fast"], "learner.lr=fast: 'fast' is not a number"),
         (["status", "runs/none"], "there is no run folder runs/none"),
         (["pause", "."], ". is no run folder: it holds no metrics.jsonl"),
     ],
@@ -117,7 +117,7 @@ def test_a_run_that_has_ended_is_said_to_have(asyncgrpo, operator):
         ended = asyncgrpo(*typed)
         assert "runs/demo is not going on" in ended.err + ended.out
         assert "start it again with the command that started it" in ended.err + ended.out
-    assert asyncgrpo("status").err == "error: no run in runs/ is going on; give the folder of one\n"
+    assert asyncgrpo("status").err == "error: no run in runs/ is active; name a run folder\n"
 
 
 def test_a_driver_that_was_killed_is_told_from_one_that_hangs(asyncgrpo, operator):
@@ -126,9 +126,7 @@ def test_a_driver_that_was_killed_is_told_from_one_that_hangs(asyncgrpo, operato
     assert f"its driver, process {2**22 + 1}, is gone" in asyncgrpo("pause", "runs/demo").err
     write_address(operator.run_dir, Address(url=url, token="t", pid=os.getpid(), host=os.uname().nodename))
     assert f"process {os.getpid()}, does not reply at {url}" in asyncgrpo("pause", "runs/demo").err
-    assert "no run in runs/ is going on" in asyncgrpo("status").err, (
-        "what was left by one that was killed does not count"
-    )
+    assert "no run in runs/ is active" in asyncgrpo("status").err, "what was left by one that was killed does not count"
     write_address(operator.run_dir, Address(url=url, token="t", pid=1, host="head-node"))
     assert "belongs to a run on head-node: give the command there" in asyncgrpo("pause", "runs/demo").err
 
