@@ -58,7 +58,7 @@ def register(app: typer.Typer) -> None:
 def status(runs: RunsArgument = None, as_json: JsonOption = False) -> None:
     """Show the status of active runs.
 
-    Print metrics, processes, settings, recommendations with their commands, and problems with their runbooks.
+    Print metrics, processes, settings, advice with its commands, and problems with their runbooks.
     """
     from asyncgrpo.control.look import Look
 
