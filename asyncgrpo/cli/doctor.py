@@ -8,8 +8,8 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -93,6 +93,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def _enough(name: str, is_enough: bool, detail: str, need: str, fix: str = "") -> Finding:
+    """Return `ok` or a warning with the need and its fix."""
+    return Finding(name, "ok", detail) if is_enough else Finding(name, "warning", f"{detail}; {need}", fix)
+
+
 def check_python() -> Finding:
     # This module does not import on a Python before 3.11.
     return Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
@@ -101,35 +106,26 @@ def check_python() -> Finding:
 def check_machine() -> Iterator[Finding]:
     import psutil
 
-    if (there := cores()) >= 2:
-        yield Finding("cores", "ok", f"{there}")
-    else:
-        yield Finding("cores", "warning", "1: generators and learner share it")
+    yield _enough("cores", cores() >= 2, f"{cores()}", "generators and learner share it")
     free = min(psutil.virtual_memory().available, Host.here(SHARED_MEMORY).memory)
-    if free >= 4 * GIB:
-        yield Finding("memory", "ok", f"{size_in_words(free)} free")
-    else:
-        yield Finding("memory", "warning", f"{size_in_words(free)} free; the demo needs about 3 GiB")
+    yield _enough("memory", free >= 4 * GIB, f"{size_in_words(free)} free", "the demo needs about 3 GiB")
 
 
 def check_open_files() -> Finding:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= 8192 or soft == resource.RLIM_INFINITY:
-        return Finding("open files", "ok", f"limit {soft}")
     raised = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-    return Finding("open files", "warning", f"limit {soft}; Ray and many sockets need more", f"ulimit -n {raised}")
+    is_enough = soft >= 8192 or soft == resource.RLIM_INFINITY
+    return _enough("open files", is_enough, f"limit {soft}", "Ray and many sockets need more", f"ulimit -n {raised}")
 
 
 def check_shared_memory() -> Finding:
     free = Host.here(SHARED_MEMORY).shared_free
-    detail = f"{size_in_words(free)} free in {SHARED_MEMORY}"
-    if free >= GIB:
-        billions = free / WEIGHT_COPIES / 2e9
-        return Finding("shared memory", "ok", f"{detail}, enough for the weights of {billions:.1f} billion parameters")
+    billions = free / WEIGHT_COPIES / 2e9
+    detail = f"{size_in_words(free)} free in {SHARED_MEMORY}, for the weights of {billions:.1f} billion parameters"
     fix = "docker run --shm-size=8g ..., or: mount -o remount,size=8g /dev/shm"
-    return Finding("shared memory", "warning", f"{detail}; larger models need more", fix)
+    return _enough("shared memory", free >= GIB, detail, "larger models need more", fix)
 
 
 def check_locked_memory() -> Finding:
@@ -139,10 +135,10 @@ def check_locked_memory() -> Finding:
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("pinned memory", "ok", "unlimited")
+    is_enough = soft == resource.RLIM_INFINITY
+    detail = "unlimited" if is_enough else f"limit {size_in_words(soft)}"
     fix = "ulimit -l unlimited, or: docker run --ulimit memlock=-1 ..."
-    return Finding("pinned memory", "warning", f"limit {size_in_words(soft)}; NCCL over InfiniBand needs more", fix)
+    return _enough("pinned memory", is_enough, detail, "NCCL over InfiniBand needs more", fix)
 
 
 def check_runs_folder(out: Path) -> Finding:
@@ -153,11 +149,8 @@ def check_runs_folder(out: Path) -> Finding:
     except OSError as error:
         return Finding("runs folder", "failed", f"{out}: {error.strerror}", f"mkdir -p {out} && chmod u+rwx {out}")
     free = shutil.disk_usage(out).free
-    if free >= 5 * GIB:
-        return Finding("runs folder", "ok", f"{out} is writable, {size_in_words(free)} free")
-    return Finding(
-        "runs folder", "warning", f"{out} has {size_in_words(free)} left", "asyncgrpo doctor --out /larger/disk"
-    )
+    detail, fix = f"{out} is writable, {size_in_words(free)} free", "asyncgrpo doctor --out /larger/disk"
+    return _enough("runs folder", free >= 5 * GIB, detail, "checkpoints need more", fix)
 
 
 def check_port() -> Finding:
@@ -206,14 +199,15 @@ def check_cuda() -> Finding:
         return Finding("GPUs", "ok", f"{len(devices)}: {names}")
     if shutil.which("nvidia-smi") is None:
         return Finding("GPUs", "note", "none; runs use the CPU (--n-gpus 0)")
+    detail, fix = "a driver is installed, but torch finds no device", "nvidia-smi"
     if torch.version.cuda is None:
-        fix = "pip install --force-reinstall torch"
-        return Finding("GPUs", "failed", "a driver is installed, but torch is built for the CPU", fix, needed=False)
-    driver, needs = driver_version(), LEAST_DRIVER.get(torch.version.cuda.partition(".")[0], (0, 0))
-    if driver is not None and driver < needs:
-        detail = f"the driver is {_dotted(driver)}, and torch with CUDA {torch.version.cuda} needs {_dotted(needs)}"
-        return Finding("GPUs", "failed", detail, f"apt-get install nvidia-driver-{needs[0]}", needed=False)
-    return Finding("GPUs", "failed", "a driver is installed, but torch finds no device", "nvidia-smi", needed=False)
+        detail, fix = "a driver is installed, but torch is built for the CPU", "pip install --force-reinstall torch"
+    elif (driver := driver_version()) is not None:
+        needs = LEAST_DRIVER.get(torch.version.cuda.partition(".")[0], (0, 0))
+        if driver < needs:
+            detail = f"the driver is {_dotted(driver)}, and torch with CUDA {torch.version.cuda} needs {_dotted(needs)}"
+            fix = f"apt-get install nvidia-driver-{needs[0]}"
+    return Finding("GPUs", "failed", detail, fix, needed=False)
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> tuple[int, int] | None:
@@ -248,26 +242,16 @@ def check_gloo() -> Finding:
 
         timeout = timedelta(seconds=20)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        sums: list[float] = []
-        errors: list[Exception] = []
 
-        def rank(number: int) -> None:
-            try:
-                own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timeout)
-                group: Any = dist.ProcessGroupGloo(dist.PrefixStore("doctor", own), number, 2, timeout)
-                tensor = torch.ones(1)
-                group.allreduce([tensor]).wait()
-                sums.append(tensor.item())
-            except Exception as error:
-                errors.append(error)
+        def rank(number: int) -> float:
+            own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timeout)
+            group: Any = dist.ProcessGroupGloo(dist.PrefixStore("doctor", own), number, 2, timeout)
+            tensor = torch.ones(1)
+            group.allreduce([tensor]).wait()
+            return tensor.item()
 
-        ranks = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
-        for thread in ranks:
-            thread.start()
-        for thread in ranks:
-            thread.join(40)
-        if errors:
-            raise errors[0]
+        with ThreadPoolExecutor(2) as ranks:
+            sums = list(ranks.map(rank, range(2)))
         if sums != [2.0, 2.0]:
             raise RuntimeError(f"the sum of 1 and 1 on two ranks is {sums}")
     except Exception as error:  # any error of torch is the finding
@@ -314,11 +298,10 @@ def check_kernels(libc: str | None = None) -> Finding:
 
 
 def check_torch_engine() -> Finding:
-    if version_of("transformers") is None:
-        fix = "pip install 'transformers>=5.12'"
-        return Finding("torch engine", "failed", "transformers is not installed", fix, needed=False)
-    if version_of("torch") is None:
-        return Finding("torch engine", "failed", "torch is not installed", "pip install 'torch>=2.11'", needed=False)
+    for package, requirement in (("transformers", "transformers>=5.12"), ("torch", "torch>=2.11")):
+        if version_of(package) is None:
+            fix = f"pip install '{requirement}'"
+            return Finding("torch engine", "failed", f"{package} is not installed", fix, needed=False)
     return Finding("torch engine", "ok", f"transformers {version_of('transformers')}")
 
 
