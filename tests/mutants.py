@@ -199,7 +199,7 @@ MUTANTS: dict[str, Mutant] = {
         "weights/test_publication.py::test_an_engine_that_keeps_its_old_weights_is_found_out",
     ),
     "whoever is left out is not named": Mutant(
-        "weights.publisher:Publisher._tell_of",
+        "weights.publisher:Publisher._report_lost",
         "self.on_left_out(name, member.incarnation, why)",
         "pass",
         "weights/test_publication.py::test_a_generator_that_is_gone_is_left_out_and_named",

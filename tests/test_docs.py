@@ -32,7 +32,11 @@ from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "ops" / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(page for page in sorted(ROOT.glob("*.md")) if page.name != "CHANGELOG.md"),
+    ROOT / "ops" / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+]
 CONFIGURATION = DOCS / "configuration.md"
 EVENTS = DOCS / "metrics-file.md"
 LONGEST_README = 160

@@ -11,11 +11,13 @@ from typing import Any
 
 from msgspec import Struct
 
+from asyncgrpo.recording.health import limit_of
+
 Event = dict[str, Any]
 
 WINDOW = 20
 """Steps that are looked at together."""
-LITTLE, ENOUGH = 0.25, 0.5
+LITTLE, ENOUGH = 1 - limit_of("LittleSignal"), 0.5
 """Mean shares of groups with a signal below which it is little, and above which it is enough again."""
 FALL = 0.05
 """Share of the gain of the best evaluation over the first: two evaluations in a row that lost more than it are a fall."""

@@ -7,15 +7,15 @@ than `WORTH`, and no process for which no core or GPU is free. `docs/tuning.md` 
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from msgspec import Struct
 
 from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.pace import FEWEST, FULL, HALF, UNLIMITED, Cores, Pace, is_command, pace_of, scoring_setting
-from asyncgrpo.recording.progress import Progress, counts_in_words, sync_line
+from asyncgrpo.recording.health import View, limit_of, stops_tuning
+from asyncgrpo.recording.pace import FULL, HALF, UNLIMITED, Cores, Pace, pace_of, scoring_setting
 
 Bottleneck = Literal[
     "health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "cores", "none"
@@ -42,18 +42,12 @@ WORTH = 0.1
 """Gains below it are not worth a change."""
 SAME = 0.02
 """A setting that gains less than the best one by no more than this is as good."""
-ALMOST_ALL = 0.9
-"""Groups without signal from which it is the data: to replace them takes more than ten groups for each that is trained."""
+ALMOST_ALL = limit_of("NoSignal")
+"""Share of groups without signal above which the data is at fault: replacing them takes twenty groups for each trained one."""
 PUBLISHES = 0.2
 """Publications are a bottleneck from this share of a step, or of the generators' time."""
-UNSCORED = 0.2
-"""The share of completions without a score from which the reward does not work."""
 MOST_GENERATORS = 64
 """Without `generators.max`."""
-RESTART_S = 300.0
-"""A restart is in the way of tuning for so long."""
-SILENT_S = 60.0
-"""A step that takes longer than this and than three others is a stall."""
 
 
 def advise(
@@ -68,7 +62,10 @@ def advise(
         gpus: of the cluster; None: not known.
     """
     events = list(events)
-    if trouble := unhealthy(events, now):
+    if not events:
+        return ()
+    now = events[-1].get("time", 0.0) if now is None else now
+    if trouble := stops_tuning(View(events=events, now=now)):
         sentence = f"{trouble}; tuning can wait until this is over"
         return (Advice(bottleneck="health", sentence=sentence, evidence=trouble),)
     pace = pace_of(events, config)
@@ -92,73 +89,6 @@ def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, 
         case "learner":
             return (*_fewer_generators(pace, config), *_faster_learner(pace, config, gpus))
     return ()
-
-
-# -- a run that is not healthy -----------------------------------------------------------------------------------------
-
-
-def unhealthy(events: Sequence[Event], now: float | None = None) -> str | None:
-    """What must be over before tuning makes sense, in a sentence; None: nothing."""
-    if not events:
-        return None
-    at = now if now is not None else events[-1].get("time", 0.0)
-    checks: tuple[Callable[[Sequence[Event], float], str | None], ...] = (
-        _rewards_paused, _restarted, _silent, _weights_missing, _rewards_fail,
-    )  # fmt: skip
-    return next((found for check in checks if (found := check(events, at))), None)
-
-
-def _rewards_paused(events: Sequence[Event], at: float) -> str | None:
-    paused = Progress.of(events).paused
-    return (
-        f"rewards are paused at {', '.join(sorted(paused))}: {next(iter(paused.values()))['reason']}"
-        if paused
-        else None
-    )
-
-
-def _restarted(events: Sequence[Event], at: float) -> str | None:
-    recent = [event for event in events if event["event"] == "restart" and at - event["time"] < RESTART_S]
-    if not recent:
-        return None
-    last, times = recent[-1], f", {len(recent)} restarts in {RESTART_S / 60:.0f} min" if len(recent) > 1 else ""
-    return f"{last['actor']} was started again {at - last['time']:.0f} s ago ({last['reason']}){times}"
-
-
-def _silent(events: Sequence[Event], at: float) -> str | None:
-    """A step that is not made. Before the first one, engines load, and after the end nothing is awaited."""
-    since = next((i for i in reversed(range(len(events))) if events[i]["event"] in ("start", "end")), -1)
-    steps = [event for event in events[since + 1 :] if event["event"] == "step"]
-    if len(steps) < FEWEST:
-        return None
-    usual_s = sorted(sum(step["seconds"].values()) for step in steps)[len(steps) // 2]
-    silent_s = at - max(event["time"] for event in events if event is steps[-1] or is_command(event))
-    if silent_s <= max(SILENT_S, 3 * usual_s):
-        return None
-    what = next((event["what"] for event in reversed(events) if event["event"] == "stall"), None)
-    return f"no step for {silent_s:.0f} s, where one takes {usual_s:.1f} s" + (f": it waits for {what}" if what else "")
-
-
-def _weights_missing(events: Sequence[Event], at: float) -> str | None:
-    """Whether the last publication did not reach all, or two of the last five did not."""
-    syncs = [event for event in events if event["event"] == "sync"][-5:]
-    bad = [event for event in syncs if event.get("checksum") != "ok" or event.get("left_out")]
-    if not bad or (bad[-1] is not syncs[-1] and len(bad) == 1):
-        return None
-    return f"weights did not reach every generator: {sync_line(bad[-1])}"
-
-
-def _rewards_fail(events: Sequence[Event], at: float) -> str | None:
-    steps = [event for event in events if event["event"] == "step"][-FEWEST:]
-    completions = sum(step.get("completions") or 0 for step in steps)
-    failures: dict[str, int] = {}
-    for step in steps:
-        for kind, count in (step.get("failures") or {}).items():
-            failures[kind] = failures.get(kind, 0) + count
-    if sum(failures.values()) <= UNSCORED * completions:
-        return None
-    share = sum(failures.values()) / max(1, completions)
-    return f"{_percent(share)} of the completions have no score: {counts_in_words(failures)}"
 
 
 # -- what holds a healthy run back -------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Where a publication lies: every tensor at a fixed place of one flat run of bytes, in memory that processes share.
+"""Memory layout of a publication: every tensor at a fixed offset of one flat buffer in shared memory.
 
-The learner has two such arenas in one file in memory, and a page of flags behind them. It writes its weights into one while
-generators still read the other. Engines on the same machine map the file and load out of it, each when it likes. To others its
-bytes are broadcast; each of those keeps what it received in a `Staging`, a file of the same kind, which its engine maps.
+The learner has two such arenas in one shared-memory file, followed by a page of flags. It writes one while generators read
+the other. Engines on the same machine map the file and load out of it. Other generators receive the bytes into a `Staging`, a
+file of the same layout that their engine maps.
 
-An arena is not written while an engine that answers reads it. One that was given up may wake in the middle of a read: so the
-learner counts behind the arenas how often it has begun to write each, and who has read compares.
+The learner does not write an arena that a live engine reads. A dropped engine may wake in the middle of a read, so the learner
+counts the writes of each arena in the flags, and a reader compares the count after its read.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ from asyncgrpo.weights.digest import add_digests, digest
 log = logging.getLogger(__name__)
 
 IsWritten = Callable[[], bool]
-"""Whether every byte of an arena is there. Raises WeightsError: it will not be."""
+"""True once every byte of an arena is written. Raises WeightsError: it cannot be completed."""
 ALIGNMENT = 64
-"""Every tensor starts at a multiple of so many bytes, so that a view of any dtype is aligned."""
+"""Alignment of every tensor, bytes: a view of any dtype is aligned."""
 SLOTS = 2
 PAGE = 4096
 _numbers = itertools.count()
@@ -48,40 +48,40 @@ def size_bytes(info: TensorInfo) -> int:
 
 
 class Layout:
-    """Where each tensor of a publication lies. Learner and generators make the same of the same list of tensors."""
+    """Offsets of the tensors of a publication, derived from their list alone."""
 
     def __init__(self, tensors: Sequence[TensorInfo]) -> None:
-        """Raises WeightsError: a shape or a dtype is none."""
+        """Raises WeightsError: a shape or a dtype is invalid."""
         self.tensors = tuple(tensors)
         self.offsets: tuple[int, ...] = ()
         self.num_bytes = 0
         """A multiple of `ALIGNMENT`."""
         for info in self.tensors:
             if not isinstance(getattr(torch, info.dtype, None), torch.dtype) or min(info.shape, default=0) < 0:
-                raise WeightsError(f"{info.name[:100]} is {info.dtype[:20]} {info.shape[:8]}, which is no tensor")
+                raise WeightsError(f"{info.name[:100]} is {info.dtype[:20]} {info.shape[:8]}, which is not a tensor")
             self.offsets += (self.num_bytes,)
             self.num_bytes += -(-size_bytes(info) // ALIGNMENT) * ALIGNMENT
 
     def views(self, flat: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Every tensor as a view of `flat`, [num_bytes] uint8."""
+        """Yield every tensor as a view of `flat`, [num_bytes] uint8."""
         for info, start in zip(self.tensors, self.offsets, strict=True):
             raw = flat[start : start + size_bytes(info)]
             yield info, raw.view(dtype_of(info)).view(info.shape)
 
     @property
     def spans(self) -> list[Span]:
-        """Every tensor, for a delta."""
+        """Spans of all tensors, for a delta."""
         places = zip(self.tensors, self.offsets, strict=True)
         return [Span(start, size_bytes(info), dtype_of(info).itemsize, start) for info, start in places]
 
     def slices(self, size: int) -> Iterator[tuple[int, int]]:
-        """First and last byte of each piece of at most `size` bytes, a multiple of `ALIGNMENT`."""
+        """Yield start and end of each piece of at most `size` bytes; `size` is a multiple of `ALIGNMENT`."""
         for start in range(0, self.num_bytes, size):
             yield start, min(start + size, self.num_bytes)
 
 
 def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> str:
-    """The digest of a publication of `tensors`, without publishing it; on the CPU."""
+    """Return the digest that a publication of `tensors` would have; on the CPU."""
     flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     for (info, view), (given, tensor) in zip(layout.views(flat), tensors, strict=True):
         assert info == given, f"{info.name} expected, {given.name} given"
@@ -90,15 +90,15 @@ def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> s
 
 
 class Arenas:
-    """Memory of a publication, `count` times [num_bytes] uint8. Where it fits into shared memory, other processes map it."""
+    """`count` arenas of [num_bytes] uint8, in shared memory where they fit."""
 
     def __init__(self, layout: Layout, count: int = SLOTS) -> None:
-        """Make them in shared memory; where they do not fit, in memory of this process alone."""
+        """Allocate shared memory, or private memory if that is too small."""
         self.layout = layout
         self.file = ""
-        """Name of their file in memory; empty: no other process can map them."""
+        """Name of the file in shared memory; empty if the memory is private."""
         self.trouble = ""
-        """Why there is no file."""
+        """Reason for private memory."""
         size = count * stride(layout) + PAGE
         name = f"{scratch.mark()}-weights-{next(_numbers)}"
         try:
@@ -113,13 +113,13 @@ class Arenas:
         self._unpin: Callable[[], object] | None = None
 
     def begin(self, slot: int) -> int:
-        """Note that a slot is written anew. Returns how often it has been."""
+        """Count a write of a slot. Returns the number of writes."""
         flags = _flags(self.memory)
         flags[_counter(slot)] += 1
         return int(flags[_counter(slot)])
 
     def pin(self) -> None:
-        """Lock the pages for this process's GPU."""
+        """Pin the pages for this process's GPU."""
         if self._unpin is None:
             self._unpin = pin(self.memory)
 
@@ -133,54 +133,52 @@ class Arenas:
 
 @dataclass
 class Slot:
-    """One arena and what is in it."""
+    """One arena and its content."""
 
     flat: Tensor
     number: int
     writes: int = 0
-    """How often it has been written."""
+    """Number of writes."""
     version: PolicyVersion | None = None
     is_ready: bool = False
-    """Whether it may be read."""
+    """True if it may be read."""
     digest: str = ""
-    """Empty: it is not known yet."""
+    """Empty until it is computed."""
     is_written: IsWritten | None = None
-    """None: every byte is there."""
+    """None: every byte is written."""
     readers: set[str] = field(default_factory=set)
     is_ours: bool = False
-    """Whether it is being filled, or its bytes are awaited."""
+    """True while it is being filled."""
 
 
 class SharedTensors(list[tuple[str, Tensor]]):
-    """Tensors by name, all of them in one memory, [bytes] uint8."""
+    """Tensors by name in one buffer, [bytes] uint8."""
 
     def __init__(
         self, tensors: Iterable[tuple[str, Tensor]], memory: Tensor, file: str, slot: int = 0, writes: int = 0
     ) -> None:
         """
         Args:
-            file: of the memory, which other processes can map; empty: they cannot.
-            slot, writes: the arena in which they lie, and how often it was written until then.
+            file: name of the buffer in shared memory; empty if it is private.
+            slot, writes: their arena, and its number of writes so far.
         """
         super().__init__(tensors)
         self.memory, self.file = memory, file
         self.slot, self.writes = slot, writes
         self.owner: object = None
-        """Removes the file when it ends."""
+        """Keeps the file alive."""
 
     def require_intact(self) -> None:
-        """Raises WeightsError: the arena has been written again, perhaps while it was read."""
+        """Raises WeightsError: the arena was overwritten, perhaps during the read."""
         if (now := int(_flags(self.memory)[_counter(self.slot)])) != self.writes:
-            raise WeightsError(
-                f"the learner has written over these weights before they were read ({now - self.writes} times)"
-            )
+            raise WeightsError(f"the learner overwrote these weights before they were read ({now - self.writes} times)")
 
 
 class MappedArenas:
-    """Another process's view of arenas."""
+    """Arenas of another process, mapped."""
 
     def __init__(self, file: str) -> None:
-        """Raises WeightsError: there is no such file here."""
+        """Raises WeightsError: the file does not exist on this machine."""
         path = SHARED_MEMORY / Path(file).name
         try:
             self.memory = _map(path, path.stat().st_size)
@@ -189,20 +187,20 @@ class MappedArenas:
             raise WeightsError(f"the learner's weights are not in {SHARED_MEMORY} of this machine: {error}") from error
         self.file = file
         self.flags = _flags(self.memory)
-        """[512] behind the arenas: how many snapshots each learner rank has written, and how often each arena was begun."""
+        """[512] int64 after the arenas: snapshots written by each learner rank, and writes of each arena."""
 
     def pin(self) -> None:
-        """Lock the pages, in a process whose GPU reads them or writes into them."""
+        """Pin the pages for the GPU of this process."""
         weakref.finalize(self, pin(self.memory)).atexit = False
 
     def read(self, start: int, size: int) -> Tensor:
-        """[size] uint8 from byte `start` of the file on. Raises WeightsError: the file is shorter."""
+        """Return [size] uint8 at byte `start` of the file. Raises WeightsError: the file is shorter."""
         if not 0 <= start <= start + size <= len(self.memory) - PAGE:
             raise WeightsError(f"the learner's weights end at byte {len(self.memory) - PAGE} of {self.file}")
         return self.memory[start : start + size]
 
     def tensors(self, layout: Layout, slot: int, writes: int) -> SharedTensors:
-        """The tensors of a publication where they lie. Raises WeightsError: they are not there, or not any more."""
+        """Return the tensors of a publication as views. Raises WeightsError: they were overwritten."""
         views = layout.views(self.read(slot * stride(layout), layout.num_bytes))
         tensors = SharedTensors(((info.name, view) for info, view in views), self.memory, self.file, slot, writes)
         tensors.require_intact()
@@ -210,21 +208,21 @@ class MappedArenas:
 
 
 class Staging:
-    """What a generator received, [num_bytes] uint8. Where it fits into shared memory, the engine's processes map it."""
+    """Weights that a generator received, [num_bytes] uint8, in shared memory where they fit."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._arenas = layout, Arenas(layout, 1)
         (self.flat,) = self._arenas.slots
         self.holds: State | None = None
-        """The weights whose digest was found in it; None: whatever came so far."""
-        weakref.finalize(self, self._arenas.close).atexit = False  # a process that ends leaves it to `scratch`
+        """Weights with a verified digest; None: incomplete or unverified."""
+        weakref.finalize(self, self._arenas.close).atexit = False  # `scratch` removes it after the process has ended
 
     def pin(self) -> None:
-        """Lock the pages, where a GPU of this process writes them."""
+        """Pin the pages for a GPU that writes them."""
         self._arenas.pin()
 
     def tensors(self) -> SharedTensors:
-        """Every tensor by its name, as views of the memory."""
+        """Return every tensor by name, as views of the buffer."""
         views = ((info.name, view) for info, view in self._layout.views(self.flat))
         tensors = SharedTensors(views, self._arenas.memory, self._arenas.file)
         tensors.owner = self
@@ -232,25 +230,25 @@ class Staging:
 
 
 def stride(layout: Layout) -> int:
-    """Bytes from one arena to the next."""
+    """Return the distance between two arenas, bytes."""
     return -(-layout.num_bytes // PAGE) * PAGE
 
 
 def _flags(memory: Tensor) -> Tensor:
-    """[512] int64, the page behind the arenas of a file."""
+    """Return the page after the arenas, [512] int64."""
     return memory[-PAGE:].view(torch.int64)
 
 
 def _counter(slot: int) -> int:
-    """Which flag counts how often a slot was begun. The first ones belong to the ranks of the learner."""
+    """Return the index of the flag that counts the writes of a slot. The first flags belong to the learner's ranks."""
     return -1 - slot
 
 
 def allocate(file: Path, size: int) -> None:
-    """Create a file in memory whose pages are all there: writing into memory that is full would kill this process.
+    """Create a file in shared memory with all pages allocated: a write to a full /dev/shm kills the process (SIGBUS).
 
     Raises:
-        RuntimeError: it does not fit.
+        RuntimeError: the file does not fit.
     """
     descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -263,21 +261,23 @@ def allocate(file: Path, size: int) -> None:
 
 
 def pin(memory: Tensor) -> Callable[[], object]:
-    """Lock the pages for the GPU, which then copies them at full speed, beside whatever else it does.
+    """Pin pages, so that the GPU copies them at full speed and asynchronously.
 
     Args:
         memory: [n] uint8 on the CPU.
     Returns:
-        What unlocks them again. It must be called while the memory is there.
+        A function that unpins them. Call it before the memory is freed.
     """
     if not torch.cuda.is_available() or not memory.numel():
         return lambda: None
     runtime, place = torch.cuda.cudart(), memory.data_ptr()
     if (error := int(runtime.cudaHostRegister(place, memory.numel(), 0))) == 0:
         return lambda: runtime.cudaHostUnregister(place)
-    log.warning("%.0f MiB are not pinned (CUDA error %d): copies to the GPU are slower", memory.numel() / 2**20, error)
+    log.warning(
+        "%.0f MiB could not be pinned (CUDA error %d): copies to the GPU are slower", memory.numel() / 2**20, error
+    )
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # CUDA tells of an error again at the next call, whose caller did nothing wrong
+        torch.zeros(1, device="cuda")  # CUDA repeats a sticky error at the next call
     return lambda: None
 
 

@@ -1,8 +1,8 @@
-"""The two ways to generators that cannot map the learner's memory: on other machines, or where a backend was asked for.
+"""Transport to generators that cannot map the learner's memory: deltas and broadcasts.
 
-Deltas go to those that hold an earlier publication, where they are small enough; broadcasts to all others. A broadcast is
-collective: who dies in the middle of it holds up the others until it is found out. So it runs in a thread
-of its own, and is given up with everybody in it as soon as one of them is; the next group is formed of those that are left.
+A generator that holds an earlier publication gets a delta, where that is small enough; all others share a broadcast. A
+broadcast is collective, so a member that dies blocks the rest. It runs in a thread of its own. When a member is lost the
+group is dropped, and the next one is formed without it.
 """
 
 import itertools
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class GroupLane:
-    """The weight group of generators that are reached by broadcasts. The publisher's thread uses it."""
+    """Broadcasts to a group of generators. The publisher's thread uses it."""
 
     def __init__(self, backend: Backend, host: str, timeout_s: float, piece_bytes: int) -> None:
         """
         Args:
-            host: at which the generators reach this process.
-            piece_bytes: sent at once.
+            host: address of this process for the generators.
+            piece_bytes: size of one broadcast.
         """
         self._backend, self._host, self._timeout_s = backend, host, timeout_s
         self._piece_bytes = piece_bytes
@@ -47,18 +47,18 @@ class GroupLane:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         self._job: Future[WeightGroup] | None = None
         self.names: frozenset[str] = frozenset()
-        """Generators in the group, or in the one that is being formed."""
+        """Members of the group, or of the one being formed."""
         self.state: Literal["none", "forming", "ready", "sending"] = "none"
         self.broadcast_s = math.inf
-        """What the last broadcast took; infinite: there was none."""
+        """Duration of the last broadcast; infinite before the first."""
 
     @property
     def number(self) -> int:
-        """How often a group was formed."""
+        """Number of groups formed so far."""
         return self._number
 
     def form(self, names: list[str], send: Callable[[str, Message], bool]) -> None:
-        """Begin to form a group of the learner and these generators."""
+        """Start to form a group of the learner and these generators."""
         self._number += 1
         self.names, self.state = frozenset(names), "forming"
         number, world, backend = self._number, len(names) + 1, self._backend
@@ -93,7 +93,7 @@ class GroupLane:
     def broadcast(
         self, version: PolicyVersion, digest: str, layout: Layout, flat: Tensor, send: Callable[[str, Message], bool]
     ) -> None:
-        """Begin to send `flat`, [num_bytes] uint8, to everyone in the group."""
+        """Start to broadcast `flat`, [num_bytes] uint8, to the group."""
         assert self.state == "ready" and self._group is not None
         self.state, group = "sending", self._group
         for name in sorted(self.names):
@@ -112,8 +112,8 @@ class GroupLane:
 
         self._job = self._pool.submit(work)
 
-    def look(self) -> str | None:
-        """Note what has ended. Returns what went wrong with it; the group is then gone."""
+    def poll(self) -> str | None:
+        """Collect finished work. Returns its error, after which the group is dropped; None: no error."""
         if self._job is None or not self._job.done():
             return None
         job, self._job = self._job, None
@@ -126,7 +126,7 @@ class GroupLane:
         return f"group {self._number} cannot be {what}: {str(error).splitlines()[0][:200]}"
 
     def drop(self) -> None:
-        """Give up the group, and whatever is under way in it."""
+        """Drop the group and the work under way in it."""
         group, self._group = self._group, None
         job, self._job = self._job, None
         self.names, self.state = frozenset(), "none"
@@ -136,7 +136,7 @@ class GroupLane:
             if group is not None:
                 group.close()
             return
-        # A broadcast of gloo cannot be ended: its thread ends at the deadline, and nobody waits for it.
+        # A gloo broadcast cannot be cancelled: its thread is abandoned and ends at the deadline.
         self._pool.shutdown(wait=False)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         job.add_done_callback(lambda ended: _close(group or (None if ended.exception() else ended.result())))
@@ -154,21 +154,20 @@ def _close(group: WeightGroup | None) -> None:
 # -- deltas ------------------------------------------------------------------------------------------------------------
 
 MAX_DELTAS = 8
-"""Kept for those who missed some."""
+"""Deltas kept for generators that missed some."""
 PARTS_AHEAD = 2
-"""Parts sent to a generator before it has taken the first of them: the memory that a slow one costs the learner."""
+"""Parts in flight to one generator. They bound the memory that a slow generator costs the learner."""
 TAKES_PART_WITHIN_S = 10.0
 SENT_BYTES_PER_S = 0.5e9
-"""What one thread encrypts and sends. Measured with parts of 16 MiB over loopback (AMD EPYC): 0.7e9 in a CPU second."""
+"""Rate of one thread that encrypts and sends. Measured with parts of 16 MiB over loopback (AMD EPYC): 0.7e9 per CPU second."""
 LARGEST_PART_BYTES = DeltaPart.max_payload_bytes
 
 
 class DeltaLane:
-    """Deltas to generators that hold an earlier publication, over the socket of each: none waits for another, and nothing
-    is collective. The publisher's thread uses it.
+    """Deltas to generators that hold an earlier publication, each over its own socket. The publisher's thread uses it.
 
-    A thread of its own compares each publication with the one before it. The bytes of that one are kept here, since the
-    learner may write over its arena at any moment. So there is no gap, whatever is skipped.
+    A thread compares each publication with the one before, of which this class keeps the bytes: the learner may overwrite
+    its arena at any moment. So skipped publications leave no gap in the chain.
     """
 
     def __init__(self, part_bytes: int) -> None:
@@ -176,16 +175,16 @@ class DeltaLane:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
         self._job: Future[tuple[Tensor, tuple[Piece, ...] | None]] | None = None
         self._is_void = False
-        """Whether nobody wants what the job makes any more."""
+        """True if the delta under way is obsolete."""
         self._following: State | None = None
         self._tip: State | None = None
-        """The newest publication to which deltas lead; None: there are none."""
+        """The newest publication that deltas lead to; None: there is none."""
         self._mirror: Tensor | None = None
         """Its bytes."""
         self._chain = Chain(MAX_DELTAS, 0)
         self._skips = Skips()
         self._held: dict[str, State] = {}
-        """What generators hold in their memory for certain."""
+        """Weights that each generator is known to hold in its memory."""
         self._transfers: dict[str, Transfer] = {}
         self._number = 0
 
@@ -196,18 +195,18 @@ class DeltaLane:
         return self._job is not None
 
     def wants(self, state: State) -> bool:
-        """Whether this publication is to be compared now. It is asked once about each."""
+        """True if this publication is to be compared now. Call it once per publication."""
         if self.is_busy or state == self._following:
             return False
         self._following = state
         return self._skips.is_due()
 
     def follow(self, state: State, layout: Layout, flat: Tensor, most: int) -> None:
-        """Begin to compare a publication with the one before it.
+        """Start to compare a publication with the one before it.
 
         Args:
-            flat: [num_bytes] uint8; nobody writes it until `look` returns True.
-            most: bytes that a delta may have.
+            flat: [num_bytes] uint8; not written until `poll` returns True.
+            most: largest size of a delta, bytes.
         """
         mirror = self._mirror
 
@@ -220,8 +219,8 @@ class DeltaLane:
             self._chain = Chain(MAX_DELTAS, layout.num_bytes // LEAST_SAVING)
         self._job, self._is_void = self._pool.submit(work), False
 
-    def look(self) -> bool:
-        """Note what has ended. Returns whether something has."""
+    def poll(self) -> bool:
+        """Collect the finished comparison. Returns True if there was one."""
         if self._job is None or not self._job.done():
             return False
         job, self._job = self._job, None
@@ -239,13 +238,13 @@ class DeltaLane:
         assert self._following is not None
         if self._tip is not None:
             delta = Delta(self._tip, self._following, len(mirror), pieces)
-            self._chain.add(Delta.from_bytes(delta.to_bytes()))  # kept as it is sent
+            self._chain.add(Delta.from_bytes(delta.to_bytes()))  # in wire format
             self._skips.note(pays=True)
         self._tip, self._mirror = self._following, mirror
         return True
 
     def clear(self) -> None:
-        """Keep nothing: a new chain begins."""
+        """Forget all deltas and start a new chain."""
         self._tip, self._mirror = None, None
         self._chain.clear()
         self._is_void = True
@@ -253,7 +252,7 @@ class DeltaLane:
     # -- sending them --------------------------------------------------------------------------------------------------
 
     def path(self, name: str, most: int) -> list[Delta] | None:
-        """The deltas of at most `most` bytes that a generator needs; None: it needs all the weights."""
+        """Return the deltas, at most `most` bytes, that bring a generator up to date; None: it needs all weights."""
         held = self._held.get(name)
         if held is None or self._tip is None:
             return None
@@ -261,11 +260,11 @@ class DeltaLane:
         return path if path is not None and sum(delta.packed_bytes for delta in path) <= most else None
 
     def may_reach(self, name: str) -> bool:
-        """Whether deltas are on their way to a generator, or may lead on from what it holds when one is made."""
+        """True if deltas are in flight to a generator, or the comparison under way may produce one for it."""
         return self.is_sending(name) or (self.is_busy and name in self._held)
 
     def offer(self, name: str, path: list[Delta], send: Callable[[str, Message, Buffer], bool]) -> bool:
-        """Begin to send deltas to a generator. False if there is no connection to it."""
+        """Start to send deltas to a generator. Returns False if it is not connected."""
         self._number += 1
         transfer = self._transfers[name] = Transfer(self._number, path, self._part_bytes)
         version, digest = path[-1].after
@@ -280,15 +279,15 @@ class DeltaLane:
             transfer.go_on(name, send)
 
     def is_sending(self, name: str, transfer: int | None = None) -> bool:
-        """Whether it is receiving deltas, or those of this transfer."""
+        """True if deltas, or those of one transfer, are in flight to a generator."""
         now = self._transfers.get(name)
         return now is not None and transfer in (None, now.number)
 
     def is_stuck(self, name: str, staging_s: float) -> bool:
-        """Whether a part, or a reply, must have been lost.
+        """True if a part or a reply must have been lost.
 
         Args:
-            staging_s: what it may take to make the weights when all parts are there.
+            staging_s: time allowed to apply the deltas after the last part.
         """
         transfer = self._transfers.get(name)
         if transfer is None:
@@ -296,16 +295,16 @@ class DeltaLane:
         return time.monotonic() - transfer.moved_s > TAKES_PART_WITHIN_S + (staging_s if transfer.is_whole else 0.0)
 
     def received(self, name: str, state: State) -> None:
-        """A generator holds these weights in its memory."""
+        """Note the weights that a generator holds in its memory."""
         self._transfers.pop(name, None)
         self._held[name] = state
 
     def stop(self, name: str) -> None:
-        """Send it no more parts."""
+        """Stop a transfer."""
         self._transfers.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """It is not known what a generator holds."""
+        """Forget which weights a generator holds."""
         self.stop(name)
         self._held.pop(name, None)
 
@@ -313,20 +312,20 @@ class DeltaLane:
         self._pool.shutdown(wait=False)
 
 
-def at_most(num_bytes: int, generators: int, broadcast_s: float) -> int:
-    """Bytes of deltas that are sent to each generator instead of `num_bytes` of weights.
+def delta_byte_budget(num_bytes: int, generators: int, broadcast_s: float) -> int:
+    """Return the largest size of the deltas to one generator, in place of `num_bytes` of weights.
 
-    To compare and apply them takes a core longer than to receive a broadcast, so they must be much less. And one thread encrypts
-    and sends them to all, which must take no longer than the broadcast: so a fast network gets none.
+    Comparing and applying costs more CPU time than receiving, so deltas must be much smaller. One thread encrypts and sends
+    them to all generators, which must take no longer than a broadcast: on a fast network no deltas are sent.
 
     Args:
-        broadcast_s: what a broadcast of the weights took; infinite: there was none.
+        broadcast_s: duration of the last broadcast; infinite before the first.
     """
     return int(min(num_bytes / LEAST_SAVING, broadcast_s * SENT_BYTES_PER_S / max(1, generators)))
 
 
 class Transfer:
-    """Deltas on their way to one generator, a few parts ahead of what it has taken."""
+    """Deltas in flight to one generator, a few parts ahead of its acknowledgements."""
 
     def __init__(self, number: int, deltas: list[Delta], part_bytes: int) -> None:
         self.number, self.taken = number, 0
@@ -340,7 +339,7 @@ class Transfer:
         return not self._left and self.taken == self._sent
 
     def go_on(self, name: str, send: Callable[[str, Message, Buffer], bool]) -> bool:
-        """Send the next parts. False if there is no connection."""
+        """Send the next parts. Returns False if the generator is not connected."""
         self.moved_s = time.monotonic()
         while self._left and self._sent - self.taken < self._ahead:
             part = self._left.popleft()
@@ -351,10 +350,10 @@ class Transfer:
 
 
 class Arriving:
-    """Deltas that a generator is receiving."""
+    """Deltas that arrive at a generator."""
 
     def __init__(self, offer: Offer, limit: int) -> None:
-        """Raises WeightsError: they are longer than `limit` bytes."""
+        """Raises WeightsError: the deltas are longer than `limit` bytes."""
         size = sum(offer.delta_bytes)
         if min(offer.delta_bytes, default=0) <= 0 or size > limit:
             raise WeightsError(f"deltas of {offer.delta_bytes[:8]} bytes were offered for weights of {limit}")
@@ -366,7 +365,7 @@ class Arriving:
         return self.taken == len(self._bytes)
 
     def add(self, start: int, part: Buffer) -> None:
-        """Take the next part; one that came before counts for nothing. Raises WeightsError: one is missing."""
+        """Take the next part; duplicates are ignored. Raises WeightsError: a part is missing."""
         if start > self.taken or start + len(part) > len(self._bytes):
             raise WeightsError(f"bytes {start} to {start + len(part)} came after {self.taken} of {len(self._bytes)}")
         if start == self.taken:
@@ -374,6 +373,6 @@ class Arriving:
             self.taken += len(part)
 
     def deltas(self) -> list[Delta]:
-        """All of them, in order. Raises WireError: one is none."""
+        """Return all deltas in order. Raises WireError: one is malformed."""
         ends = list(itertools.accumulate(self.offer.delta_bytes, initial=0))
         return [Delta.from_bytes(self._bytes[start:end]) for start, end in itertools.pairwise(ends)]

@@ -1,4 +1,4 @@
-"""What a publisher knows: of each generator, of a publication under way, and of one for which nobody is awaited any more."""
+"""State of the publisher: its members, the publications under way, and the report of one that has ended."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,33 +9,33 @@ from asyncgrpo.weights.check import SyncGap
 
 @dataclass
 class Member:
-    """A generator in touch with the publisher."""
+    """A generator that has joined."""
 
     peer: str
     incarnation: str
     is_near: bool
-    """Whether it maps the learner's memory."""
+    """True if it maps the learner's shared memory."""
     heard_s: float
     holds: PolicyVersion | None = None
-    """The version that it has proved to sample with."""
+    """The version that it proved to hold."""
     offered: PolicyVersion | None = None
-    """What it was offered and does not hold yet."""
+    """The version on its way to it."""
     offered_s: float = 0.0
     is_staging: bool = False
     is_late: bool = False
     loaded: str = ""
-    """Digest of what its engine was given last."""
+    """Digest of the weights that its engine loaded last."""
     before: tuple[str, str] = "", ""
     """`loaded` and checksum at its last swap."""
-    is_told: bool = False
-    """Whether the others know that it is left out."""
+    is_reported: bool = False
+    """True if buffer and driver know that it is dropped."""
     failures: int = 0
-    """Times in a row that it received other bytes, or holds other weights, than it should."""
+    """Consecutive wrong digests or checksums."""
 
 
 @dataclass
 class Round:
-    """One publication that is under way."""
+    """A publication under way."""
 
     started_s: float
     digest: str

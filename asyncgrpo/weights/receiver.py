@@ -1,9 +1,9 @@
 """The generator's side of a publication, in two threads of its own beside the engine.
 
-One thread talks to the publisher. On the learner's machine an engine loads weights from where the learner has written them. On
-others this thread stages them: it takes part in a broadcast, or applies deltas to those that it has, in memory of its own,
-while the engine goes on sampling; their digest must be the one that the learner names. The other thread has the engine swap,
-between two tokens. Nobody waits for it but this engine. If the learner dies, the engine notices nothing.
+One thread talks to the publisher. On the learner's machine the engine loads weights directly out of the learner's arena. On
+other machines the thread stages them in its own memory while the engine samples: it takes part in a broadcast, or applies
+deltas to earlier weights, and compares the digest with the learner's. The other thread makes the engine swap between two
+tokens. Only this engine waits for it. The engine is unaffected if the learner dies.
 """
 
 import logging
@@ -47,19 +47,19 @@ from asyncgrpo.wire.weights import (
 log = logging.getLogger(__name__)
 
 Apply = Callable[[Iterable[tuple[str, Tensor]], PolicyVersion], str]
-"""Swaps the engine to these weights and returns its checksum. It is called in a thread of the receiver."""
+"""Swaps the engine to these weights and returns its checksum. Called in a thread of the receiver."""
 
 Score = Callable[[Sequence[Sequence[int]], int], Sequence[float]]
-"""The engine's log-probs of given sequences (`engines.base.Engine.score`). It is called in a thread of the receiver."""
+"""The engine's log-probs of given sequences (`engines.base.Engine.score`). Called in a thread of the receiver."""
 
 ALIVE_EVERY_S = 0.5
-LOOK_EVERY_S = 0.2
-"""How often the threads look at what is asked of them while no message comes."""
-LOOK_WHILE_SWAPPING_S = 0.005
+"""Interval of heartbeats to the publisher."""
+POLL_S = 0.2
+POLL_WHILE_SWAPPING_S = 0.005
 
 
 class Receiver:
-    """Receives weights, stages them and swaps the engine to them. `failure` is set when the engine must be replaced."""
+    """Receives and stages weights, and swaps the engine to them. `failure` is set when the engine must be replaced."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Receiver:
     ) -> None:
         """
         Args:
-            score: of the engine, for the sync gap; none: it cannot say.
+            score: of the engine, for the sync gap; None: the engine cannot score.
         """
         self._endpoint, self._keys = endpoint, keys
         self._generator_id, self._incarnation = generator_id, incarnation
@@ -88,11 +88,11 @@ class Receiver:
         self._arriving: Arriving | None = None
         self._group: WeightGroup | None = None
         self._group_number = 0
-        # What waits for the engine, and what it is swapping to; a newer version takes the place of one that waits.
+        # The version that waits for the engine, and the one that it swaps to. A newer version replaces a waiting one.
         self._next: tuple[PolicyVersion, SharedTensors] | None = None
         self._swapping: SharedTensors | None = None
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="weights-swap")
-        # Reports of the swap, and None at its end.
+        # Reports of the swap; None marks its end.
         self._done: queue.SimpleQueue[Message | BaseException | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receiver", daemon=True)
@@ -102,7 +102,7 @@ class Receiver:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the threads to end; they end between two messages of the learner."""
+        """Ask the threads to end after the current message."""
         self._stop.set()
 
     @property
@@ -115,13 +115,13 @@ class Receiver:
         self._client = client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)
         try:
             self._join()
-            said_s = 0.0
+            sent_s = 0.0
             while not self._stop.is_set():
-                if time.monotonic() - said_s >= ALIVE_EVERY_S:
-                    said_s = time.monotonic()
+                if time.monotonic() - sent_s >= ALIVE_EVERY_S:
+                    sent_s = time.monotonic()
                     client.send(Alive(generator_id=self._generator_id, incarnation=self._incarnation))
                 try:
-                    received = client.receive(LOOK_EVERY_S if self._swapping is None else LOOK_WHILE_SWAPPING_S)
+                    received = client.receive(POLL_S if self._swapping is None else POLL_WHILE_SWAPPING_S)
                     if received is not None:
                         self._handle(*received)
                 except WireError as error:
@@ -130,14 +130,14 @@ class Receiver:
                 self._swap_next()
         except BaseException as error:
             self.failure = error
-            log.exception("weights receiver ended")
+            log.exception("the weight receiver failed")
         finally:
             self._swaps.shutdown(wait=True, cancel_futures=True)
             self._drop_group()
             client.close()
 
     def _handle(self, message: Message, payload: Buffer = b"") -> None:
-        """Do what a message asks for. Raises WireError if it cannot be meant."""
+        """Handle one message. Raises WireError if it is invalid."""
         if isinstance(message, WeightsLayout):
             self._arriving = None
             try:
@@ -187,7 +187,7 @@ class Receiver:
     # -- one version ---------------------------------------------------------------------------------------------------
 
     def _take(self, layout: Layout, offer: Offer) -> None:
-        """Let the engine swap to weights where they lie in the learner's memory."""
+        """Queue a swap to weights in the learner's arena."""
         try:
             self._next = offer.version, self._mapped(offer.file).tensors(layout, offer.slot, offer.writes)
         except WeightsError as error:
@@ -205,11 +205,11 @@ class Receiver:
             self._failed(offer.transfer, error)
 
     def _add_part(self, layout: Layout, part: DeltaPart, payload: Buffer) -> None:
-        """Take a part of the deltas that were offered, and stage the weights when all parts are there."""
+        """Take one part of the offered deltas. Stage the weights after the last part."""
         arriving = self._arriving
         try:
             if arriving is None or arriving.offer.transfer != part.transfer:
-                raise WeightsError(f"a part of transfer {part.transfer} came, which was not offered or has ended")
+                raise WeightsError(f"received a part of transfer {part.transfer}, which was not offered or has ended")
             arriving.add(part.start, payload)
         except WeightsError as error:
             self._arriving = None
@@ -221,7 +221,7 @@ class Receiver:
             self._stage(layout, arriving.offer, lambda layout: self._updated(layout, arriving.deltas()))
 
     def _stage(self, layout: Layout, offer: Offer, receive: Callable[[Layout], tuple[Staging, str]]) -> None:
-        """Receive a version into memory of this generator, report its digest, and let the engine swap if it is right."""
+        """Receive a version into this generator's memory, report its digest, and queue the swap if the digest matches."""
         try:
             staging, received = receive(layout)
         except (WeightsError, WireError, RuntimeError, ValueError) as error:
@@ -233,18 +233,18 @@ class Receiver:
         self._client.send(Staged(generator_id=self._generator_id, version=offer.version, digest=received))
 
     def _failed(self, transfer: int, error: Exception) -> None:
-        """Weights were not received. The engine has not been touched."""
-        log.warning("weights were not received: %s", error)
+        """Report a failed transfer. The engine was not touched."""
+        log.warning("weights could not be received: %s", error)
         if not transfer:
             self._drop_group()
         reason = str(error)[:300]
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=False, transfer=transfer))
 
     def _updated(self, layout: Layout, deltas: list[Delta]) -> tuple[Staging, str]:
-        """Apply deltas to the weights that they start from: in place, unless the engine is loading them."""
+        """Apply deltas to their base: in place, unless the engine is loading it."""
         base = next((staging for staging in self._stagings if staging.holds == deltas[0].before), None)
         if base is None or base.holds is None:
-            raise WeightsError(f"deltas from {deltas[0].before.version} came, and no memory here holds it")
+            raise WeightsError(f"received deltas from {deltas[0].before.version}, which this generator does not hold")
         holds, staging = base.holds, base
         if self._is_loading(base):
             staging = self._free_staging(layout)
@@ -256,9 +256,9 @@ class Receiver:
         return staging, digest_pieces(staging.flat, layout.slices(SHARE_BYTES))
 
     def _free_staging(self, layout: Layout) -> Staging:
-        """Memory from which the engine does not load. What waits there for the engine is overtaken.
+        """Return a staging buffer that the engine is not loading. A version that waits in it is discarded.
 
-        The second one is made when weights come for the first time while the engine is loading.
+        The second buffer is allocated when weights first arrive while the engine is loading.
         """
         self._next = None
         for staging in self._stagings:
@@ -301,11 +301,11 @@ class Receiver:
         self._swaps.submit(self._swap, version, self._swapping)
 
     def _swap(self, version: PolicyVersion, tensors: SharedTensors) -> None:
-        """Have the engine swap, in the other thread."""
+        """Swap the engine, in the other thread."""
         started = time.monotonic()
         try:
             checksum = self._apply(tensors, version)
-        except BaseException as error:  # the weights may be part old, part new, and must never sample
+        except BaseException as error:  # torn weights must never sample
             self._done.put(error)
             return
         seconds = time.monotonic() - started
@@ -316,10 +316,10 @@ class Receiver:
         self._done.put(None)
 
     def _scores(self, check: WeightsLayout) -> Sequence[float]:
-        """Have the engine score the check sequences. The next swap waits: they are of one version."""
+        """Score the check sequences. The next swap waits, so that all scores are of one version."""
         try:
             return self._score(check.check, check.check_start) if self._score is not None else ()
-        except Exception as error:  # what fails the engine is met by its requests too
+        except Exception as error:  # a broken engine fails its requests, too
             log.warning("the check sequences could not be scored: %s", error)
             return ()
 
@@ -335,7 +335,7 @@ class Receiver:
                 self._client.send(outcome)
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the learner to go on without this generator. The service ends when it sees `failure`."""
+        """Report to the learner that this engine is unusable. The service ends when it sees `failure`."""
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], poisoned=True))
 
     def _drop_group(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from asyncgrpo import metrics
+from asyncgrpo.recording.health import CONDITIONS
 
 OPS = Path(__file__).parents[2] / "ops"
 FOLDER = OPS / "prometheus"
@@ -62,6 +63,29 @@ def test_alert_says_how_bad_it_is_and_where_its_runbook_is(rule):
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert rule["annotations"]["runbook_url"] == f"{{{{ $externalLabels.docs }}}}docs/runbooks/{rule['alert']}.md"
     assert {"summary", "description"} <= set(rule["annotations"])
+
+
+SAME = {
+    "TargetDown": "== 0",  # a target that cannot be scraped
+    "RunPaused": "> 0",  # for an hour
+    "RewardsPaused": "> 0",
+    "WeightSyncFailing": "> 0",
+    "WeightsDiffer": "> asyncgrpo_sync_gap_limit",
+}
+"""Conditions that Prometheus measures in other units."""
+
+
+@pytest.mark.parametrize("condition", [c for c in CONDITIONS if not c.page], ids=lambda condition: condition.name)
+def test_alert_has_the_limit_of_the_health_table(condition):
+    (rule,) = (rule for rule in ALERTS if rule["alert"] == condition.name)
+    limits = [float(limit) for limit in re.findall(r"[<>] ([\d.e]+)", rule["expr"])]
+    assert (
+        SAME[condition.name] in rule["expr"] if condition.name in SAME else condition.limit in map(round_down, limits)
+    )
+
+
+def round_down(limit: float) -> float:
+    return int(limit) if limit % 1 == 0.5 and limit > 1 else limit  # `increase` extrapolates: 3 are 3.01
 
 
 def test_each_alert_has_a_runbook_and_each_runbook_an_alert():

@@ -404,7 +404,7 @@ def test_memory_into_which_weights_came_in_part_is_no_base():
     receiver, layout = with_the_base_of(delta)
     with pytest.raises(WeightsError, match="not in group 1"):
         receiver._broadcast(layout, Offer(version=PolicyVersion(1, 1), digest="", group_number=1))
-    with pytest.raises(WeightsError, match="no memory here holds it"):
+    with pytest.raises(WeightsError, match="does not hold"):
         receiver._updated(layout, [delta])
 
 
@@ -479,7 +479,7 @@ def test_word_of_a_transfer_that_is_over_counts_for_nothing(fleet):
     ],
 )
 def test_deltas_are_sent_where_that_is_less_and_quicker_than_a_broadcast(generators, broadcast_s, most):
-    assert lanes.at_most(WHOLE, generators, broadcast_s) == most
+    assert lanes.delta_byte_budget(WHOLE, generators, broadcast_s) == most
 
 
 def test_a_delta_that_is_larger_than_it_may_be_is_not_sent():
@@ -490,7 +490,7 @@ def test_a_delta_that_is_larger_than_it_may_be_is_not_sent():
         state = State(PolicyVersion(1, number), add_digests([digest(flat)]))
         assert lane.wants(state)
         lane.follow(state, LAYOUT, flat.clone(), WHOLE)
-        wait_until(lane.look, "end of the comparison")
+        wait_until(lane.poll, "end of the comparison")
 
     follow(0)
     lane.received("g", lane._tip)

@@ -361,7 +361,7 @@ def test_an_arena_that_is_being_read_is_not_written(plane):
     assert [slot.version.number for slot in publisher._slots] in ([0, 2], [2, 0])
     publisher._newest.readers.add("generator-1")
     assert not publisher.offer(PolicyVersion(1, 3), lambda layout, flat: pytest.fail("it is being read"))
-    publisher._read_by("generator-0")
+    publisher._release("generator-0")
     plane.offer(3)
     assert sorted(slot.version.number for slot in publisher._slots) == [2, 3]
 
@@ -405,11 +405,11 @@ def test_an_engine_that_wakes_when_the_arena_was_written_again_fails():
         arenas.begin(0)
         await engine.load_weights(late, PolicyVersion(0, 2))
         arenas.begin(1)
-        with pytest.raises(EngineError, match="written over these weights before they were read"):
+        with pytest.raises(EngineError, match="overwrote these weights"):
             await engine.load_weights(late, PolicyVersion(0, 3))
 
     asyncio.run(load())
-    with pytest.raises(WeightsError, match="written over"):
+    with pytest.raises(WeightsError, match="overwrote"):
         mapped.tensors(layout, 1, writes)
     for slot in (2, -1, 2**40):
         with pytest.raises(WeightsError, match="end at byte"):
@@ -472,7 +472,7 @@ def test_without_generators_the_wait_ends_with_a_sentence(plane):
 
 def test_a_publisher_that_fails_says_so_and_the_learner_goes_on(plane, monkeypatch):
     monkeypatch.setattr(plane.publisher, "_prepare_newest", lambda: 1 / 0)
-    assert "ended: ZeroDivisionError" in failure_of(plane)
+    assert "ZeroDivisionError" in failure_of(plane)
     assert plane.publisher.offer(PolicyVersion(1, 0), lambda layout, flat: None)
 
 
