@@ -152,7 +152,7 @@ def card_of(config: Config) -> "Card":
 
 
 def check_fit(config: Config) -> None:
-    """Raise ConfigError if the run does not fit its GPUs or the memory of this machine."""
+    """Raise ConfigError for what cannot fit its GPU, or the memory of this machine where all of the run is on it."""
     from asyncgrpo.config.fit import refuse
     from asyncgrpo.config.memory import runs_on_gpu
     from asyncgrpo.config.shapes import shape_at
@@ -164,7 +164,7 @@ def check_fit(config: Config) -> None:
 
 
 def check_host(config: Config) -> None:
-    """Raise ConfigError if the run does not fit the memory of this machine. Nodes of a Ray cluster are not checked."""
+    """Raise ConfigError for what cannot fit the memory of this machine. The nodes of a Ray cluster are not looked at."""
     from asyncgrpo.config.fit import refuse_host
     from asyncgrpo.config.shapes import shape_at
 
@@ -173,7 +173,7 @@ def check_host(config: Config) -> None:
 
 
 def memory_table(config: Config) -> str:
-    """Return the table of GPU memory; empty for a run on the CPU or an unknown model."""
+    """What a run on GPUs holds, as a table; empty for one on the CPU, or a model that is not known yet."""
     from asyncgrpo.config.fit import estimate, report
     from asyncgrpo.config.shapes import shape_at
 
